@@ -1,0 +1,1 @@
+"""Plait trains large PyTorch models."""

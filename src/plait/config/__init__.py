@@ -1,0 +1,1 @@
+"""The frozen, closed description of a run. Imports no torch."""

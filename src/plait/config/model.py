@@ -1,0 +1,77 @@
+"""`model`: what to train."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from plait.config.base import Section
+
+
+class GptConfig(Section):
+    """A GPT-2 style decoder: learned positions, LayerNorm, GELU."""
+
+    type: Literal["gpt"] = "gpt"
+    vocab_size: PositiveInt = 50257
+    dim: PositiveInt = 768
+    layers: PositiveInt = 12
+    heads: PositiveInt = 12
+    seq_len: PositiveInt = 1024
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    bias: bool = True
+    tie_embeddings: bool = True
+
+
+class LlamaConfig(Section):
+    """A Llama style decoder: RoPE, RMSNorm, SwiGLU, grouped-query attention."""
+
+    type: Literal["llama"] = "llama"
+    vocab_size: PositiveInt = 32000
+    dim: PositiveInt = 2048
+    layers: PositiveInt = 16
+    heads: PositiveInt = 32
+    kv_heads: PositiveInt | None = None
+    """Fewer than `heads` is grouped-query attention; absent means one for each head."""
+    ffn_dim: PositiveInt | None = None
+    """Absent means 8/3 of `dim`, rounded up to a multiple of 64."""
+    seq_len: PositiveInt = 4096
+    rope_base: PositiveFloat = 10000.0
+    norm_eps: PositiveFloat = 1e-5
+    tie_embeddings: bool = False
+
+
+class ResNetConfig(Section):
+    """A residual network for image classification."""
+
+    type: Literal["resnet"] = "resnet"
+    depth: Literal[18, 34, 50, 101, 152] = 50
+    classes: PositiveInt = 1000
+    stem: Literal["imagenet", "cifar"] = "imagenet"
+    """`cifar` keeps small images large: a 3×3 first convolution, no pooling."""
+
+
+class HFConfig(Section):
+    """Any `transformers` model, unedited."""
+
+    type: Literal["hf"] = "hf"
+    path: str | None = None
+    """Folder with `config.json`, and weights where `pretrained`."""
+    config: dict[str, Any] | None = None
+    """A `transformers` config as a mapping with `model_type`; weights start random."""
+    task: Literal["causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification", "base"] = "causal-lm"
+    pretrained: bool = True
+    """With `path`: load the weights (true) or only the architecture (false)."""
+
+
+class ImportedModel(Section):
+    """A class or function of the user's own: `target: my_package.my_module:MyModel`."""
+
+    type: Literal["import"] = "import"
+    target: str
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
+ModelConfig = Annotated[
+    GptConfig | LlamaConfig | ResNetConfig | HFConfig | ImportedModel, Field(discriminator="type")
+]

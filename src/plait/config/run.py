@@ -1,0 +1,43 @@
+"""The whole run description."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat
+
+from plait.config.base import Section
+from plait.config.data import DataConfig
+from plait.config.model import ModelConfig
+from plait.config.optim import AdamWConfig, OptimConfig
+from plait.config.precision import PrecisionConfig
+from plait.config.schedule import ScheduleConfig
+from plait.config.strategy import StrategyConfig
+from plait.config.train import BatchConfig, CheckpointConfig, HookConfig, LogConfig, TrainConfig
+
+
+class RunConfig(Section):
+    """What to train, and how. `model` and the data may be absent here when they are given as objects."""
+
+    work_dir: str = "runs/default"
+    seed: NonNegativeInt = 0
+    deterministic: bool = False
+    """The same bits every time, where torch can promise it; slower."""
+    device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
+    backend: Literal["auto", "gloo", "nccl", "xccl", "mpi"] = "auto"
+    """`auto`: the one that belongs to the device."""
+    timeout_s: PositiveFloat = 600.0
+    """How long a collective may wait."""
+    model: ModelConfig | None = None
+    data: DataConfig | None = None
+    val_data: DataConfig | None = None
+    test_data: DataConfig | None = None
+    batch: BatchConfig = Field(default_factory=BatchConfig)
+    optim: OptimConfig = Field(default_factory=AdamWConfig)
+    schedule: ScheduleConfig | None = None
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    strategy: StrategyConfig = Field(default_factory=StrategyConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+    hooks: tuple[HookConfig, ...] = ()

@@ -1,0 +1,125 @@
+"""`strategy`: how training is spread over processes and memory."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from plait.config.base import Section
+
+ShardingWord = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
+
+SHORTHANDS: dict[str, dict[str, Any]] = {
+    "single": {"layout": {"dp_replicate": 1, "dp_shard": 1}},
+    "ddp": {"zero": 0},
+    "zero0": {"zero": 0},
+    "zero1": {"zero": 1},
+    "zero2": {"zero": 2},
+    "zero3": {"zero": 3},
+    "fsdp": {"sharding": "FULL_SHARD"},
+    "hsdp": {"sharding": "HYBRID_SHARD"},
+}
+
+DATA_PARALLEL_ANSWER = (
+    "nn.DataParallel drives all devices from one process: it copies the whole model to each of them every "
+    "step, gathers outputs on the first one and is held back by one Python interpreter. "
+    "Use 'ddp': the same maths, one process a device."
+)
+
+
+class LayoutConfig(Section):
+    """Sizes of the mesh axes. At most one may be absent: it takes the ranks that are left."""
+
+    dp_replicate: PositiveInt | None = None
+    dp_shard: PositiveInt | None = None
+
+
+class WrapConfig(Section):
+    """Which submodules are sharded, recomputed and compiled as one unit. Absent: the model's own blocks."""
+
+    classes: tuple[str, ...] = ()
+    """Class names, for example `LlamaDecoderLayer`."""
+    names: tuple[str, ...] = ()
+    """Patterns of module names, for example `layers.*`."""
+    min_params: PositiveInt | None = None
+    """Every module that has at least so many parameters of its own, once those inside it are taken out."""
+
+
+class RecomputeConfig(Section):
+    """Activations that are computed again in the backward pass rather than kept."""
+
+    mode: Literal["none", "full", "every", "selective", "auto"] = "none"
+    every: PositiveInt = 2
+    """With `every`: recompute every n-th block."""
+    save_ops: tuple[str, ...] = ("mm", "addmm", "bmm", "scaled_dot_product_attention")
+    """With `selective`: operations whose results are kept."""
+    budget_gib: PositiveFloat | None = None
+    """With `auto`: memory of one rank. Absent: what the device has free."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shorthand(cls, value: Any) -> Any:
+        return {"mode": value} if isinstance(value, str) else value
+
+
+class CompileConfig(Section):
+    """`torch.compile`."""
+
+    enabled: bool = False
+    scope: Literal["auto", "block", "model"] = "auto"
+    """`auto`: the whole model where nothing is sharded, each block otherwise."""
+    backend: str = "inductor"
+    mode: str | None = None
+    dynamic: bool | None = None
+    fullgraph: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shorthand(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            return {"enabled": value}
+        if isinstance(value, dict) and value:
+            return {"enabled": True, **value}
+        return value
+
+
+class StrategyConfig(Section):
+    """How training is spread. A word (`ddp`, `zero3`, `fsdp`, …) is short for the keys it stands for."""
+
+    engine: Literal["native"] = "native"
+    zero: Annotated[int, Field(ge=0, le=3)] | None = None
+    sharding: ShardingWord | None = None
+    """FSDP's own words for the same thing."""
+    layout: LayoutConfig = Field(default_factory=LayoutConfig)
+    wrap: WrapConfig = Field(default_factory=WrapConfig)
+    reshard_after_forward: bool | PositiveInt | None = None
+    """Absent: as the stage says. A number reshards to groups of that many ranks."""
+    forward_prefetch: NonNegativeInt = 0
+    """Blocks gathered ahead in the forward pass, beyond the one that always is."""
+    backward_prefetch: NonNegativeInt = 0
+    bucket_mb: PositiveFloat = 25.0
+    """Size of a gradient bucket where parameters are replicated."""
+    meta_init: bool = True
+    """Build on the meta device, so that no rank ever holds the whole model."""
+    recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
+    compile: CompileConfig = Field(default_factory=CompileConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shorthand(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        word = value.lower().replace("-", "").replace("_", "")
+        if word in ("dp", "dataparallel", "nn.dataparallel"):
+            raise ValueError(DATA_PARALLEL_ANSWER)
+        if word not in SHORTHANDS:
+            raise ValueError(f"unknown strategy {value!r}; the words are {', '.join(SHORTHANDS)}")
+        return SHORTHANDS[word]
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage that `zero` or `sharding` asks for."""
+        if self.sharding is not None:
+            return {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "_HYBRID_SHARD_ZERO2": 2}.get(self.sharding, 3)
+        return self.zero or 0

@@ -1,0 +1,107 @@
+"""`train`, `batch`, `checkpoint`, `log`, `hooks`: time, sizes, and what is written down."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from plait.config.base import Section
+
+
+class BatchConfig(Section):
+    """`total = micro × accumulation × data-parallel size`: any two give the third."""
+
+    total: PositiveInt | None = None
+    """Samples in one optimizer step, over all ranks."""
+    micro: PositiveInt | None = None
+    """Samples in one forward/backward on one rank."""
+    accumulation: PositiveInt | None = None
+    """Forward/backward passes in one optimizer step."""
+
+
+class GuardConfig(Section):
+    """A step with a non-finite loss or gradient is skipped on every rank."""
+
+    enabled: bool = True
+    max_skips: PositiveInt = 20
+    """Skipped steps in a row after which the run stops."""
+
+
+class TrainConfig(Section):
+    """How long, how often measured, how clipped."""
+
+    by_epoch: bool | None = None
+    """What `val_every` and `checkpoint.every` count. Absent: as `max_epochs` or `max_steps` is set."""
+    max_epochs: PositiveInt | None = None
+    max_steps: PositiveInt | None = None
+    val_every: PositiveInt | None = None
+    """Absent: at the end of every epoch, or at the end of the run when counting steps."""
+    val_batches: PositiveInt | None = None
+    """At most so many batches a validation."""
+    clip_norm: PositiveFloat | None = None
+    clip_value: PositiveFloat | None = None
+    guard: GuardConfig = Field(default_factory=GuardConfig)
+
+
+class BestConfig(Section):
+    """Which validation is the best one."""
+
+    metric: str = "loss"
+    mode: Literal["min", "max"] = "min"
+
+
+class CheckpointConfig(Section):
+    """When to save, how many to keep, what to start from."""
+
+    every: PositiveInt | None = None
+    """In epochs or steps, as `train.by_epoch` says. Absent: only at the end."""
+    keep: PositiveInt = 3
+    """Newest ones kept; the best one is kept besides."""
+    last: bool = True
+    """Save at the end of the run."""
+    best: BestConfig | None = None
+    resume: str | None = None
+    """A checkpoint folder, or `auto`: the newest one of `work_dir`, if there is any."""
+
+
+class LogConfig(Section):
+    """What is written down while training."""
+
+    every: PositiveInt = 10
+    """Steps between two lines."""
+    console: Literal["auto", "bar", "plain", "none"] = "auto"
+    """`auto`: a progress bar on a terminal, plain lines in a pipe."""
+    sinks: tuple[Literal["jsonl", "csv", "tensorboard", "wandb", "html"], ...] = ("jsonl",)
+    wandb_project: str | None = None
+
+
+class EmaConfig(Section):
+    """An exponential moving average of the weights, used in validation and saved beside them."""
+
+    type: Literal["ema"] = "ema"
+    decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.999
+    every: PositiveInt = 1
+
+
+class EarlyStopConfig(Section):
+    """Stop when a metric no longer gets better."""
+
+    type: Literal["early_stop"] = "early_stop"
+    metric: str = "loss"
+    mode: Literal["min", "max"] = "min"
+    patience: PositiveInt = 3
+    """Validations without a gain that are still accepted."""
+    min_delta: Annotated[float, Field(ge=0.0)] = 0.0
+
+
+class ImportedHook(Section):
+    """A hook of the user's own."""
+
+    type: Literal["import"] = "import"
+    target: str
+    args: dict[str, Any] = Field(default_factory=dict)
+    priority: NonNegativeInt = 50
+
+
+HookConfig = Annotated[EmaConfig | EarlyStopConfig | ImportedHook, Field(discriminator="type")]

@@ -1,0 +1,83 @@
+"""Every exception a user can meet.
+
+    PlaitError
+    ├── ConfigError          the run description is wrong; lists every problem at once
+    ├── WorldError           ranks, devices, ports or process groups cannot be set up
+    ├── ModelError           a model cannot be built, wrapped or called as asked
+    ├── DataError            a data source is missing, malformed or empty
+    ├── CheckpointError      a checkpoint cannot be written, read or trusted
+    ├── TrainingError        the run itself cannot go on
+    │   └── NonFiniteError   too many steps in a row had a non-finite loss or gradient
+    └── MissingExtraError    an optional package is needed and absent
+
+Each message names what was wrong, the value that was found, and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class PlaitError(Exception):
+    """Base of everything Plait raises on purpose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a run description."""
+
+    path: str
+    """Dotted path of the key, for example ``strategy.zero``."""
+    message: str
+    """What is wrong with it, the found value included."""
+    remedy: str = ""
+    """What to write instead."""
+    origin: str = ""
+    """Where the value came from: a file, an override, a keyword argument."""
+
+    def __str__(self) -> str:
+        where = f" (from {self.origin})" if self.origin else ""
+        remedy = f"\n      {self.remedy}" if self.remedy else ""
+        return f"{self.path}{where}: {self.message}{remedy}"
+
+
+class ConfigError(PlaitError):
+    """The run description is wrong. ``problems`` holds all that was found, not only the first."""
+
+    def __init__(self, problems: Sequence[Problem] | Problem) -> None:
+        self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        count = len(self.problems)
+        head = "1 problem" if count == 1 else f"{count} problems"
+        super().__init__("\n".join([f"{head} in the run description:", *(f"  - {p}" for p in self.problems)]))
+
+
+class WorldError(PlaitError):
+    """Ranks, devices, ports or process groups cannot be set up."""
+
+
+class ModelError(PlaitError):
+    """A model cannot be built, wrapped or called as asked."""
+
+
+class DataError(PlaitError):
+    """A data source is missing, malformed or empty."""
+
+
+class CheckpointError(PlaitError):
+    """A checkpoint cannot be written, read or trusted."""
+
+
+class TrainingError(PlaitError):
+    """The run itself cannot go on."""
+
+
+class NonFiniteError(TrainingError):
+    """Too many steps in a row had a non-finite loss or gradient."""
+
+
+class MissingExtraError(PlaitError):
+    """An optional package is needed and absent."""
+
+    def __init__(self, package: str, needed_for: str, extra: str) -> None:
+        super().__init__(f"{needed_for} needs the package {package!r}: pip install 'plait[{extra}]'")

@@ -1,0 +1,19 @@
+"""One rank's part of one forward/backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What a model is called with once.
+
+    ``inputs`` is a mapping (passed as keywords), a tuple or list (passed as positions) or a single object.
+    ``samples`` is how many samples are real. Zero marks a filler: a rank without data of its own still
+    takes part in every collective, and its loss and metrics count for nothing.
+    """
+
+    inputs: Any
+    samples: int

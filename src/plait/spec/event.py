@@ -1,0 +1,49 @@
+"""What a run tells the world while it goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+
+class EventKind(StrEnum):
+    """The kinds of event, in the order in which a run emits them."""
+
+    RUN_START = "run_start"
+    """data: everything the run will use (config, model size, world, strategy), ready to show."""
+    TRAIN = "train"
+    """data: the averages since the last TRAIN event (see `runner.meters`)."""
+    VALIDATE = "validate"
+    """data: the metrics of one validation."""
+    TEST = "test"
+    """data: the metrics of one test."""
+    SAVE = "save"
+    """data: path, seconds, bytes."""
+    MESSAGE = "message"
+    """data: level (info, warning, error), text."""
+    RUN_END = "run_end"
+    """data: reason, seconds, steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened, at one step."""
+
+    kind: EventKind
+    step: int
+    epoch: int
+    data: Mapping[str, Any]
+    time: float = field(default_factory=time.time)
+
+
+class Sink(Protocol):
+    """A place events go to."""
+
+    def write(self, event: Event) -> None:
+        """Take one event. Must not raise for a kind it does not know."""
+
+    def close(self) -> None:
+        """Flush and release."""
