@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, PositiveFloat, model_validator
 
-from plait.config.base import Section
+from plait.config.base import NonNegativeInt, PathText, PositiveInt, RefusedError, Section
 
 
 class _Loading(Section):
@@ -21,7 +21,7 @@ class _Loading(Section):
 
 
 class _Text(_Loading):
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """A `tokenizer.json`. Absent: a byte-level BPE is trained on the text itself."""
     vocab_size: PositiveInt = 4096
     """Size of the BPE when one is trained; a given tokenizer has its own."""
@@ -31,7 +31,7 @@ class _Text(_Loading):
     split: Literal["all", "train", "val"] = "all"
     """`train` and `val` are the two parts of one source, cut by document."""
     val_fraction: float = Field(0.05, gt=0.0, lt=1.0)
-    cache: str | None = None
+    cache: PathText | None = None
     """Folder for the tokenized files. Absent: `plait` in the user's cache folder."""
 
 
@@ -39,7 +39,7 @@ class TokensData(_Loading):
     """A token memmap that was written before."""
 
     type: Literal["tokens"] = "tokens"
-    path: str
+    path: PathText
     seq_len: PositiveInt = 1024
     document_mask: bool = True
     split: Literal["all", "train", "val"] = "all"
@@ -50,25 +50,35 @@ class TextData(_Text):
     """Plain text files, packed into sequences."""
 
     type: Literal["text"] = "text"
-    path: str
+    path: PathText
     """A file, a folder, a glob, or `stdlib`: the Python standard library's own sources."""
+    limit_mb: PositiveFloat | None = None
+    """Only the first files, in the order of their names, that together are no larger."""
 
 
 class JsonlData(_Text):
     """One JSON object a line: whole texts, or prompts with completions (only those are trained on)."""
 
     type: Literal["jsonl"] = "jsonl"
-    path: str
+    path: PathText
     text_key: str | None = None
     prompt_key: str | None = None
     completion_key: str | None = None
+
+    @model_validator(mode="after")
+    def _one_way(self) -> JsonlData:
+        pair = (self.prompt_key, self.completion_key)
+        if (None in pair) if self.text_key is None else (pair != (None, None)):
+            given = ", ".join(k for k in ("text_key", "prompt_key", "completion_key") if getattr(self, k)) or "none"
+            raise RefusedError(f"keys given: {given}", "Give either text_key, or prompt_key and completion_key.")
+        return self
 
 
 class ImageFolderData(_Loading):
     """`path/class_name/*.png|jpg`."""
 
     type: Literal["image_folder"] = "image_folder"
-    path: str
+    path: PathText
     size: PositiveInt = 224
     augment: bool | None = None
     """Random crop and flip. Absent: yes for training."""
@@ -78,7 +88,7 @@ class Cifar10Data(_Loading):
     """CIFAR-10 in its published binary or Python form."""
 
     type: Literal["cifar10"] = "cifar10"
-    path: str
+    path: PathText
     split: Literal["train", "test"] = "train"
     augment: bool | None = None
 

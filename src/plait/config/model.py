@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat
 
-from plait.config.base import Section
+from plait.config.base import PathText, PositiveInt, Section
 
 
 class GptConfig(Section):
@@ -55,7 +55,7 @@ class HFConfig(Section):
     """Any `transformers` model, unedited."""
 
     type: Literal["hf"] = "hf"
-    path: str | None = None
+    path: PathText | None = None
     """Folder with `config.json`, and weights where `pretrained`."""
     config: dict[str, Any] | None = None
     """A `transformers` config as a mapping with `model_type`; weights start random."""
@@ -72,6 +72,4 @@ class ImportedModel(Section):
     args: dict[str, Any] = Field(default_factory=dict)
 
 
-ModelConfig = Annotated[
-    GptConfig | LlamaConfig | ResNetConfig | HFConfig | ImportedModel, Field(discriminator="type")
-]
+ModelConfig = Annotated[GptConfig | LlamaConfig | ResNetConfig | HFConfig | ImportedModel, Field(discriminator="type")]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, Strict
 
-from plait.config.base import Section
+from plait.config.base import Many, Pair, PositiveInt, Section
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -14,7 +14,7 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 class _Optim(Section):
     lr: PositiveFloat = 1e-3
     weight_decay: NonNegativeFloat = 0.0
-    no_decay: tuple[str, ...] = ("bias", "norm")
+    no_decay: Many[str] = ("bias", "norm")
     """Parameters without weight decay: `bias`, `norm`, `embedding`, or a pattern of names (`*.gate.*`)."""
 
 
@@ -28,7 +28,7 @@ class AdamWConfig(_Implemented):
 
     type: Literal["AdamW"] = "AdamW"
     weight_decay: NonNegativeFloat = 0.01
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: Pair[Fraction] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
     amsgrad: bool = False
 
@@ -37,7 +37,7 @@ class AdamConfig(_Implemented):
     """Adam; weight decay is added to the gradient."""
 
     type: Literal["Adam"] = "Adam"
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: Pair[Fraction] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
     amsgrad: bool = False
 
@@ -65,7 +65,7 @@ class LionConfig(_Optim):
 
     type: Literal["Lion"] = "Lion"
     lr: PositiveFloat = 1e-4
-    betas: tuple[Fraction, Fraction] = (0.9, 0.99)
+    betas: Pair[Fraction] = (0.9, 0.99)
 
 
 class LambConfig(_Optim):
@@ -73,7 +73,7 @@ class LambConfig(_Optim):
 
     type: Literal["Lamb"] = "Lamb"
     weight_decay: NonNegativeFloat = 0.01
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: Pair[Fraction] = (0.9, 0.999)
     eps: PositiveFloat = 1e-6
     max_trust: PositiveFloat = 10.0
     min_trust: NonNegativeFloat = 0.0
@@ -85,7 +85,7 @@ class AdafactorConfig(_Optim):
     type: Literal["Adafactor"] = "Adafactor"
     lr: PositiveFloat = 1e-2
     beta2_decay: Annotated[float, Field(lt=0.0)] = -0.8
-    eps: tuple[NonNegativeFloat | None, NonNegativeFloat] = (None, 1e-3)
+    eps: Annotated[tuple[NonNegativeFloat | None, NonNegativeFloat], Strict(False)] = (None, 1e-3)
     clip_threshold: PositiveFloat = 1.0
 
 
@@ -99,20 +99,13 @@ class MuonConfig(_Optim):
     nesterov: bool = True
     ns_steps: PositiveInt = 5
     adam_lr: PositiveFloat = 3e-4
-    adam_betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    adam_betas: Pair[Fraction] = (0.9, 0.95)
     adam_eps: PositiveFloat = 1e-8
-    adam_patterns: tuple[str, ...] = ("*embed*", "*tok*", "*pos*", "*head*", "*output*")
+    adam_patterns: Many[str] = ("*embed*", "*tok*", "*pos*", "*head*", "*output*")
     """Matrices that go to AdamW all the same."""
 
 
 OptimConfig = Annotated[
-    AdamWConfig
-    | AdamConfig
-    | SGDConfig
-    | AdagradConfig
-    | LionConfig
-    | LambConfig
-    | AdafactorConfig
-    | MuonConfig,
+    AdamWConfig | AdamConfig | SGDConfig | AdagradConfig | LionConfig | LambConfig | AdafactorConfig | MuonConfig,
     Field(discriminator="type"),
 ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat
 
-from plait.config.base import Section
+from plait.config.base import NonNegativeInt, PositiveInt, Section, Shorthand
 
 
 class ScalerConfig(Section):
@@ -24,7 +24,7 @@ class ScalerConfig(Section):
     minimum: PositiveFloat = 1.0
 
 
-class PrecisionConfig(Section):
+class PrecisionConfig(Shorthand):
     """Parameters and activations in `compute`, gradients summed in `reduce`, optimizer in fp32 if `master`."""
 
     compute: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
@@ -37,7 +37,7 @@ class PrecisionConfig(Section):
     """Floating-point inputs are cast to `compute`."""
     scaler: ScalerConfig = Field(default_factory=ScalerConfig)
 
-    @model_validator(mode="before")
     @classmethod
-    def _shorthand(cls, value: Any) -> Any:
+    def expand(cls, value: Any) -> Any:
+        """A word is the format of `compute`."""
         return {"compute": value} if isinstance(value, str) else value

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat
+from pydantic import Field, PositiveFloat
 
-from plait.config.base import Section
+from plait.config.base import Many, NonNegativeInt, PathText, Shorthand
 from plait.config.data import DataConfig
 from plait.config.model import ModelConfig
 from plait.config.optim import AdamWConfig, OptimConfig
@@ -16,10 +17,10 @@ from plait.config.strategy import StrategyConfig
 from plait.config.train import BatchConfig, CheckpointConfig, HookConfig, LogConfig, TrainConfig
 
 
-class RunConfig(Section):
+class RunConfig(Shorthand):
     """What to train, and how. `model` and the data may be absent here when they are given as objects."""
 
-    work_dir: str = "runs/default"
+    work_dir: PathText = "runs/default"
     seed: NonNegativeInt = 0
     deterministic: bool = False
     """The same bits every time, where torch can promise it; slower."""
@@ -40,4 +41,12 @@ class RunConfig(Section):
     train: TrainConfig = Field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     log: LogConfig = Field(default_factory=LogConfig)
-    hooks: tuple[HookConfig, ...] = ()
+    hooks: Many[HookConfig] = ()
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        """An `optim` without a `type` is AdamW, as no `optim` at all is."""
+        optim = value.get("optim") if isinstance(value, Mapping) else None
+        if isinstance(optim, Mapping) and "type" not in optim:
+            return {**value, "optim": {"type": "AdamW", **optim}}
+        return value

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from plait.config.base import Section
+from plait.config.base import Many, NonNegativeInt, PositiveInt, Section
 from plait.config.optim import Fraction
 
 
@@ -67,7 +67,7 @@ class MultiStepConfig(_Schedule):
     """Multiplied by `gamma` at each milestone."""
 
     type: Literal["MultiStepLR"] = "MultiStepLR"
-    milestones: tuple[PositiveInt, ...]
+    milestones: Many[PositiveInt]
     gamma: PositiveFloat = 0.1
 
 

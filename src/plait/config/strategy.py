@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat
 
-from plait.config.base import Section
+from plait.config.base import Many, NonNegativeInt, PositiveInt, RefusedError, Section, Shorthand
+from plait.config.words import choose
 
 ShardingWord = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
 
@@ -23,8 +24,7 @@ SHORTHANDS: dict[str, dict[str, Any]] = {
 
 DATA_PARALLEL_ANSWER = (
     "nn.DataParallel drives all devices from one process: it copies the whole model to each of them every "
-    "step, gathers outputs on the first one and is held back by one Python interpreter. "
-    "Use 'ddp': the same maths, one process a device."
+    "step, gathers outputs on the first one and is held back by one Python interpreter"
 )
 
 
@@ -38,32 +38,32 @@ class LayoutConfig(Section):
 class WrapConfig(Section):
     """Which submodules are sharded, recomputed and compiled as one unit. Absent: the model's own blocks."""
 
-    classes: tuple[str, ...] = ()
+    classes: Many[str] = ()
     """Class names, for example `LlamaDecoderLayer`."""
-    names: tuple[str, ...] = ()
+    names: Many[str] = ()
     """Patterns of module names, for example `layers.*`."""
     min_params: PositiveInt | None = None
     """Every module that has at least so many parameters of its own, once those inside it are taken out."""
 
 
-class RecomputeConfig(Section):
+class RecomputeConfig(Shorthand):
     """Activations that are computed again in the backward pass rather than kept."""
 
     mode: Literal["none", "full", "every", "selective", "auto"] = "none"
     every: PositiveInt = 2
     """With `every`: recompute every n-th block."""
-    save_ops: tuple[str, ...] = ("mm", "addmm", "bmm", "scaled_dot_product_attention")
+    save_ops: Many[str] = ("mm", "addmm", "bmm", "scaled_dot_product_attention")
     """With `selective`: operations whose results are kept."""
     budget_gib: PositiveFloat | None = None
     """With `auto`: memory of one rank. Absent: what the device has free."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _shorthand(cls, value: Any) -> Any:
+    def expand(cls, value: Any) -> Any:
+        """A word is the `mode`."""
         return {"mode": value} if isinstance(value, str) else value
 
 
-class CompileConfig(Section):
+class CompileConfig(Shorthand):
     """`torch.compile`."""
 
     enabled: bool = False
@@ -74,9 +74,9 @@ class CompileConfig(Section):
     dynamic: bool | None = None
     fullgraph: bool = False
 
-    @model_validator(mode="before")
     @classmethod
-    def _shorthand(cls, value: Any) -> Any:
+    def expand(cls, value: Any) -> Any:
+        """`true` and `false` are `enabled`; naming any option is asking for it."""
         if isinstance(value, bool):
             return {"enabled": value}
         if isinstance(value, dict) and value:
@@ -84,7 +84,7 @@ class CompileConfig(Section):
         return value
 
 
-class StrategyConfig(Section):
+class StrategyConfig(Shorthand):
     """How training is spread. A word (`ddp`, `zero3`, `fsdp`, …) is short for the keys it stands for."""
 
     engine: Literal["native"] = "native"
@@ -105,16 +105,16 @@ class StrategyConfig(Section):
     recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
     compile: CompileConfig = Field(default_factory=CompileConfig)
 
-    @model_validator(mode="before")
     @classmethod
-    def _shorthand(cls, value: Any) -> Any:
+    def expand(cls, value: Any) -> Any:
+        """A word is the keys that `SHORTHANDS` gives it."""
         if not isinstance(value, str):
             return value
         word = value.lower().replace("-", "").replace("_", "")
         if word in ("dp", "dataparallel", "nn.dataparallel"):
-            raise ValueError(DATA_PARALLEL_ANSWER)
+            raise RefusedError(DATA_PARALLEL_ANSWER, "Write 'ddp': the same maths, one process a device.")
         if word not in SHORTHANDS:
-            raise ValueError(f"unknown strategy {value!r}; the words are {', '.join(SHORTHANDS)}")
+            raise RefusedError(f"unknown strategy {value!r}", choose(value, SHORTHANDS, "word"))
         return SHORTHANDS[word]
 
     @property

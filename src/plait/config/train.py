@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat
 
-from plait.config.base import Section
+from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, Section
 
 
 class BatchConfig(Section):
@@ -61,7 +61,7 @@ class CheckpointConfig(Section):
     last: bool = True
     """Save at the end of the run."""
     best: BestConfig | None = None
-    resume: str | None = None
+    resume: PathText | None = None
     """A checkpoint folder, or `auto`: the newest one of `work_dir`, if there is any."""
 
 
@@ -72,7 +72,7 @@ class LogConfig(Section):
     """Steps between two lines."""
     console: Literal["auto", "bar", "plain", "none"] = "auto"
     """`auto`: a progress bar on a terminal, plain lines in a pipe."""
-    sinks: tuple[Literal["jsonl", "csv", "tensorboard", "wandb", "html"], ...] = ("jsonl",)
+    sinks: Many[Literal["jsonl", "csv", "tensorboard", "wandb", "html"]] = ("jsonl",)
     wandb_project: str | None = None
 
 

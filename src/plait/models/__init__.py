@@ -1,1 +1,59 @@
-"""..."""
+"""Models: what is trained.
+
+`build_model` makes one from its section of the run description, on whatever device is current; under
+`torch.device("meta")` it costs no memory. What the rest of the framework may ask of it is said in
+`plait.models.common.protocol`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from plait.config.model import GptConfig, HFConfig, ImportedModel, LlamaConfig, ModelConfig, ResNetConfig
+from plait.errors import ModelError
+
+__all__ = ["build_model", "preset"]
+
+
+def build_model(config: ModelConfig) -> nn.Module:
+    """The model that `config` describes. Only the family that is asked for gets imported."""
+    match config:
+        case GptConfig():
+            from plait.models.gpt import Gpt
+
+            return Gpt(config)
+        case LlamaConfig():
+            from plait.models.llama import Llama
+
+            return Llama(config)
+        case ResNetConfig():
+            from plait.models.resnet import ResNet
+
+            return ResNet(config)
+        case HFConfig():
+            from plait.models.hf import build_hf_model
+
+            return build_hf_model(config)
+        case ImportedModel():
+            from plait.models.imported import build_imported_model
+
+            return build_imported_model(config)
+
+
+def preset(family: str, name: str, **changes: Any) -> ModelConfig:
+    """A named size of a family (`preset("llama", "1b", layers=4)`), with changes."""
+    families: dict[str, type[GptConfig | LlamaConfig | ResNetConfig | HFConfig]] = {
+        "gpt": GptConfig,
+        "llama": LlamaConfig,
+        "resnet": ResNetConfig,
+        "hf": HFConfig,
+    }
+    if family not in families:
+        raise ModelError(f"no model family {family!r}; there are {', '.join(families)}")
+    presets = import_module(f"plait.models.{family}.presets").PRESETS
+    if name not in presets:
+        raise ModelError(f"no preset {name!r} in {family!r}; there are {', '.join(presets)}")
+    return families[family](**{**presets[name], **changes})

@@ -1,1 +1,19 @@
-"""..."""
+"""Ranks, devices, and the one mesh."""
+
+from plait.world.layout import Layout, resolve_layout
+from plait.world.ranks import Ranks, detect_ranks
+from plait.world.seeding import make_deterministic, restore_rng_state, rng_state, seed_everything
+from plait.world.world import World, open_world
+
+__all__ = [
+    "Layout",
+    "Ranks",
+    "World",
+    "detect_ranks",
+    "make_deterministic",
+    "open_world",
+    "resolve_layout",
+    "restore_rng_state",
+    "rng_state",
+    "seed_everything",
+]

@@ -1,1 +1,1 @@
-"""..."""
+"""The engine on plain PyTorch."""

@@ -1,0 +1,83 @@
+"""The `checkpoints` folder of a run: names, links, and what is kept."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from plait.checkpoint.manifest import NAME
+from plait.errors import CheckpointError
+
+_STEP = re.compile(r"step-(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFolder:
+    """All checkpoints of one run. Links: `latest`, and `best` where there is one."""
+
+    root: Path
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step belongs."""
+        return self.root / f"step-{step:08d}"
+
+    def complete(self) -> list[Path]:
+        """The complete checkpoints, oldest first."""
+        if not self.root.is_dir():
+            return []
+        found = [p for p in self.root.iterdir() if _STEP.match(p.name) and not p.is_symlink() and (p / NAME).exists()]
+        return sorted(found)
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint; links are not trusted, a kill may have come before they moved."""
+        complete = self.complete()
+        return complete[-1] if complete else None
+
+    def find(self, wanted: str) -> Path | None:
+        """`auto`: the newest of this run, if any. Anything else: that folder, or the newest inside it."""
+        if wanted == "auto":
+            return self.newest()
+        path = Path(wanted)
+        if (path / NAME).exists():
+            return path.resolve()
+        for root in (path, path / "checkpoints"):
+            newest = CheckpointFolder(root).newest()
+            if newest is not None:
+                return newest
+        raise CheckpointError(
+            f"checkpoint.resume: there is no complete checkpoint at {wanted!r}; "
+            f"name a folder with a {NAME}, or the work_dir of a run, or `auto`"
+        )
+
+    def link(self, name: str, target: Path) -> None:
+        """Point a link at a checkpoint, in one step."""
+        temporary = self.root / f".{name}.{os.getpid()}"
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(target.name)
+        os.replace(temporary, self.root / name)
+
+    def prune(self, keep: int) -> None:
+        """Remove all but the newest `keep`; what `best` points at stays besides."""
+        best = self.root / "best"
+        kept = {best.resolve().name} if best.exists() else set()
+        for path in self.complete()[:-keep]:
+            if path.name not in kept:
+                # Without its manifest it is no checkpoint any more, so a kill in between leaves nothing half.
+                (path / NAME).unlink()
+                shutil.rmtree(path)
+
+    def sweep(self) -> None:
+        """Remove what an interrupted save left behind, and put back what it had moved aside."""
+        if not self.root.is_dir():
+            return
+        for path in self.root.glob(".step-*.old.tmp"):
+            home = self.root / path.name.removeprefix(".").removesuffix(".old.tmp")
+            if (path / NAME).exists() and not (home / NAME).exists():
+                os.replace(path, home)
+        for path in list(self.root.iterdir()):
+            unfinished = path.name.startswith(".step-") or (_STEP.match(path.name) and not (path / NAME).exists())
+            if unfinished and path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)

@@ -1,0 +1,162 @@
+"""A run description while it is put together: plain values, and where each of them came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from plait.config import tree
+from plait.config.base import RefusedError, Section, Shorthand
+from plait.config.run import RunConfig
+from plait.config.words import show
+from plait.errors import Problem
+
+Keys = tuple[Any, ...]
+
+
+def dotted(keys: Keys) -> str:
+    """`("hooks", 0, "decay")` as `hooks.0.decay`."""
+    return ".".join(str(key) for key in keys)
+
+
+def origin_of(path: str, origins: Mapping[str, str]) -> str:
+    """Where the value at `path` came from; that of the nearest one around it where itself was not written."""
+    while path not in origins and "." in path:
+        path = path.rpartition(".")[0]
+    return origins.get(path, "")
+
+
+def _plain(value: Any) -> Any:
+    """A copy that can be changed; a section becomes the keys that were set in it."""
+    if isinstance(value, Section):
+        names = [name for name in type(value).model_fields if name == "type" or name in value.model_fields_set]
+        return {name: _plain(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([_plain(each) for each in value])
+    return value
+
+
+def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if isinstance(value, (list, tuple)) else ()
+
+
+class Draft:
+    """Takes values one by one, later ones over earlier ones, and keeps their origins.
+
+    A shorthand is expanded when something is put inside it, and everywhere by `expand`; `written` remembers
+    the path that the user wrote for each key that came out of one.
+    """
+
+    def __init__(self) -> None:
+        self.data: Any = {}
+        self.origins: dict[str, str] = {}
+        self.written: dict[str, str] = {}
+        self.problems: list[Problem] = []
+
+    def put(self, keys: Keys, value: Any, origin: str) -> None:
+        """Set the value at `keys`, making the sections on the way; what cannot be set is a problem."""
+        value = _plain(value)
+        node: Any = self.data
+        annotation: Any = RunConfig
+        for depth, key in enumerate(keys):
+            path = dotted(keys[:depth])
+            if isinstance(node, list) and (index := self._index(node, key, path, origin)) is not None:
+                key = index
+            elif not isinstance(node, dict):
+                return
+            info = tree.field(annotation, node, key)
+            annotation = tree.item(annotation, key) if isinstance(node, list) else info and info.annotation
+            if depth == len(keys) - 1:
+                self._assign(node, key, value)
+                self._mark(keys, value, origin)
+                return
+            default = info.get_default() if info else None
+            inner = self._opened(node, key, annotation, default, keys[: depth + 1], origin)
+            if inner is None:
+                return
+            self._assign(node, key, inner)
+            node = inner
+
+    def expand(self) -> None:
+        """Expand every shorthand there is."""
+        self.data = self._expanded(self.data, RunConfig, ())
+
+    def _index(self, node: list[Any], key: Any, path: str, origin: str) -> int | None:
+        if str(key).isdecimal() and int(key) <= len(node):
+            return int(key)
+        numbers = f"0 to {len(node) - 1}, or {len(node)} to add one" if node else "0, to add the first one"
+        message = f"no entry {key!r} in a list of {len(node)}"
+        self.problems.append(Problem(f"{path}.{key}", message, f"The entries are {numbers}.", origin))
+        return None
+
+    def _assign(self, node: Any, key: Any, value: Any) -> None:
+        if isinstance(node, list) and key == len(node):
+            node.append(value)
+        else:
+            node[key] = value
+
+    def _opened(
+        self, node: Any, key: Any, annotation: Any, default: Any, keys: Keys, origin: str
+    ) -> dict[Any, Any] | list[Any] | None:
+        """What is at `key`, as something that a value can be put into; None where it cannot be."""
+        present = key < len(node) if isinstance(node, list) else key in node
+        value = node[key] if present else None
+        if value is None:
+            self.origins.setdefault(dotted(keys), origin)
+            value = list(default or ()) if tree.items(annotation) else {}
+        if not isinstance(value, (dict, list, tuple)):
+            value = self._expanded_here(value, annotation, keys)
+        if isinstance(value, tuple):
+            value = list(value)
+        if isinstance(value, (dict, list)):
+            return value
+        if not isinstance(value, RefusedError):  # a refused word is reported with the section itself
+            message = f"nothing can be set inside it: it holds {show(value)}"
+            self.problems.append(Problem(dotted(keys), message, "Set the value itself, or leave it out.", origin))
+        return None
+
+    def _expanded_here(self, value: Any, annotation: Any, keys: Keys) -> Any:
+        """What `value` is short for, by the one section that may stand there, or what refused it."""
+        owner = tree.section(annotation, value)
+        if owner is None or not issubclass(owner, Shorthand):
+            return value
+        try:
+            expanded = _plain(owner.expand(value))
+        except RefusedError as refused:
+            return refused
+        if isinstance(expanded, dict):
+            path = dotted(keys)
+            for key in expanded:
+                inner = f"{path}.{key}" if path else str(key)
+                if inner not in self.origins and path in self.origins:
+                    self._mark((*keys, key), expanded[key], self.origins[path])
+                if not isinstance(value, dict):
+                    self.written[inner] = path
+        return expanded
+
+    def _expanded(self, value: Any, annotation: Any, keys: Keys) -> Any:
+        expanded = self._expanded_here(value, annotation, keys)
+        if isinstance(expanded, RefusedError):
+            return value
+        if isinstance(expanded, dict):
+            for key in expanded:
+                if info := tree.field(annotation, expanded, key):
+                    expanded[key] = self._expanded(expanded[key], info.annotation, (*keys, key))
+        elif isinstance(expanded, list):
+            each = [tree.item(annotation, index) for index in range(len(expanded))]
+            return [self._expanded(v, each[i], (*keys, i)) for i, v in enumerate(expanded)]
+        return expanded
+
+    def _mark(self, keys: Keys, value: Any, origin: str) -> None:
+        """Remember where the value at `keys` and all inside it came from, and forget what was there."""
+        path = dotted(keys)
+        for book in (self.origins, self.written):
+            for known in [known for known in book if known == path or known.startswith(f"{path}.")]:
+                del book[known]
+        self.origins[path] = origin
+        for key, each in _entries(value):
+            self._mark((*keys, key), each, origin)

@@ -1,0 +1,173 @@
+"""Puts what the schema refused into plain words: the path as it was written, the value, what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from plait.config import tree
+from plait.config.base import RefusedError, Section, Shorthand
+from plait.config.draft import Draft, dotted, origin_of
+from plait.config.foreign import plait_key
+from plait.config.run import RunConfig
+from plait.config.words import choose, listed, nearest, show
+from plait.errors import Problem
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "dict_type": "keys and values",
+    "model_type": "keys and values",
+    "model_attributes_type": "keys and values",
+}
+_BOUNDS = {
+    "greater_than": ("gt", "more than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+@dataclass(frozen=True)
+class _Error:
+    """One refusal, at the path as the user knows it."""
+
+    kind: str
+    keys: tuple[Any, ...]
+    annotation: Any
+    """Of what may stand at `keys`; None for an unknown key."""
+    section: type[Section]
+    """The section that the last key is in."""
+    value: Any
+    context: Mapping[str, Any]
+    words: str
+    """pydantic's own message, for a kind that has no other."""
+
+
+def explain(error: ValidationError, draft: Draft) -> list[Problem]:
+    """One problem for each place that the schema refused."""
+    places: dict[str, list[_Error]] = {}
+    for raw in error.errors(include_url=False):
+        found = _located(raw)
+        places.setdefault(dotted(found.keys), []).append(found)
+    return [_problem(path, errors, draft) for path, errors in places.items()]
+
+
+def _located(raw: Any) -> _Error:
+    """`raw`, with all that is pydantic's own taken out of its place: tags, and names of union members."""
+    keys: tuple[Any, ...] = ()
+    annotation: Any = RunConfig
+    owner: type[Section] = RunConfig
+    for part in raw["loc"]:
+        choices = tree.sections(annotation)
+        entered = annotation if annotation in choices.values() else choices.get("")
+        if entered is not None:
+            owner, info = entered, entered.model_fields.get(part)
+            keys, annotation = (*keys, part), info.annotation if info else None
+        elif part in choices:
+            annotation = choices[part]
+        elif isinstance(part, int) and tree.items(annotation):
+            keys, annotation = (*keys, part), tree.item(annotation, part)
+    context = raw.get("ctx", {})
+    return _Error(raw["type"], keys, annotation, owner, raw["input"], context, raw["msg"])
+
+
+def _problem(path: str, errors: list[_Error], draft: Draft) -> Problem:
+    """All that was refused at one path. Alternatives each refuse a value: one that took its type knows most."""
+    first = next((error for error in errors if error.kind not in _EXPECTED), errors[0])
+    if first.kind in _EXPECTED:
+        message, remedy = _wrong_type(first, [_EXPECTED[error.kind] for error in errors])
+    elif first.kind in ("extra_forbidden", "invalid_key"):
+        message, remedy = _unknown_key(first)
+    elif first.kind in ("union_tag_invalid", "union_tag_not_found"):
+        message, remedy = _wrong_tag(first)
+        path = f"{path}.type"
+    else:
+        message, remedy = _wrong_value(first)
+    path = draft.written.get(path, path)
+    return Problem(path, message, remedy, origin_of(path, draft.origins))
+
+
+def _unknown_key(error: _Error) -> tuple[str, str]:
+    key = str(error.keys[-1])
+    keys = [name for name in error.section.model_fields if name != "type"]
+    hints = [foreign] if (foreign := plait_key(key)) else []
+    if not hints and (meant := nearest(key, keys)):
+        hints.append(f"Did you mean `{meant}`?")
+    homes = dict.fromkeys(tree.homes(key, RunConfig))
+    here = dotted(error.keys[:-1])
+    kind = _tag(error.section)
+    if here in homes:
+        hints.append(f"`{key}` is a key of other types of `{here}`, not of {kind}.")
+    elif homes:
+        places = [f"`{home}`" if home else "the top level" for home in homes]
+        hints.append(f"`{key}` belongs in {listed(places[:4], 'or')}.")
+    whose = f" of {kind}" if kind else f" of `{here}`" if here else ""
+    if not hints:
+        hints.append(f"The keys{whose} are {listed(keys)}.")
+    value = f", with the value {show(error.value)}" if error.kind == "extra_forbidden" else ""
+    return f"unknown key{whose}{value}", " ".join(hints)
+
+
+def _wrong_tag(error: _Error) -> tuple[str, str]:
+    tags = list(tree.sections(error.annotation))
+    if error.kind == "union_tag_not_found":
+        return "it is missing", f"Write one of {listed(tags, 'or')}."
+    tag = error.value.get("type") if isinstance(error.value, Mapping) else error.value
+    return f"unknown type {show(tag)}", choose(tag, tags, "type")
+
+
+def _wrong_type(error: _Error, expected: list[str]) -> tuple[str, str]:
+    value = error.value
+    message = f"expected {listed(dict.fromkeys(expected), 'or')}, found {show(value)}"
+    choices = tree.sections(error.annotation)
+    if value is None:
+        return message, "Leave the key out to have its default."
+    if isinstance(value, str) and "" not in choices and choices:
+        meant = nearest(value, choices)
+        return message, f"Write `{{type: {meant}}}`." if meant else choose(value, choices, "type")
+    if choices:
+        section = next(iter(choices.values()))
+        also = " (a word alone is fine too)" if issubclass(section, Shorthand) else ""
+        return message, f"Its keys are {listed(section.model_fields)}{also}."
+    if isinstance(value, str) and error.kind in ("int_type", "float_type", "bool_type"):
+        from plait.config.dialect import scalar
+
+        if not isinstance(scalar(value), str):
+            return message, f"Write it without quotes: {value}."
+    if error.kind == "string_type" and not isinstance(value, (dict, list, tuple)):
+        return message, f'Write it in quotes: "{value}".'
+    if error.kind == "tuple_type":
+        return message, f"Write it in brackets: [{value}]."
+    return message, ""
+
+
+def _wrong_value(error: _Error) -> tuple[str, str]:
+    kind, context, value = error.kind, error.context, error.value
+    if kind == "literal_error":
+        return f"{show(value)} is not one of its values", choose(value, tree.literals(error.annotation), "value")
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        return f"expected {words} {context[name]:g}, found {show(value)}", ""
+    if kind == "finite_number":
+        return f"expected a finite number, found {show(value)}", ""
+    if kind == "missing" and isinstance(error.keys[-1], int):
+        return f"entry {error.keys[-1]} is missing: found only {show(value)}", ""
+    if kind == "missing":
+        return "it is missing", f"{_tag(error.section) or 'This section'} needs it."
+    if kind == "too_long":
+        return f"expected {context['max_length']} entries, found {show(value)}", ""
+    if isinstance(refused := context.get("error"), RefusedError):
+        return refused.message, refused.remedy
+    return f"{error.words[0].lower()}{error.words[1:]}, found {show(value)}", ""
+
+
+def _tag(section: type[Section]) -> str:
+    tag = section.model_fields.get("type")
+    return str(tag.default) if tag else ""

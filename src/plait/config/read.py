@@ -1,0 +1,123 @@
+"""Reads a run description from a file: YAML, TOML, JSON, or JSON with comments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from plait.config.words import listed, nearest, show
+from plait.errors import ConfigError, Problem
+
+_JSON = (".json", ".jsonc", ".json5")
+_YAML = (".yaml", ".yml")
+ENDINGS = (*_YAML, ".toml", *_JSON)
+
+
+def read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """The keys and values in `source`, unchecked. An empty file is an empty run description."""
+    if isinstance(source, Mapping):
+        return dict(source)
+    path = Path(source)
+    if path.suffix.lower() not in ENDINGS:
+        remedy = f"A run description is a file ending in {listed(ENDINGS, 'or')}."
+        raise ConfigError(Problem(str(path), f"the ending {show(path.suffix)} says no known format", remedy))
+    data = _parse(path, _text(path))
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        message = f"expected keys and values at the top, found {show(data)}"
+        raise ConfigError(Problem(str(path), message, "Write sections, for example `strategy: ddp`."))
+    return data
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(Problem(str(path), "there is no such file", _neighbours(path))) from None
+    except UnicodeDecodeError as error:
+        message = f"byte {error.start} is not UTF-8 text"
+        raise ConfigError(Problem(str(path), message, "Save the file as UTF-8.")) from None
+    except OSError as error:
+        message = f"cannot be read: {error.strerror}"
+        raise ConfigError(Problem(str(path), message, "Give a file that can be read.")) from None
+
+
+def _neighbours(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"The folder {folder} does not exist either."
+    names = sorted(each.name for each in folder.iterdir() if each.suffix.lower() in ENDINGS)
+    if not names:
+        return f"The folder {folder.resolve()} has no run description at all."
+    meant = nearest(path.name, names)
+    few = names if len(names) <= 8 else [*names[:8], "…"]
+    return (f"Did you mean `{meant}`? " if meant else "") + f"The folder has {', '.join(few)}."
+
+
+def _parse(path: Path, text: str) -> Any:
+    ending = path.suffix.lower()
+    if ending in _YAML:
+        return _parse_yaml(path, text)
+    if ending in _JSON:
+        return _parse_json(path, text)
+    return _parse_toml(path, text)
+
+
+def _parse_yaml(path: Path, text: str) -> Any:
+    import yaml
+
+    from plait.config import dialect
+
+    try:
+        return dialect.load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        tab = "'\\t'" in (error.problem or "")
+        remedy = "YAML is indented with spaces, never with tabs." if tab else ""
+        raise _syntax(path, text, line, column, error.problem or "not YAML", remedy) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        column = error.position - text.rfind("\n", 0, error.position)
+        raise _syntax(path, text, line, column, error.reason) from None
+
+
+def _parse_json(path: Path, text: str) -> Any:
+    import json
+
+    from plait.config import jsonc
+
+    if not text.strip():
+        return None
+    try:
+        return jsonc.load(text)
+    except json.JSONDecodeError as error:
+        message = error.msg[0].lower() + error.msg[1:]
+        raise _syntax(path, text, error.lineno, error.colno, message) from None
+
+
+def _parse_toml(path: Path, text: str) -> Any:
+    import tomllib
+
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        message, _, where = str(error).partition(" (at ")
+        numbers = [int(number) for number in re.findall(r"\d+", where)]
+        last = text.count("\n") + 1
+        line, column = numbers if len(numbers) == 2 else (last, len(text.splitlines()[-1]) + 1)
+        raise _syntax(path, text, line, column, message[0].lower() + message[1:]) from None
+
+
+def _syntax(path: Path, text: str, line: int, column: int, message: str, remedy: str = "") -> ConfigError:
+    """A syntax error with its line quoted and a caret under the place."""
+    lines = text.splitlines()
+    quoted = lines[line - 1] if 0 < line <= len(lines) else ""
+    start = max(0, column - 60)  # a long line is quoted around the place
+    shown = quoted[start : start + 100].replace("\t", " ")
+    gutter = " " * len(str(line))
+    picture = f"{line} | {shown}\n      {gutter} | {' ' * (column - 1 - start)}^"
+    return ConfigError(Problem(f"{path}:{line}:{column}", message, f"{remedy}\n      {picture}" if remedy else picture))

@@ -1,0 +1,42 @@
+"""Rules between settings: each one a small function, run once the schema has passed.
+
+Each setting may be fine by itself and still contradict another, or be one that the others leave without
+effect. Both are errors, and all of them are reported together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from plait.config.draft import origin_of
+from plait.config.rules import data, model, precision, strategy, train
+from plait.config.rules.facts import Facts
+from plait.config.run import RunConfig
+from plait.errors import ConfigError, Problem
+
+Rule = Callable[[Facts], Iterable[Problem]]
+RULES: tuple[Rule, ...] = (*strategy.RULES, *precision.RULES, *train.RULES, *model.RULES, *data.RULES)
+
+
+def violations(config: RunConfig, *, has_val: bool, require_length: bool) -> list[Problem]:
+    """Every rule that `config` breaks."""
+    facts = Facts(config, has_val or config.val_data is not None, require_length)
+    return [problem for rule in RULES for problem in rule(facts)]
+
+
+def check(
+    config: RunConfig,
+    *,
+    has_val: bool,
+    require_length: bool,
+    origins: Mapping[str, str] | None = None,
+) -> None:
+    """Raise `ConfigError` with every rule that `config` breaks.
+
+    `has_val` says that validation data is given as an object, `require_length` that the run must know when to
+    end, and `origins` (of `Parsed`) where each value came from.
+    """
+    if found := violations(config, has_val=has_val, require_length=require_length):
+        known = origins or {}
+        raise ConfigError([replace(problem, origin=origin_of(problem.path, known)) for problem in found])

@@ -1,0 +1,34 @@
+"""What a rule may look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from plait.config.base import Section
+from plait.config.run import RunConfig
+from plait.config.words import show
+from plait.errors import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The run description, and what is known about the run besides."""
+
+    config: RunConfig
+    has_val: bool
+    """There is validation data, described or given as an object."""
+    require_length: bool
+    """The run must know when to end."""
+
+
+def given(section: Section, *names: str) -> list[str]:
+    """Those of `names` that were set to something, rather than left at their default."""
+    return [name for name in names if name in section.model_fields_set and getattr(section, name) is not None]
+
+
+def idle(path: str, section: Section, names: tuple[str, ...], reason: str, remedy: str) -> Iterator[Problem]:
+    """A problem for each of `names` that was set although it has no effect."""
+    for name in given(section, *names):
+        value = show(getattr(section, name))
+        yield Problem(f"{path}.{name}", f"{value} has no effect: {reason}", remedy)

@@ -1,0 +1,52 @@
+"""Rules for `precision`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from plait.config.rules.facts import Facts, idle
+from plait.errors import Problem
+
+_DYNAMIC = ("initial_power", "window", "hysteresis", "consecutive_hysteresis", "minimum")
+
+
+def scaler_needs_fp16(facts: Facts) -> Iterator[Problem]:
+    """Only fp16 is so narrow that gradients must be scaled into it."""
+    precision = facts.config.precision
+    if precision.compute != "fp16":
+        reason = f"the loss is scaled only in fp16, and `precision.compute` is {precision.compute}"
+        remedy = "Leave it out, or write `precision.compute: fp16`."
+        yield from idle("precision.scaler", precision.scaler, ("static", *_DYNAMIC), reason, remedy)
+
+
+def static_scale_does_not_move(facts: Facts) -> Iterator[Problem]:
+    """With a `static` scale there is nothing to grow or shrink."""
+    precision = facts.config.precision
+    if precision.compute == "fp16" and precision.scaler.static is not None:
+        reason = f"`precision.scaler.static` fixes the scale at {precision.scaler.static:g}"
+        yield from idle("precision.scaler", precision.scaler, _DYNAMIC, reason, "Leave one of the two out.")
+
+
+def fp16_reduction_needs_fp16(facts: Facts) -> Iterator[Problem]:
+    """Without a loss scale, sums in fp16 overflow or vanish."""
+    precision = facts.config.precision
+    if precision.reduce == "fp16" and precision.compute != "fp16":
+        message = f"fp16 sums need the loss scale of fp16, but `precision.compute` is {precision.compute}"
+        choice = "fp32" if precision.compute in ("fp32", "tf32") else "bf16` or `fp32"
+        yield Problem("precision.reduce", message, f"Write `{choice}`.")
+
+
+def master_weights_are_a_choice_in_half_precision(facts: Facts) -> Iterator[Problem]:
+    """In fp32 the weights are their own master copy."""
+    precision = facts.config.precision
+    if not precision.master and precision.compute in ("fp32", "tf32"):
+        message = f"false has no effect: with `precision.compute: {precision.compute}` the weights are fp32 themselves"
+        yield Problem("precision.master", message, "Leave it out, or write `precision.compute: bf16`.")
+
+
+RULES = (
+    scaler_needs_fp16,
+    static_scale_does_not_move,
+    fp16_reduction_needs_fp16,
+    master_weights_are_a_choice_in_half_precision,
+)

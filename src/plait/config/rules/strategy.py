@@ -1,0 +1,133 @@
+"""Rules for `strategy`, and for `device` and `backend`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from plait.config.rules.facts import Facts, given, idle
+from plait.config.words import listed, show
+from plait.errors import Problem
+
+_DEVICE_OF = {"nccl": "cuda", "xccl": "xpu"}
+
+
+def zero_and_sharding_agree(facts: Facts) -> Iterator[Problem]:
+    """`zero` and `sharding` are two words for one thing."""
+    strategy = facts.config.strategy
+    if strategy.zero is not None and strategy.sharding is not None and strategy.zero != strategy.stage:
+        message = (
+            f"{strategy.sharding} is stage {strategy.stage}, but `strategy.zero` is {strategy.zero}; "
+            "both name the ZeRO stage"
+        )
+        remedy = f"Leave one of them out, or write `strategy.zero: {strategy.stage}`."
+        yield Problem("strategy.sharding", message, remedy)
+
+
+def sharding_options_need_sharding(facts: Facts) -> Iterator[Problem]:
+    """At stage 0 every rank has everything: there is nothing to reshard or to fetch ahead."""
+    strategy = facts.config.strategy
+    if strategy.stage > 0:
+        return
+    asked = given(strategy, "reshard_after_forward")
+    asked += [name for name in ("forward_prefetch", "backward_prefetch") if getattr(strategy, name) > 0]
+    for name in asked:
+        message = f"{show(getattr(strategy, name))} has no effect: at stage 0 nothing is sharded"
+        yield Problem(f"strategy.{name}", message, "Leave it out, or write `strategy.zero: 3`.")
+
+
+def reshard_fits_the_stage(facts: Facts) -> Iterator[Problem]:
+    """Whether parameters are resharded after the forward pass is what tells stage 3 from 1 and 2."""
+    strategy = facts.config.strategy
+    reshard, stage = strategy.reshard_after_forward, strategy.stage
+    if reshard is None or stage == 0:
+        return
+    keeps = reshard is False or (reshard is not True and reshard == 1)  # a group of one is no sharding
+    if stage == 3 and keeps:
+        message = f"{show(reshard)} keeps parameters whole after the forward pass: that is stage 2, this is stage 3"
+        yield Problem("strategy.reshard_after_forward", message, "Write `strategy.zero: 2`, or leave it out.")
+    if stage < 3 and not keeps:
+        message = f"{show(reshard)} reshards parameters after the forward pass: that is stage 3, this is stage {stage}"
+        yield Problem("strategy.reshard_after_forward", message, "Write `strategy.zero: 3`, or leave it out.")
+
+
+def buckets_are_for_replicas(facts: Facts) -> Iterator[Problem]:
+    """Sharded gradients are reduced unit by unit, not in buckets."""
+    strategy = facts.config.strategy
+    if strategy.stage > 0:
+        reason = f"at stage {strategy.stage} gradients are reduced by unit (`strategy.wrap`), not in buckets"
+        yield from idle("strategy", strategy, ("bucket_mb",), reason, "Leave it out.")
+
+
+def hybrid_sharding_needs_a_layout(facts: Facts) -> Iterator[Problem]:
+    """How many replicas of how many shards there are cannot be guessed."""
+    strategy = facts.config.strategy
+    hybrid = strategy.sharding is not None and "HYBRID" in strategy.sharding
+    if hybrid and strategy.layout.dp_shard is None and strategy.layout.dp_replicate is None:
+        message = f"{strategy.sharding} shards within a group and replicates between groups, of no known size"
+        remedy = "Write `strategy.layout.dp_shard`, for example the number of devices of one node."
+        yield Problem("strategy.sharding", message, remedy)
+
+
+def sharded_layout_needs_sharding(facts: Facts) -> Iterator[Problem]:
+    """A `dp_shard` axis at stage 0 would have nothing to do."""
+    strategy = facts.config.strategy
+    shards = strategy.layout.dp_shard or 1
+    if shards > 1 and strategy.stage == 0:
+        message = f"{shards} ranks are to share the model, but at stage 0 nothing is sharded"
+        remedy = "Write `strategy.zero: 1`, `2` or `3`, or use `strategy.layout.dp_replicate`."
+        yield Problem("strategy.layout.dp_shard", message, remedy)
+
+
+def recompute_options_fit_the_mode(facts: Facts) -> Iterator[Problem]:
+    """Each option of `recompute` belongs to one mode."""
+    recompute = facts.config.strategy.recompute
+    for name, mode in (("every", "every"), ("save_ops", "selective"), ("budget_gib", "auto")):
+        if recompute.mode != mode:
+            reason = f"`strategy.recompute.mode` is {recompute.mode}, and this belongs to {mode}"
+            remedy = f"Leave it out, or write `mode: {mode}`."
+            yield from idle("strategy.recompute", recompute, (name,), reason, remedy)
+
+
+def compile_options_need_compile(facts: Facts) -> Iterator[Problem]:
+    """Options of a compiler that is off."""
+    section = facts.config.strategy.compile
+    if not section.enabled:
+        names = ("scope", "backend", "mode", "dynamic", "fullgraph")
+        reason = "`strategy.compile.enabled` is false"
+        yield from idle("strategy.compile", section, names, reason, "Leave it out, or write `enabled: true`.")
+
+
+def wrap_needs_a_use(facts: Facts) -> Iterator[Problem]:
+    """Units are made to be sharded, recomputed or compiled one by one."""
+    strategy = facts.config.strategy
+    by_block = strategy.compile.enabled and strategy.compile.scope == "block"
+    if strategy.stage > 0 or strategy.recompute.mode != "none" or by_block:
+        return
+    reason = "nothing is sharded, recomputed or compiled by block"
+    remedy = "Leave it out, or ask for one of them, for example with `strategy.zero: 3`."
+    names = tuple(name for name in ("classes", "names", "min_params") if getattr(strategy.wrap, name))
+    yield from idle("strategy.wrap", strategy.wrap, names, reason, remedy)
+
+
+def backend_fits_the_device(facts: Facts) -> Iterator[Problem]:
+    """NCCL speaks between CUDA devices, XCCL between XPUs, and neither elsewhere."""
+    device, backend = facts.config.device, facts.config.backend
+    needed = _DEVICE_OF.get(backend, device)
+    if device not in ("auto", needed):
+        others = [name for name in ("auto", "gloo") if name != backend]
+        message = f"{backend} needs `device: {needed}`, but `device` is {device}"
+        yield Problem("backend", message, f"Write {listed([f'`backend: {name}`' for name in others], 'or')}.")
+
+
+RULES = (
+    zero_and_sharding_agree,
+    sharding_options_need_sharding,
+    reshard_fits_the_stage,
+    buckets_are_for_replicas,
+    hybrid_sharding_needs_a_layout,
+    sharded_layout_needs_sharding,
+    recompute_options_fit_the_mode,
+    compile_options_need_compile,
+    wrap_needs_a_use,
+    backend_fits_the_device,
+)

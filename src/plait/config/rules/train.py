@@ -1,0 +1,94 @@
+"""Rules for `train`, `optim`, `schedule`, `checkpoint`, `log` and `hooks`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from plait.config.optim import SGDConfig
+from plait.config.rules.facts import Facts, idle
+from plait.config.train import EarlyStopConfig
+from plait.config.words import show
+from plait.errors import Problem
+
+
+def one_length(facts: Facts) -> Iterator[Problem]:
+    """A run ends after epochs or after steps."""
+    train = facts.config.train
+    if train.max_epochs is not None and train.max_steps is not None:
+        message = (
+            f"`train.max_steps` is {train.max_steps} and `train.max_epochs` {train.max_epochs}: which one ends it?"
+        )
+        yield Problem("train.max_steps", message, "Leave one of the two out.")
+    if facts.require_length and train.max_epochs is None and train.max_steps is None:
+        message = "the run has no length: neither `max_epochs` nor `max_steps` is set"
+        yield Problem("train", message, "Write `train.max_epochs` or `train.max_steps`.")
+
+
+def counting_fits_the_length(facts: Facts) -> Iterator[Problem]:
+    """`by_epoch` follows from the length; said the other way round it contradicts it."""
+    train = facts.config.train
+    lengths = {True: train.max_epochs, False: train.max_steps}
+    if train.by_epoch is None or lengths[train.by_epoch] is not None:
+        return
+    other = "max_steps" if train.by_epoch else "max_epochs"
+    if lengths[not train.by_epoch] is not None:
+        message = f"{show(train.by_epoch)}, but the length is given as `train.{other}: {lengths[not train.by_epoch]}`"
+        right = "max_epochs" if train.by_epoch else "max_steps"
+        yield Problem("train.by_epoch", message, f"Leave it out, or give the length as `train.{right}`.")
+
+
+def one_way_to_clip(facts: Facts) -> Iterator[Problem]:
+    """Gradients are clipped by their norm or one by one."""
+    train = facts.config.train
+    if train.clip_norm is not None and train.clip_value is not None:
+        message = f"{train.clip_value:g}, but `train.clip_norm` is set too, to {train.clip_norm:g}"
+        yield Problem("train.clip_value", message, "Leave one of the two out.")
+
+
+def measuring_needs_validation_data(facts: Facts) -> Iterator[Problem]:
+    """Whatever is decided by validation needs something to validate on."""
+    if facts.has_val:
+        return
+    reason, remedy = "there is no validation data", "Leave it out, or add `val_data`."
+    config = facts.config
+    yield from idle("train", config.train, ("val_every", "val_batches"), reason, remedy)
+    if config.checkpoint.best is not None:
+        yield Problem("checkpoint.best", f"no checkpoint can be the best one: {reason}", remedy)
+    for index, hook in enumerate(config.hooks):
+        if isinstance(hook, EarlyStopConfig):
+            yield Problem(f"hooks.{index}", f"early_stop watches validations, and {reason}", remedy)
+
+
+def nesterov_needs_momentum(facts: Facts) -> Iterator[Problem]:
+    """Nesterov's step looks ahead along the momentum."""
+    optim = facts.config.optim
+    if isinstance(optim, SGDConfig) and optim.nesterov and optim.momentum == 0:
+        message = "true looks ahead along the momentum, but `optim.momentum` is 0"
+        yield Problem("optim.nesterov", message, "Write `optim.momentum: 0.9`, or leave it out.")
+
+
+def warmup_start_needs_warmup(facts: Facts) -> Iterator[Problem]:
+    """A rise of no length has no start."""
+    schedule = facts.config.schedule
+    if schedule is not None and getattr(schedule, "warmup", None) == 0:
+        remedy = "Leave it out, or write `schedule.warmup`."
+        yield from idle("schedule", schedule, ("warmup_start_factor",), "`schedule.warmup` is 0", remedy)
+
+
+def wandb_project_needs_wandb(facts: Facts) -> Iterator[Problem]:
+    """A project for a sink that is not there."""
+    log = facts.config.log
+    if "wandb" not in log.sinks:
+        remedy = f"Leave it out, or write `log.sinks: {[*log.sinks, 'wandb']}`.".replace("'", "")
+        yield from idle("log", log, ("wandb_project",), "`log.sinks` has no wandb", remedy)
+
+
+RULES = (
+    one_length,
+    counting_fits_the_length,
+    one_way_to_clip,
+    measuring_needs_validation_data,
+    nesterov_needs_momentum,
+    warmup_start_needs_warmup,
+    wandb_project_needs_wandb,
+)

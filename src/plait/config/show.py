@@ -1,0 +1,78 @@
+"""A run description written out: as rows, as plain values, as YAML."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from plait.config.base import Section
+from plait.config.rules import violations
+from plait.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from plait.config.parse import Parsed
+
+
+def rows(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted path that holds a value rather than a section, and the value."""
+    if isinstance(value, Section):
+        entries: Any = _settings(value)
+    elif isinstance(value, tuple) and any(isinstance(each, Section) for each in value):
+        entries = enumerate(value)
+    else:
+        yield path, value
+        return
+    for key, each in entries:
+        yield from rows(each, f"{path}.{key}" if path else str(key))
+
+
+def _settings(section: Section) -> list[tuple[str, Any]]:
+    """The keys and values of a section; its `type`, which says what the others mean, first."""
+    names = sorted(type(section).model_fields, key=lambda name: name != "type")
+    return [(name, getattr(section, name)) for name in names]
+
+
+def describe(parsed: Parsed) -> list[tuple[str, Any, str]]:
+    """Every setting of the run: path, value, and where the value came from."""
+    return [(path, value, parsed.origins[path]) for path, value in rows(parsed.config)]
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """All settings as JSON can hold them; they parse back to an equal `RunConfig`.
+
+    Defaults are spelled out, except where the other settings leave a key without effect: `check` refuses such
+    a key when it is set. An object that JSON cannot hold (in `args`) becomes its `repr`.
+    """
+    data: dict[str, Any] = _plain(config)
+    refused = _refused(RunConfig.model_validate(data)) - _refused(config)
+    for path in refused:
+        *sections, key = path.split(".")
+        place: Any = data
+        for name in sections:
+            place = place[int(name) if isinstance(place, list) else name]
+        del place[key]
+    return data
+
+
+def to_yaml(config: RunConfig) -> str:
+    """What `to_dict` gives, as YAML."""
+    from plait.config import dialect
+
+    return dialect.dump(to_dict(config))
+
+
+def _refused(config: RunConfig) -> set[str]:
+    return {problem.path for problem in violations(config, has_val=True, require_length=False)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Section):
+        return {name: _plain(each) for name, each in _settings(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return os.fspath(value) if isinstance(value, os.PathLike) else repr(value)

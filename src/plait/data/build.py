@@ -1,0 +1,82 @@
+"""From the `data` section of a run description to a data set."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from plait.config.data import (
+    Cifar10Data,
+    DataConfig,
+    ImageFolderData,
+    ImportedData,
+    JsonlData,
+    TextData,
+    TokensData,
+)
+from plait.data.corpus import prepare_corpus
+from plait.data.packing import PackedTokens
+from plait.data.tokens import TokenFile
+from plait.errors import DataError
+
+
+def build_dataset(config: DataConfig, *, training: bool, seed: int, tokenizer: str | Path | None = None) -> Any:
+    """The data set that a config describes.
+
+    ``training`` decides what the config leaves open (augmentation), ``seed`` the augmentation itself.
+    ``tokenizer`` is for text whose config names none: the tokenizer of the training data, for validation.
+    """
+    match config:
+        case TokensData():
+            return _packed(config, Path(config.path))
+        case TextData() | JsonlData():
+            return _packed(config, prepare_corpus(config, tokenizer).tokens)
+        case ImageFolderData():
+            from plait.data.images import ImageFolder
+
+            augment = training if config.augment is None else config.augment
+            return ImageFolder(config.path, size=config.size, augment=augment, seed=seed)
+        case Cifar10Data():
+            from plait.data.cifar import Cifar10
+
+            augment = training if config.augment is None else config.augment
+            return Cifar10(config.path, split=config.split, augment=augment, seed=seed)
+        case ImportedData():
+            return _imported(config)
+
+
+def prepare(config: DataConfig, *, tokenizer: str | Path | None = None) -> None:
+    """Do the work that is done once and kept, so that the other ranks find it done. May be called by all."""
+    if isinstance(config, (TextData, JsonlData)):
+        prepare_corpus(config, tokenizer)
+
+
+def tokenizer_path(config: DataConfig | None) -> Path | None:
+    """The `tokenizer.json` that belongs to text data; None for data without one."""
+    if isinstance(config, (TextData, JsonlData)):
+        return prepare_corpus(config).tokenizer
+    return None
+
+
+def _packed(config: TokensData | TextData | JsonlData, path: Path) -> PackedTokens:
+    return PackedTokens(
+        TokenFile(path),
+        seq_len=config.seq_len,
+        document_mask=config.document_mask,
+        split=config.split,
+        val_fraction=config.val_fraction,
+    )
+
+
+def _imported(config: ImportedData) -> Any:
+    module, separator, name = config.target.partition(":")
+    if not separator or not name:
+        raise DataError(f"target {config.target!r} is not of the form 'package.module:name'")
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise DataError(f"target {config.target!r}: {error}; is its folder on PYTHONPATH?") from error
+    except AttributeError:
+        raise DataError(f"target {config.target!r}: {module} has no {name!r}") from None
+    return make(**config.args)

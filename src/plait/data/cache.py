@@ -1,0 +1,35 @@
+"""Folders that are made once and then only read, by any number of processes."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+
+def cache_root(setting: str | None) -> Path:
+    """The folder that was asked for, or `plait` in the user's cache folder."""
+    return Path(setting).expanduser() if setting is not None else Path.home() / ".cache" / "plait"
+
+
+def cached(root: Path, name: str, build: Callable[[Path], None]) -> Path:
+    """The folder ``root/name``, filled by ``build`` if it does not exist yet.
+
+    It appears complete or not at all. Processes that build it at the same time do not disturb each other:
+    the first to finish wins, and since a name stands for its content, the others lose nothing.
+    """
+    entry = root / name
+    if entry.is_dir():
+        return entry
+    draft = root / f".{name}.{uuid.uuid4().hex}.tmp"
+    draft.mkdir(parents=True)
+    try:
+        build(draft)
+        draft.rename(entry)
+    except OSError:
+        if not entry.is_dir():
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return entry

@@ -1,0 +1,90 @@
+"""Sample order as a pure function of (seed, epoch, position).
+
+[Note: a permutation without a table]
+A shuffled list of indices costs memory for every sample and has to be rebuilt to resume. Here position
+`p` of an epoch is sent through a keyed bijection instead. `p` is written as a pair (left, right) of a grid
+`rows × columns` just large enough to hold `length` cells, and a few Feistel rounds add to each half, in
+turn, a keyed hash of the other: each round can be undone, so the whole is a bijection of the grid. The grid
+has fewer than `rows` cells too many; a position that lands on one of them walks on through the same
+bijection until it is back inside, which keeps the result a bijection of `range(length)`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.errors import DataError
+
+ROUNDS = 8
+
+
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A bijection of 64-bit integers whose every output bit depends on every input bit (SplitMix64)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def sample_seed(seed: int, epoch: int, index: int) -> int:
+    """A 64-bit seed that belongs to one sample of one epoch, whichever rank or worker loads it."""
+    return int.from_bytes(_digest(f"sample {seed} {epoch} {index}", 8), "little")
+
+
+def _digest(text: str, size: int) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=size).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOrder:
+    """Which sample stands at which position of which epoch; every sample once an epoch.
+
+    The same on every platform and for every number of ranks and workers.
+    See [Note: a permutation without a table].
+    """
+
+    length: int
+    seed: int
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise DataError(f"a data set of {self.length} samples has no order: it needs at least one sample")
+
+    def index(self, epoch: int, position: int) -> int:
+        """The sample at one position of an epoch."""
+        return int(self.indices(epoch, position, position + 1)[0])
+
+    def indices(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        """The samples at positions ``start`` to ``stop``, ``stop`` left out."""
+        return self.at(epoch, np.arange(start, stop, dtype=np.int64))
+
+    def at(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The samples at any positions; costs only those positions, wherever they are."""
+        if positions.size and (positions.min() < 0 or positions.max() >= self.length):
+            raise IndexError(f"positions {positions.min()}..{positions.max()} of {self.length} samples")
+        if not self.shuffle:
+            return positions.astype(np.int64)
+        keys = np.frombuffer(_digest(f"order {self.seed} {epoch}", 8 * ROUNDS), dtype="<u8").astype(np.uint64)
+        found = self._permute(positions.astype(np.uint64), keys)
+        outside = np.flatnonzero(found >= self.length)
+        while outside.size:
+            found[outside] = self._permute(found[outside], keys)
+            outside = outside[found[outside] >= self.length]
+        return found.astype(np.int64)
+
+    def _permute(self, cells: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        rows = math.isqrt(self.length - 1) + 1
+        columns = -(-self.length // rows)
+        left, right = np.divmod(cells, np.uint64(columns))
+        sizes = (np.uint64(rows), np.uint64(columns))
+        for turn, key in enumerate(keys):
+            # The hash is cut to 48 bits so that the sum cannot wrap, which would not be a bijection.
+            left = (left + (mix(right + key) >> np.uint64(16))) % sizes[turn % 2]
+            left, right = right, left
+        # An even number of rounds: each half is back where it started.
+        return left * sizes[1] + right

@@ -1,0 +1,111 @@
+"""Documents packed into sequences of one length."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from plait.data.order import mix
+from plait.data.tokens import TokenFile
+from plait.errors import DataError
+
+IGNORE = -100
+"""The label of a position that has nothing to predict; what torch's cross entropy leaves out."""
+
+Split = Literal["all", "train", "val"]
+
+
+class PackedTokens(Dataset[dict[str, Tensor]]):
+    """Sequences of ``seq_len`` tokens, cut one after another from the documents of a split.
+
+    Each item has ``input_ids`` and ``labels``, already shifted: the label of a position is the token after
+    it. With ``document_mask`` nothing crosses from one document into the next: the last token of a document
+    has no label, and ``positions`` (from 0 in each document, and at the start of a sequence) and
+    ``document_ids`` (from 0 in each sequence) say what may attend to what. Tokens that the file marks as
+    given (a prompt) are never labels. What is left at the end, less than a sequence, is not used.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenFile,
+        *,
+        seq_len: int,
+        document_mask: bool = True,
+        split: Split = "all",
+        val_fraction: float = 0.05,
+    ) -> None:
+        self.tokens = tokens
+        self.seq_len = seq_len
+        self.document_mask = document_mask
+        offsets = np.asarray(tokens.offsets)
+        if split != "all":
+            offsets, chosen = _choose(offsets, split, val_fraction)
+        else:
+            chosen = np.arange(len(offsets) - 1)
+        lengths = offsets[chosen + 1] - offsets[chosen]
+        self._starts = np.concatenate([[0], np.cumsum(lengths)])
+        """Where each chosen document starts when only the chosen ones are counted."""
+        self._shifts = offsets[chosen] - self._starts[:-1]
+        """From there to its place in the file."""
+        self._count = int(self._starts[-1])
+        # Without a document mask the very last token would still need a label.
+        self._length = (self._count - (not document_mask)) // seq_len
+        if self._length < 1:
+            raise DataError(
+                f"{tokens.path}: split {split!r} has {self._count} tokens, less than one sequence of "
+                f"seq_len {seq_len}: make seq_len smaller, or give more text"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the vocabulary that the tokens come from: a model needs at least as many embeddings."""
+        return self.tokens.meta.vocab_size
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not -self._length <= index < self._length:
+            raise IndexError(f"sequence {index} of {self._length}")
+        start = (index % self._length) * self.seq_len
+        stop = min(start + self.seq_len + 1, self._count)
+        first, last = np.searchsorted(self._starts, (start, stop - 1), side="right") - 1
+        bounds = self._starts[first : last + 2].clip(start, stop) - start
+        documents = np.repeat(np.arange(last - first + 1), np.diff(bounds))
+        places = np.arange(start, stop) + self._shifts[first : last + 1][documents]
+        window = self.tokens.tokens[places].astype(np.int64)
+        labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
+        shown = len(window) - 1
+        labels[:shown] = window[1:]
+        if self.tokens.mask is not None:
+            labels[:shown][self.tokens.mask[places[1:]] == 0] = IGNORE
+        item = {"input_ids": window[: self.seq_len], "labels": labels}
+        if self.document_mask:
+            labels[:shown][documents[1:] != documents[:-1]] = IGNORE
+            documents = documents[: self.seq_len]
+            item["positions"] = np.arange(self.seq_len) - bounds[documents]
+            item["document_ids"] = documents
+        return {key: torch.from_numpy(value) for key, value in item.items()}
+
+
+def _choose(
+    offsets: NDArray[np.int64], split: Split, val_fraction: float
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The documents of a split, as indices into the offsets that are returned with them.
+
+    Documents are ranked by a hash of their index, and the first ones are the validation part. A source with
+    one document only is cut in two first: its end is the validation part.
+    """
+    count = len(offsets) - 1
+    if count == 1:
+        end = offsets[1]
+        offsets = np.array([0, end - max(1, round(end * val_fraction)), end])
+        return offsets, np.array([0 if split == "train" else 1])
+    ranked = np.argsort(mix(np.arange(1, count + 1, dtype=np.uint64)))
+    boundary = min(max(1, round(count * val_fraction)), count - 1)
+    return offsets, np.sort(ranked[boundary:] if split == "train" else ranked[:boundary])

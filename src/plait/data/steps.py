@@ -1,0 +1,103 @@
+"""Which samples one rank loads at each step of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.data.cut import cut
+from plait.data.order import SampleOrder
+from plait.errors import DataError
+
+CHUNK = 4096
+"""Samples whose order is computed at once: enough to make numpy's overhead vanish, small enough that the
+first batch does not wait."""
+
+Ids = tuple[list[int], int]
+"""The samples of one micro-batch and how many of them are real: all, or none for a filler."""
+
+
+class BatchSizes(Protocol):
+    """The three sizes of a batch, once they are known."""
+
+    @property
+    def total(self) -> int:
+        """Samples in one optimizer step, over all ranks."""
+
+    @property
+    def micro(self) -> int:
+        """Samples in one forward/backward on one rank."""
+
+    @property
+    def accumulation(self) -> int:
+        """Forward/backward passes in one optimizer step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's place in every global batch."""
+
+    rank: int
+    ranks: int
+    total: int
+    micro: int
+    accumulation: int
+
+    @classmethod
+    def of(cls, batch: BatchSizes, *, rank: int, ranks: int) -> Share:
+        """The share of ``rank``; the sizes must agree with the number of ranks."""
+        if not 0 <= rank < ranks:
+            raise DataError(f"rank {rank} of {ranks}: ranks are counted from 0 to {ranks - 1}")
+        if batch.total != batch.micro * batch.accumulation * ranks:
+            raise DataError(
+                f"batch.total {batch.total} is not micro {batch.micro} × accumulation {batch.accumulation} "
+                f"× {ranks} ranks = {batch.micro * batch.accumulation * ranks}"
+            )
+        return cls(rank, ranks, batch.total, batch.micro, batch.accumulation)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The samples of every step, computed where they are asked for: any step costs the same."""
+
+    order: SampleOrder
+    share: Share
+    drop_last: bool
+
+    def __len__(self) -> int:
+        full, rest = divmod(self.order.length, self.share.total)
+        return full + bool(rest and not self.drop_last)
+
+    def ids(self, epoch: int, step: int) -> NDArray[np.int64]:
+        """The samples of a step over all ranks, in the order of the global batch."""
+        start = step * self.share.total
+        return self.order.indices(epoch, start, min(start + self.share.total, self.order.length))
+
+    def walk(self, epoch: int, start: int) -> Iterator[list[Ids]]:
+        """This rank's micro-batches, step by step from ``start`` to the end of the epoch."""
+        share = self.share
+        full = self.order.length // share.total
+        own = _slices(share, share.total)
+        offsets = np.array([np.arange(a, b) for a, b in own])
+        chunk = max(1, CHUNK // offsets.size)
+        for first in range(start, full, chunk):
+            steps = np.arange(first, min(first + chunk, full))
+            positions = steps[:, None, None] * share.total + offsets
+            table = self.order.at(epoch, positions.ravel()).reshape(positions.shape).tolist()
+            for step in table:
+                yield [(ids, share.micro) for ids in step]
+        if start <= full < len(self):
+            yield self._short(epoch, full)
+
+    def _short(self, epoch: int, step: int) -> list[Ids]:
+        ids = self.ids(epoch, step).tolist()
+        # A filler computes on a real sample, so that it takes the same path through the model.
+        return [(ids[a:b], b - a) if b > a else (ids[:1], 0) for a, b in _slices(self.share, len(ids))]
+
+
+def _slices(share: Share, n: int) -> tuple[tuple[int, int], ...]:
+    return cut(n, ranks=share.ranks, accumulation=share.accumulation, micro=share.micro)[share.rank]

@@ -1,0 +1,104 @@
+"""Text to tokens and back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from plait.errors import DataError
+
+END = "<|endoftext|>"
+"""What a tokenizer that is trained here puts at the end of a document."""
+
+KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+"""End tokens of tokenizers that are given, in the order in which they are looked for."""
+
+SMALLEST = 257
+"""Vocabulary of a byte-level BPE without any merge: the bytes and the end token."""
+
+
+class TextTokenizer:
+    """A `tokenizers` tokenizer with what training and sampling need of it."""
+
+    def __init__(self, backend: Any, origin: str) -> None:
+        ends = (backend.token_to_id(name) for name in KNOWN_ENDS)
+        end = next((token for token in ends if token is not None), None)
+        if end is None:
+            raise DataError(
+                f"{origin}: the tokenizer has no token for the end of a document; add one of {', '.join(KNOWN_ENDS)}"
+            )
+        backend.no_truncation()
+        backend.no_padding()
+        # A text that happens to contain "<|endoftext|>" must not end a document.
+        backend.encode_special_tokens = True
+        self._backend = backend
+        self.end: int = end
+        """The token that ends a document."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens in the vocabulary, added ones included."""
+        # Ids may have gaps, and an embedding must reach the highest one.
+        highest: int = max(self._backend.get_vocab().values())
+        return highest + 1
+
+    @property
+    def digest(self) -> str:
+        """A hash of everything the tokenizer is made of."""
+        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, nothing added."""
+        tokens: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return tokens
+
+    def encode_many(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """The tokens of many texts, on all cores."""
+        for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False):
+            yield encoding.ids
+
+    def decode(self, tokens: Sequence[int], *, keep_special: bool = False) -> str:
+        """The text of some tokens."""
+        text: str = self._backend.decode(list(tokens), skip_special_tokens=not keep_special)
+        return text
+
+    def save(self, path: str | Path) -> None:
+        """Write a `tokenizer.json`."""
+        self._backend.save(str(path))
+
+
+def load_tokenizer(path: str | Path) -> TextTokenizer:
+    """Read a `tokenizer.json`."""
+    from tokenizers import Tokenizer
+
+    if not Path(path).is_file():
+        raise DataError(f"tokenizer {path} does not exist: give a tokenizer.json, or leave it out to train one")
+    try:
+        backend = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"{path} is not a tokenizer.json: {error}") from error
+    return TextTokenizer(backend, str(path))
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
+    """Train a byte-level BPE. The same texts and size give the same tokenizer.
+
+    A little text may not have enough pairs to reach ``vocab_size``; the tokenizer is then smaller.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < SMALLEST:
+        raise DataError(f"vocab_size {vocab_size} is too small for a byte-level BPE: at least {SMALLEST}")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return TextTokenizer(backend, "trained tokenizer")

@@ -1,0 +1,104 @@
+"""Causal self-attention with grouped queries, and what the blocks of one forward share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from plait.errors import ModelError
+from plait.models.common.init import residual_output
+from plait.models.common.rope import Rotary
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What every block of one forward needs beside its input; made once, by the model.
+
+    A plain object on purpose: sharding casts the float tensors among a block's arguments to the compute
+    dtype, but looks only into tuples, lists and dicts. Here the rotary table stays fp32 under every strategy.
+    """
+
+    rotary: Rotary | None = None
+    mask: Tensor | BlockMask | None = None
+    """Where attention is allowed, if not plainly causal; see `packing_mask`."""
+
+
+def document_mask(document_ids: Tensor) -> Tensor:
+    """The mask that is causal and keeps to one document; from ids of shape (batch, tokens)."""
+    tokens = document_ids.shape[1]
+    same = document_ids[:, :, None] == document_ids[:, None, :]
+    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=document_ids.device).tril()
+    return (same & causal)[:, None]
+
+
+def packing_mask(document_ids: Tensor | None, *, head_dim: int, dropout: float = 0.0) -> Tensor | BlockMask | None:
+    """The mask for packed rows, in the form that `attend` is fastest with; none where there are no ids.
+
+    On CUDA that is a `BlockMask`, which skips what lies outside the documents; measured at 4,096 tokens it
+    takes about a fifth of the time of a boolean mask. It knows no dropout, and no heads under 16.
+    """
+    if document_ids is None:
+        return None
+    if not document_ids.is_cuda or dropout or head_dim < 16:
+        return document_mask(document_ids)
+    ids = document_ids
+
+    def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (ids[batch, query] == ids[batch, key])
+
+    batch, tokens = ids.shape
+    return create_block_mask(allowed, batch, None, tokens, tokens, device=ids.device)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dropout: float = 0.0) -> Tensor:
+    """Attention over (batch, heads, tokens, head_dim); `k` and `v` may have fewer heads than `q`."""
+    group = q.shape[1] // k.shape[1]
+    if isinstance(mask, BlockMask):
+        return _compiled_flex_attention(q, k, v, block_mask=mask, enable_gqa=group > 1)
+    if mask is not None and group > 1:
+        # The memory-efficient kernel, the only fast one that takes a mask, has no grouped form.
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        group = 1
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=group > 1
+    )
+
+
+# Uncompiled it would hold all scores. Nothing is compiled before the first call; inside a compiled block the
+# call is simply part of the block.
+_compiled_flex_attention = torch.compile(flex_attention)
+
+
+class Attention(nn.Module):
+    """Queries, keys, values, attention, output; rotary where `Shared` brings a table."""
+
+    def __init__(
+        self, dim: int, heads: int, kv_heads: int, *, layers: int, bias: bool = False, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        if dim % heads or heads % kv_heads:
+            raise ModelError(
+                f"model.dim={dim} must be a multiple of model.heads={heads}, "
+                f"and model.heads a multiple of model.kv_heads={kv_heads}"
+            )
+        self.head_dim = dim // heads
+        self.dropout = dropout
+        self.q = nn.Linear(dim, dim, bias=bias)
+        self.k = nn.Linear(dim, kv_heads * self.head_dim, bias=bias)
+        self.v = nn.Linear(dim, kv_heads * self.head_dim, bias=bias)
+        self.out = residual_output(nn.Linear(dim, dim, bias=bias), layers)
+
+    def forward(self, x: Tensor, shared: Shared) -> Tensor:
+        """Mix the tokens of (batch, tokens, dim)."""
+        q, k, v = (self._split(project(x)) for project in (self.q, self.k, self.v))
+        if shared.rotary is not None:
+            q, k = shared.rotary.rotate(q), shared.rotary.rotate(k)
+        y = attend(q, k, v, shared.mask, self.dropout if self.training else 0.0)
+        return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.reshape(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)

@@ -1,0 +1,33 @@
+"""The last layer of a language model: hidden states to logits, or straight to the loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from plait.models.common.loss import linear_cross_entropy
+from plait.spec import LossTerm
+
+
+class LMHead(nn.Module):
+    """A linear layer without bias that can finish the loss itself.
+
+    A tied head has no parameter: it is called with the embedding's. So there is one name and one tensor, and
+    no tie that a build on the meta device could break. Head and embedding both belong to the root's shard
+    group, whose parameters are whole while the root's forward runs.
+    """
+
+    def __init__(self, dim: int, vocab_size: int, *, tied: bool) -> None:
+        super().__init__()
+        self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, dim))
+
+    def forward(
+        self, hidden: Tensor, labels: Tensor | None = None, embedding: Tensor | None = None
+    ) -> Tensor | LossTerm:
+        """Loss where labels are given, logits where not; `embedding` is the weight of a tied head."""
+        weight = self.weight if embedding is None else embedding
+        assert weight is not None, "a tied head is called with the embedding's weight"
+        if labels is None:
+            return F.linear(hidden, weight)
+        return linear_cross_entropy(hidden, weight, labels)

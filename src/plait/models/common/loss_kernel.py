@@ -1,0 +1,58 @@
+"""The Triton twin of `chunked_loss.loss_and_slopes`: one pass for the sum, one to overwrite the logits."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from plait.models.common.protocol import IGNORE_INDEX
+
+HAS_TRITON = find_spec("triton") is not None
+"""Triton comes with the CUDA builds of torch, not with the CPU build."""
+
+if HAS_TRITON:
+    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def _kernel(logits, labels, losses, columns, stride, ignored: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+        """One program a row."""
+        row = tl.program_id(0).to(tl.int64)
+        logits += row * stride
+        label = tl.load(labels + row)
+        counted = label != ignored
+        label = tl.where(counted, label, 0)
+        target = tl.load(logits + label).to(tl.float32)
+
+        # The running sum is kept relative to the running maximum, so that nothing overflows.
+        maximum = float("-inf")
+        total = 0.0
+        for start in range(0, columns, block):
+            at = start + tl.arange(0, block)
+            x = tl.load(logits + at, mask=at < columns, other=float("-inf")).to(tl.float32)
+            larger = tl.maximum(maximum, tl.max(x, 0))
+            total = total * tl.exp(maximum - larger) + tl.sum(tl.exp(x - larger), 0)
+            maximum = larger
+        log_total = maximum + tl.log(total)
+        tl.store(losses + row, tl.where(counted, log_total - target, 0.0))
+        tl.debug_barrier()  # the target has been read by all before it is overwritten
+
+        for start in range(0, columns, block):
+            at = start + tl.arange(0, block)
+            x = tl.load(logits + at, mask=at < columns, other=float("-inf")).to(tl.float32)
+            slope = tl.exp(x - log_total) - tl.where(at == label, 1.0, 0.0)
+            tl.store(logits + at, slope.to(logits.dtype.element_ty), mask=at < columns)
+
+
+def loss_and_slopes_triton(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss of each row, and its gradient in the place of the logits (rows, columns)."""
+    rows, columns = logits.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    block = min(8192, triton.next_power_of_2(columns))
+    with torch.cuda.device(logits.device):
+        _kernel[(rows,)](
+            logits, labels, losses, columns, logits.stride(0), ignored=IGNORE_INDEX, block=block, num_warps=16
+        )
+    return losses, logits

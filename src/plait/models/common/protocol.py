@@ -1,0 +1,68 @@
+"""What the rest of the framework may ask of a model.
+
+A user's own model needs none of this to train: a plain `nn.Module` that returns a loss is enough.
+Each member adds one ability:
+
+- `block_classes` lets the strategy shard, recompute and compile block by block;
+- `init_weights` lets it build on the meta device and fill one module at a time;
+- `flops_per_token` lets reports speak of hardware use.
+
+Inputs of a language model, all of shape (batch, tokens):
+
+- `input_ids`: the tokens;
+- `labels`: the target *of the same index*, shifted already by the data pipeline; -100 counts for nothing;
+- `positions`: place of each token within its document; absent means 0, 1, 2, …;
+- `document_ids`: tokens of a row attend to earlier tokens of the same id only; absent means one document.
+
+With labels the answer is a `LossTerm` (cross-entropy summed in fp32, number of targets), without them the
+logits. An image classifier takes `image` and `label` and answers `{"loss": LossTerm, "logits": Tensor}`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from plait.spec import LossTerm
+
+IGNORE_INDEX = -100
+"""The label that counts for nothing."""
+
+
+@runtime_checkable
+class Blocks(Protocol):
+    """A model made of repeated units."""
+
+    block_classes: ClassVar[tuple[type[nn.Module], ...]]
+    """The units to shard, recompute and compile. Whatever lies outside them belongs to the root."""
+
+
+@runtime_checkable
+class Initializable(Protocol):
+    """A model that can be built on the meta device and filled later."""
+
+    def init_weights(self, module: nn.Module) -> None:
+        """Fill the direct parameters and buffers of one module of this model, in place.
+
+        They are whole (not sharded) tensors at that time. The result depends on the module and torch's
+        random state only, so modules may be filled in any order, on any rank, each under its own seed.
+        It has to be called for every module with direct parameters *or buffers*.
+        """
+
+
+@runtime_checkable
+class LanguageModel(Blocks, Initializable, Protocol):
+    """Blocks, initialisation, and the forward described at the top of this module."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor | LossTerm:
+        """Loss where labels are given, logits where not."""
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Model FLOPs of forward and backward for one token of a row of `seq_len`; recomputation excluded."""

@@ -1,0 +1,36 @@
+"""Rotary positions, in the rotate-half layout that published Llama weights have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Cosines and sines of one forward, each (batch or 1, 1, tokens, head_dim / 2), fp32."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def at(cls, positions: Tensor, head_dim: int, base: float) -> Rotary:
+        """The table for positions of shape (batch or 1, tokens).
+
+        Computed anew for each forward rather than kept in a buffer: it costs next to nothing beside one
+        attention, and a model without buffers has nothing to restore after a build on the meta device.
+        """
+        exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+        angles = positions[:, None, :, None].float() * (1.0 / base**exponents)
+        return cls(angles.cos(), angles.sin())
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Turn each pair (i, i + head_dim / 2) of (batch, heads, tokens, head_dim) by its angle.
+
+        In fp32 whatever the dtype of `x`: bf16 cannot tell neighbouring positions apart far from zero.
+        """
+        first, second = x.float().chunk(2, dim=-1)
+        turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
+        return torch.cat(turned, dim=-1).to(x.dtype)

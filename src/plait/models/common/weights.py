@@ -1,0 +1,121 @@
+"""Reading weights that others wrote: safetensors, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from plait.errors import ModelError
+
+Put = Callable[[str, Tensor], None]
+"""Takes a parameter's name in the model and its whole tensor, and stores what this rank needs of it."""
+Translate = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
+"""Turns one stored tensor into the model's own: none, one or several. Must work on meta tensors too."""
+
+
+def weight_files(path: str | Path) -> dict[str, Path]:
+    """Which file of a folder holds each tensor, from the index or from the one `model.safetensors`."""
+    folder = Path(path)
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        places: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+        lost = sorted({file for file in places.values() if not (folder / file).is_file()})
+        if lost:
+            raise ModelError(f"{index} names files that are not there: {', '.join(lost)}; copy them too")
+        return {name: folder / file for name, file in places.items()}
+    if single.is_file():
+        return dict.fromkeys(_shapes_in(single), single)
+    raise ModelError(
+        f"no weights in {str(folder)!r}: expected model.safetensors or model.safetensors.index.json. "
+        "Save the model with safetensors, or set model.pretrained: false to start from random weights"
+    )
+
+
+def stream_weights(
+    model: nn.Module,
+    path: str | Path,
+    put: Put,
+    *,
+    translate: Translate,
+    may_miss: Sequence[str] = (),
+    may_skip: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """Hand every tensor of a folder to `put`; return the names left as they were.
+
+    All names and shapes are compared before the first tensor is read; what does not fit is a `ModelError`
+    with a table. `may_miss` are patterns of parameters that may be absent from the folder, `may_skip` of
+    translated names that the model may lack. At no time is more than one stored tensor in memory.
+    """
+    files = weight_files(path)
+    wanted, aliases = _wanted(model)
+    found: dict[str, str] = {}  # parameter → the stored name that fills it
+    problems: list[tuple[str, str]] = []
+    shapes = {file: _shapes_in(file) for file in dict.fromkeys(files.values())}
+    for stored, file in files.items():
+        if stored not in shapes[file]:
+            problems.append((stored, f"in the index, but not in {file.name}"))
+            continue
+        for alias, tensor in translate(stored, torch.empty(shapes[file][stored], device="meta")):
+            name = aliases.get(alias, alias)
+            if name in wanted:
+                found.setdefault(name, stored)
+                if wanted[name] != tensor.shape:
+                    problems.append((stored, f"shape {tuple(tensor.shape)}, model has {tuple(wanted[name])}"))
+            elif not _matches(alias, may_skip):
+                problems.append((stored, "unexpected: the model has no such parameter"))
+    missing = [name for name in wanted if name not in found]
+    problems += [(name, "missing from the folder") for name in missing if not _matches(name, may_miss)]
+    if problems:
+        raise ModelError(f"the weights in {str(path)!r} do not fit the model:\n{_table(problems)}")
+
+    for stored, file in files.items():
+        if stored not in found.values():
+            continue
+        with safe_open(file, framework="pt") as reader:
+            for alias, tensor in translate(stored, reader.get_tensor(stored)):
+                name = aliases.get(alias, alias)
+                if found.get(name) == stored:
+                    put(name, tensor)
+    return tuple(missing)
+
+
+def _wanted(model: nn.Module) -> tuple[dict[str, torch.Size], dict[str, str]]:
+    """Shapes of the parameters and persistent buffers under their first name, and other names of tied ones."""
+    first: dict[int, str] = {}
+    shapes, aliases = {}, {}
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        if id(tensor) in first:
+            aliases[name] = first[id(tensor)]
+        else:
+            first[id(tensor)] = name
+            shapes[name] = tensor.shape
+    return shapes, aliases
+
+
+def _shapes_in(path: Path) -> dict[str, list[int]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_slice(name).get_shape() for name in list(file.keys())}
+    except SafetensorError as error:
+        raise ModelError(f"{path} cannot be read ({error}); copy it again") from error
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _table(problems: list[tuple[str, str]], limit: int = 20) -> str:
+    width = max(len(name) for name, _ in problems[:limit])
+    lines = [f"  {name:<{width}}  {what}" for name, what in problems[:limit]]
+    if len(problems) > limit:
+        lines.append(f"  … and {len(problems) - limit} more")
+    return "\n".join(lines)

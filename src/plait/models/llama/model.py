@@ -1,0 +1,62 @@
+"""The whole of Llama."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from plait.config.model import LlamaConfig
+from plait.models.common.attention import Shared, packing_mask
+from plait.models.common.flops import decoder_flops_per_token
+from plait.models.common.head import LMHead
+from plait.models.common.init import init_lm_module
+from plait.models.common.rope import Rotary
+from plait.models.llama.block import LlamaBlock
+from plait.spec import LossTerm
+
+
+class Llama(nn.Module):
+    """A Llama decoder; keeps the protocol of `models.common.protocol.LanguageModel`."""
+
+    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (LlamaBlock,)
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = LMHead(config.dim, config.vocab_size, tied=config.tie_embeddings)
+        self.apply(self.init_weights)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor | LossTerm:
+        """Loss where labels are given, logits where not."""
+        if positions is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        head_dim = self.config.dim // self.config.heads
+        shared = Shared(
+            rotary=Rotary.at(positions, head_dim, self.config.rope_base),
+            mask=packing_mask(document_ids, head_dim=head_dim),
+        )
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x, shared)
+        tied = self.embedding.weight if self.config.tie_embeddings else None
+        return self.head(self.norm(x), labels, tied)  # type: ignore[no-any-return]
+
+    def init_weights(self, module: nn.Module) -> None:
+        """Fill one module."""
+        init_lm_module(module)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Model FLOPs of forward and backward for one token."""
+        lookups = [] if self.config.tie_embeddings else [self.embedding]
+        return decoder_flops_per_token(self, lookups, layers=self.config.layers, dim=self.config.dim, seq_len=seq_len)

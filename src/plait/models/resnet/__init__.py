@@ -1,0 +1,5 @@
+"""Residual networks for image classification."""
+
+from plait.models.resnet.model import ResNet
+
+__all__ = ["ResNet"]

@@ -1,0 +1,109 @@
+"""A run's events put in order: segments, curves, and the facts a report opens with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from plait.monitor.scalars import scalars
+from plait.monitor.units import number
+from plait.spec.event import Event, EventKind
+
+Point = tuple[int, float]
+
+
+@dataclass(slots=True)
+class Segment:
+    """What happened between one start (or resume) and the next."""
+
+    label: str
+    start: int
+    """The step it began from: 0, or that of the checkpoint it resumed."""
+    opening: Event | None = None
+    events: list[Event] = field(default_factory=list)
+    _numbers: dict[EventKind, list[tuple[Event, dict[str, float]]]] = field(default_factory=dict)
+
+    def curve(self, key: str, kind: EventKind = EventKind.TRAIN) -> list[Point]:
+        """(step, value) of one measurement, non-finite values included."""
+        return [(event.step, values[key]) for event, values in self._measured(kind) if key in values]
+
+    def keys(self, kind: EventKind) -> list[str]:
+        """Every measurement of that kind, in order of first appearance."""
+        return list(dict.fromkeys(key for _, values in self._measured(kind) for key in values))
+
+    def _measured(self, kind: EventKind) -> list[tuple[Event, dict[str, float]]]:
+        if kind not in self._numbers:
+            self._numbers[kind] = [(event, scalars(event)) for event in self.events if event.kind is kind]
+        return self._numbers[kind]
+
+    @property
+    def ending(self) -> Event | None:
+        """Its RUN_END, or None where it was cut off or still runs."""
+        return next((event for event in self.events if event.kind is EventKind.RUN_END), None)
+
+    @property
+    def last_step(self) -> int:
+        """The last step it is known to have reached."""
+        return max((event.step for event in self.events), default=self.start)
+
+    @property
+    def seconds(self) -> float:
+        """How long it ran: as it said at its end, or from its first to its last sign of life."""
+        said = number(self.ending.data.get("seconds")) if self.ending else None
+        if said is not None:
+            return said
+        times = [event.time for event in (self.opening, *self.events) if event is not None]
+        return max(times) - min(times) if times else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """All segments of a run, and what its ranks said, in order of time."""
+
+    segments: tuple[Segment, ...]
+    messages: tuple[Event, ...]
+
+    @property
+    def domain(self) -> tuple[int, int]:
+        """The first and the last step of the story."""
+        starts = [segment.start for segment in self.segments]
+        return min(starts, default=0), max((segment.last_step for segment in self.segments), default=0)
+
+    def of_kind(self, kind: EventKind) -> list[Event]:
+        """Every event of that kind, over all segments."""
+        return [event for segment in self.segments for event in segment.events if event.kind is kind]
+
+    def values(self, key: str, kind: EventKind = EventKind.TRAIN) -> list[Point]:
+        """One measurement over all segments: finite values, less those a later segment made again."""
+        found: list[Point] = []
+        for index, segment in enumerate(self.segments):
+            until = self.superseded_after(index)
+            found += [(step, v) for step, v in segment.curve(key, kind) if math.isfinite(v) and step <= until]
+        return found
+
+    def metric_keys(self, kind: EventKind) -> list[str]:
+        """Every measurement of that kind, over all segments."""
+        return list(dict.fromkeys(key for segment in self.segments for key in segment.keys(kind)))
+
+    def superseded_after(self, index: int) -> float:
+        """The step after which a later segment went over the same ground again."""
+        later = self.segments[index + 1 :]
+        return min((segment.start for segment in later), default=math.inf)
+
+
+def history(events: Iterable[Event]) -> History:
+    """Cut events into segments at every RUN_START."""
+    segments: list[Segment] = []
+    messages: list[Event] = []
+    for event in events:
+        if event.kind is EventKind.MESSAGE:
+            messages.append(event)
+        elif event.kind is EventKind.RUN_START:
+            label = str(event.data.get("segment") or f"run {len(segments) + 1}")
+            segments.append(Segment(label, event.step, event))
+        else:
+            if not segments:
+                segments.append(Segment("run 1", 0))
+            segments[-1].events.append(event)
+    return History(tuple(segments), tuple(sorted(messages, key=lambda event: event.time)))

@@ -1,0 +1,113 @@
+"""One JSON object a line: the record of a run that every report is made from."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from plait.spec.event import Event, EventKind
+
+MEASUREMENTS = (EventKind.TRAIN, EventKind.VALIDATE, EventKind.TEST)
+
+
+def events_path(work_dir: Path, rank: int) -> Path:
+    """Where a rank of the run in `work_dir` writes its events."""
+    return work_dir / f"events-rank{rank}.jsonl"
+
+
+class JsonlSink:
+    """Appends every event to `events-rank{r}.jsonl` and flushes it, so that a crash loses nothing.
+
+    A file of an earlier run is continued, never truncated: a resumed run is the next part of the same story.
+    """
+
+    def __init__(self, work_dir: Path, rank: int) -> None:
+        self._rank = rank
+        path = events_path(work_dir, rank)
+        torn = _ends_within_a_line(path)
+        self._file = path.open("a", encoding="utf-8")
+        if torn:
+            self._file.write("\n")
+
+    def write(self, event: Event) -> None:
+        """Write one line, complete on disk when this returns."""
+        self._file.write(encode(event, self._rank) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def encode(event: Event, rank: int) -> str:
+    """The event as one line of valid JSON; NaN and infinities, which JSON lacks, become strings."""
+    record = {
+        "kind": event.kind.value,
+        "step": event.step,
+        "epoch": event.epoch,
+        "time": event.time,
+        "rank": rank,
+        "data": event.data,
+    }
+    return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bool | int | str | None):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    # A number of another library (numpy's, or a tensor of one element) says what it is in Python's terms.
+    item = getattr(value, "item", None)
+    return _plain(item()) if callable(item) and getattr(value, "ndim", 1) == 0 else str(value)
+
+
+def _revive(value: Any) -> Any:
+    """Turn the strings that stand for NaN and infinities back into numbers."""
+    if isinstance(value, dict):
+        return {key: _revive(item) for key, item in value.items()}
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    """Whether an earlier run died in the middle of a write."""
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
+
+
+def read_events(paths: Iterable[Path | str]) -> list[Event]:
+    """The story of a run from the files of its ranks, in the order of the paths.
+
+    Rank 0 tells it; what the others add is their messages, marked with `rank`. A line that a crash
+    left unfinished is passed over, as is a kind that a later version may have added.
+    """
+    return [event for path in paths for event in _read(Path(path))]
+
+
+def _read(path: Path) -> Iterator[Event]:
+    kinds = set(EventKind)
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if not isinstance(record, dict) or record.get("kind") not in kinds:
+                continue
+            kind, rank, data = EventKind(record["kind"]), record.get("rank", 0), record.get("data", {})
+            if kind in MEASUREMENTS:
+                data = _revive(data)
+            if rank == 0:
+                yield Event(kind, record["step"], record["epoch"], data, record["time"])
+            elif kind is EventKind.MESSAGE:
+                yield Event(kind, record["step"], record["epoch"], {**data, "rank": rank}, record["time"])

@@ -1,0 +1,239 @@
+"""Line charts as inline SVG: no script, no library; the crosshair is CSS and the rest is geometry."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from xml.sax.saxutils import escape, quoteattr
+
+from plait.monitor.history import Point
+
+MAX_POINTS = 600
+MAX_STOPS = 120
+TOP, RIGHT, BOTTOM, LEFT = 26, 10, 24, 46
+READOUT = 14
+CAPTION_ROWS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One curve. `colour` is the number of a palette entry; `fade_after` is where it stops counting."""
+
+    name: str
+    points: Sequence[Point]
+    colour: int = 0
+    dots: bool = False
+    """Drawn as open circles on a thin dashed line rather than as a solid line."""
+    lead_in: Point | None = None
+    """The last point of the curve that this one continues."""
+    fade_after: float = math.inf
+    """Points after this step are pale: a later segment went over them again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """A vertical line with a caption."""
+
+    step: int
+    text: str
+    colour: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Curves over steps. `from_zero` starts the y axis at zero and fills the space under the curves."""
+
+    series: Sequence[Series]
+    form: Callable[[float], str]
+    """How a value is written under the pointer."""
+    label: str
+    """What the chart shows, for those who do not see it."""
+    domain: tuple[int, int]
+    """First and last step of the x axis, the same for all charts of a page."""
+    markers: Sequence[Marker] = ()
+    captions: bool = False
+    """Write the text of the markers, rather than showing it under the pointer alone."""
+    from_zero: bool = False
+    width: int = 520
+    height: int = 210
+
+
+class Scale:
+    """Data to pixels along one axis."""
+
+    def __init__(self, low: float, high: float, start: float, end: float) -> None:
+        self.low, self.high = (low, high) if high > low else (low - 0.5, high + 0.5)
+        self.start, self.end = start, end
+
+    def __call__(self, value: float) -> float:
+        """The pixel of a value."""
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """About `count` round numbers (1, 2, 2.5 or 5 times a power of ten) within [low, high]."""
+    span = high - low
+    if not span > 0:
+        return [low]
+    power = 10 ** math.floor(math.log10(span / count))
+    step = next(power * m for m in (1, 2, 2.5, 5, 10) if span / (power * m) <= count)
+    first = math.ceil(low / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
+    """At most about `limit` points that look the same: of each stretch, its lowest and its highest."""
+    if len(points) <= limit:
+        return list(points)
+    size = math.ceil(2 * len(points) / limit)
+    kept: list[Point] = []
+    for at in range(0, len(points), size):
+        stretch = [p for p in points[at : at + size] if math.isfinite(p[1])]
+        if stretch:
+            extremes = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
+            kept += sorted(extremes)
+    return kept
+
+
+def render(chart: Chart) -> str:
+    """The chart as one `<svg>` element, or an empty text where there is nothing finite to draw."""
+    finite = [p for s in chart.series for p in s.points if math.isfinite(p[1])]
+    if not finite:
+        return ""
+    x, y = _scales(chart, finite)
+    parts = [*_grid(chart, x, y)]
+    parts += [_marker(chart, marker, row, x) for row, marker in enumerate(chart.markers)]
+    for series in chart.series:
+        parts += _series(chart, series, x, y)
+    parts += _stops(chart, x, y)
+    body = "\n".join(parts)
+    return (
+        f'<svg class="chart" viewBox="0 0 {chart.width} {chart.height}" role="img" '
+        f"aria-label={quoteattr(chart.label)}>\n{body}\n</svg>"
+    )
+
+
+def _scales(chart: Chart, finite: Sequence[Point]) -> tuple[Scale, Scale]:
+    values = [value for _, value in finite]
+    low, high = min(values), max(values)
+    room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    low, high = (min(0.0, low), high + room) if chart.from_zero else (low - room, high + room)
+    x = Scale(*chart.domain, LEFT, chart.width - RIGHT)
+    return x, Scale(low, high, chart.height - BOTTOM, TOP)
+
+
+def _grid(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
+    for value in ticks(y.low, y.high, max(3, round((y.start - y.end) / 36))):
+        at = _px(y(value))
+        yield f'<line class="grid" x1="{_px(x.start)}" x2="{_px(x.end)}" y1="{at}" y2="{at}"/>'
+        text = escape(short(value))
+        yield f'<text class="tick" x="{_px(x.start - 8)}" y="{_px(y(value) + 4)}" text-anchor="end">{text}</text>'
+    base = _px(y.start)
+    yield f'<line class="axis" x1="{_px(x.start)}" x2="{_px(x.end)}" y1="{base}" y2="{base}"/>'
+    for value in ticks(x.low, x.high, max(3, round((x.end - x.start) / 90))):
+        if value == int(value):
+            at = _px(x(value))
+            yield f'<line class="axis" x1="{at}" x2="{at}" y1="{base}" y2="{_px(y.start + 4)}"/>'
+            yield f'<text class="tick" x="{at}" y="{_px(y.start + 18)}" text-anchor="middle">{int(value):,}</text>'
+
+
+def _marker(chart: Chart, marker: Marker, row: int, x: Scale) -> str:
+    at = x(marker.step)
+    line = (
+        f'<line class="resume" x1="{_px(at)}" x2="{_px(at)}" y1="{TOP}" y2="{chart.height - BOTTOM}">'
+        f"<title>{escape(marker.text)}</title></line>"
+    )
+    if not chart.captions:
+        return line
+    # The caption stands on the side that has room for it; neighbours stand below one another.
+    right = at < x.start + 0.65 * (x.end - x.start)
+    place = f'x="{_px(at + 7 if right else at - 7)}" text-anchor="{"start" if right else "end"}"'
+    height = TOP + 12 + 15 * (row % CAPTION_ROWS)
+    return f'{line}<text class="caption c{marker.colour}" {place} y="{height}">{escape(marker.text)}</text>'
+
+
+def _series(chart: Chart, series: Series, x: Scale, y: Scale) -> Iterator[str]:
+    points = thin(series.points)
+    kept = [p for p in points if p[0] <= series.fade_after]
+    pale = [p for p in points if p[0] > series.fade_after]
+    if series.lead_in is not None and kept:
+        kept = [series.lead_in, *kept]
+    if pale and kept:
+        pale = [kept[-1], *pale]
+    colour = f"c{series.colour}"
+    for part, extra in ((pale, " pale"), (kept, "")):
+        for run in _runs(part):
+            path = " ".join(f"{'ML'[i > 0]}{_px(x(s))} {_px(y(v))}" for i, (s, v) in enumerate(run))
+            if chart.from_zero and not series.dots and not extra and len(run) > 1:
+                ground = f"L{_px(x(run[-1][0]))} {_px(y.start)} L{_px(x(run[0][0]))} {_px(y.start)} Z"
+                yield f'<path class="area {colour}" d="{path} {ground}"/>'
+            yield f'<path class="line {colour}{extra}{" dashed" if series.dots else ""}" d="{path}"/>'
+            if series.dots:
+                own = (p for p in run if p != series.lead_in)
+                for s, v in own:
+                    yield f'<circle class="dot {colour}{extra}" cx="{_px(x(s))}" cy="{_px(y(v))}" r="3.5"/>'
+            elif len(run) == 1:
+                s, v = run[0]
+                yield f'<circle class="point {colour}{extra}" cx="{_px(x(s))}" cy="{_px(y(v))}" r="2.5"/>'
+    for step, value in series.points:
+        if not math.isfinite(value):
+            title = f"<title>{escape(f'step {step}: {series.name} is {value}')}</title>"
+            yield f'<text class="bad" x="{_px(x(step))}" y="{_px(y.start - 4)}" text-anchor="middle">×{title}</text>'
+
+
+def _runs(points: Sequence[Point]) -> Iterator[list[Point]]:
+    """Stretches without a hole: a non-finite value breaks the line rather than being bridged."""
+    run: list[Point] = []
+    for point in points:
+        if math.isfinite(point[1]):
+            run.append(point)
+        elif run:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def _stops(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
+    """Invisible columns; the one under the pointer shows its line, its dots and its numbers."""
+    values = [
+        {step: v for step, v in series.points if math.isfinite(v) and step <= series.fade_after}
+        for series in chart.series
+    ]
+    steps = _stop_steps(chart, values)
+    edges = [x.start, *((x(a) + x(b)) / 2 for a, b in pairwise(steps)), x.end]
+    for (left, right), step in zip(pairwise(edges), steps, strict=True):
+        hits = [(s, known[step]) for s, known in zip(chart.series, values, strict=True) if step in known]
+        at = _px(x(step))
+        dots = "".join(f'<circle class="c{s.colour}" cx="{at}" cy="{_px(y(v))}" r="4"/>' for s, v in hits)
+        text = "  ·  ".join([f"step {step:,}", *(f"{s.name} {chart.form(v)}".strip() for s, v in hits)])
+        yield (
+            f'<g class="stop"><rect x="{_px(left)}" y="{TOP}" width="{_px(max(right - left, 0.1))}" '
+            f'height="{_px(y.start - y.end)}"/><line x1="{at}" x2="{at}" y1="{TOP}" y2="{_px(y.start)}"/>'
+            f'{dots}<text x="{_px(x.end)}" y="{READOUT}" text-anchor="end">{escape(text)}</text>'
+            f"<title>{escape(text)}</title></g>"
+        )
+
+
+def _stop_steps(chart: Chart, values: Sequence[dict[int, float]]) -> list[int]:
+    """Where the pointer finds something: every dot, and as many points of the lines as a hand can tell apart."""
+    dots = {step for s, known in zip(chart.series, values, strict=True) if s.dots for step in known}
+    lines = sorted({step for s, known in zip(chart.series, values, strict=True) if not s.dots for step in known})
+    return sorted(dots.union(lines[:: max(1, math.ceil(len(lines) / MAX_STOPS))]))
+
+
+def short(value: float) -> str:
+    """A tick's number in as few signs as it needs: `2.5`, `20k`, `3e-4`."""
+    if value and abs(value) < 1e-3:
+        mantissa, exponent = f"{value:.3e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if letter == 'k' else size):g}{letter}"
+    return f"{round(value, 6):g}"
+
+
+def _px(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")

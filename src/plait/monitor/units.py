@@ -1,0 +1,63 @@
+"""Numbers as a reader wants them: short, with a unit, always the same width of meaning."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from typing import Any
+
+
+def number(value: Any) -> float | None:
+    """The value as a float (NaN and infinities included), or None where it is not a number."""
+    if value is None or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def decimal(value: float) -> str:
+    """Four decimals where they say something, an exponent where they would not: `6.1887`, `3.1000e-05`."""
+    if isinstance(value, int):
+        return str(value)
+    if value == 0 or not math.isfinite(value) or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.4f}"
+    return f"{value:.4e}"
+
+
+def compact(value: float) -> str:
+    """Three digits and a letter: `980`, `12.3k`, `1.20M`."""
+    if not math.isfinite(value):
+        return str(value)
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # 999 950 would round to `1000.0k`, so the next letter starts a little before its power.
+        if abs(value) >= size * 0.99995:
+            scaled = value / size
+            return f"{scaled:.2f}{letter}" if letter != "k" and abs(scaled) < 9.995 else f"{scaled:.1f}{letter}"
+    return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.1f}"
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds: `0:13:14`, and `?` where the number is none."""
+    if not math.isfinite(seconds):
+        return "?"
+    return str(timedelta(seconds=int(seconds)))
+
+
+def duration(seconds: float) -> str:
+    """A length of time, finer than a clock where it is short: `0.41 s`, `12.3 s`, `0:13:14`."""
+    if not math.isfinite(seconds) or seconds >= 60:
+        return clock(seconds)
+    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+
+
+def size(count: float) -> str:
+    """A number of bytes: `512 B`, `3.4 MiB`, `1.2 GiB`."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"

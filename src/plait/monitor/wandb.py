@@ -1,0 +1,61 @@
+"""Curves for Weights & Biases, online where there is an account and a network, on disk otherwise."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+from plait.errors import MissingExtraError
+from plait.monitor.scalars import scalars
+from plait.monitor.table import tables
+from plait.spec.event import Event, EventKind
+
+GROUPS = {EventKind.TRAIN: "train", EventKind.VALIDATE: "val", EventKind.TEST: "test"}
+
+
+class WandbSink:
+    """One run on W&B for one work_dir: a resumed run goes on with the curves that are there.
+
+    Where no connection can be made, the run is kept under `work_dir/wandb` for a later `wandb sync`.
+    wandb's own settings hold, `WANDB_MODE` among them.
+    """
+
+    def __init__(self, work_dir: Path, project: str | None) -> None:
+        try:
+            import wandb
+        except ImportError as missing:
+            raise MissingExtraError("wandb", "the log sink 'wandb'", "wandb") from missing
+        about: dict[str, Any] = {
+            "project": project or "plait",
+            "name": work_dir.name,
+            "dir": str(work_dir),
+            "id": _run_id(work_dir),
+            "resume": "allow",
+        }
+        try:
+            self._run = wandb.init(**about)
+        except wandb.Error:
+            self._run = wandb.init(**about, mode="offline")
+        # Steps are a column of their own: wandb's counter drops what a resumed run repeats.
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, event: Event) -> None:
+        """Send the event's numbers; RUN_START becomes the run's config."""
+        if group := GROUPS.get(event.kind):
+            values = {f"{group}/{name}": value for name, value in scalars(event).items()}
+            self._run.log({"step": event.step, "epoch": event.epoch, **values})
+        elif event.kind is EventKind.RUN_START:
+            rows = {label: value for table in tables(event.data) for label, value in table.rows}
+            self._run.config.update(rows, allow_val_change=True)
+
+    def close(self) -> None:
+        """Finish the run and wait until it is stored."""
+        self._run.finish()
+
+
+def _run_id(work_dir: Path) -> str:
+    path = work_dir / "wandb-id.txt"
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()

@@ -1,0 +1,140 @@
+"""Adafactor (Shazeer and Stern, 2018), with the maths of `torch.optim.Adafactor`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from plait.optim.base import OwnOptimizer, with_gradient
+from plait.optim.shards import Rows, local, rows_of, sum_over_shards
+
+
+@dataclass(slots=True)
+class _Item:
+    """One parameter on its way through a step."""
+
+    parameter: Tensor
+    group: dict[str, Any]
+    rows: Rows | None
+    count: float
+
+    @property
+    def own(self) -> Tensor:
+        return local(self.parameter)
+
+    @property
+    def grad(self) -> Tensor:
+        assert self.parameter.grad is not None
+        return local(self.parameter.grad)
+
+    @property
+    def factored(self) -> bool:
+        return self.parameter.ndim > 1
+
+
+class Adafactor(OwnOptimizer):
+    """Second moments of matrices kept as a row and a column; steps relative to the parameter's own size.
+
+    State: `step`; for vectors `variance`, of the parameter's own shape and sharding; for all else `row_var`
+    (last dim 1) and `col_var` (last but one dim 1), which are plain tensors, **whole on every rank** however
+    the parameter is sharded. Sharded parameters give the same result as whole ones: see [Note: what an
+    optimizer may be given]. A step takes two all-reduces over each mesh axis that shards.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        clip_threshold: float = 1.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "beta2_decay": beta2_decay,
+            "eps": eps,
+            "clip_threshold": clip_threshold,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    def _update(self) -> None:
+        items = [
+            _Item(parameter, group, rows_of(parameter), self._count(parameter))
+            for group in self.param_groups
+            for parameter in with_gradient(group)
+        ]
+        sums = self._sums(items)
+        updates = [self._direction(item, *found) for item, found in zip(items, sums, strict=True)]
+        squares = [update.square().sum() for update in updates]
+        totals = sum_over_shards(squares, [item.rows for item in items])
+        for item, (size, *_), update, total in zip(items, sums, updates, totals, strict=True):
+            self._apply(item, size, update, total)
+
+    def _sums(self, items: list[_Item]) -> list[list[Tensor]]:
+        """For each parameter the sum of its squares; if factored, the gradient's by row and by column too."""
+        parts = [_squares(item) for item in items]
+        flat = [tensor for part in parts for tensor in part]
+        rows = [item.rows for item, part in zip(items, parts, strict=True) for _ in part]
+        totals = iter(sum_over_shards(flat, rows))
+        return [[next(totals) for _ in part] for part in parts]
+
+    def _direction(self, item: _Item, _: Tensor, *by_row_and_column: Tensor) -> Tensor:
+        """The gradient over the root of its estimated second moment."""
+        weight = item.count ** item.group["beta2_decay"]
+        eps = _eps(item)
+        if item.factored:
+            by_row, by_column = by_row_and_column
+            row = self._factor(item.parameter, "row_var", by_row)
+            column = self._factor(item.parameter, "col_var", by_column)
+            row.lerp_(by_row.div_(item.parameter.shape[-1]), weight)
+            column.lerp_(by_column.div_(item.parameter.shape[-2]), weight)
+            scale = row.mean(dim=-2, keepdim=True).clamp_(min=eps)
+            if item.rows is not None:
+                row = item.rows.take(row)
+                if item.parameter.ndim > 2:
+                    column, scale = item.rows.take(column), item.rows.take(scale)
+            estimate = (row @ column).div_(scale)
+        else:
+            variance = local(self._moment(item.parameter, "variance"))
+            estimate = variance.lerp_(item.grad.square(), weight).clone()
+        return estimate.clamp_(min=eps * eps).rsqrt_().mul_(item.grad)
+
+    def _apply(self, item: _Item, size: Tensor, update: Tensor, total: Tensor) -> None:
+        group, numel = item.group, max(1, item.parameter.numel())
+        rate = min(group["lr"], item.count**-0.5)
+        length = (size / numel).sqrt_().clamp_(min=group["eps"][1]).mul_(rate)
+        excess = (total / numel).sqrt_().div_(group["clip_threshold"]).clamp_(min=1.0)
+        if group["weight_decay"] != 0:
+            item.own.mul_(1 - group["lr"] * group["weight_decay"])
+        item.own.sub_(update.mul_(length.div_(excess)))
+
+    def _factor(self, parameter: Tensor, name: str, like: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if name not in state:
+            state[name] = torch.zeros_like(like)
+        tensor: Tensor = state[name]
+        return tensor
+
+
+def _squares(item: _Item) -> list[Tensor]:
+    size = item.own.square().sum()
+    if not item.factored:
+        return [size]
+    squared = item.grad.square()
+    by_row, by_column = squared.sum(dim=-1, keepdim=True), squared.sum(dim=-2, keepdim=True)
+    if item.rows is not None:
+        by_row = item.rows.place(by_row)
+        if item.parameter.ndim > 2:
+            by_column = item.rows.place(by_column)
+    return [size, by_row, by_column]
+
+
+def _eps(item: _Item) -> float:
+    eps: float | None = item.group["eps"][0]
+    return torch.finfo(item.parameter.dtype).eps if eps is None else eps

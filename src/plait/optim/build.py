@@ -1,0 +1,155 @@
+"""From a configuration and parameter groups to an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from plait.config.optim import (
+    AdafactorConfig,
+    AdagradConfig,
+    AdamConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    OptimConfig,
+    SGDConfig,
+)
+from plait.errors import ConfigError, Problem
+from plait.optim.adafactor import Adafactor
+from plait.optim.lamb import Lamb
+from plait.optim.lion import Lion
+from plait.optim.muon import Muon
+
+_ELEMENTWISE = (AdamWConfig, AdamConfig, SGDConfig, AdagradConfig, LionConfig)
+_FUSED_DEVICES = {
+    "AdamW": ("cpu", "cuda"),
+    "Adam": ("cpu", "cuda"),
+    "SGD": ("cpu", "cuda"),
+    "Adagrad": ("cpu",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ViewGroup:
+    """A group of parameters as the optimizer sees them.
+
+    For an elementwise optimizer a view is a plain tensor, this rank's shard, perhaps empty; for the others
+    it is the parameter itself.
+    """
+
+    names: Sequence[str]
+    tensors: Sequence[Tensor]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def is_elementwise(config: OptimConfig) -> bool:
+    """Whether each element's update depends on that element alone, so that shards need no exchange."""
+    return isinstance(config, _ELEMENTWISE)
+
+
+def supports_grad_scale(optimizer: Optimizer) -> bool:
+    """Whether `step` honours the attributes `grad_scale` and `found_inf`.
+
+    With both set to scalar tensors, the fused kernels divide gradients by the one (in place) and change
+    nothing where the other is 1, without the host waiting to know.
+    """
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused and isinstance(optimizer, AdamW | Adam | SGD | Adagrad)
+
+
+def build_optimizer(config: OptimConfig, groups: Sequence[ViewGroup]) -> Optimizer:
+    """The optimizer that `config` describes, over these groups.
+
+    Each of its groups carries `param_names`, and `initial_lr`: the rate that schedules scale.
+    """
+    optimizer = _build(config, groups)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
+def _build(config: OptimConfig, groups: Sequence[ViewGroup]) -> Optimizer:
+    params: list[dict[str, Any]] = [
+        {"params": list(zip(group.names, group.tensors, strict=True)), **group.options} for group in groups
+    ]
+    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    match config:
+        case AdamWConfig() | AdamConfig():
+            chosen = _implementation(config, groups)
+            kind = AdamW if isinstance(config, AdamWConfig) else Adam
+            return kind(params, betas=config.betas, eps=config.eps, amsgrad=config.amsgrad, **common, **chosen)
+        case SGDConfig():
+            chosen = _implementation(config, groups)
+            sgd = SGD(params, momentum=config.momentum, nesterov=config.nesterov, **common, **chosen)
+            if config.momentum != 0:
+                _prepare_momentum(sgd)
+            return sgd
+        case AdagradConfig():
+            chosen = _implementation(config, groups)
+            return Adagrad(params, lr_decay=config.lr_decay, eps=config.eps, **common, **chosen)
+        case LionConfig():
+            return Lion(params, betas=config.betas, **common)
+        case LambConfig():
+            return Lamb(
+                params,
+                betas=config.betas,
+                eps=config.eps,
+                min_trust=config.min_trust,
+                max_trust=config.max_trust,
+                **common,
+            )
+        case AdafactorConfig():
+            return Adafactor(
+                params,
+                beta2_decay=config.beta2_decay,
+                eps=config.eps,
+                clip_threshold=config.clip_threshold,
+                **common,
+            )
+        case _:
+            return Muon(
+                params,
+                momentum=config.momentum,
+                nesterov=config.nesterov,
+                ns_steps=config.ns_steps,
+                betas=config.adam_betas,
+                eps=config.adam_eps,
+                **common,
+            )
+
+
+def _implementation(
+    config: AdamWConfig | AdamConfig | SGDConfig | AdagradConfig, groups: Sequence[ViewGroup]
+) -> dict[str, bool]:
+    devices = _FUSED_DEVICES[config.type]
+    misfit = next((t for t in _views(groups) if t.device.type not in devices or not t.is_floating_point()), None)
+    if config.implementation == "fused" and misfit is not None:
+        raise ConfigError(
+            Problem(
+                "optim.implementation",
+                f"'fused' {config.type} exists on {' and '.join(devices)} for floating-point parameters; "
+                f"here one is {misfit.dtype} on {misfit.device.type}",
+                "Use 'auto', which takes the fastest there is.",
+            )
+        )
+    wanted = config.implementation
+    if wanted == "auto":
+        wanted = "fused" if misfit is None else "foreach"
+    return {"fused": wanted == "fused", "foreach": wanted == "foreach"}
+
+
+def _prepare_momentum(optimizer: Optimizer) -> None:
+    # Fused SGD allocates its buffers, unfilled, in the first step, and leaves them so if that step is
+    # skipped for an overflow. Starting from zeros gives the same first step, and is safe.
+    for tensor in (t for group in optimizer.param_groups for t in group["params"]):
+        optimizer.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)
+
+
+def _views(groups: Sequence[ViewGroup]) -> Iterator[Tensor]:
+    return (tensor for group in groups for tensor in group.tensors)

@@ -1,0 +1,167 @@
+"""Which parameters are treated alike: with or without weight decay, by Muon or by AdamW."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Flag, auto
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.config.optim import MuonConfig, OptimConfig
+from plait.errors import ConfigError, ModelError, Problem
+
+
+class Role(Flag):
+    """What kinds of module a parameter belongs to. A tied parameter has the roles of all its owners."""
+
+    PLAIN = 0
+    NORM = auto()
+    EMBEDDING = auto()
+    CONVOLUTION = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterInfo:
+    """What grouping needs to know of a parameter; the same before and after sharding."""
+
+    name: str
+    """The name that `named_parameters` gives it, which for a tied parameter is the first of several."""
+    shape: torch.Size
+    """The global shape."""
+    role: Role = Role.PLAIN
+    aliases: tuple[str, ...] = ()
+    """The other names of a tied parameter."""
+    trainable: bool = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, the first one first."""
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """The parameters of one group, and the options in which it differs from the optimizer's defaults."""
+
+    names: tuple[str, ...]
+    options: dict[str, Any]
+
+
+def parameter_infos(model: nn.Module) -> list[ParameterInfo]:
+    """All parameters of a model in the order of `named_parameters`, each tied one once."""
+    names: dict[nn.Parameter, list[str]] = {}
+    roles: dict[nn.Parameter, Role] = {}
+    for path, module in model.named_modules():
+        role = _role(module)
+        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            names.setdefault(parameter, []).append(f"{path}.{own}" if path else own)
+            roles[parameter] = roles.get(parameter, Role.PLAIN) | role
+    return [
+        ParameterInfo(first, parameter.shape, roles[parameter], tuple(others), parameter.requires_grad)
+        for parameter, (first, *others) in names.items()
+    ]
+
+
+def split_groups(model: nn.Module, config: OptimConfig) -> list[GroupSpec]:
+    """Cut the trainable parameters into groups, each parameter in exactly one.
+
+    Works on the model before or after sharding, with the same result. A pattern of `optim.no_decay` that
+    fits no parameter at all, trainable or not, is an error: it is most likely misspelt.
+    """
+    infos = parameter_infos(model)
+    spared = _without_decay(infos, config.no_decay)
+    trainable = [info for info in infos if info.trainable]
+    if not trainable:
+        raise ModelError("the model has no trainable parameter: every one has requires_grad=False")
+    if not isinstance(config, MuonConfig):
+        return _by_decay(trainable, spared, config.weight_decay, {})
+    matrices = [info for info in trainable if _for_muon(info, config.adam_patterns)]
+    if not matrices:
+        raise ConfigError(
+            Problem(
+                "optim.adam_patterns",
+                f"{list(config.adam_patterns)} leave no matrix of this model to Muon",
+                "Name fewer matrices, or use `type: AdamW`.",
+            )
+        )
+    muon, adam = {"algorithm": "muon", "lr": config.lr}, {"algorithm": "adamw", "lr": config.adam_lr}
+    chosen = {info.name for info in matrices}
+    rest = [info for info in trainable if info.name not in chosen]
+    return [
+        *_by_decay(matrices, spared, config.weight_decay, muon),
+        *_by_decay(rest, spared, config.weight_decay, adam),
+    ]
+
+
+def _by_decay(
+    infos: Sequence[ParameterInfo], spared: set[str], weight_decay: float, options: dict[str, Any]
+) -> list[GroupSpec]:
+    if weight_decay == 0.0:
+        spared = set()
+    decayed = tuple(info.name for info in infos if info.name not in spared)
+    others = tuple(info.name for info in infos if info.name in spared)
+    groups = [
+        GroupSpec(decayed, {**options, "weight_decay": weight_decay}),
+        GroupSpec(others, {**options, "weight_decay": 0.0}),
+    ]
+    return [group for group in groups if group.names]
+
+
+_WORDS: dict[str, Callable[[ParameterInfo], bool]] = {
+    "bias": lambda info: any(name.rpartition(".")[2] == "bias" for name in info.names),
+    "norm": lambda info: Role.NORM in info.role,
+    "embedding": lambda info: Role.EMBEDDING in info.role,
+}
+
+
+def _without_decay(infos: Sequence[ParameterInfo], patterns: Sequence[str]) -> set[str]:
+    spared: set[str] = set()
+    problems = []
+    for pattern in patterns:
+        word = _WORDS.get(pattern)
+        found = {info.name for info in infos if (word(info) if word else _fits(info, (pattern,)))}
+        spared |= found
+        if not found and word is None:
+            problems.append(
+                Problem(
+                    "optim.no_decay",
+                    f"the pattern {pattern!r} fits no parameter of this model",
+                    f"Use {', '.join(_WORDS)}, or a pattern of full names such as {infos[0].name!r}." if infos else "",
+                )
+            )
+    if problems:
+        raise ConfigError(problems)
+    return spared
+
+
+def _for_muon(info: ParameterInfo, adam_patterns: Sequence[str]) -> bool:
+    # Other stacks of matrices stay with AdamW: flattened, they would be orthogonalised as one matrix.
+    is_matrix = len(info.shape) == 2 or (len(info.shape) > 2 and Role.CONVOLUTION in info.role)
+    special = Role.NORM in info.role or Role.EMBEDDING in info.role
+    return is_matrix and not special and not _fits(info, adam_patterns)
+
+
+def _fits(info: ParameterInfo, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in info.names for pattern in patterns)
+
+
+_NORM_NAME = re.compile(r"Norm([123]d)?$")
+
+
+def _role(module: nn.Module) -> Role:
+    # Sharding puts a class of its own in front of a module's class, so all ancestors are looked at.
+    if any(_NORM_NAME.search(ancestor.__name__) for ancestor in type(module).__mro__):
+        return Role.NORM
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return Role.EMBEDDING
+    if isinstance(
+        module,
+        nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d,
+    ):
+        return Role.CONVOLUTION
+    return Role.PLAIN

@@ -1,0 +1,87 @@
+"""LAMB (You et al., 2020): Adam's direction, at a length in proportion to the parameter's own norm."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from plait.optim.base import OwnOptimizer, with_gradient
+from plait.optim.shards import by_sharding, local, sum_over_shards
+
+
+class Lamb(OwnOptimizer):
+    """Adam with a trust ratio ‖parameter‖ / ‖update‖ for each parameter, clamped to [min_trust, max_trust].
+
+    The update is the bias-corrected Adam direction plus `weight_decay` times the parameter; where either
+    norm is zero the ratio is one. State: `step`, and `exp_avg` and `exp_avg_sq` of the parameter's own
+    shape and sharding. Sharded parameters give the same result as whole ones: see [Note: what an optimizer
+    may be given]. All norms are summed in one all-reduce, so all updates of a step exist at the same time.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        min_trust: float = 0.0,
+        max_trust: float = 10.0,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "min_trust": min_trust,
+            "max_trust": max_trust,
+        }
+        super().__init__(params, defaults)
+
+    def _update(self) -> None:
+        parts = [
+            (group, params, rows) for group in self.param_groups for params, rows in by_sharding(with_gradient(group))
+        ]
+        updates = [self._directions(group, params) for group, params, _ in parts]
+        squares = [
+            torch.stack([*_norms([local(p) for p in params]), *_norms(directions)]).square_()
+            for (_, params, _), directions in zip(parts, updates, strict=True)
+        ]
+        totals = sum_over_shards(squares, [rows for *_, rows in parts])
+        for (group, params, _), directions, total in zip(parts, updates, totals, strict=True):
+            torch._foreach_mul_(directions, _trust(total.sqrt_(), group))
+            torch._foreach_add_([local(p) for p in params], directions, alpha=-group["lr"])
+
+    def _directions(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
+        beta1, beta2 = group["betas"]
+        counts = [self._count(p) for p in params]
+        own = [local(p) for p in params]
+        grads = [local(p.grad) for p in params if p.grad is not None]
+        means = [local(self._moment(p, "exp_avg")) for p in params]
+        squares = [local(self._moment(p, "exp_avg_sq")) for p in params]
+        torch._foreach_lerp_(means, grads, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_div_(roots, [math.sqrt(1 - beta2**count) for count in counts])
+        torch._foreach_add_(roots, group["eps"])
+        directions = torch._foreach_div(means, [1 - beta1**count for count in counts])
+        torch._foreach_div_(directions, roots)
+        if group["weight_decay"] != 0:
+            torch._foreach_add_(directions, own, alpha=group["weight_decay"])
+        return list(directions)
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return list(torch._foreach_norm(tensors, 2, dtype=None if wide else torch.float32))
+
+
+def _trust(norms: Tensor, group: dict[str, Any]) -> list[Tensor]:
+    parameters, updates = norms.chunk(2)
+    ratios = (parameters / updates).clamp_(group["min_trust"], group["max_trust"])
+    return list(torch.where((parameters > 0) & (updates > 0), ratios, 1.0).unbind())

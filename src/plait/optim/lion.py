@@ -1,0 +1,39 @@
+"""Lion (Chen et al., 2023): the sign of an interpolated momentum."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from plait.optim.base import OwnOptimizer, with_gradient
+
+
+class Lion(OwnOptimizer):
+    """Every element moves by exactly `lr`; weight decay is decoupled. State: `exp_avg`.
+
+    Elementwise, so a shard is updated as its part of the whole would be.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def _update(self) -> None:
+        for group in self.param_groups:
+            params = with_gradient(group)
+            if not params:
+                continue
+            grads = [p.grad for p in params if p.grad is not None]
+            moments = [self._moment(p, "exp_avg") for p in params]
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            directions = torch._foreach_lerp(moments, grads, 1 - beta1)
+            torch._foreach_sign_(directions)
+            if group["weight_decay"] != 0:
+                torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+            torch._foreach_add_(params, directions, alpha=-lr)
+            torch._foreach_lerp_(moments, grads, 1 - beta2)

@@ -1,0 +1,127 @@
+"""Muon (Jordan et al., 2024): momentum, orthogonalised, for matrices; AdamW for everything else."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
+
+from plait.errors import ModelError
+from plait.optim.base import OwnOptimizer, with_gradient
+from plait.optim.exchange import map_whole
+from plait.optim.shards import local, rows_of
+
+# The quintic that pulls singular values towards one fastest; they end between about 0.7 and 1.2.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_EPS = 1e-7
+
+
+class Muon(OwnOptimizer):
+    """Muon for groups with `algorithm: muon` (the default), AdamW for those with `algorithm: adamw`.
+
+    The maths for matrices is that of `torch.optim.Muon` with its original scaling, √max(1, rows/columns).
+    A parameter of more than two dims is seen as a matrix with its first dim as rows, as suits convolutions.
+    Orthogonalising is done in bf16, on CPU in fp32. State: `momentum_buffer`, or `step`, `exp_avg` and
+    `exp_avg_sq`, all but `step` of the parameter's own shape and sharding. Sharded matrices give the same
+    result as whole ones: each is orthogonalised as a whole, on one rank (see `map_whole`).
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 2e-2,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        defaults = {
+            "algorithm": "muon",
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "betas": betas,
+            "eps": eps,
+        }
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            if group["algorithm"] not in ("muon", "adamw"):
+                raise ModelError(f"a group of Muon has algorithm {group['algorithm']!r}; use muon or adamw")
+            if group["algorithm"] == "muon" and any(p.ndim < 2 for p in group["params"]):
+                raise ModelError("Muon updates matrices only; give vectors and scalars `algorithm: adamw`")
+
+    def _update(self) -> None:
+        for group in self.param_groups:
+            params = with_gradient(group)
+            if not params:
+                continue
+            if group["algorithm"] == "adamw":
+                self._adamw(group, params)
+            else:
+                self._muon(group, params)
+
+    def _muon(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        momentum = group["momentum"]
+        own = [local(p) for p in params]
+        grads = [local(p.grad) for p in params if p.grad is not None]
+        buffers = [local(self._moment(p, "momentum_buffer")) for p in params]
+        torch._foreach_lerp_(buffers, grads, 1 - momentum)
+        updates = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
+        # Cast before they travel: half the bytes, and the very numbers that a whole matrix would start from.
+        reduced = [update.to(_work_dtype(update)) for update in updates]
+        work = partial(_orthogonalize_flat, steps=group["ns_steps"])
+        directions = map_whole(work, reduced, [rows_of(p) for p in params])
+        if group["weight_decay"] != 0:
+            torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
+        for parameter, shard, direction in zip(params, own, directions, strict=True):
+            rows, columns = parameter.shape[0], parameter.shape[1:].numel()
+            shard.add_(direction, alpha=-group["lr"] * math.sqrt(max(1.0, rows / max(1, columns))))
+
+    def _adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        for parameter in params:
+            self.state[parameter].setdefault("step", torch.zeros((), dtype=torch.float32))
+        adamw(
+            [local(p) for p in params],
+            [local(p.grad) for p in params if p.grad is not None],
+            [local(self._moment(p, "exp_avg")) for p in params],
+            [local(self._moment(p, "exp_avg_sq")) for p in params],
+            [],
+            [self.state[p]["step"] for p in params],
+            foreach=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
+    """Move all singular values of a matrix to about one, by Newton–Schulz iteration in its own dtype."""
+    a, b, c = _COEFFICIENTS
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / torch.linalg.vector_norm(x).clamp_(min=_EPS)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def _orthogonalize_flat(tensor: Tensor, steps: int) -> Tensor:
+    return orthogonalize(tensor.flatten(1), steps).reshape(tensor.shape)
+
+
+def _work_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.device.type == "cpu" else torch.bfloat16

@@ -1,0 +1,51 @@
+"""`torch.compile`, by block before sharding, or over the whole model where nothing is sharded."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.config.strategy import CompileConfig
+from plait.parallel.units import Unit
+
+
+def why_not(config: CompileConfig, device: torch.device) -> str | None:
+    """The reason why compiling cannot work here, known before the start."""
+    if config.backend != "inductor":
+        return None
+    if device.type == "cuda":
+        try:
+            import triton  # noqa: F401
+        except ImportError:
+            return "the package triton is not installed"
+    if device.type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "c++", "cl")):
+        return "no C++ compiler was found"
+    return None
+
+
+def compile_units(
+    model: nn.Module, units: Sequence[Unit], config: CompileConfig, *, sharded: bool
+) -> list[nn.Module]:
+    """Compile in place, so that no name changes; returns the compiled modules."""
+    whole = config.scope == "model" or (config.scope == "auto" and (not sharded or not units))
+    targets = [model] if whole else [unit.module for unit in units]
+    options: dict[str, Any] = {
+        "backend": config.backend,
+        "dynamic": config.dynamic,
+        "fullgraph": config.fullgraph,
+    }
+    if config.mode is not None:
+        options["mode"] = config.mode
+    for module in targets:
+        module.compile(**options)
+    return targets
+
+
+def undo_compile(modules: Sequence[nn.Module]) -> None:
+    """Run eagerly from now on."""
+    for module in modules:
+        module._compiled_call_impl = None

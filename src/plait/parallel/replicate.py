@@ -1,0 +1,142 @@
+"""Replicated parameters: gradients collected in buckets, summed over ranks while the backward pass runs.
+
+[Note: why not DistributedDataParallel]
+Its reducer sums in the dtype of the parameters and hands the sum back in it; mixed precision here sums in
+`reduce` and keeps the sum ([Note: one meaning of mixed precision]). It also wraps the module, which renames
+every parameter, and has to be told about parameters that take no part in a step. The buckets below need
+neither, and cost the same: one copy of each gradient, and one all-reduce a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class _Bucket:
+    """A flat buffer, and the parameters whose gradients it holds."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, sizes: Sequence[torch.Size]) -> None:
+        self.flat = torch.zeros(sum(s.numel() for s in sizes), dtype=dtype, device=device)
+        pieces = self.flat.split([s.numel() for s in sizes])
+        self.views = [piece.view(size) for piece, size in zip(pieces, sizes, strict=True)]
+        self.waiting = len(sizes)
+
+
+class GradientBuckets:
+    """Collects each parameter's gradient in the reduce dtype, and sums it over the ranks of `group`.
+
+    A parameter's gradient lands in its view of a bucket (`view_of`). Buckets are reduced strictly in order,
+    so ranks whose parameters become ready in different order, or not at all, still agree.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        *,
+        dtype_of: Any,
+        group: dist.ProcessGroup | None,
+        bucket_bytes: int,
+    ) -> None:
+        self._params = list(params)
+        self._group = group
+        self._buckets: list[_Bucket] = []
+        self._place: list[tuple[int, int]] = [(0, 0)] * len(self._params)
+        self._fill_buckets(dtype_of, bucket_bytes)
+        self._touched = [False] * len(self._params)
+        self._ready = [False] * len(self._params)
+        self._reducing = False
+        self._next = 0
+        self._works: list[dist.Work] = []
+        for index, param in enumerate(self._params):
+            param.register_post_accumulate_grad_hook(self._hook(index))
+
+    def view_of(self, index: int) -> torch.Tensor:
+        """Where the gradient of the parameter with this index is collected."""
+        bucket, position = self._place[index]
+        return self._buckets[bucket].views[position]
+
+    def _fill_buckets(self, dtype_of: Any, bucket_bytes: int) -> None:
+        # The backward pass meets the last parameters first, so they share the first bucket.
+        pending: list[int] = []
+        size = 0
+        for index in reversed(range(len(self._params))):
+            param = self._params[index]
+            kind = (dtype_of(param), param.device)
+            if pending and (
+                size >= bucket_bytes
+                or kind != (dtype_of(self._params[pending[0]]), self._params[pending[0]].device)
+            ):
+                self._close_bucket(pending, dtype_of)
+                pending, size = [], 0
+            pending.append(index)
+            size += param.numel() * dtype_of(param).itemsize
+        if pending:
+            self._close_bucket(pending, dtype_of)
+
+    def _close_bucket(self, indices: list[int], dtype_of: Any) -> None:
+        first = self._params[indices[0]]
+        for position, index in enumerate(indices):
+            self._place[index] = (len(self._buckets), position)
+        self._buckets.append(_Bucket(dtype_of(first), first.device, [self._params[i].shape for i in indices]))
+
+    def _hook(self, index: int) -> Any:
+        bucket_index, position = self._place[index]
+        bucket = self._buckets[bucket_index]
+        view = bucket.views[position]
+        same_dtype = view.dtype == self._params[index].dtype
+
+        def collect(param: torch.Tensor) -> None:
+            grad = param.grad
+            if grad is not view:
+                assert grad is not None
+                if self._touched[index]:
+                    view.add_(grad)
+                else:
+                    view.copy_(grad)
+                # Further micro-batches accumulate straight into the bucket where the dtype allows it.
+                param.grad = view if same_dtype else None
+            self._touched[index] = True
+            if self._reducing and not self._ready[index]:
+                self._ready[index] = True
+                bucket.waiting -= 1
+                if bucket.waiting == 0:
+                    self._launch_in_order()
+
+        return collect
+
+    def before_backward(self, *, last: bool) -> None:
+        """Prepare for one micro-batch; on the `last` one gradients are reduced as they become ready."""
+        self._reducing = last and self._group is not None
+
+    def _launch_in_order(self) -> None:
+        while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
+            self._launch(self._buckets[self._next])
+
+    def _launch(self, bucket: _Bucket) -> None:
+        self._next += 1
+        work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        assert work is not None
+        self._works.append(work)
+
+    def finish(self) -> None:
+        """Complete the step's gradients: zeros for parameters that took no part, and wait for all sums."""
+        for index, touched in enumerate(self._touched):
+            if not touched:
+                self.view_of(index).zero_()
+        if self._group is not None:
+            while self._next < len(self._buckets):
+                self._launch(self._buckets[self._next])
+            for work in self._works:
+                work.wait()
+        self._works.clear()
+        self._next = 0
+        self._reducing = False
+        self._touched = [False] * len(self._params)
+        self._ready = [False] * len(self._params)
+        for bucket in self._buckets:
+            bucket.waiting = len(bucket.views)

@@ -1,0 +1,127 @@
+"""Which submodules are handled as one unit: sharded, recomputed and compiled together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from plait.config.strategy import WrapConfig
+from plait.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A submodule and the name it has in the model."""
+
+    name: str
+    module: nn.Module
+
+
+def find_units(model: nn.Module, wrap: WrapConfig) -> list[Unit]:
+    """The units of a model: what `wrap` says, else the model's own blocks, else repeated layers.
+
+    Units never lie inside one another, and none holds a parameter that is also used outside of it: such a
+    parameter belongs to the root, where all its users can see it.
+    """
+    if wrap.classes or wrap.names:
+        chosen = _by_class_or_name(model, wrap)
+    elif wrap.min_params is not None:
+        chosen = _by_size(model, wrap.min_params)
+    else:
+        chosen = _by_declaration(model) or _by_repetition(model)
+    return _without_shared_parameters(model, _topmost(chosen))
+
+
+def _by_class_or_name(model: nn.Module, wrap: WrapConfig) -> list[Unit]:
+    chosen: list[Unit] = []
+    matched: set[str] = set()
+    for name, module in model.named_modules():
+        hits = {c for c in wrap.classes if type(module).__name__ == c}
+        hits |= {p for p in wrap.names if fnmatchcase(name, p)}
+        if hits and name:
+            chosen.append(Unit(name, module))
+            matched |= hits
+    problems = []
+    for key, words in (("classes", wrap.classes), ("names", wrap.names)):
+        for word in words:
+            if word not in matched:
+                known = (
+                    sorted({type(m).__name__ for m in model.modules()})
+                    if key == "classes"
+                    else _examples(model)
+                )
+                problems.append(
+                    Problem(
+                        f"strategy.wrap.{key}",
+                        f"{word!r} matches no module",
+                        f"there are: {', '.join(known)}",
+                    )
+                )
+    if problems:
+        raise ConfigError(problems)
+    return chosen
+
+
+def _examples(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_modules() if name][:20]
+
+
+def _by_size(model: nn.Module, min_params: int) -> list[Unit]:
+    """Children first: a module becomes a unit when what its own units leave over is large enough."""
+    chosen: list[Unit] = []
+
+    def visit(name: str, module: nn.Module) -> int:
+        own = sum(p.numel() for p in module.parameters(recurse=False))
+        rest = own + sum(
+            visit(f"{name}.{key}" if name else key, child) for key, child in module.named_children()
+        )
+        if rest >= min_params and name and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            chosen.append(Unit(name, module))
+            return 0
+        return rest
+
+    visit("", model)
+    return chosen
+
+
+def _by_declaration(model: nn.Module) -> list[Unit]:
+    classes = getattr(model, "block_classes", ())
+    return [Unit(name, m) for name, m in model.named_modules() if classes and isinstance(m, classes)]
+
+
+def _by_repetition(model: nn.Module) -> list[Unit]:
+    chosen = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        counts = Counter(type(child) for child in module)
+        for key, child in module.named_children():
+            if counts[type(child)] > 1 and any(True for _ in child.parameters()):
+                chosen.append(Unit(f"{name}.{key}" if name else key, child))
+    return chosen
+
+
+def _topmost(units: list[Unit]) -> list[Unit]:
+    inside = {id(m) for unit in units for m in unit.module.modules() if m is not unit.module}
+    seen: set[int] = set()
+    result = []
+    for unit in units:
+        if id(unit.module) not in inside and id(unit.module) not in seen:
+            seen.add(id(unit.module))
+            result.append(unit)
+    return result
+
+
+def _without_shared_parameters(model: nn.Module, units: list[Unit]) -> list[Unit]:
+    # A parameter that one unit holds under two names is fine; one that two units, or a unit and the root,
+    # hold is not. So count owners, not names.
+    owner = {id(m): index for index, unit in enumerate(units) for m in unit.module.modules()}
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(owner.get(id(module), -1))
+    shared = {index for indices in owners.values() if len(indices) > 1 for index in indices}
+    return [unit for index, unit in enumerate(units) if index not in shared]

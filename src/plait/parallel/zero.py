@@ -1,0 +1,109 @@
+"""ZeRO 1, 2 and 3, FSDP and HSDP: one mechanism, `fully_shard`.
+
+| stage | parameters after forward | gradients while accumulating         | optimizer |
+|-------|--------------------------|--------------------------------------|-----------|
+| 1     | whole until the step     | whole, scattered on the last backward | sharded   |
+| 2     | whole until the step     | scattered on every backward          | sharded   |
+| 3     | resharded                | scattered on every backward          | sharded   |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from plait.parallel.units import Unit
+from plait.precision import FP32_MODULES, Policy
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingOptions:
+    """How `shard` cuts a model."""
+
+    stage: int
+    reshard_after_forward: bool | int | None
+    forward_prefetch: int
+    backward_prefetch: int
+
+
+class ShardedGradients:
+    """Tells a sharded model, before each micro-batch, what to do with gradients and parameters."""
+
+    def __init__(self, root: FSDPModule, stage: int) -> None:
+        self._root = root
+        self._stage = stage
+        self._was_last: bool | None = None
+
+    def before_backward(self, *, last: bool) -> None:
+        """Prepare for one micro-batch; `last` is the one before the optimizer steps."""
+        if last == self._was_last:
+            return
+        self._was_last = last
+        if self._stage == 1:
+            self._root.set_requires_gradient_sync(last)
+        if self._stage < 3:
+            # Whole until the step: gathered once a step, not once a micro-batch.
+            self._root.set_reshard_after_backward(last)
+        self._root.set_is_last_backward(last)
+
+    def finish(self) -> None:
+        """Nothing is left to wait for: the backward pass itself waits for its reductions."""
+
+
+def shard(
+    model: nn.Module, units: Sequence[Unit], *, mesh: DeviceMesh, policy: Policy, options: ShardingOptions
+) -> ShardedGradients:
+    """Shard the units, then the rest of the model, over the mesh's `dp_shard` axis."""
+    if mesh["dp_replicate"].size() == 1:
+        mesh = mesh["dp_shard"]
+    reshard = options.stage == 3 if options.reshard_after_forward is None else options.reshard_after_forward
+    common: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
+    casting = MixedPrecisionPolicy(
+        param_dtype=policy.compute if policy.mixed and policy.master else None,
+        reduce_dtype=policy.reduce,
+        # Inputs are cast once, for the whole model, by the engine: a cast at every unit would also
+        # round what a model passes between its blocks on purpose in fp32.
+        cast_forward_inputs=False,
+    )
+    _shard_fp32_modules(model, common, policy)
+    for unit in units:
+        fully_shard(unit.module, mp_policy=casting, **common)
+    root = fully_shard(model, mp_policy=casting, **common)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The engine divides, by the global count; ranks only sum.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    if hasattr(root, "set_reduce_scatter_unused_params"):  # torch 2.13
+        root.set_reduce_scatter_unused_params(True)
+    _prefetch([u.module for u in units], options)
+    return ShardedGradients(root, options.stage)
+
+
+def _shard_fp32_modules(model: nn.Module, common: dict[str, Any], policy: Policy) -> None:
+    if not policy.mixed:
+        return
+    keep = [m for m in model.modules() if isinstance(m, FP32_MODULES) and any(True for _ in m.parameters())]
+    for module in keep:
+        fully_shard(
+            module,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
+            **common,
+        )
+
+
+def _prefetch(modules: Sequence[nn.Module], options: ShardingOptions) -> None:
+    for index, module in enumerate(modules):
+        assert isinstance(module, FSDPModule)
+        if options.forward_prefetch:
+            ahead = modules[index + 1 : index + 1 + options.forward_prefetch]
+            module.set_modules_to_forward_prefetch([m for m in ahead if isinstance(m, FSDPModule)])
+        if options.backward_prefetch:
+            behind = modules[max(index - options.backward_prefetch, 0) : index][::-1]
+            module.set_modules_to_backward_prefetch([m for m in behind if isinstance(m, FSDPModule)])

@@ -1,0 +1,72 @@
+"""The number formats of one run, as torch knows them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.config.precision import PrecisionConfig
+
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+FP32_MODULES: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
+"""Modules whose running statistics are fp32 and whose kernels want parameters of the same kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What is computed, summed and kept in which format.
+
+    [Note: one meaning of mixed precision]
+    Parameters are cast to `compute` before the forward pass, each micro-batch's gradients come out in
+    `compute`, are summed over micro-batches and ranks in `reduce`, and update fp32 weights. That is what
+    `fully_shard` does, so the replicated path does the same, and bf16 losses agree between layouts.
+    Autocast stands on top only for operations that need fp32, such as softmax and losses.
+    """
+
+    compute: torch.dtype
+    reduce: torch.dtype
+    master: bool
+    autocast: bool
+    cast_inputs: bool
+    tf32: bool
+
+    @property
+    def mixed(self) -> bool:
+        """Whether compute is in a smaller format than fp32."""
+        return self.compute != torch.float32
+
+    def context(self, device: torch.device) -> AbstractContextManager[Any]:
+        """What a forward pass runs under."""
+        if self.mixed and self.autocast:
+            return torch.autocast(device.type, dtype=self.compute)
+        return nullcontext()
+
+
+def make_policy(config: PrecisionConfig) -> Policy:
+    """Translate the section into dtypes."""
+    return Policy(
+        compute=DTYPES[config.compute],
+        reduce=DTYPES[config.reduce],
+        master=config.master,
+        autocast=config.autocast,
+        cast_inputs=config.cast_inputs,
+        tf32=config.compute == "tf32",
+    )
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors of a mapping, sequence or single value; leave the rest alone."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: cast_floats(item, dtype) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_floats(item, dtype) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(cast_floats(item, dtype) for item in value)
+    return value

@@ -1,0 +1,91 @@
+"""What a run will use, told before it starts."""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from plait.runner.runner import Runner
+
+_STAGES = {
+    0: "replicated (DDP)",
+    1: "ZeRO-1: optimizer sharded",
+    2: "ZeRO-2: optimizer and gradients sharded",
+    3: "ZeRO-3 / FSDP: everything sharded",
+}
+
+
+def describe_run(runner: Runner) -> dict[str, Any]:
+    """The rows of the opening table, and the short name of this part of the run (`zero3 · 2 ranks`)."""
+    config, world, batch = runner.config, runner.world, runner.batch
+    model = runner.engine.model
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    stage = config.strategy.stage if world.layout.data_parallel > 1 else None
+    rows = [
+        ("model", f"{type(model).__name__}, {_si(total)} parameters" + (f", {_si(trained)} trained" if trained < total else "")),
+        ("device", f"{world.size} × {_device_name(world.device)} ({world.ranks.launcher} launcher)"),
+        ("strategy", _strategy(runner, stage)),
+        ("precision", _precision(runner)),
+        ("batch", f"{batch.total} = {batch.micro} micro × {batch.accumulation} accumulation × {world.layout.data_parallel} ranks"),
+        ("length", _length(runner)),
+        ("optimizer", f"{config.optim.type}, lr {config.optim.lr:g}" + (f", {config.schedule.type}" if config.schedule else "")),
+        ("work dir", str(config.work_dir)),
+        ("torch", f"{torch.__version__}, Python {platform.python_version()}, seed {config.seed}"),
+    ]
+    if runner.resumed_from is not None:
+        rows.append(("resumed", f"{runner.resumed_from.name}, epoch {runner.epoch + 1}, step {runner.step}"))
+    name = "single" if stage is None else "ddp" if stage == 0 else f"zero{stage}"
+    return {
+        "title": f"plait · {type(model).__name__} · {name}",
+        "rows": rows,
+        "segment": f"{name} · {world.size} rank{'s' if world.size > 1 else ''}",
+        "resumed": runner.resumed_from is not None,
+    }
+
+
+def _strategy(runner: Runner, stage: int | None) -> str:
+    strategy, layout = runner.config.strategy, runner.world.layout
+    parts = ["one process" if stage is None else _STAGES[stage]]
+    if layout.dp_replicate > 1 and layout.dp_shard > 1:
+        parts.append(f"{layout.dp_replicate} replicas × {layout.dp_shard} shards (HSDP)")
+    if strategy.recompute.mode != "none":
+        parts.append(f"recompute {strategy.recompute.mode}")
+    if strategy.compile.enabled:
+        parts.append(f"compile ({strategy.compile.backend})")
+    return ", ".join(parts)
+
+
+def _precision(runner: Runner) -> str:
+    precision = runner.config.precision
+    if precision.compute in ("fp32", "tf32"):
+        return precision.compute
+    master = "fp32 weights" if precision.master else f"{precision.compute} weights"
+    return f"{precision.compute} compute, {precision.reduce} reduction, {master}"
+
+
+def _length(runner: Runner) -> str:
+    train, per_epoch = runner.config.train, runner.steps_per_epoch
+    epoch = "" if per_epoch is None else f", {per_epoch} steps an epoch"
+    if train.max_steps is not None:
+        return f"{train.max_steps} steps{epoch}"
+    return f"{train.max_epochs} epochs{epoch}"
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        return f"CPU process, {torch.get_num_threads()} threads"
+    return device.type
+
+
+def _si(number: float) -> str:
+    for unit in ("", "K", "M"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}B"

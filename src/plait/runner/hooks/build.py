@@ -1,0 +1,41 @@
+"""From the section `hooks` to hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+
+from plait.config.train import EarlyStopConfig, EmaConfig, HookConfig, ImportedHook
+from plait.errors import ConfigError, Problem
+from plait.runner.hooks.base import Hook
+from plait.runner.hooks.early_stop import EarlyStop
+from plait.runner.hooks.ema import Ema
+
+
+def build_hooks(configs: Sequence[HookConfig]) -> list[Hook]:
+    """Build each hook of the section."""
+    hooks: list[Hook] = []
+    for index, config in enumerate(configs):
+        if isinstance(config, EmaConfig):
+            hooks.append(Ema(config))
+        elif isinstance(config, EarlyStopConfig):
+            hooks.append(EarlyStop(config))
+        else:
+            hooks.append(_import(config, f"hooks.{index}.target"))
+    return hooks
+
+
+def _import(config: ImportedHook, path: str) -> Hook:
+    module, _, attribute = config.target.partition(":")
+    try:
+        hook = getattr(import_module(module), attribute)(**config.args)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            Problem(path, f"{config.target!r} cannot be used: {error}", "write it as package.module:HookClass")
+        ) from error
+    if not isinstance(hook, Hook):
+        raise ConfigError(
+            Problem(path, f"{config.target!r} made a {type(hook).__name__}", "derive it from plait.runner.Hook")
+        )
+    hook.priority = config.priority
+    return hook

@@ -1,0 +1,139 @@
+"""The training loop: steps in epochs, and what happens between them."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from plait.runner.signals import StopSignals
+from plait.runner.throughput import Clock, Meter, count_tokens, memory_mib, peak_flops
+from plait.spec import EventKind
+
+if TYPE_CHECKING:
+    from plait.runner.runner import Runner
+
+
+def train_loop(runner: Runner) -> None:
+    """Train until the run's end, or until somebody asks to stop."""
+    state = _LoopState(runner)
+    for hook in runner.hooks.before_run:
+        hook(runner)
+    with StopSignals(runner.stop):
+        while not state.finished():
+            _train_epoch(runner, state)
+    for hook in runner.hooks.after_run:
+        hook(runner)
+
+
+class _LoopState:
+    """What the loop looks at on every step, fetched once."""
+
+    def __init__(self, runner: Runner) -> None:
+        config = runner.config
+        self.runner = runner
+        self.log_every = config.log.every
+        self.by_epoch = runner.by_epoch
+        self.max_epochs = config.train.max_epochs
+        self.total = runner.total_steps
+        self.validates = runner._has("val_data")
+        self.val_every = config.train.val_every
+        self.save_every = config.checkpoint.every
+        self.meter = Meter()
+        self.clock = Clock(runner.step)
+        self.peak = peak_flops(runner.world.device)
+        self.stopped = False
+
+    def finished(self) -> bool:
+        """Whether the run has come to its end."""
+        done_epochs = self.max_epochs is not None and self.runner.epoch >= self.max_epochs
+        done_steps = self.total is not None and self.runner.step >= self.total
+        return self.stopped or done_epochs or done_steps
+
+
+def _train_epoch(runner: Runner, state: _LoopState) -> None:
+    for hook in runner.hooks.before_epoch:
+        hook(runner)
+    engine, meter = runner.engine, state.meter
+    before, after = runner.hooks.before_step, runner.hooks.after_step
+    train_step, log_every, total = engine.train_step, state.log_every, state.total
+    began = runner.step
+    mark = perf_counter()
+    for micro_batches in runner.loader.epoch(runner.epoch, runner.step_in_epoch):
+        loaded = perf_counter()
+        for hook in before:
+            hook(runner)
+        result = train_step(micro_batches)
+        step = engine.steps
+        runner.step_in_epoch += 1
+        now = perf_counter()
+        meter.add(
+            result,
+            data_time=loaded - mark,
+            step_time=now - loaded,
+            tokens=count_tokens(micro_batches),
+            samples=sum(batch.samples for batch in micro_batches),
+        )
+        mark = now
+        for hook in after:
+            hook(runner, result)
+        if step % log_every == 0 or step == total:
+            _log(runner, state, result.lr)
+        else:
+            runner.tick(step)
+        if not state.by_epoch:
+            _maybe_validate(runner, state, step)
+            mark = perf_counter()
+        if result.stop:
+            state.stopped = True
+            return
+        if step == total:
+            break
+    if runner.step == began and runner.step_in_epoch == 0:
+        from plait.errors import DataError
+
+        raise DataError("the data ended before the first batch: there is nothing to train on")
+    if runner.steps_per_epoch is None or runner.step_in_epoch >= runner.steps_per_epoch:
+        runner.epoch += 1
+        runner.step_in_epoch = 0
+        for hook in runner.hooks.after_epoch:
+            hook(runner)
+        if state.by_epoch:
+            _maybe_validate(runner, state, runner.epoch)
+    if not state.by_epoch and state.finished() and state.val_every is None and state.validates:
+        _validate(runner)
+
+
+def _maybe_validate(runner: Runner, state: _LoopState, count: int) -> None:
+    """Validate and save where `count`, in steps or epochs, says so."""
+    every = state.val_every or (1 if state.by_epoch else None)
+    if state.validates and every is not None and count % every == 0:
+        _validate(runner)
+    if state.save_every is not None and count % state.save_every == 0:
+        runner.saver.save()
+
+
+def _validate(runner: Runner) -> None:
+    runner.saver.validated(runner.validate())
+
+
+def _log(runner: Runner, state: _LoopState, lr: float) -> None:
+    world, model = runner.world, runner.engine.model
+    flops = getattr(model, "flops_per_token", None)
+    sequence = getattr(runner.loader.dataset, "seq_len", None)
+    data = state.meter.read(
+        ranks=world.layout.data_parallel,
+        flops_per_token=flops(sequence) if flops is not None and sequence is not None else None,
+        peak=state.peak,
+    )
+    runner.emit(
+        EventKind.TRAIN,
+        lr=lr,
+        eta=state.clock.eta(runner.step, state.total),
+        memory=memory_mib(world.device),
+        step_in_epoch=runner.step_in_epoch,
+        steps_per_epoch=runner.steps_per_epoch,
+        max_steps=state.total,
+        by_epoch=state.by_epoch,
+        max_epochs=state.max_epochs,
+        **data,
+    )

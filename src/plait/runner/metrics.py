@@ -1,0 +1,63 @@
+"""Metrics: measured for each sample exactly once, however many ranks share the work."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from plait.errors import ModelError
+
+
+class Metric(ABC):
+    """Turns model outputs into records, one a sample, and all records into numbers.
+
+    Records of all ranks are brought together before `summarize`; their order is not promised.
+    """
+
+    @abstractmethod
+    def measure(self, outputs: Any, inputs: Any) -> Sequence[Any]:
+        """One record for each sample of a micro-batch; plain Python values, they travel between ranks."""
+
+    @abstractmethod
+    def summarize(self, records: Sequence[Any]) -> Mapping[str, float]:
+        """The numbers, by name."""
+
+
+class Accuracy(Metric):
+    """Share of samples whose label is among the `top` most likely classes."""
+
+    def __init__(self, *, top: int = 1, label: str = "label", logits: str = "logits", prefix: str = "accuracy") -> None:
+        self._top = top
+        self._label = label
+        self._logits = logits
+        self._name = f"{prefix}/top{top}"
+
+    def measure(self, outputs: Any, inputs: Any) -> Sequence[bool]:
+        """Whether each sample was right."""
+        logits = outputs.get(self._logits) if isinstance(outputs, Mapping) else outputs
+        label = _label(inputs, self._label)
+        if not isinstance(logits, Tensor) or label is None or logits.ndim != 2:
+            raise ModelError(
+                f"Accuracy needs logits of shape (samples, classes) in the outputs, as a tensor or under "
+                f"{self._logits!r}, and labels under {self._label!r} or in second place of the batch"
+            )
+        hits = logits.topk(self._top, dim=-1).indices == label.to(logits.device).unsqueeze(-1)
+        return [bool(hit) for hit in hits.any(-1).tolist()]
+
+    def summarize(self, records: Sequence[bool]) -> Mapping[str, float]:
+        """The share that was right."""
+        return {self._name: sum(records) / len(records) if records else math.nan}
+
+
+def _label(inputs: Any, key: str) -> Tensor | None:
+    if isinstance(inputs, Mapping):
+        found = inputs.get(key, inputs.get("labels"))
+    elif isinstance(inputs, tuple | list) and len(inputs) > 1:
+        found = inputs[1]
+    else:
+        found = None
+    return found if isinstance(found, Tensor) else None

@@ -1,0 +1,261 @@
+"""The Runner: owns time. What a step is, is the engine's business; when things happen is decided here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from plait.config import Parsed, RunConfig, check, parse, parse_sections, to_yaml
+from plait.errors import ConfigError, Problem, TrainingError
+from plait.monitor import Monitor, build_monitor
+from plait.runner.describe import describe_run
+from plait.runner.evaluate import evaluate
+from plait.runner.hooks import Hook, HookTable, build_hooks
+from plait.runner.loop import train_loop
+from plait.runner.metrics import Metric
+from plait.runner.saving import Saver
+from plait.runner.sources import batch_of, is_section, make_loader
+from plait.spec import Event, EventKind
+from plait.strategy import Engine, Length, prepare_native
+from plait.world import World, open_world
+
+
+class Runner:
+    """Trains, validates and tests one model, as one run description says.
+
+    `model` is a module, a function that makes one, or a section; the data are torch data sets, DataLoaders,
+    iterables, or sections. Everything else is a section of the run description: `optim`, `schedule`,
+    `precision`, `strategy`, `batch`, `train`, `checkpoint`, `log`, `work_dir`, `seed`, `device` and so on.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        data: Any = None,
+        *,
+        val_data: Any = None,
+        test_data: Any = None,
+        metrics: Sequence[Metric] = (),
+        loss_fn: Any = None,
+        collate_fn: Any = None,
+        hooks: Sequence[Hook | Mapping[str, Any]] = (),
+        **sections: Any,
+    ) -> None:
+        given = {"data": data, "val_data": val_data, "test_data": test_data}
+        described = {role: value for role, value in given.items() if is_section(value)}
+        if is_section(model):
+            described["model"] = model
+            model = None
+        own_hooks = [hook for hook in hooks if isinstance(hook, Hook)]
+        if described_hooks := [hook for hook in hooks if not isinstance(hook, Hook)]:
+            sections["hooks"] = described_hooks
+        parsed = parse_sections(**sections, **described)
+        objects = {role: value for role, value in given.items() if role not in described}
+        self._start(parsed, model, objects, own_hooks, metrics, loss_fn, collate_fn)
+
+    @classmethod
+    def from_config(cls, source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Runner:
+        """A run described in a file or mapping, with dotted overrides (`optim.lr=3e-4`)."""
+        runner = cls.__new__(cls)
+        runner._start(parse(source, overrides), None, {}, [], (), None, None)
+        return runner
+
+    def _start(
+        self,
+        parsed: Parsed,
+        model: Any,
+        objects: Mapping[str, Any],
+        hooks: list[Hook],
+        metrics: Sequence[Metric],
+        loss_fn: Any,
+        collate_fn: Any,
+    ) -> None:
+        self.parsed = parsed
+        self.config: RunConfig = parsed.config
+        self._objects = {role: value for role, value in objects.items() if value is not None}
+        check(self.config, has_val=self._has("val_data"), require_length=False, origins=parsed.origins)
+        if model is None and self.config.model is None:
+            raise ConfigError(Problem("model", "there is none", "give a module, or a section with a type"))
+        self._model = model
+        self._loss_fn = loss_fn
+        self._collate = collate_fn
+        self.metrics = list(metrics)
+        self.hooks = HookTable([*build_hooks(self.config.hooks), *hooks])
+        self.epoch = 0
+        self.step_in_epoch = 0
+        self.stop_reason: str | None = None
+        self._world: World | None = None
+        self._engine: Engine | None = None
+        self._monitor: Monitor | None = None
+        self._eval_loaders: dict[str, Any] = {}
+
+    def _has(self, role: str) -> bool:
+        return getattr(self.config, role) is not None or role in self._objects
+
+    # ---- parts, made when first needed
+
+    @property
+    def world(self) -> World:
+        """The processes of this run."""
+        if self._world is None:
+            self._world = open_world(self.config)
+        return self._world
+
+    @property
+    def engine(self) -> Engine:
+        """The model, made ready."""
+        if self._engine is None:
+            self._build()
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        return self.engine.steps
+
+    def _build(self) -> None:
+        config, world = self.config, self.world
+        self.batch = batch_of(config, world, self._objects.get("data"))
+        self.loader = self._loader("data")
+        self.steps_per_epoch = None if self.loader is None else self.loader.steps_per_epoch
+        self._monitor = build_monitor(config.log, Path(config.work_dir), world.rank)
+        self.saver = Saver(self)
+        self._engine = prepare_native(
+            config,
+            world,
+            model=self._model,
+            loss_function=self._loss_fn,
+            length=Length(self.total_steps, self.steps_per_epoch),
+            accumulation=self.batch.accumulation,
+            example=self._example(),
+            say=lambda text: self.emit(EventKind.MESSAGE, level="warning", text=text),
+        )
+        self._model = None
+        if world.is_main:
+            self.saver.folder.sweep()
+        world.barrier()
+        self.resumed_from = self.saver.resume()
+
+    def _example(self) -> Any:
+        if self.config.strategy.recompute.mode != "auto" or self.loader is None:
+            return None
+        return next(iter(self.loader.epoch(0, 0)))[0].inputs
+
+    def _loader(self, role: str) -> Any:
+        return make_loader(
+            role, self.config, self.world, self.batch, given=self._objects.get(role), collate=self._collate
+        )
+
+    @property
+    def by_epoch(self) -> bool:
+        """Whether intervals count epochs."""
+        train = self.config.train
+        return train.by_epoch if train.by_epoch is not None else train.max_steps is None
+
+    @property
+    def total_steps(self) -> int | None:
+        """How many steps the run has, where that is known."""
+        train = self.config.train
+        if train.max_steps is not None:
+            return train.max_steps
+        if train.max_epochs is not None and self.steps_per_epoch is not None:
+            return train.max_epochs * self.steps_per_epoch
+        return None
+
+    # ---- what a user calls
+
+    def train(self) -> None:
+        """Train to the end, from the start or from the checkpoint that `checkpoint.resume` names."""
+        if not self._has("data"):
+            raise ConfigError(Problem("data", "there is nothing to train on", "give data, or a section `data`"))
+        if self.config.train.max_steps is None and self.config.train.max_epochs is None:
+            raise ConfigError(
+                Problem("train", "there is no end", "set train.max_steps or train.max_epochs")
+            )
+        engine = self.engine
+        if self.resumed_from is None:
+            self.saver.refuse_to_overwrite()
+        if self.world.is_main:
+            Path(self.config.work_dir, "config.yaml").write_text(to_yaml(self.config))
+        self.stop_reason = None
+        self.emit(EventKind.RUN_START, **describe_run(self))
+        start, first = time.perf_counter(), engine.steps
+        train_loop(self)
+        if self.config.checkpoint.last:
+            self.saver.save()
+        self.emit(
+            EventKind.RUN_END,
+            reason=self.stop_reason or "finished",
+            seconds=time.perf_counter() - start,
+            steps=engine.steps - first,
+        )
+
+    def validate(self) -> dict[str, float]:
+        """Measure on `val_data`."""
+        return self._measure("val_data", EventKind.VALIDATE)
+
+    def test(self) -> dict[str, float]:
+        """Measure on `test_data`, or on `val_data` where there is no such thing."""
+        return self._measure("test_data" if self._has("test_data") else "val_data", EventKind.TEST)
+
+    def _measure(self, role: str, kind: EventKind) -> dict[str, float]:
+        if not self._has(role):
+            raise ConfigError(Problem(role, "there are no data to measure on", f"give {role}, or a section of that name"))
+        engine = self.engine
+        if role not in self._eval_loaders:
+            self._eval_loaders[role] = self._loader(role)
+        for hook in self.hooks.before_validate:
+            hook(self)
+        start = time.perf_counter()
+        limit = self.config.train.val_batches if kind is EventKind.VALIDATE else None
+        metrics, batches = evaluate(engine, self._eval_loaders[role].epoch(0), self.metrics, limit=limit)
+        self.emit(kind, metrics=metrics, batches=batches, time=time.perf_counter() - start)
+        for hook in self.hooks.after_validate:
+            hook(self, metrics)
+        return metrics
+
+    def stop(self, reason: str) -> None:
+        """End training after the step in progress. Call it on every rank, or from a signal on any."""
+        self.stop_reason = self.stop_reason or reason
+        self.engine.request_stop()
+
+    def close(self) -> None:
+        """Let processes, files and worker processes go."""
+        if self._monitor is not None:
+            self._monitor.close()
+        if self._world is not None:
+            self._world.close()
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- for the parts of a run
+
+    def set_position(self, epoch: int, step_in_epoch: int, *, samples: int) -> None:
+        """Go on at a position of the data, given in steps of `samples` samples."""
+        if samples != self.batch.total:
+            done = step_in_epoch * samples
+            if done % self.batch.total:
+                raise TrainingError(
+                    f"the checkpoint was saved {done} samples into epoch {epoch + 1}, which is no whole number of "
+                    f"steps of batch.total={self.batch.total}; keep batch.total={samples}, or start at an epoch's end"
+                )
+            step_in_epoch = done // self.batch.total
+        self.epoch, self.step_in_epoch = epoch, step_in_epoch
+
+    def emit(self, kind: EventKind, **data: Any) -> None:
+        """Tell the sinks that something happened."""
+        assert self._monitor is not None
+        step = 0 if self._engine is None else self._engine.steps
+        self._monitor.emit(Event(kind, step, self.epoch, data))
+
+    def tick(self, step: int) -> None:
+        """Move the progress bar."""
+        assert self._monitor is not None
+        self._monitor.tick(step)

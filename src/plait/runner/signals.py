@@ -1,0 +1,37 @@
+"""Ctrl-C and SIGTERM end a run cleanly: after the step in progress, with a checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class StopSignals:
+    """While open, the first signal calls `ask`; a second Ctrl-C interrupts at once."""
+
+    def __init__(self, ask: Callable[[str], None]) -> None:
+        self._ask = ask
+        self._previous: dict[int, Any] = {}
+        self._interrupts = 0
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._received)
+        return self
+
+    def _received(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+        self._ask("Ctrl-C" if number == signal.SIGINT else "SIGTERM")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,105 @@
+"""What every engine offers, whichever library does the work."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step did. The same on every rank."""
+
+    loss: float
+    """Mean over all targets of the step: every micro-batch, every rank."""
+    grad_norm: float
+    """Norm of that mean's gradient over all parameters, before clipping."""
+    skipped: bool
+    """Whether the update was left out because something was not finite."""
+    lr: float
+    targets: float
+    """How many targets the mean is over."""
+    stop: bool = False
+    """Whether some rank asked all of them to stop (`Engine.request_stop`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What a model said about one micro-batch, without gradients."""
+
+    loss_sum: float
+    loss_count: float
+    outputs: Any
+    """What the model returned, for metrics."""
+
+
+class Engine(ABC):
+    """A model made ready for training on a world. Made by `prepare`."""
+
+    model: nn.Module
+    world: World
+    steps: int
+    """Optimizer steps so far, skipped ones included."""
+
+    @abstractmethod
+    def train_step(self, micro_batches: Sequence[Any]) -> StepResult:
+        """One optimizer step over this rank's micro-batches. Every rank must pass equally many."""
+
+    @abstractmethod
+    def __call__(self, batch: Any) -> Tensor:
+        """Forward one micro-batch; returns its mean loss, for `backward`."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """Backward through a loss that this engine returned, or one made from it."""
+
+    @abstractmethod
+    def step(self) -> StepResult | None:
+        """Update the weights when the accumulation is complete; None before that."""
+
+    @abstractmethod
+    def request_stop(self) -> None:
+        """Ask every rank to stop after the step in progress; the answer is in that step's result."""
+
+    @abstractmethod
+    def evaluate(self, batch: Any) -> Evaluation:
+        """Forward one micro-batch without gradients, in evaluation mode."""
+
+    @abstractmethod
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The logical state: `model.<name>`, `optim.<name>.<key>`; sharded ones as DTensor."""
+
+    @abstractmethod
+    def allocate_optimizer_state(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        """Make room for the optimizer state that a checkpoint is about to fill."""
+
+    @abstractmethod
+    def state_loaded(self) -> None:
+        """The tensors of `state_tensors` were written to: bring everything derived from them up to date."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """The state that is numbers, not tensors."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+
+    @abstractmethod
+    def weights(self) -> dict[str, Tensor]:
+        """The fp32 weights that the optimizer updates, this rank's part of each, as plain tensors."""
+
+    @abstractmethod
+    def weights_changed(self) -> None:
+        """Somebody wrote into `weights`: bring the model up to date."""
+
+    @abstractmethod
+    def as_whole(self, name: str, part: Tensor) -> Tensor:
+        """A tensor shaped like this rank's part of a weight, as the logical whole that a checkpoint stores."""

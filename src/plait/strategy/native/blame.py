@@ -1,0 +1,52 @@
+"""Which module first made a number that is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from plait.strategy.native.views import Views
+
+
+def find_culprit(model: nn.Module, views: Views, forward_again: Callable[[], Any]) -> str:
+    """Name the first module whose output is not finite, or else the last parameter whose gradient is not.
+
+    Runs the forward pass once more under observation; with sharded parameters every rank must call it.
+    """
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def check(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
+            if not found and not _finite(outputs):
+                found.append(name)
+
+        return check
+
+    hooks = [module.register_forward_hook(watch(name or "the model")) for name, module in model.named_modules()]
+    try:
+        with torch.no_grad():
+            forward_again()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if found:
+        return f"the output of {found[0]}"
+    # The backward pass meets the last parameters first, so the last bad gradient is the first one made.
+    bad = [name for index, name in enumerate(views.names) if not _finite(views.tensors[index].grad)]
+    return f"the gradient of {bad[-1]}" if bad else "a gradient on another rank"
+
+
+def _finite(value: Any) -> bool:
+    return all(
+        bool(torch.isfinite(_local(leaf)).all())
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

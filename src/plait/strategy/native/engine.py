@@ -1,0 +1,248 @@
+"""The native engine: one optimizer step, on any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from plait.errors import TrainingError
+from plait.parallel.compiling import undo_compile
+from plait.precision import Policy, cast_floats
+from plait.spec import MicroBatch
+from plait.strategy.base import Engine, Evaluation, StepResult
+from plait.strategy.native import state
+from plait.strategy.native.blame import find_culprit
+from plait.strategy.native.loss import LossFunction, LossNormalizer, WeightedLoss, read_loss
+from plait.strategy.native.update import Updater
+from plait.strategy.native.views import Views
+from plait.world import World
+
+Say = Callable[[str], None]
+
+
+class Gradients(Protocol):
+    """What collects gradients over micro-batches and ranks."""
+
+    def before_backward(self, *, last: bool) -> None:
+        """Prepare for one micro-batch."""
+
+    def finish(self) -> None:
+        """Complete the step's gradients."""
+
+
+class NativeEngine(Engine):
+    """Trains with plain PyTorch. What is spread how was decided in `prepare`; here it only runs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        *,
+        policy: Policy,
+        gradients: Gradients | None,
+        views: Views,
+        updater: Updater,
+        loss_function: LossFunction | None,
+        accumulation: int,
+        compiled: Sequence[nn.Module],
+        say: Say,
+    ) -> None:
+        self.model = model
+        self.world = world
+        self.steps = 0
+        self.accumulation = accumulation
+        self.views = views
+        self.updater = updater
+        self._policy = policy
+        self._gradients = gradients
+        self._loss_function = loss_function
+        self._normalizer = LossNormalizer(world.data_group, world.device)
+        self._compiled = list(compiled)
+        self._say = say
+        self._context = policy.context(world.device)
+        self._moves = world.device.type != "cpu"
+        self._casts = policy.mixed and policy.cast_inputs
+        self._pending = 0
+        self._last_batch: Any = None
+        model.train()
+
+    # ---- one step
+
+    def train_step(self, micro_batches: Sequence[Any]) -> StepResult:
+        """One optimizer step over this rank's micro-batches."""
+        count = len(micro_batches)
+        for index, batch in enumerate(micro_batches):
+            if self._gradients is not None:
+                self._gradients.before_backward(last=index == count - 1)
+            loss = self._forward_loss(batch)
+            self._normalizer.add(loss, micro_batches=count)
+            self._backward(self._normalizer.scaled(loss))
+        return self._finish_step()
+
+    def _forward_loss(self, batch: Any) -> WeightedLoss:
+        self._last_batch = batch
+        if isinstance(batch, MicroBatch):
+            inputs, samples = batch.inputs, batch.samples
+        else:
+            inputs, samples = batch, 1
+        inputs = self._ready(inputs)
+        outputs = self._forward(inputs)
+        return read_loss(outputs, inputs, samples, self._loss_function)
+
+    def _ready(self, inputs: Any) -> Any:
+        if self._moves:
+            inputs = _move(inputs, self.world.device)
+        return cast_floats(inputs, self._policy.compute) if self._casts else inputs
+
+    def _forward(self, inputs: Any) -> Any:
+        if self._compiled:
+            return self._forward_compiled(inputs)
+        return self._call(inputs)
+
+    def _call(self, inputs: Any) -> Any:
+        with self._context:
+            if isinstance(inputs, Mapping):
+                return self.model(**inputs)
+            if isinstance(inputs, tuple | list):
+                return self.model(*inputs)
+            return self.model(inputs)
+
+    def _forward_compiled(self, inputs: Any) -> Any:
+        from torch._dynamo.exc import TorchDynamoException
+
+        try:
+            return self._call(inputs)
+        except TorchDynamoException as error:
+            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            self._say(f"torch.compile gave up, training goes on without it: {type(error).__name__}: {reason}")
+            undo_compile(self._compiled)
+            self._compiled = []
+            return self._call(inputs)
+
+    def _backward(self, loss: Tensor) -> None:
+        scaler = self.updater.scaler
+        (loss if scaler is None else loss * scaler.scale).backward()
+
+    def _finish_step(self) -> StepResult:
+        if self._gradients is not None:
+            self._gradients.finish()
+        loss, targets, correction, stop = self._normalizer.finish()
+        norm, skipped = self.updater.apply(correction, self.steps)
+        if skipped:
+            self._report_skip()
+        elif self.updater.skips_in_a_row:
+            self.updater.count_skip(False, "")
+        self.views.clear_gradients()
+        result = StepResult(loss, norm, skipped, self.updater.schedule.lr(self.steps), targets, stop)
+        self.steps += 1
+        return result
+
+    def _report_skip(self) -> None:
+        scaler = self.updater.scaler
+        blame = ""
+        if scaler is None or scaler.at_minimum:  # above the minimum, an fp16 overflow is part of the search
+            inputs = self._last_batch.inputs if isinstance(self._last_batch, MicroBatch) else self._last_batch
+            ready = self._ready(inputs)
+            blames = self.world.gather(find_culprit(self.model, self.views, lambda: self._call(ready)))
+            blame = next((b for b in blames if "another rank" not in b), blames[0])
+            self._say(f"step {self.steps} skipped on every rank: not finite, first seen in {blame}")
+        self.updater.count_skip(True, blame or "fp16 gradients")
+
+    # ---- for people who keep their own loop
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Forward one micro-batch; returns its mean loss."""
+        if self._gradients is not None:
+            self._gradients.before_backward(last=self._pending == self.accumulation - 1)
+        loss = self._forward_loss(batch)
+        self._normalizer.add(loss, micro_batches=self.accumulation)
+        return loss.mean()
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward through the loss of the forward pass just done."""
+        self._backward(self._normalizer.scaled_mean(loss))
+        self._pending += 1
+
+    def step(self) -> StepResult | None:
+        """Update the weights when the accumulation is complete; None before that."""
+        if self._pending == 0:
+            raise TrainingError("engine.step() was called without engine.backward(loss) before it")
+        if self._pending < self.accumulation:
+            return None
+        self._pending = 0
+        return self._finish_step()
+
+    def request_stop(self) -> None:
+        """Ask every rank to stop after the step in progress; the answer is in that step's result."""
+        self._normalizer.flag = True
+
+    def evaluate(self, batch: Any) -> Evaluation:
+        """Forward one micro-batch without gradients, in evaluation mode."""
+        inputs, samples = (batch.inputs, batch.samples) if isinstance(batch, MicroBatch) else (batch, 1)
+        inputs = self._ready(inputs)
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                outputs = self._forward(inputs)
+                loss = read_loss(outputs, inputs, samples, self._loss_function)
+                return Evaluation(float(loss.total()), float(loss.weight), outputs)
+        finally:
+            self.model.train(training)
+
+    # ---- state
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The logical state: `model.<name>`, `optim.<name>.<key>`."""
+        return state.collect(self.model, self.views, self.updater.optimizer)
+
+    def allocate_optimizer_state(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        """Make room for the optimizer state that a checkpoint is about to fill."""
+        state.allocate(self.views, self.updater.optimizer, shapes)
+
+    def state_loaded(self) -> None:
+        """Bring the model up to date with freshly loaded weights."""
+        self.views.publish()
+
+    def state(self) -> dict[str, Any]:
+        """The state that is numbers, not tensors."""
+        scaler = self.updater.scaler
+        return {
+            "steps": self.steps,
+            "skips_in_a_row": self.updater.skips_in_a_row,
+            "scaler": None if scaler is None else scaler.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+        self.steps = int(state["steps"])
+        self.updater.skips_in_a_row = int(state["skips_in_a_row"])
+        if self.updater.scaler is not None and state["scaler"] is not None:
+            self.updater.scaler.restore(state["scaler"])
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights that the optimizer updates, this rank's part of each, as plain tensors."""
+        return {name: self.views.local(index).detach() for index, name in enumerate(self.views.names)}
+
+    def as_whole(self, name: str, part: Tensor) -> Tensor:
+        """A tensor shaped like this rank's part of a weight, as the logical whole."""
+        return self.views.logical(self.views.names.index(name), part)
+
+    def weights_changed(self) -> None:
+        """Bring the model up to date with `weights`."""
+        self.views.publish()
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {key: _move(item, device) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_move(item, device) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_move(item, device) for item in value)
+    return value

@@ -1,0 +1,142 @@
+"""From whatever a model returns to a loss with a weight, and from that to a global mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.errors import ModelError
+from plait.spec import LossTerm
+
+LossFunction = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedLoss:
+    """A loss and its weight: a sum over `weight` targets, or a mean that counts `weight` times."""
+
+    value: Tensor
+    weight: Tensor | float
+    is_mean: bool
+
+    def mean(self) -> Tensor:
+        """The mean over this micro-batch."""
+        if self.is_mean:
+            return self.value
+        # No target at all: a loss of zero, not zero by zero.
+        return self.value / (self.weight.clamp(min=1) if isinstance(self.weight, Tensor) else self.weight or 1.0)
+
+    def total(self) -> Tensor:
+        """The sum over this micro-batch."""
+        return self.value * self.weight if self.is_mean else self.value
+
+
+def read_loss(outputs: Any, inputs: Any, samples: float, loss_function: LossFunction | None) -> WeightedLoss:
+    """Find the loss in a model's output.
+
+    A `LossTerm` is a sum with its count. A scalar is a mean, and counts as often as the micro-batch has
+    samples. A filler (no samples) counts for nothing, but keeps its graph, so that its backward pass takes
+    part in every collective.
+    """
+    found = outputs if loss_function is None else loss_function(outputs, inputs)
+    if isinstance(found, Mapping):
+        if "loss" not in found:
+            raise ModelError(
+                f"the model returned a mapping with the keys {sorted(map(str, found))}, but no 'loss'; "
+                "add it, or give a loss_fn"
+            )
+        found = found["loss"]
+    elif not isinstance(found, LossTerm | Tensor) and isinstance(getattr(found, "loss", None), Tensor):
+        found = found.loss
+    if isinstance(found, LossTerm):
+        return WeightedLoss(found.sum, found.count, is_mean=False) if samples else WeightedLoss(found.sum * 0.0, 0.0, False)
+    if isinstance(found, Tensor) and found.ndim == 0:
+        return WeightedLoss(found, float(samples), is_mean=True)
+    shape = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    raise ModelError(
+        f"the model returned {shape} where a loss was expected: return a scalar, a LossTerm(sum, count) or a "
+        "mapping with 'loss', or give a loss_fn(outputs, batch)"
+    )
+
+
+class LossNormalizer:
+    """Divides by the number of targets over all micro-batches and ranks.
+
+    [Note: dividing before the count is known]
+    The count is known after the last forward pass; most backward passes are over by then. So they are divided
+    by a power of two near the count, which costs no precision, and the optimizer is told the exact rest
+    (`correction`). With one process and one micro-batch the count is known, and nothing is left to correct.
+    The sum over ranks is on its way while the last backward pass runs.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._divisor: float | None = None
+        self._parts: list[WeightedLoss] = []
+        self._box: Tensor | None = None
+        self._work: dist.Work | None = None
+        self._exact = False
+        self.flag = False
+        """Set on any rank, it comes back from `finish` on every rank: it travels with the loss."""
+
+    def add(self, loss: WeightedLoss, *, micro_batches: int) -> None:
+        """Take note of one micro-batch's loss, before its backward pass."""
+        self._exact = micro_batches == 1 and self._group is None
+        if self._divisor is None and not self._exact:
+            self._divisor = self._choose_divisor(loss.weight, micro_batches)
+        self._parts.append(WeightedLoss(loss.value.detach(), loss.weight, loss.is_mean))
+        if len(self._parts) == micro_batches and not self._exact:
+            self._start_sum()
+
+    def scaled(self, loss: WeightedLoss) -> Tensor:
+        """What to call backward on."""
+        if self._exact:
+            return loss.mean()
+        assert self._divisor is not None
+        return loss.value * (loss.weight / self._divisor if loss.is_mean else 1.0 / self._divisor)
+
+    def scaled_mean(self, mean: Tensor) -> Tensor:
+        """What to call backward on, given the mean of the micro-batch that was added last."""
+        return self.scaled(WeightedLoss(mean, self._parts[-1].weight, is_mean=True))
+
+    def finish(self) -> tuple[float, float, float, bool]:
+        """The mean loss, the number of targets, the factor that makes the gradients exact, and the flag."""
+        parts, self._parts = self._parts, []
+        if self._exact:
+            value = float(parts[0].mean())
+            return value, float(parts[0].weight), 1.0, self.flag
+        assert self._box is not None
+        assert self._divisor is not None
+        if self._work is not None:
+            self._work.wait()
+        total, count, flag = self._box.tolist()
+        self._box = self._work = None
+        count = count or 1.0
+        return total / count, count, self._divisor / count, flag > 0
+
+    def _choose_divisor(self, weight: Tensor | float, micro_batches: int) -> float:
+        count = torch.as_tensor(weight, dtype=self._dtype, device=self._device).reshape(1).clone()
+        if self._group is not None:
+            dist.all_reduce(count, group=self._group)
+        return 2.0 ** round(math.log2(max(float(count) * micro_batches, 1.0)))
+
+    def _start_sum(self) -> None:
+        total: Any = 0.0
+        count: Any = 0.0
+        for part in self._parts:
+            total = total + part.total().to(self._dtype)
+            count = count + part.weight
+        count = torch.as_tensor(count, dtype=self._dtype, device=total.device)
+        flag = torch.full((), float(self.flag), dtype=self._dtype, device=total.device)
+        self._box = torch.stack((total, count, flag))
+        if self._group is not None:
+            self._work = dist.all_reduce(self._box, group=self._group, async_op=True)
+

@@ -1,0 +1,63 @@
+"""The logical state of a native engine: names and whole shapes, however it is spread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from plait.strategy.native.views import Views
+
+
+def collect(model: nn.Module, views: Views, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Every tensor a checkpoint holds, under names that no layout changes."""
+    tensors: dict[str, Tensor] = {}
+    index_of = {id(param): index for index, param in enumerate(views.params)}
+    for name, param in model.named_parameters():
+        index = index_of.get(id(param))
+        if index is None:
+            tensors[f"model.{name}"] = param.detach()
+        else:
+            tensor = views.tensors[index]
+            whole = tensor if isinstance(tensor, DTensor) else views.logical(index, tensor.detach())
+            tensors[f"model.{name}"] = whole.detach()
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            tensors[f"model.{name}"] = buffer
+    for index, name in enumerate(views.names):
+        for key, value in optimizer.state.get(views.tensors[index], {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"optim.{name}.{key}"] = _whole(views, index, value)
+    return tensors
+
+
+def _whole(views: Views, index: int, value: Tensor) -> Tensor:
+    if isinstance(value, DTensor) or value.shape != views.local(index).shape or value.ndim == 0:
+        return value
+    return views.logical(index, value)
+
+
+def allocate(views: Views, optimizer: Optimizer, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+    """Make room for the optimizer tensors named in `shapes` (`<parameter>.<key>` → whole shape, dtype)."""
+    index_of = {name: index for index, name in enumerate(views.names)}
+    for entry, (shape, dtype) in shapes.items():
+        name, _, key = entry.rpartition(".")
+        if name not in index_of:
+            continue  # the loader reports entries that nobody wants
+        index = index_of[name]
+        tensor = views.tensors[index]
+        if shape == views.params[index].shape and len(shape) > 0:
+            room: Tensor = torch.zeros_like(tensor, dtype=dtype).detach()
+        else:
+            # Scalars such as `step` live on the host unless a fused kernel reads them on the device.
+            device = tensor.device if len(shape) > 0 or _on_device(optimizer) else torch.device("cpu")
+            room = torch.zeros(shape, dtype=dtype, device=device)
+        optimizer.state[tensor][key] = room
+
+
+def _on_device(optimizer: Optimizer) -> bool:
+    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)

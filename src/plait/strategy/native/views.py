@@ -1,0 +1,161 @@
+"""What the optimizer sees: plain fp32 tensors, whatever the model computes with.
+
+[Note: the optimizer sees local tensors]
+Most optimizers work element by element, so a shard is as good to them as the whole. They get this rank's
+part as a plain tensor that shares its storage with the model's DTensor: no dispatch through DTensor on any
+of their operations, and fused kernels work as they do on one process. Optimizers that look at a whole
+parameter (LAMB, Adafactor, Muon) get the DTensor itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from plait.parallel.replicate import GradientBuckets
+
+
+class Views(ABC):
+    """The trainable parameters by name, each with the tensor that the optimizer updates in its place."""
+
+    norm_group: dist.ProcessGroup | None = None
+    """Over which ranks the squares of local gradients add up to the whole."""
+
+    def __init__(self, names: Sequence[str], params: Sequence[nn.Parameter]) -> None:
+        self.names = list(names)
+        self.params = list(params)
+        self.tensors = self._make_tensors()
+
+    @abstractmethod
+    def _make_tensors(self) -> list[nn.Parameter]: ...
+
+    @abstractmethod
+    def gather_gradients(self) -> list[Tensor]:
+        """Give every view its gradient of this step; returns this rank's part of each, as plain tensors."""
+
+    def publish(self) -> None:  # noqa: B027  # most views share storage with the model
+        """Bring the model's parameters up to date with the updated tensors."""
+
+    def clear_gradients(self) -> None:
+        """Forget the gradients of this step."""
+        for param in self.params:
+            param.grad = None
+
+    def local(self, index: int) -> Tensor:
+        """This rank's part of one tensor."""
+        tensor = self.tensors[index]
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def logical(self, index: int, local: Tensor) -> Tensor:
+        """Wrap a local tensor, shaped like this view, as the whole that it is a part of."""
+        return local
+
+
+class DirectViews(Views):
+    """One process, no smaller format: the parameters themselves."""
+
+    def _make_tensors(self) -> list[nn.Parameter]:
+        return self.params
+
+    def gather_gradients(self) -> list[Tensor]:
+        grads = []
+        for param in self.params:
+            if param.grad is None:
+                # Took no part in this step. A gradient of zero, as on many ranks, where another may have used it.
+                param.grad = torch.zeros_like(param)
+            grads.append(param.grad)
+        return grads
+
+
+class BucketViews(Views):
+    """Replicated parameters: gradients come from buckets, weights may be fp32 copies."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: Sequence[nn.Parameter],
+        buckets: GradientBuckets,
+        masters: Sequence[Tensor | None],
+    ) -> None:
+        """`masters` holds, for each parameter in a smaller format, its fp32 weights; None for the others."""
+        self._buckets = buckets
+        self._masters = masters
+        super().__init__(names, params)
+        self._copied = [
+            (param, tensor) for param, tensor in zip(self.params, self.tensors, strict=True) if tensor is not param
+        ]
+
+    def _make_tensors(self) -> list[nn.Parameter]:
+        return [
+            param if master is None else nn.Parameter(master)
+            for param, master in zip(self.params, self._masters, strict=True)
+        ]
+
+    def gather_gradients(self) -> list[Tensor]:
+        grads = []
+        for index, tensor in enumerate(self.tensors):
+            tensor.grad = self._buckets.view_of(index)
+            grads.append(tensor.grad)
+        return grads
+
+    def publish(self) -> None:
+        if self._copied:
+            params, tensors = zip(*self._copied, strict=True)
+            with torch.no_grad():
+                torch._foreach_copy_(params, tensors)
+
+
+class ShardViews(Views):
+    """Sharded parameters: this rank's part of each."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: Sequence[nn.Parameter],
+        *,
+        group: dist.ProcessGroup,
+        elementwise: bool,
+    ) -> None:
+        self.norm_group = group
+        self._elementwise = elementwise
+        super().__init__(names, params)
+
+    def _make_tensors(self) -> list[nn.Parameter]:
+        if not self._elementwise:
+            return self.params
+        with torch.no_grad():
+            return [nn.Parameter(_dtensor(p).to_local()) for p in self.params]
+
+    def gather_gradients(self) -> list[Tensor]:
+        grads = []
+        with torch.no_grad():  # lets to_local return the part itself, without recording anything
+            for param, tensor in zip(self.params, self.tensors, strict=True):
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                local = _dtensor(param.grad).to_local()
+                if self._elementwise:
+                    tensor.grad = local
+                grads.append(local)
+        return grads
+
+    def clear_gradients(self) -> None:
+        super().clear_gradients()
+        if self._elementwise:
+            for tensor in self.tensors:
+                tensor.grad = None
+
+    def logical(self, index: int, local: Tensor) -> Tensor:
+        whole = _dtensor(self.params[index])
+        return DTensor.from_local(
+            local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+
+def _dtensor(tensor: Tensor) -> DTensor:
+    assert isinstance(tensor, DTensor)
+    return tensor

@@ -1,0 +1,62 @@
+"""`plait.prepare`: an engine for people who keep their own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from plait.config import check, parse_sections, resolve_batch
+from plait.strategy.base import Engine
+from plait.strategy.native.loss import LossFunction
+from plait.strategy.native.prepare import Length, prepare_native
+from plait.world import World, open_world
+
+
+def prepare(
+    model: nn.Module,
+    *,
+    optim: Mapping[str, Any] | None = None,
+    strategy: Mapping[str, Any] | str | None = None,
+    precision: Mapping[str, Any] | str | None = None,
+    schedule: Mapping[str, Any] | None = None,
+    clip_norm: float | None = None,
+    accumulation: int = 1,
+    total_steps: int | None = None,
+    steps_per_epoch: int | None = None,
+    loss_fn: LossFunction | None = None,
+    example: Any = None,
+    seed: int = 0,
+    device: str = "auto",
+    world: World | None = None,
+) -> Engine:
+    """Make a model ready for training; the sections are those of a run description.
+
+    Then either `engine.train_step(micro_batches)`, or `loss = engine(batch)`, `engine.backward(loss)`,
+    `engine.step()`, which updates after `accumulation` backward passes.
+    """
+    sections = {
+        "optim": optim,
+        "strategy": strategy,
+        "precision": precision,
+        "schedule": schedule,
+        "seed": seed,
+        "device": device,
+        "train": None if clip_norm is None else {"clip_norm": clip_norm},
+        "batch": {"accumulation": accumulation},
+    }
+    parsed = parse_sections(**{key: value for key, value in sections.items() if value is not None})
+    config = parsed.config
+    check(config, has_val=False, require_length=False)
+    world = world or open_world(config)
+    return prepare_native(
+        config,
+        world,
+        model=model,
+        loss_function=loss_fn,
+        length=Length(total_steps, steps_per_epoch),
+        accumulation=resolve_batch(config.batch, world.layout.data_parallel).accumulation,
+        example=example,
+        say=print if world.is_main else lambda _text: None,
+    )

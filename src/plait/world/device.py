@@ -1,0 +1,59 @@
+"""Which device this rank computes on, and the backend that belongs to it."""
+
+from __future__ import annotations
+
+import torch
+
+from plait.errors import WorldError
+from plait.world.ranks import Ranks
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl", "mps": "gloo"}
+
+
+def choose_device(setting: str, ranks: Ranks) -> torch.device:
+    """The device of this rank: what `device` says, or the best that is there."""
+    kind = _best_kind(ranks) if setting == "auto" else setting
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind == "mps":
+        return _choose_mps(ranks)
+    module = getattr(torch, kind)
+    if not module.is_available():
+        raise WorldError(
+            f"device: {kind} was asked for, but torch {torch.__version__} sees none; set device: cpu"
+        )
+    count = module.device_count()
+    if ranks.local_rank >= count:
+        raise WorldError(
+            f"rank {ranks.rank} has no {kind} device: {ranks.local_size} processes on this host, {count} devices. "
+            f"Start at most {count} here, or set device: cpu"
+        )
+    device = torch.device(kind, ranks.local_rank)
+    module.set_device(device)
+    return device
+
+
+def _best_kind(ranks: Ranks) -> str:
+    for kind in ("cuda", "xpu"):
+        if getattr(torch, kind).is_available():
+            return kind
+    return "mps" if ranks.size == 1 and torch.backends.mps.is_available() else "cpu"
+
+
+def _choose_mps(ranks: Ranks) -> torch.device:
+    if not torch.backends.mps.is_available():
+        raise WorldError("device: mps was asked for, but torch sees none; set device: cpu")
+    if ranks.size > 1:
+        raise WorldError(f"device: mps has no collectives, and there are {ranks.size} ranks; set device: cpu")
+    return torch.device("mps")
+
+
+def choose_backend(setting: str, device: torch.device) -> str:
+    """The process-group backend: what `backend` says, or the one that belongs to the device."""
+    if setting == "mpi" and not torch.distributed.is_mpi_available():
+        raise WorldError(
+            "backend: mpi was asked for, but this torch was built without MPI; set backend: auto"
+        )
+    if setting != "auto":
+        return setting
+    return BACKENDS[device.type]

@@ -1,0 +1,129 @@
+"""Who am I? The rank of this process, as its launcher's environment tells it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from plait.errors import WorldError
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among all processes of the run."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """Rank among the processes of this host."""
+    local_size: int
+    launcher: str
+    """`torchrun`, `slurm`, `mpi`, or `none`."""
+    address: str = "127.0.0.1"
+    """Where rank 0 listens."""
+    port: int = 0
+
+
+def detect_ranks(env: Mapping[str, str] | None = None) -> Ranks:
+    """Read the ranks from the environment of torchrun, Slurm or MPI; alone without any of them."""
+    env = os.environ if env is None else env
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return _from_torchrun(env)
+    # Inside a batch script SLURM_PROCID is set although srun started nothing; only a step has this one.
+    if "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env:
+        return _from_slurm(env)
+    for names in _MPI_FLAVOURS:
+        if names[0] in env:
+            return _from_mpi(env, names)
+    return Ranks(0, 1, 0, 1, "none")
+
+
+def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise WorldError(
+            f"the environment variable {name} is {text!r}, expected a whole number; it is set by the launcher"
+        ) from None
+
+
+def _from_torchrun(env: Mapping[str, str]) -> Ranks:
+    size = _integer(env, "WORLD_SIZE")
+    local_rank = _integer(env, "LOCAL_RANK", _integer(env, "RANK"))
+    return Ranks(
+        rank=_integer(env, "RANK"),
+        size=size,
+        local_rank=local_rank,
+        local_size=_integer(env, "LOCAL_WORLD_SIZE", size),
+        launcher="torchrun",
+        address=env.get("MASTER_ADDR", "127.0.0.1"),
+        port=_integer(env, "MASTER_PORT", 29500),
+    )
+
+
+def _from_slurm(env: Mapping[str, str]) -> Ranks:
+    size = _integer(env, "SLURM_STEP_NUM_TASKS")
+    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+    per_node = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return Ranks(
+        rank=_integer(env, "SLURM_PROCID"),
+        size=size,
+        local_rank=_integer(env, "SLURM_LOCALID", 0),
+        local_size=int(per_node.group()) if per_node else size,
+        launcher="slurm",
+        address=env.get("MASTER_ADDR") or first_host(hosts),
+        port=_integer(
+            env, "MASTER_PORT", _job_port(env.get("SLURM_JOB_ID", "0") + env.get("SLURM_STEP_ID", ""))
+        ),
+    )
+
+
+# rank, size, local rank, local size
+_MPI_FLAVOURS = (
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+def _from_mpi(env: Mapping[str, str], names: tuple[str, str, str, str]) -> Ranks:
+    rank, size = _integer(env, names[0]), _integer(env, names[1])
+    local_size = _integer(env, names[3], size)
+    if "MASTER_ADDR" not in env and local_size < size:
+        raise WorldError(
+            f"{size} MPI ranks over several hosts need the address of rank 0: "
+            "pass it on with `mpirun -x MASTER_ADDR=<host> …`"
+        )
+    return Ranks(
+        rank=rank,
+        size=size,
+        local_rank=_integer(env, names[2], rank),
+        local_size=local_size,
+        launcher="mpi",
+        address=env.get("MASTER_ADDR", "127.0.0.1"),
+        # All ranks of a host share mpirun as parent, so this is one number without asking anybody.
+        port=_integer(env, "MASTER_PORT", _job_port(env.get("PMIX_NAMESPACE", str(os.getppid())))),
+    )
+
+
+def _job_port(job: str) -> int:
+    digits = int("".join(re.findall(r"\d", job)) or "0")
+    return 20000 + digits % 10000
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list: `gpu[07-09,12],cpu1` → `gpu07`."""
+    head = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodelist)
+    if head is None:
+        raise WorldError(f"cannot read the first host of the Slurm node list {nodelist!r}; set MASTER_ADDR")
+    return head.group(1) + (head.group(2) or "")

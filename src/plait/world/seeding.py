@@ -1,0 +1,54 @@
+"""Random numbers: seeds, deterministic mode, and the state that a checkpoint carries."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Seed Python, NumPy and torch. Ranks differ, so that dropout does; initialisation has seeds of its own."""
+    value = (seed * 1_000_003 + rank) % 2**32
+    random.seed(value)
+    np.random.seed(value)  # noqa: NPY002  # users' datasets draw from the legacy generator
+    torch.manual_seed(value)
+
+
+def make_deterministic() -> None:
+    """Ask torch for the same bits every time; operations without such a version raise."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """The state of every generator of this rank, as tensors."""
+    kind, words, position, gaussian, cached = np.random.get_state()  # noqa: NPY002
+    assert kind == "MT19937"
+    version, internal, gauss = random.getstate()
+    assert version == 3
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(np.asarray(words).astype(np.int64)),
+        "numpy_tail": torch.tensor([position, gaussian, cached], dtype=torch.float64),
+        "python": torch.tensor(internal, dtype=torch.int64),
+        "python_tail": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Put every generator of this rank back to where `rng_state` found it."""
+    torch.set_rng_state(state["torch"].to(torch.uint8))
+    position, gaussian, cached = state["numpy_tail"].tolist()
+    words = state["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", words, int(position), int(gaussian), cached))  # noqa: NPY002
+    has_gauss, gauss = state["python_tail"].tolist()
+    random.setstate((3, tuple(state["python"].tolist()), gauss if has_gauss else None))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].to(torch.uint8), device)

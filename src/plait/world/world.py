@@ -1,0 +1,143 @@
+"""The world of a run: its ranks, its device, and one mesh with named axes."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from plait.config.run import RunConfig
+from plait.errors import WorldError
+from plait.world.device import choose_backend, choose_device
+from plait.world.layout import Layout, resolve_layout
+from plait.world.ranks import Ranks, detect_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Everything about the processes of a run. Passed on, never global; whoever opens it closes it."""
+
+    ranks: Ranks
+    device: torch.device
+    layout: Layout
+    mesh: DeviceMesh | None
+    """Axes `dp_replicate` and `dp_shard`; absent with one process."""
+    owns_processes: bool
+    """Whether closing ends the process group; false where the caller had one already."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+        return self.ranks.rank
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return self.ranks.size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.ranks.rank == 0
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that see different data; absent with one process."""
+        return None if self.mesh is None else dist.group.WORLD
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.mesh is not None:
+            dist.barrier()
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        if self.mesh is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        if self.mesh is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on at least one rank."""
+        if self.mesh is None:
+            return flag
+        box = torch.tensor([flag], dtype=torch.int32, device=self.device)
+        dist.all_reduce(box, op=dist.ReduceOp.MAX)
+        return bool(box.item())
+
+    def close(self) -> None:
+        """End the process group, if this world began it."""
+        if self.owns_processes and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_world(config: RunConfig) -> World:
+    """Join the other processes and lay out the mesh."""
+    ranks = _ranks_of_running_group() if dist.is_initialized() else detect_ranks()
+    # The layout is checked before anything is joined: a wrong size must not become a hang.
+    layout = resolve_layout(config.strategy, size=ranks.size, local_size=ranks.local_size)
+    device = choose_device(config.device, ranks)
+    if ranks.size == 1:
+        return World(ranks, device, layout, None, owns_processes=False)
+    owns = not dist.is_initialized()
+    if owns:
+        _join(ranks, device, choose_backend(config.backend, device), config.timeout_s)
+    mesh = init_device_mesh(
+        device.type, (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
+    )
+    return World(ranks, device, layout, mesh, owns_processes=owns)
+
+
+def _ranks_of_running_group() -> Ranks:
+    found = detect_ranks()
+    size = dist.get_world_size()
+    local = (found.local_rank, found.local_size) if found.size == size else (dist.get_rank(), size)
+    return Ranks(dist.get_rank(), size, *local, launcher="caller")
+
+
+def _join(ranks: Ranks, device: torch.device, backend: str, timeout_s: float) -> None:
+    where = f"{ranks.address}:{ranks.port}"
+    by_environment = ranks.launcher == "torchrun"
+    address = f"[{ranks.address}]" if ":" in ranks.address else ranks.address
+    try:
+        dist.init_process_group(
+            backend,
+            # torchrun's agent may keep the store itself, which only env:// knows how to join.
+            init_method="env://" if by_environment else f"tcp://{address}:{ranks.port}",
+            rank=ranks.rank,
+            world_size=ranks.size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        text = str(error)
+        if "EADDRINUSE" in text or "address already in use" in text.lower():
+            raise WorldError(
+                f"port {ranks.port} on {ranks.address} is in use by another process; "
+                "set MASTER_PORT to a free one, or start with `plait train --nproc`, which picks one"
+            ) from error
+        raise WorldError(
+            f"rank {ranks.rank} of {ranks.size} could not join the others at {where}: {text}"
+        ) from error

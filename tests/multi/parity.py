@@ -1,0 +1,88 @@
+"""The same steps under any strategy: what parity tests compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from plait.config import parse_sections
+from plait.spec import MicroBatch
+from plait.strategy import prepare_native
+from plait.world import open_world
+
+STEPS = 5
+VOCAB, SEQ = 61, 12
+MODEL = {"type": "llama", "vocab_size": VOCAB, "dim": 24, "layers": 3, "heads": 4, "kv_heads": 2, "seq_len": SEQ}
+
+
+@dataclass
+class Trace:
+    """What a run did, as whole tensors on the host."""
+
+    losses: list[float]
+    norms: list[float]
+    skipped: list[bool]
+    tensors: dict[str, Tensor]
+
+
+def token_batches(seed: int, micro_batches: int) -> list[list[dict[str, Tensor]]]:
+    """For each step, micro-batches with very different numbers of targets."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = []
+    for _ in range(STEPS):
+        step = []
+        for _ in range(micro_batches):
+            ids = torch.randint(0, VOCAB, (2, SEQ + 1), generator=generator)
+            labels = ids[:, 1:].clone()
+            masked = torch.rand(labels.shape, generator=generator) < torch.rand((), generator=generator) * 0.9
+            labels[masked] = -100
+            step.append({"input_ids": ids[:, :-1], "labels": labels})
+        steps.append(step)
+    return steps
+
+
+def run_steps(rank: int, size: int, sections: dict[str, Any], steps: list[list[Any]], model: Any = None) -> Trace:
+    """Train on this rank's share: rank r takes micro-batches r, r + size, …"""
+    sections = {"seed": 3, "optim": {"type": "AdamW", "lr": 1e-2, "eps": 1e-3}, "model": MODEL, **sections}
+    if model is not None:
+        sections.pop("model")
+    config = parse_sections(**sections).config
+    engine = prepare_native(config, open_world(config), model=model() if model else None)
+    trace = Trace([], [], [], {})
+    for step in steps:
+        mine = step[rank::size]
+        result = engine.train_step([b if isinstance(b, MicroBatch) else MicroBatch(b, 1) for b in mine])
+        trace.losses.append(result.loss)
+        trace.norms.append(result.grad_norm)
+        trace.skipped.append(result.skipped)
+    for name, tensor in engine.state_tensors().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        trace.tensors[name] = whole.detach().clone()
+    return trace
+
+
+def assert_same(found: Trace, expected: Trace, *, tolerance: float) -> None:
+    """Losses, norms, parameters and optimizer state agree, each relative to its own largest value."""
+    assert found.skipped == expected.skipped
+    assert found.tensors.keys() == expected.tensors.keys()
+    errors = {
+        "loss": _error(torch.tensor(found.losses), torch.tensor(expected.losses)),
+        "grad_norm": _error(torch.tensor(found.norms), torch.tensor(expected.norms)),
+        **{name: _error(found.tensors[name], tensor) for name, tensor in expected.tensors.items()},
+    }
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] <= tolerance, f"{worst} differs by {errors[worst]:.2e} of its largest value"
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    finite = expected.isfinite()
+    assert torch.equal(finite, found.isfinite())
+    scale = float(expected[finite].abs().max()) if finite.any() else 0.0
+    difference = float((found - expected)[finite].abs().max()) if finite.any() else 0.0
+    return difference / scale if scale else difference

@@ -1,0 +1,221 @@
+"""Messages: every problem at once, each with its path, its value, and what to write instead."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.config import parse
+from plait.config.draft import dotted
+from plait.config.foreign import _WORDS, plait_key
+from plait.config.run import RunConfig
+from plait.config.tree import homes
+from plait.config.words import listed, nearest, show
+from plait.errors import ConfigError
+
+
+def problems(source, overrides=()):
+    with pytest.raises(ConfigError) as caught:
+        parse(source, overrides)
+    return {problem.path: problem for problem in caught.value.problems}
+
+
+def test_all_problems_are_reported_at_once():
+    found = problems(
+        {
+            "sed": 1,
+            "optim": {"type": "AdamWW"},
+            "batch": {"micro": 0, "mikro": 1},
+            "train": {"max_steps": "ten"},
+            "hooks": [{"type": "ema", "decay": 2.0}, {"type": "early_stop", "patence": 1}],
+        },
+        ["log.sinks=[jsonl, tensorbord]", "nonsense"],
+    )
+    assert set(found) == {
+        "sed",
+        "optim.type",
+        "batch.micro",
+        "batch.mikro",
+        "train.max_steps",
+        "hooks.0.decay",
+        "hooks.1.patence",
+        "log.sinks.1",
+        "nonsense",
+    }
+
+
+def test_pydantic_does_not_shine_through():
+    source = {
+        "seed": "x",
+        "model": {"type": "gpt", "dim": None, "bias": "maybe", "heads": 1.5},
+        "data": {"path": "x"},
+        "schedule": {"type": "MultiStepLR"},
+        "optim": {"type": "AdamW", "betas": [0.9], "lr": float("nan"), "no_decay": "bias"},
+        "strategy": {"zero": 4, "layout": 3, "reshard_after_forward": "x"},
+    }
+    with pytest.raises(ConfigError) as caught:
+        parse(source)
+    text = str(caught.value).lower()
+    for jargon in ("input should", "pydantic", "valid dictionary", "tuple", "literal", "union", "extra inputs", "none"):
+        assert jargon not in text
+    assert len(caught.value.problems) == 12
+
+
+class TestUnknownKeys:
+    def test_the_nearest_key_is_suggested(self):
+        assert "`max_steps`" in problems({"train": {"max_step": 1}})["train.max_step"].remedy
+
+    def test_the_keys_are_listed_where_none_is_near(self):
+        assert "total, micro and accumulation" in problems({"batch": {"xyz": 1}})["batch.xyz"].remedy
+
+    def test_the_value_is_named(self):
+        assert "'abc'" in problems({"batch": {"xyz": "abc"}})["batch.xyz"].message
+
+    def test_a_key_of_another_section_is_sent_there(self):
+        assert "`lr` belongs in `optim`" in problems({"lr": 1})["lr"].remedy
+        assert "`micro` belongs in `batch`" in problems({"train": {"micro": 1}})["train.micro"].remedy
+        assert "the top level" in problems({"train": {"seed": 1}})["train.seed"].remedy
+
+    def test_a_key_of_another_type_is_said_to_be_one(self):
+        found = problems({"optim": {"type": "SGD", "betas": [0.9, 0.95]}})
+        assert "other types of `optim`, not of SGD" in found["optim.betas"].remedy
+
+    def test_the_path_has_no_tag_in_it(self):
+        assert set(problems({"optim": {"type": "SGD", "SGD": {"lr": 1}}})) == {"optim.SGD"}
+
+    def test_a_key_that_is_no_text_is_unknown(self):
+        assert "unknown key" in problems({3: 4})["3"].message
+
+    @pytest.mark.parametrize(
+        ("word", "key"),
+        [
+            ("zero_optimization", "`strategy.zero`"),
+            ("train_micro_batch_size_per_gpu", "`batch.micro`"),
+            ("gradient_accumulation_steps", "`batch.accumulation`"),
+            ("gradient_clipping", "`train.clip_norm`"),
+            ("fp16", "`precision`"),
+            ("bf16", "`precision`"),
+            ("train_batch_size", "`batch.total`"),
+            ("optimizer", "`optim`"),
+            ("scheduler", "`schedule`"),
+            ("fsdp_config", "`strategy`"),
+            ("mixed_precision", "`precision`"),
+            ("param_scheduler", "`schedule`"),
+            ("optim_wrapper", "`optim`"),
+            ("train_cfg", "`train`"),
+            ("work_dirs", "`work_dir`"),
+            ("default_hooks", "`log` and `checkpoint`"),
+        ],
+    )
+    def test_words_of_other_frameworks_are_translated(self, word, key):
+        assert f"In Plait this is {key}" in problems({word: {}})[word].remedy
+
+    @pytest.mark.parametrize("word", _WORDS)
+    def test_every_translation_leads_to_a_key_that_exists(self, word):
+        assert plait_key(word) is not None
+        names, _, _ = _WORDS[word].partition(" (")
+        for name in names.split(" and "):
+            if name != "the section itself":
+                section, _, key = name.rpartition(".")
+                assert section in set(homes(key, RunConfig))
+
+
+class TestTypes:
+    @pytest.mark.parametrize(
+        ("source", "path", "message", "remedy"),
+        [
+            ({"seed": "3"}, "seed", "expected a whole number, found '3'", "without quotes: 3"),
+            ({"seed": True}, "seed", "expected a whole number, found true", ""),
+            ({"seed": 1.5}, "seed", "expected a whole number, found 1.5", ""),
+            ({"timeout_s": True}, "timeout_s", "expected a number, found true", ""),
+            ({"timeout_s": None}, "timeout_s", "expected a number, found null", "Leave the key out"),
+            ({"timeout_s": float("inf")}, "timeout_s", "expected a finite number, found inf", ""),
+            ({"deterministic": 1}, "deterministic", "expected true or false, found 1", ""),
+            ({"work_dir": 3}, "work_dir", "expected text, found 3", '"3"'),
+            ({"batch": 32}, "batch", "expected keys and values, found 32", "total, micro and accumulation"),
+            ({"precision": 3}, "precision", "expected keys and values, found 3", "a word alone is fine"),
+            ({"optim": "adamw"}, "optim", "expected keys and values, found 'adamw'", "{type: AdamW}"),
+            ({"optim": {"no_decay": "bias"}}, "optim.no_decay", "expected a list, found 'bias'", "[bias]"),
+            ({"optim": {"betas": [0.9]}}, "optim.betas.1", "entry 1 is missing: found only [0.9]", ""),
+            ({"optim": {"betas": [0, 0, 0]}}, "optim.betas", "expected 2 entries, found [0, 0, 0]", ""),
+            (
+                {"strategy": {"reshard_after_forward": "x"}},
+                "strategy.reshard_after_forward",
+                "expected true or false or a whole number, found 'x'",
+                "",
+            ),
+        ],
+    )
+    def test_a_wrong_type_says_what_was_expected_and_found(self, source, path, message, remedy):
+        found = problems(source)
+        assert list(found) == [path]
+        assert found[path].message == message
+        assert remedy in found[path].remedy
+
+    def test_a_whole_number_may_be_written_as_a_float(self):
+        assert parse({"train": {"max_steps": 1e5}}).config.train.max_steps == 100_000
+
+    def test_a_number_may_be_written_without_a_point(self):
+        assert parse({"timeout_s": 3}).config.timeout_s == 3.0
+
+
+class TestRanges:
+    @pytest.mark.parametrize(
+        ("override", "message"),
+        [
+            ("seed=-1", "expected at least 0, found -1"),
+            ("strategy.zero=4", "expected at most 3, found 4"),
+            ("optim.lr=0", "expected more than 0, found 0"),
+            ("optim.betas=[1, 0]", "expected less than 1, found 1"),
+            ("strategy.reshard_after_forward=-1", "expected more than 0, found -1"),
+        ],
+    )
+    def test_the_bound_and_the_value_are_named(self, override, message):
+        (problem,) = problems({}, [override]).values()
+        assert problem.message == message
+
+
+class TestChoices:
+    def test_a_wrong_word_gets_the_nearest_and_all_of_them(self):
+        problem = problems({"device": "cudda"})["device"]
+        assert "'cudda'" in problem.message
+        assert "`cuda`" in problem.remedy
+        assert "auto, cpu, cuda, xpu and mps" in problem.remedy
+
+    def test_choices_that_are_numbers_are_listed(self):
+        assert "18, 34, 50, 101 and 152" in problems({"model": {"type": "resnet", "depth": 20}})["model.depth"].remedy
+
+    @pytest.mark.parametrize(
+        ("section", "word", "meant"),
+        [("optim", "adam_w", "AdamW"), ("schedule", "cosine", "CosineAnnealingLR"), ("model", "lama", "llama")],
+    )
+    def test_an_unknown_type_gets_the_nearest(self, section, word, meant):
+        assert f"`{meant}`" in problems({section: {"type": word}})[f"{section}.type"].remedy
+
+    def test_a_missing_type_gets_all_of_them(self):
+        assert "gpt, llama, resnet, hf or import" in problems({"model": {"dim": 3}})["model.type"].remedy
+
+    def test_a_missing_key_says_who_needs_it(self):
+        problem = problems({"data": {"type": "text"}})["data.path"]
+        assert problem.message == "it is missing"
+        assert "text" in problem.remedy
+
+    @pytest.mark.parametrize("keys", [{}, {"text_key": "t", "prompt_key": "p"}, {"prompt_key": "p"}])
+    def test_jsonl_has_texts_or_prompts_with_completions(self, keys):
+        problem = problems({"data": {"type": "jsonl", "path": "x", **keys}})["data"]
+        assert "either text_key, or prompt_key and completion_key" in problem.remedy
+
+
+class TestWords:
+    def test_a_long_value_is_cut(self):
+        assert len(show("x" * 1000)) == 60
+
+    def test_one_word_is_no_list(self):
+        assert listed(["a"]) == "a"
+        assert listed("abc", "or") == "a, b or c"
+
+    def test_nothing_is_near_to_nothing(self):
+        assert nearest("", ["a"]) is None
+        assert nearest("zzz", ["abc"]) is None
+
+    def test_a_path_is_dotted(self):
+        assert dotted(("hooks", 0, "decay")) == "hooks.0.decay"

@@ -1,0 +1,98 @@
+"""JSON lines: whole texts, and prompts with completions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from plait.config.data import JsonlData
+from plait.data import TokenFile, build_dataset, load_tokenizer
+from plait.data.corpus import prepare_corpus
+from plait.data.jsonl import JsonlSource
+from plait.errors import DataError
+
+GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k_train.jsonl"
+
+
+def lines(path: Path, *records: Any) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def test_texts_and_pairs_are_read_line_by_line(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"t": "one", "p": "1", "c": "I"}, {"t": "two", "p": "2", "c": "II"})
+    Path(path).write_text(Path(path).read_text() + "\n")
+    assert list(JsonlSource(path, text_key="t").documents()) == [("", "one"), ("", "two")]
+    pairs = JsonlSource(path, prompt_key="p", completion_key="c")
+    assert list(pairs.documents()) == [("1", "I"), ("2", "II")]
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "expected an object, found list"),
+        ('{"u": "x"}', "no key 't'; it has 'u'"),
+        ('{"t": 3}', "'t' is of type int"),
+        ('{"t": null}', "'t' is of type NoneType"),
+    ],
+)
+def test_a_bad_line_is_named_with_file_number_and_reason(tmp_path: Path, bad: str, reason: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"t": "fine"}\n\n' + bad + "\n")
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 3: .*{reason}"):
+        list(JsonlSource(str(path), text_key="t").documents())
+
+
+@pytest.mark.parametrize("keys", [{}, {"prompt_key": "p"}, {"text_key": "t", "completion_key": "c"}])
+def test_keys_that_do_not_say_what_to_learn_are_refused(keys: dict[str, str]) -> None:
+    with pytest.raises(DataError, match="either text_key, or prompt_key and completion_key"):
+        JsonlSource("a.jsonl", **keys)
+    with pytest.raises(ValidationError, match="either text_key, or prompt_key and completion_key"):
+        JsonlData(path="a.jsonl", **keys)
+
+
+def test_only_completions_are_learned(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"p": "ask", "c": "say"}, {"p": "and", "c": "then"})
+    config = JsonlData(
+        path=path, prompt_key="p", completion_key="c", vocab_size=257, seq_len=15, cache=str(tmp_path / "cache")
+    )
+    item = build_dataset(config, training=True, seed=0)[0]
+    tokenizer = load_tokenizer(prepare_corpus(config).tokenizer)
+    end = tokenizer.end
+    say, then = tokenizer.encode("say"), tokenizer.encode("then")
+    assert item["labels"].tolist() == [-100, -100, *say, end, -100, -100, -100, *then, end, -100]
+    assert item["document_ids"].tolist() == [0] * 7 + [1] * 8
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="gsm8k_train.jsonl is not in ../shared/data")
+def test_gsm8k_becomes_questions_that_are_given_and_answers_that_are_learned(tmp_path: Path) -> None:
+    part = tmp_path / "gsm8k.jsonl"
+    rows = GSM8K.read_text().splitlines()[:300]
+    part.write_text("\n".join(rows))
+    config = JsonlData(
+        path=str(part),
+        prompt_key="question",
+        completion_key="answer",
+        vocab_size=600,
+        seq_len=256,
+        cache=str(tmp_path / "cache"),
+    )
+    corpus = prepare_corpus(config)
+    tokens, tokenizer = TokenFile(corpus.tokens), load_tokenizer(corpus.tokenizer)
+    assert tokens.meta.documents == 300
+    assert tokens.mask is not None
+    for index in (0, 137, 299):
+        record = json.loads(rows[index])
+        document, mask = tokens.document(index), tokens.mask[slice(*tokens.offsets[index : index + 2])]
+        assert tokenizer.decode(document[mask == 0].tolist()) == record["question"]
+        assert tokenizer.decode(document[mask == 1].tolist()) == record["answer"]
+    train = build_dataset(config.model_copy(update={"split": "train"}), training=True, seed=0)
+    val = build_dataset(config.model_copy(update={"split": "val"}), training=False, seed=0)
+    assert len(train) > len(val) > 0
+    learned = train[0]["labels"]
+    assert 0 < (learned != -100).sum() < 256
