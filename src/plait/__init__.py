@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from plait import errors
 
 if TYPE_CHECKING:
-    from plait.strategy import prepare
     from plait.runner import Runner
     from plait.spec import LossTerm
+    from plait.strategy import prepare
 
 __version__ = "0.1.0"
 __all__ = ["LossTerm", "Runner", "__version__", "errors", "prepare"]

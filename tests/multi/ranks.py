@@ -18,7 +18,7 @@ from typing import Any
 _SPAWN = multiprocessing.get_context("spawn")
 
 
-class RankFailure(AssertionError):
+class RankFailedError(AssertionError):
     """Some rank raised; carries that rank's own traceback."""
 
 
@@ -49,7 +49,7 @@ class RankPool:
             (results if ok else failures).append(value)
         if failures:
             self.close()
-            raise RankFailure("\n".join(failures))
+            raise RankFailedError("\n".join(failures))
         return results
 
     def _start(self) -> None:

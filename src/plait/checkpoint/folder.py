@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.checkpoint.manifest import NAME
+from plait.checkpoint.manifest import NAME, saved_at
 from plait.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d+)$")
@@ -25,11 +25,14 @@ class CheckpointFolder:
         return self.root / f"step-{step:08d}"
 
     def complete(self) -> list[Path]:
-        """The complete checkpoints, oldest first."""
+        """The complete checkpoints, in the order in which they were saved.
+
+        That is not the order of their steps where a run went back to an earlier checkpoint and on from there.
+        """
         if not self.root.is_dir():
             return []
         found = [p for p in self.root.iterdir() if _STEP.match(p.name) and not p.is_symlink() and (p / NAME).exists()]
-        return sorted(found)
+        return sorted(found, key=lambda path: (saved_at(path), path.name))
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint; links are not trusted, a kill may have come before they moved."""
@@ -48,8 +51,7 @@ class CheckpointFolder:
             if newest is not None:
                 return newest
         raise CheckpointError(
-            f"checkpoint.resume: there is no complete checkpoint at {wanted!r}; "
-            f"name a folder with a {NAME}, or the work_dir of a run, or `auto`"
+            f"there is no complete checkpoint at {wanted!r}; name a folder with a {NAME}, or the work_dir of a run"
         )
 
     def link(self, name: str, target: Path) -> None:

@@ -35,13 +35,16 @@ class Manifest:
     state: dict[str, Any]
     """Everything that is no tensor: counters, schedule, data position, hook state, config."""
     versions: dict[str, str]
+    saved_at: float
+    """Seconds since 1970: of two checkpoints the later one is the newer, whatever their steps."""
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:
-        """Write it, and make sure that it is on the disk."""
+        """Write it with a checksum of its own, and make sure that it is on the disk."""
+        content = json.loads(json.dumps(asdict(self)))  # as a reader will see it: texts as keys, lists for tuples
         path = folder / NAME
         with path.open("w") as file:
-            json.dump(asdict(self), file, indent=1)
+            json.dump({**content, "crc32": _crc(content)}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
 
@@ -57,10 +60,30 @@ def read_manifest(folder: Path) -> Manifest:
         raw = json.loads(path.read_text())
         if raw["format"] != FORMAT:
             raise CheckpointError(f"{path}: format {raw['format']}, this version of Plait reads format {FORMAT}")
+        if raw.pop("crc32") != _crc(raw):
+            raise ValueError("its checksum differs")
         files = {name: FileRecord(**record) for name, record in raw.pop("files").items()}
         return Manifest(files=files, **raw)
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); resume from an earlier checkpoint") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is damaged ({type(error).__name__}: {error}); remove {folder}, "
+            "and `checkpoint.resume: auto` goes on from the one before it"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def saved_at(folder: Path) -> float:
+    """When a checkpoint was saved; of a damaged one, what its file system says."""
+    path = folder / NAME
+    try:
+        return float(json.loads(path.read_text())["saved_at"])
+    except (ValueError, KeyError, TypeError):
+        return path.stat().st_mtime
+
+
+def _crc(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def checksum(path: Path) -> FileRecord:

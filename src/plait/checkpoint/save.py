@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from plait.checkpoint.manifest import FileRecord, Manifest, checksum
+from plait.checkpoint.quiet import quiet_single_process
 from plait.errors import CheckpointError
 from plait.world import World
 
@@ -26,24 +31,36 @@ def save_checkpoint(
     Every rank must call it; if one fails, all raise, and what was there before is untouched.
     """
     staging = target.with_name(f".{target.name}.tmp")
-    _agree(world, _try(lambda: _make_staging(staging)) if world.is_main else None)
     try:
-        dcp.save(
-            dict(tensors),
-            storage_writer=dcp.FileSystemWriter(staging, sync_files=True, overwrite=True),
-            no_dist=world.size == 1,
-        )
+        _agree(world, _try(lambda: _make_staging(staging)) if world.is_main else None)
+        metadata = _write(staging, tensors, world)
+        written: dict[str, FileRecord] = {}
+        _agree(world, _try(lambda: written.update(_records(staging, world))))
+        files = {name: record for part in world.gather(written) for name, record in part.items()}
         failure = None
+        if world.is_main:
+            manifest = _manifest(metadata, files, state, step=step, world=world)
+            failure = _try(lambda: _complete(staging, target, manifest))
+        _agree(world, failure)
+    except CheckpointError:
+        if world.is_main:
+            shutil.rmtree(staging, ignore_errors=True)  # on a full disk it would stand in the way of the next one
+        raise
+    return sum(record.bytes for record in files.values())
+
+
+def _write(staging: Path, tensors: Mapping[str, Tensor], world: World) -> Metadata:
+    """Write this rank's part; returns what all ranks wrote together."""
+    failure = metadata = None
+    try:
+        with quiet_single_process():
+            writer = FileSystemWriter(staging, sync_files=True, overwrite=True)
+            metadata = save(dict(tensors), storage_writer=writer, no_dist=world.size == 1)
     except Exception as error:  # DCP raises on every rank, with each rank's own reason
         failure = _reason(error)
     _agree(world, failure)
-    written: dict[str, FileRecord] = {}
-    _agree(world, _try(lambda: written.update(_records(staging, world))))
-    files = {name: record for part in world.gather(written) for name, record in part.items()}
-    if world.is_main:
-        failure = _try(lambda: _complete(staging, target, files, tensors, state, step=step, world=world))
-    _agree(world, failure)
-    return sum(record.bytes for record in files.values())
+    assert isinstance(metadata, Metadata)
+    return metadata
 
 
 def _make_staging(staging: Path) -> None:
@@ -54,31 +71,34 @@ def _make_staging(staging: Path) -> None:
 
 def _records(staging: Path, world: World) -> dict[str, FileRecord]:
     mine = f"__{world.rank}_"
-    return {p.name: checksum(p) for p in staging.iterdir() if p.name.startswith(mine) or (world.is_main and p.name == ".metadata")}
+    return {
+        p.name: checksum(p)
+        for p in staging.iterdir()
+        if p.name.startswith(mine) or (world.is_main and p.name == ".metadata")
+    }
 
 
-def _complete(
-    staging: Path,
-    target: Path,
-    files: dict[str, FileRecord],
-    tensors: Mapping[str, Tensor],
-    state: Mapping[str, Any],
-    *,
-    step: int,
-    world: World,
-) -> None:
-    from plait import __version__
-
-    Manifest(
+def _manifest(
+    metadata: Metadata, files: dict[str, FileRecord], state: Mapping[str, Any], *, step: int, world: World
+) -> Manifest:
+    return Manifest(
         step=step,
+        saved_at=time.time(),
         world_size=world.size,
         files=files,
+        # Ranks have tensors of their own (their random state), so the union is asked for, not this rank's part.
         tensors={
-            name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for name, t in tensors.items()
+            name: {"shape": list(entry.size), "dtype": str(entry.properties.dtype).removeprefix("torch.")}
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
         },
         state=dict(state),
-        versions={"plait": __version__, "torch": torch.__version__},
-    ).write(staging)
+        versions={"plait": version("plait"), "torch": torch.__version__},
+    )
+
+
+def _complete(staging: Path, target: Path, manifest: Manifest) -> None:
+    manifest.write(staging)
     _sync(staging)
     if target.exists():
         # The same step, saved again: the old one steps aside until the new one has its name.

@@ -1,1 +1,1 @@
-"""..."""
+"""The `plait` command."""

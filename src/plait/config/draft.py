@@ -74,7 +74,7 @@ class Draft:
                 self._assign(node, key, value)
                 self._mark(keys, value, origin)
                 return
-            default = info.get_default() if info else None
+            default = info.get_default(call_default_factory=True) if info else None
             inner = self._opened(node, key, annotation, default, keys[: depth + 1], origin)
             if inner is None:
                 return
@@ -108,6 +108,8 @@ class Draft:
         if value is None:
             self.origins.setdefault(dotted(keys), origin)
             value = list(default or ()) if tree.items(annotation) else {}
+        if isinstance(value, dict) and "type" in tree.keys(default):
+            value.setdefault("type", default.type)  # so that what is set inside is known for what it is
         if not isinstance(value, (dict, list, tuple)):
             value = self._expanded_here(value, annotation, keys)
         if isinstance(value, tuple):

@@ -42,6 +42,11 @@ def section(annotation: Any, value: Any) -> type[Section] | None:
     return choices.get(tag) if isinstance(tag, str) else None
 
 
+def keys(value: Any) -> tuple[str, ...]:
+    """The keys of a section object; none of anything else."""
+    return tuple(type(value).model_fields) if isinstance(value, Section) else ()
+
+
 def field(annotation: Any, value: Any, key: Any) -> FieldInfo | None:
     """The field that `key` names in the section that `value` is written for."""
     owner = section(annotation, value)

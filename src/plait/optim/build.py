@@ -27,6 +27,7 @@ from plait.optim.lion import Lion
 from plait.optim.muon import Muon
 
 _ELEMENTWISE = (AdamWConfig, AdamConfig, SGDConfig, AdagradConfig, LionConfig)
+# Where fused steps are known to exist in every supported torch, and to honour `grad_scale` and `found_inf`.
 _FUSED_DEVICES = {
     "AdamW": ("cpu", "cuda"),
     "Adam": ("cpu", "cuda"),
@@ -133,7 +134,7 @@ def _implementation(
         raise ConfigError(
             Problem(
                 "optim.implementation",
-                f"'fused' {config.type} exists on {' and '.join(devices)} for floating-point parameters; "
+                f"'fused' {config.type} is offered on {' and '.join(devices)} for floating-point parameters; "
                 f"here one is {misfit.dtype} on {misfit.device.type}",
                 "Use 'auto', which takes the fastest there is.",
             )

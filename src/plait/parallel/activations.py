@@ -22,7 +22,9 @@ _HEADROOM = 0.9
 """Share of the free memory that is counted on; the rest is for buffers, workspaces and fragmentation."""
 
 
-def units_to_recompute(module: nn.Module, units: Sequence[Unit], example: Any, *, config: RunConfig, world: World) -> int:
+def units_to_recompute(
+    module: nn.Module, units: Sequence[Unit], example: Any, *, config: RunConfig, world: World
+) -> int:
     """How many units must recompute so that states and activations fit the budget: as few as possible."""
     if example is None:
         raise ConfigError(
@@ -43,7 +45,9 @@ def units_to_recompute(module: nn.Module, units: Sequence[Unit], example: Any, *
     return count
 
 
-def activation_bytes(module: nn.Module, units: Sequence[Unit], example: Any, config: RunConfig) -> tuple[list[int], int]:
+def activation_bytes(
+    module: nn.Module, units: Sequence[Unit], example: Any, config: RunConfig
+) -> tuple[list[int], int]:
     """Bytes kept for the backward pass inside each unit, and outside all of them.
 
     Runs the forward pass on fake tensors: real shapes and dtypes, no storage.
@@ -82,7 +86,11 @@ def activation_bytes(module: nn.Module, units: Sequence[Unit], example: Any, con
         state = {name: fake(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
         weights = {id(t.untyped_storage()) for t in state.values()}
         inputs = tree_map_only(Tensor, lambda t: mode.from_tensor(t.detach().cpu()), example)
-        args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {})
+        args, kwargs = (
+            ((), inputs)
+            if isinstance(inputs, Mapping)
+            else (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {})
+        )
         try:
             with (
                 torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),

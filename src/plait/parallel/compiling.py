@@ -27,9 +27,7 @@ def why_not(config: CompileConfig, device: torch.device) -> str | None:
     return None
 
 
-def compile_units(
-    model: nn.Module, units: Sequence[Unit], config: CompileConfig, *, sharded: bool
-) -> list[nn.Module]:
+def compile_units(model: nn.Module, units: Sequence[Unit], config: CompileConfig, *, sharded: bool) -> list[nn.Module]:
     """Compile in place, so that no name changes; returns the compiled modules."""
     whole = config.scope == "model" or (config.scope == "auto" and (not sharded or not units))
     targets = [model] if whole else [unit.module for unit in units]

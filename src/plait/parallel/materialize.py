@@ -89,9 +89,7 @@ def assign_whole(param: torch.Tensor, whole: torch.Tensor) -> None:
     with torch.no_grad():
         if isinstance(param, DTensor):
             # src_data_rank=None: every rank has the whole tensor, so nothing is sent.
-            part = distribute_tensor(
-                whole.to(param.device), param.device_mesh, param.placements, src_data_rank=None
-            )
+            part = distribute_tensor(whole.to(param.device), param.device_mesh, param.placements, src_data_rank=None)
             param.to_local().copy_(part.to_local())
         else:
             param.copy_(whole)

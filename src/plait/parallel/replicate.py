@@ -68,8 +68,7 @@ class GradientBuckets:
             param = self._params[index]
             kind = (dtype_of(param), param.device)
             if pending and (
-                size >= bucket_bytes
-                or kind != (dtype_of(self._params[pending[0]]), self._params[pending[0]].device)
+                size >= bucket_bytes or kind != (dtype_of(self._params[pending[0]]), self._params[pending[0]].device)
             ):
                 self._close_bucket(pending, dtype_of)
                 pending, size = [], 0

@@ -48,11 +48,7 @@ def _by_class_or_name(model: nn.Module, wrap: WrapConfig) -> list[Unit]:
     for key, words in (("classes", wrap.classes), ("names", wrap.names)):
         for word in words:
             if word not in matched:
-                known = (
-                    sorted({type(m).__name__ for m in model.modules()})
-                    if key == "classes"
-                    else _examples(model)
-                )
+                known = sorted({type(m).__name__ for m in model.modules()}) if key == "classes" else _examples(model)
                 problems.append(
                     Problem(
                         f"strategy.wrap.{key}",
@@ -75,9 +71,7 @@ def _by_size(model: nn.Module, min_params: int) -> list[Unit]:
 
     def visit(name: str, module: nn.Module) -> int:
         own = sum(p.numel() for p in module.parameters(recurse=False))
-        rest = own + sum(
-            visit(f"{name}.{key}" if name else key, child) for key, child in module.named_children()
-        )
+        rest = own + sum(visit(f"{name}.{key}" if name else key, child) for key, child in module.named_children())
         if rest >= min_params and name and not isinstance(module, nn.ModuleList | nn.ModuleDict):
             chosen.append(Unit(name, module))
             return 0

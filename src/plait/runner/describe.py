@@ -26,13 +26,24 @@ def describe_run(runner: Runner) -> dict[str, Any]:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     stage = config.strategy.stage if world.layout.data_parallel > 1 else None
     rows = [
-        ("model", f"{type(model).__name__}, {_si(total)} parameters" + (f", {_si(trained)} trained" if trained < total else "")),
+        (
+            "model",
+            f"{type(model).__name__}, {_si(total)} parameters"
+            + (f", {_si(trained)} trained" if trained < total else ""),
+        ),
         ("device", f"{world.size} × {_device_name(world.device)} ({world.ranks.launcher} launcher)"),
         ("strategy", _strategy(runner, stage)),
         ("precision", _precision(runner)),
-        ("batch", f"{batch.total} = {batch.micro} micro × {batch.accumulation} accumulation × {world.layout.data_parallel} ranks"),
+        (
+            "batch",
+            f"{batch.total} = {batch.micro} micro × {batch.accumulation} accumulation "
+            f"× {world.layout.data_parallel} data-parallel",
+        ),
         ("length", _length(runner)),
-        ("optimizer", f"{config.optim.type}, lr {config.optim.lr:g}" + (f", {config.schedule.type}" if config.schedule else "")),
+        (
+            "optimizer",
+            f"{config.optim.type}, lr {config.optim.lr:g}" + (f", {config.schedule.type}" if config.schedule else ""),
+        ),
         ("work dir", str(config.work_dir)),
         ("torch", f"{torch.__version__}, Python {platform.python_version()}, seed {config.seed}"),
     ]
@@ -44,6 +55,7 @@ def describe_run(runner: Runner) -> dict[str, Any]:
         "rows": rows,
         "segment": f"{name} · {world.size} rank{'s' if world.size > 1 else ''}",
         "resumed": runner.resumed_from is not None,
+        "max_steps": runner.total_steps,
     }
 
 

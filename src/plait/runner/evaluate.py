@@ -9,6 +9,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
+from plait.errors import DataError
 from plait.runner.metrics import Metric
 from plait.spec import MicroBatch
 from plait.strategy import Engine
@@ -34,6 +35,8 @@ def evaluate(
             if batch.samples:
                 for metric, mine in zip(metrics, records, strict=True):
                     mine.extend(metric.measure(found.outputs, batch.inputs))
+    if batches == 0:
+        raise DataError("the data ended before the first batch: there is nothing to measure on")
     world = engine.world
     if world.data_group is not None:
         box = torch.tensor(totals, dtype=torch.float64, device=world.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from plait.runner.signals import StopSignals
+from plait.errors import DataError
 from plait.runner.throughput import Clock, Meter, count_tokens, memory_mib, peak_flops
 from plait.spec import EventKind
 
@@ -18,9 +18,8 @@ def train_loop(runner: Runner) -> None:
     state = _LoopState(runner)
     for hook in runner.hooks.before_run:
         hook(runner)
-    with StopSignals(runner.stop):
-        while not state.finished():
-            _train_epoch(runner, state)
+    while not state.finished():
+        _train_epoch(runner, state)
     for hook in runner.hooks.after_run:
         hook(runner)
 
@@ -35,7 +34,7 @@ class _LoopState:
         self.by_epoch = runner.by_epoch
         self.max_epochs = config.train.max_epochs
         self.total = runner.total_steps
-        self.validates = runner._has("val_data")
+        self.validates = runner.has("val_data")
         self.val_every = config.train.val_every
         self.save_every = config.checkpoint.every
         self.meter = Meter()
@@ -53,10 +52,24 @@ class _LoopState:
 def _train_epoch(runner: Runner, state: _LoopState) -> None:
     for hook in runner.hooks.before_epoch:
         hook(runner)
+    complete = _train_steps(runner, state)
+    if complete:
+        runner.epoch += 1
+        runner.step_in_epoch = 0
+        for hook in runner.hooks.after_epoch:
+            hook(runner)
+        if state.by_epoch:
+            _at_interval(runner, state, runner.epoch)
+        state.stopped = state.stopped or runner.stopping()
+    if not state.by_epoch and not state.stopped and state.finished() and state.val_every is None and state.validates:
+        _validate(runner)
+
+
+def _train_steps(runner: Runner, state: _LoopState) -> bool:
+    """The rest of the epoch; whether it came to its end."""
     engine, meter = runner.engine, state.meter
     before, after = runner.hooks.before_step, runner.hooks.after_step
     train_step, log_every, total = engine.train_step, state.log_every, state.total
-    began = runner.step
     mark = perf_counter()
     for micro_batches in runner.loader.epoch(runner.epoch, runner.step_in_epoch):
         loaded = perf_counter()
@@ -76,40 +89,32 @@ def _train_epoch(runner: Runner, state: _LoopState) -> None:
         mark = now
         for hook in after:
             hook(runner, result)
+        runner.tick(step)
         if step % log_every == 0 or step == total:
             _log(runner, state, result.lr)
-        else:
-            runner.tick(step)
         if not state.by_epoch:
-            _maybe_validate(runner, state, step)
+            state.stopped = _at_interval(runner, state, step) and runner.stopping()
             mark = perf_counter()
-        if result.stop:
+        if state.stopped or (result.stop and runner.stopping()):
             state.stopped = True
-            return
+            return False
         if step == total:
-            break
-    if runner.step == began and runner.step_in_epoch == 0:
-        from plait.errors import DataError
-
+            # A stream may have more to give: its epoch is not over because the run is.
+            return runner.step_in_epoch == runner.steps_per_epoch
+    if runner.step_in_epoch == 0:
         raise DataError("the data ended before the first batch: there is nothing to train on")
-    if runner.steps_per_epoch is None or runner.step_in_epoch >= runner.steps_per_epoch:
-        runner.epoch += 1
-        runner.step_in_epoch = 0
-        for hook in runner.hooks.after_epoch:
-            hook(runner)
-        if state.by_epoch:
-            _maybe_validate(runner, state, runner.epoch)
-    if not state.by_epoch and state.finished() and state.val_every is None and state.validates:
-        _validate(runner)
+    return True
 
 
-def _maybe_validate(runner: Runner, state: _LoopState, count: int) -> None:
-    """Validate and save where `count`, in steps or epochs, says so."""
+def _at_interval(runner: Runner, state: _LoopState, count: int) -> bool:
+    """Validate and save where `count`, in steps or epochs, says so; whether it was validated."""
     every = state.val_every or (1 if state.by_epoch else None)
-    if state.validates and every is not None and count % every == 0:
+    due = state.validates and every is not None and count % every == 0
+    if due:
         _validate(runner)
     if state.save_every is not None and count % state.save_every == 0:
         runner.saver.save()
+    return due
 
 
 def _validate(runner: Runner) -> None:

@@ -172,9 +172,7 @@ class Runner:
         if not self._has("data"):
             raise ConfigError(Problem("data", "there is nothing to train on", "give data, or a section `data`"))
         if self.config.train.max_steps is None and self.config.train.max_epochs is None:
-            raise ConfigError(
-                Problem("train", "there is no end", "set train.max_steps or train.max_epochs")
-            )
+            raise ConfigError(Problem("train", "there is no end", "set train.max_steps or train.max_epochs"))
         engine = self.engine
         if self.resumed_from is None:
             self.saver.refuse_to_overwrite()
@@ -203,7 +201,9 @@ class Runner:
 
     def _measure(self, role: str, kind: EventKind) -> dict[str, float]:
         if not self._has(role):
-            raise ConfigError(Problem(role, "there are no data to measure on", f"give {role}, or a section of that name"))
+            raise ConfigError(
+                Problem(role, "there are no data to measure on", f"give {role}, or a section of that name")
+            )
         engine = self.engine
         if role not in self._eval_loaders:
             self._eval_loaders[role] = self._loader(role)

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from plait.config import ResolvedBatch, RunConfig, resolve_batch
+from plait.config.data import DataConfig, JsonlData, TextData
 from plait.config.train import BatchConfig
-from plait.data import Loader, adopt, build_dataset, is_stream
+from plait.data import Loader, adopt, build_dataset, is_stream, prepare, tokenizer_path
+from plait.errors import ConfigError, Problem
+from plait.runner.agree import on_main
 from plait.world import World
 
 
 def is_section(value: Any) -> bool:
-    """Whether data were described (`{type: …}`) rather than given."""
+    """Whether data or a model were described (`{type: …}`) rather than given."""
     return isinstance(value, Mapping) and "type" in value
 
 
 def batch_of(config: RunConfig, world: World, given: Any) -> ResolvedBatch:
     """The batch sizes; a DataLoader's own batch size is the micro-batch where the section does not say."""
     section = config.batch
-    if isinstance(given, DataLoader) and section.micro is None and (section.total is None or section.accumulation is None):
+    if (
+        isinstance(given, DataLoader)
+        and section.micro is None
+        and (section.total is None or section.accumulation is None)
+    ):
         section = BatchConfig(total=section.total, micro=adopt(given).micro, accumulation=section.accumulation)
     return resolve_batch(section, world.layout.data_parallel)
 
@@ -29,24 +37,25 @@ def batch_of(config: RunConfig, world: World, given: Any) -> ResolvedBatch:
 def make_loader(
     role: str, config: RunConfig, world: World, batch: ResolvedBatch, *, given: Any, collate: Any = None
 ) -> Loader | None:
-    """The loader of `data`, `val_data` or `test_data`; None where there are no such data."""
+    """The loader of `data`, `val_data` or `test_data`; None where there are no such data.
+
+    Validation and test go in batches of the same size as training, so that `train.val_batches` covers the
+    same samples on any number of ranks.
+    """
     training = role == "data"
     section = getattr(config, role)
     common: dict[str, Any] = {
         "rank": world.rank,
         "ranks": world.layout.data_parallel,
         "seed": config.seed,
-        "batch": batch if training else ResolvedBatch(batch.micro * world.layout.data_parallel, batch.micro, 1),
+        "batch": batch,
     }
     if section is not None:
-        # One rank prepares what all read (tokenized files, for example); the others find it ready.
-        if world.is_main:
-            build_dataset(section, training=training, seed=config.seed)
-        world.barrier()
+        dataset = _described(role, section, config, world)
         pinned = section.pin_memory if section.pin_memory is not None else world.device.type == "cuda"
         return Loader(
-            build_dataset(section, training=training, seed=config.seed),
-            shuffle=training if section.shuffle is None else section.shuffle,
+            dataset,
+            shuffle=training and not is_stream(dataset) if section.shuffle is None else section.shuffle,
             drop_last=section.drop_last,
             workers=section.workers,
             pin_memory=pinned,
@@ -67,3 +76,35 @@ def make_loader(
         collate=collate,
         **common,
     )
+
+
+def _described(role: str, section: DataConfig, config: RunConfig, world: World) -> Any:
+    training = role == "data"
+    # One rank prepares what all read (tokenized files, for example); the others find it ready.
+    tokenizer = on_main(world, lambda: _prepare(role, section, config))
+    dataset = build_dataset(section, training=training, seed=config.seed, tokenizer=tokenizer)
+    needed, known = getattr(dataset, "vocab_size", None), _vocabulary(config)
+    if needed is not None and known is not None and needed > known:
+        message = f"{known}, but the tokens of `{role}` come from a vocabulary of {needed}"
+        raise ConfigError(Problem("model.vocab_size", message, f"Write `model.vocab_size: {needed}`."))
+    return dataset
+
+
+def _prepare(role: str, section: DataConfig, config: RunConfig) -> Path | None:
+    """Tokenize, where there is something to tokenize; returns the tokenizer that the training data share."""
+    tokenizer = None
+    if role != "data" and isinstance(section, TextData | JsonlData) and section.tokenizer is None:
+        tokenizer = tokenizer_path(config.data)
+        if tokenizer is None:
+            message = "there is none, and the training data have none to share"
+            remedy = "Name the tokenizer.json that made the training tokens."
+            raise ConfigError(Problem(f"{role}.tokenizer", message, remedy))
+    prepare(section, tokenizer=tokenizer)
+    return tokenizer
+
+
+def _vocabulary(config: RunConfig) -> int | None:
+    """How many tokens the described model knows, where its description says so."""
+    described = getattr(config.model, "config", None) or {}
+    size = getattr(config.model, "vocab_size", described.get("vocab_size"))
+    return size if isinstance(size, int) else None

@@ -19,9 +19,7 @@ def choose_device(setting: str, ranks: Ranks) -> torch.device:
         return _choose_mps(ranks)
     module = getattr(torch, kind)
     if not module.is_available():
-        raise WorldError(
-            f"device: {kind} was asked for, but torch {torch.__version__} sees none; set device: cpu"
-        )
+        raise WorldError(f"device: {kind} was asked for, but torch {torch.__version__} sees none; set device: cpu")
     count = module.device_count()
     if ranks.local_rank >= count:
         raise WorldError(
@@ -51,9 +49,7 @@ def _choose_mps(ranks: Ranks) -> torch.device:
 def choose_backend(setting: str, device: torch.device) -> str:
     """The process-group backend: what `backend` says, or the one that belongs to the device."""
     if setting == "mpi" and not torch.distributed.is_mpi_available():
-        raise WorldError(
-            "backend: mpi was asked for, but this torch was built without MPI; set backend: auto"
-        )
+        raise WorldError("backend: mpi was asked for, but this torch was built without MPI; set backend: auto")
     if setting != "auto":
         return setting
     return BACKENDS[device.type]

@@ -77,9 +77,7 @@ def _from_slurm(env: Mapping[str, str]) -> Ranks:
         local_size=int(per_node.group()) if per_node else size,
         launcher="slurm",
         address=env.get("MASTER_ADDR") or first_host(hosts),
-        port=_integer(
-            env, "MASTER_PORT", _job_port(env.get("SLURM_JOB_ID", "0") + env.get("SLURM_STEP_ID", ""))
-        ),
+        port=_integer(env, "MASTER_PORT", _job_port(env.get("SLURM_JOB_ID", "0") + env.get("SLURM_STEP_ID", ""))),
     )
 
 

@@ -13,7 +13,7 @@ def seed_everything(seed: int, rank: int) -> None:
     """Seed Python, NumPy and torch. Ranks differ, so that dropout does; initialisation has seeds of its own."""
     value = (seed * 1_000_003 + rank) % 2**32
     random.seed(value)
-    np.random.seed(value)  # noqa: NPY002  # users' datasets draw from the legacy generator
+    np.random.seed(value)  # users' datasets draw from the legacy generator
     torch.manual_seed(value)
 
 
@@ -26,7 +26,7 @@ def make_deterministic() -> None:
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
     """The state of every generator of this rank, as tensors."""
-    kind, words, position, gaussian, cached = np.random.get_state()  # noqa: NPY002
+    kind, words, position, gaussian, cached = np.random.get_state()
     assert kind == "MT19937"
     version, internal, gauss = random.getstate()
     assert version == 3
@@ -47,7 +47,7 @@ def restore_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> N
     torch.set_rng_state(state["torch"].to(torch.uint8))
     position, gaussian, cached = state["numpy_tail"].tolist()
     words = state["numpy"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", words, int(position), int(gaussian), cached))  # noqa: NPY002
+    np.random.set_state(("MT19937", words, int(position), int(gaussian), cached))
     has_gauss, gauss = state["python_tail"].tolist()
     random.setstate((3, tuple(state["python"].tolist()), gauss if has_gauss else None))
     if device.type == "cuda" and "cuda" in state:

@@ -138,6 +138,4 @@ def _join(ranks: Ranks, device: torch.device, backend: str, timeout_s: float) ->
                 f"port {ranks.port} on {ranks.address} is in use by another process; "
                 "set MASTER_PORT to a free one, or start with `plait train --nproc`, which picks one"
             ) from error
-        raise WorldError(
-            f"rank {ranks.rank} of {ranks.size} could not join the others at {where}: {text}"
-        ) from error
+        raise WorldError(f"rank {ranks.rank} of {ranks.size} could not join the others at {where}: {text}") from error

@@ -69,8 +69,8 @@ class TestOverrides:
         assert config.hooks[1].patience == 7
 
     def test_one_entry_of_a_default_list_can_be_set(self):
-        config = parse({"optim": {"type": "AdamW"}}, ["optim.betas.1=0.95"]).config
-        assert config.optim.betas == (0.9, 0.95)
+        for source in ({}, {"optim": {"lr": 1.0}}, {"optim": {"type": "AdamW"}}):
+            assert parse(source, ["optim.betas.1=0.95"]).config.optim.betas == (0.9, 0.95)
 
     def test_one_entry_of_a_tuple_from_python_can_be_set(self):
         given = (0.5, 0.6)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,17 +12,18 @@ from plait.models.common.init import residual_output
 from plait.models.common.rope import Rotary
 
 
-@dataclass(frozen=True)
 class Shared:
     """What every block of one forward needs beside its input; made once, by the model.
 
-    A plain object on purpose: sharding casts the float tensors among a block's arguments to the compute
-    dtype, but looks only into tuples, lists and dicts. Here the rotary table stays fp32 under every strategy.
+    `rotary` is the rotary table, if any; `mask` says where attention is allowed, if not plainly causal (see
+    `packing_mask`). A plain object on purpose: sharding casts the float tensors among a block's arguments to
+    the compute dtype, and it finds them in tuples, dicts and dataclasses, but not here. So the rotary table
+    stays fp32 under every strategy.
     """
 
-    rotary: Rotary | None = None
-    mask: Tensor | BlockMask | None = None
-    """Where attention is allowed, if not plainly causal; see `packing_mask`."""
+    def __init__(self, rotary: Rotary | None = None, mask: Tensor | BlockMask | None = None) -> None:
+        self.rotary = rotary
+        self.mask = mask
 
 
 def document_mask(document_ids: Tensor) -> Tensor:

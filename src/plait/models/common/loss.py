@@ -10,8 +10,10 @@ from plait.models.common.chunked_loss import chunked_linear_cross_entropy
 from plait.models.common.protocol import IGNORE_INDEX
 from plait.spec import LossTerm
 
-CHUNK_LOGITS = 2**28
-"""Logits held at a time, at most: 512 MiB in bf16. Fewer than that in all, and the plain form is used."""
+PLAIN_BYTES = 2**27
+"""Logits that take no more than this are held whole, for the plain form; it needs several copies of them."""
+CHUNK_BYTES = 2**30
+"""What the logits of one chunk may take. Larger chunks add up the weight's gradient less often."""
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> LossTerm:
@@ -20,19 +22,19 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> LossTerm:
     return LossTerm(total, (labels != IGNORE_INDEX).sum())
 
 
-def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk_logits: int = CHUNK_LOGITS
-) -> LossTerm:
-    """Loss of the logits `hidden @ weight.T`, in chunks where there are more than `chunk_logits` of them.
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk_bytes: int = CHUNK_BYTES) -> LossTerm:
+    """Loss of the logits `hidden @ weight.T`; in chunks of at most `chunk_bytes` where they are many.
 
     Both forms give the same loss and, up to rounding, the same gradients; the chunked one can be
     differentiated once only. See [Note: chunked loss].
     """
-    if labels.numel() * weight.shape[0] <= chunk_logits:
+    dtype = _compute_dtype(hidden)
+    row_bytes = weight.shape[0] * dtype.itemsize
+    if labels.numel() * row_bytes <= min(PLAIN_BYTES, chunk_bytes):
         return cross_entropy(F.linear(hidden, weight), labels)
-    rows = max(1, chunk_logits // weight.shape[0])
+    rows = max(1, chunk_bytes // row_bytes)
     rows = rows // 128 * 128 or rows  # whole tiles of a matrix unit
-    total = chunked_linear_cross_entropy(hidden.flatten(0, -2), weight, labels.flatten(), rows, _compute_dtype(hidden))
+    total = chunked_linear_cross_entropy(hidden.flatten(0, -2), weight, labels.flatten(), rows, dtype)
     return LossTerm(total, (labels != IGNORE_INDEX).sum())
 
 

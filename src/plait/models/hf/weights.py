@@ -37,7 +37,7 @@ def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, 
     if type(model).__name__ not in _architectures(path):
         head = _outside(body)
         if any(name.startswith(body) for name in names):
-            may_miss.append(head)
+            may_miss += [head, r"\.pooler\."]  # a pooler is part of the body for some tasks only
         may_skip.append(head)
     return stream_weights(model, path, put, translate=translate, may_miss=may_miss, may_skip=may_skip)
 

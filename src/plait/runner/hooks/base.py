@@ -21,6 +21,8 @@ POINTS = (
     "after_step",
     "before_validate",
     "after_validate",
+    "before_test",
+    "after_test",
     "before_save",
     "after_save",
 )
@@ -57,6 +59,12 @@ class Hook:
     def after_validate(self, runner: Runner, metrics: Mapping[str, float]) -> None:
         """A validation has ended."""
 
+    def before_test(self, runner: Runner) -> None:
+        """A test is about to start."""
+
+    def after_test(self, runner: Runner, metrics: Mapping[str, float]) -> None:
+        """A test has ended."""
+
     def before_save(self, runner: Runner) -> None:
         """A checkpoint is about to be written."""
 
@@ -64,7 +72,7 @@ class Hook:
         """A checkpoint was written."""
 
     def tensors(self, runner: Runner) -> dict[str, Tensor]:
-        """Tensors that belong in a checkpoint."""
+        """Tensors that belong in a checkpoint, by any names; on resuming they are filled in place."""
         return {}
 
     def state(self) -> dict[str, Any]:
@@ -92,6 +100,8 @@ class HookTable:
     after_step: list[Any]
     before_validate: list[Any]
     after_validate: list[Any]
+    before_test: list[Any]
+    after_test: list[Any]
     before_save: list[Any]
     after_save: list[Any]
 

@@ -19,7 +19,7 @@ class EarlyStop(Hook):
     name = "early_stop"
 
     def __init__(self, config: EarlyStopConfig) -> None:
-        self._best = Best(config.metric, config.mode, config.min_delta)
+        self._best = Best(config.metric, config.mode, config.min_delta, path="hooks.early_stop.metric")
         self._patience = config.patience
         self._waited = 0
 

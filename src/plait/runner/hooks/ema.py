@@ -49,6 +49,14 @@ class Ema(Hook):
         """Go on training with the weights."""
         self._swap(runner)
 
+    def before_test(self, runner: Runner) -> None:
+        """Test with the average."""
+        self._swap(runner)
+
+    def after_test(self, runner: Runner, metrics: Mapping[str, float]) -> None:
+        """Go on with the weights."""
+        self._swap(runner)
+
     def _swap(self, runner: Runner) -> None:
         if self._average:
             for name, weight in runner.engine.weights().items():
@@ -60,4 +68,4 @@ class Ema(Hook):
     def tensors(self, runner: Runner) -> dict[str, Tensor]:
         """The average, in the layout of the weights."""
         self._start(runner)
-        return {f"ema.{name}": runner.engine.as_whole(name, tensor) for name, tensor in self._average.items()}
+        return {name: runner.engine.as_whole(name, tensor) for name, tensor in self._average.items()}

@@ -55,7 +55,11 @@ def read_loss(outputs: Any, inputs: Any, samples: float, loss_function: LossFunc
     elif not isinstance(found, LossTerm | Tensor) and isinstance(getattr(found, "loss", None), Tensor):
         found = found.loss
     if isinstance(found, LossTerm):
-        return WeightedLoss(found.sum, found.count, is_mean=False) if samples else WeightedLoss(found.sum * 0.0, 0.0, False)
+        return (
+            WeightedLoss(found.sum, found.count, is_mean=False)
+            if samples
+            else WeightedLoss(found.sum * 0.0, 0.0, False)
+        )
     if isinstance(found, Tensor) and found.ndim == 0:
         return WeightedLoss(found, float(samples), is_mean=True)
     shape = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
@@ -139,4 +143,3 @@ class LossNormalizer:
         self._box = torch.stack((total, count, flag))
         if self._group is not None:
             self._work = dist.all_reduce(self._box, group=self._group, async_op=True)
-

@@ -1,6 +1,6 @@
 """All techniques on one page, in the order in which they must be applied.
 
-    build on meta → units → recompute → compile → shard or replicate → give values → optimizer
+build on meta → units → recompute → compile → shard or replicate → give values → optimizer
 """
 
 from __future__ import annotations
@@ -183,9 +183,7 @@ def _shard_views(module: nn.Module, config: RunConfig, world: World) -> Views:
     return ShardViews(names, params, group=group, elementwise=is_elementwise(config.optim))
 
 
-def _replicate(
-    module: nn.Module, policy: Policy, config: RunConfig, world: World
-) -> tuple[Gradients | None, Views]:
+def _replicate(module: nn.Module, policy: Policy, config: RunConfig, world: World) -> tuple[Gradients | None, Views]:
     names, params = _trainable(module)
     if world.data_group is None and not policy.mixed:
         return None, DirectViews(names, params)

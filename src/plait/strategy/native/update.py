@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from plait.config.train import TrainConfig
 from plait.errors import NonFiniteError
-from plait.optim import NormPart, Schedule, grad_norm, supports_grad_scale
+from plait.optim import Schedule, clip_by_value, grad_norm, supports_grad_scale
 from plait.precision import LossScaler
 from plait.strategy.native.views import Views
 
@@ -47,7 +47,7 @@ class Updater:
         """
         grads = self._views.gather_gradients()
         factor = correction / self.scaler.scale if self.scaler is not None else correction
-        norm = float(grad_norm([NormPart(grads, self._views.norm_group)])) * factor
+        norm = grad_norm(grads, self._views.norm_group) * factor
         finite = math.isfinite(norm)
         if self.scaler is not None:
             self.scaler.update(overflow=not finite)
@@ -70,8 +70,7 @@ class Updater:
             if factor != 1.0:
                 torch._foreach_mul_(grads, factor)
             if self._clip_value is not None:
-                torch._foreach_clamp_min_(grads, -self._clip_value)
-                torch._foreach_clamp_max_(grads, self._clip_value)
+                clip_by_value(grads, self._clip_value)
             self.optimizer.step()
         self._views.publish()
 

@@ -63,6 +63,7 @@ class DirectViews(Views):
         return self.params
 
     def gather_gradients(self) -> list[Tensor]:
+        """Each parameter's own gradient."""
         grads = []
         for param in self.params:
             if param.grad is None:
@@ -97,6 +98,7 @@ class BucketViews(Views):
         ]
 
     def gather_gradients(self) -> list[Tensor]:
+        """Each view's place in a bucket."""
         grads = []
         for index, tensor in enumerate(self.tensors):
             tensor.grad = self._buckets.view_of(index)
@@ -104,6 +106,7 @@ class BucketViews(Views):
         return grads
 
     def publish(self) -> None:
+        """Round the fp32 weights to what the model computes with."""
         if self._copied:
             params, tensors = zip(*self._copied, strict=True)
             with torch.no_grad():
@@ -132,6 +135,7 @@ class ShardViews(Views):
             return [nn.Parameter(_dtensor(p).to_local()) for p in self.params]
 
     def gather_gradients(self) -> list[Tensor]:
+        """This rank's part of each gradient."""
         grads = []
         with torch.no_grad():  # lets to_local return the part itself, without recording anything
             for param, tensor in zip(self.params, self.tensors, strict=True):
@@ -144,12 +148,14 @@ class ShardViews(Views):
         return grads
 
     def clear_gradients(self) -> None:
+        """Forget the wholes and the parts."""
         super().clear_gradients()
         if self._elementwise:
             for tensor in self.tensors:
                 tensor.grad = None
 
     def logical(self, index: int, local: Tensor) -> Tensor:
+        """The DTensor that a part belongs to."""
         whole = _dtensor(self.params[index])
         return DTensor.from_local(
             local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()

@@ -1,0 +1,21 @@
+"""`plait report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from plait.errors import DataError
+from plait.monitor import write_report
+
+
+def report(run_dir: str, out: str | None, samples: list[str]) -> None:
+    """Draw the page from the record of rank 0."""
+    record = Path(run_dir) / "events-rank0.jsonl"
+    if not record.exists():
+        raise DataError(f"{record} does not exist: {run_dir!r} is not the work_dir of a run with the jsonl sink")
+    target = Path(out) if out else Path(run_dir) / "report.html"
+    texts = [(Path(name).stem, Path(name).read_text()) for name in samples]
+    write_report([record], target, title=Path(run_dir).name, samples=texts)
+    typer.echo(f"report: {target}")

@@ -1,0 +1,60 @@
+"""`plait train`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from plait.config import Parsed, check, describe, parse, resolve_batch
+from plait.errors import ConfigError, Problem
+from plait.launch import gpu_count, run_ranks
+
+
+def train(config: str, overrides: Sequence[str], *, nproc: str, dry_run: bool) -> None:
+    """Check everything that can be checked, then start the ranks, or be one of them."""
+    parsed = parse(config, overrides)
+    count = _count(nproc)
+    _check(parsed, count)
+    if dry_run:
+        _show(parsed)
+    elif count > 1:
+        command = [sys.executable, "-m", "plait.cli.main", "train", config, *overrides]
+        sys.exit(run_ranks(command, count))
+    else:
+        _run(config, overrides)
+
+
+def _count(nproc: str) -> int:
+    if nproc == "gpu":
+        return max(gpu_count(), 1)
+    if nproc.isdigit() and int(nproc) > 0:
+        return int(nproc)
+    raise ConfigError(Problem("--nproc", f"{nproc!r} is no number of processes", "use a number from 1, or gpu"))
+
+
+def _check(parsed: Parsed, count: int) -> None:
+    config = parsed.config
+    check(config, has_val=config.val_data is not None, require_length=True, origins=parsed.origins)
+    for role in ("model", "data"):
+        if getattr(config, role) is None:
+            raise ConfigError(Problem(role, "there is none", f"add a section `{role}` with a `type`"))
+    ranks = int(os.environ.get("WORLD_SIZE", count))
+    resolve_batch(config.batch, ranks)
+
+
+def _show(parsed: Parsed) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("setting", "value", "from", box=None, pad_edge=False, header_style="bold")
+    for path, value, origin in describe(parsed):
+        table.add_row(path, str(value), origin, style="dim" if origin == "default" else None)
+    Console(soft_wrap=True).print(table)
+
+
+def _run(config: str, overrides: Sequence[str]) -> None:
+    from plait.runner import Runner
+
+    with Runner.from_config(config, overrides) as runner:
+        runner.train()

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from plait.config.model import ImportedModel, ResNetConfig
+from plait.errors import ModelError
+from plait.models import build_model, preset
+from plait.models.common.protocol import Blocks, Initializable, LanguageModel
+
+SMALL = [("gpt", "tiny"), ("llama", "tiny"), ("resnet", "cifar10"), ("hf", "tiny-llama")]
+
+
+@pytest.mark.parametrize(("family", "name"), SMALL)
+def test_every_family_builds_on_the_meta_device(family, name):
+    with torch.device("meta"):
+        model = build_model(preset(family, name))
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("family", "name"), SMALL)
+def test_every_family_keeps_the_protocol(family, name):
+    model = build_model(preset(family, name))
+    assert isinstance(model, Blocks)
+    assert isinstance(model, Initializable)
+    assert isinstance(model, LanguageModel) == (family != "resnet")
+    assert any(isinstance(module, model.block_classes) for module in model.modules())
+
+
+@pytest.mark.parametrize(("family", "name"), [("llama", "tiny"), ("gpt", "tiny"), ("hf", "tiny-gpt2")])
+def test_a_language_model_gives_logits_without_labels_and_a_loss_term_with_them(family, name):
+    model = build_model(preset(family, name)).eval()
+    tokens = torch.randint(256, (2, 12))
+    labels = torch.randint(256, (2, 12))
+    labels[0, :5] = -100
+    assert model(tokens).shape == (2, 12, 256)
+    loss = model(tokens, labels)
+    expected = nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(loss.sum, expected)
+    assert loss.count == 24 - 5
+
+
+@pytest.mark.parametrize("size", ["1b", "3b", "8b", "70b"])
+def test_llama_presets_have_the_size_of_their_name(size):
+    with torch.device("meta"):
+        model = build_model(preset("llama", size))
+    billions = sum(p.numel() for p in model.parameters()) / 1e9
+    assert float(size[:-1]) * 0.95 < billions < float(size[:-1]) * 1.25
+
+
+def test_gpt_small_has_the_124_million_parameters_of_gpt2():
+    with torch.device("meta"):
+        model = build_model(preset("gpt", "small"))
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808
+
+
+def test_a_preset_can_be_changed():
+    assert preset("resnet", "resnet50", classes=7) == ResNetConfig(depth=50, classes=7)
+
+
+@pytest.mark.parametrize(("family", "name", "said"), [("lama", "1b", "llama"), ("llama", "2b", "3b")])
+def test_an_unknown_preset_is_answered_with_the_known_ones(family, name, said):
+    with pytest.raises(ModelError, match=said):
+        preset(family, name)
+
+
+def test_transformers_is_imported_for_hf_models_only():
+    code = (
+        "import sys; from plait.models import build_model, preset\n"
+        "for family in ('gpt', 'llama'): build_model(preset(family, 'tiny'))\n"
+        "sys.exit('transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("llama", {"heads": 5}), ("llama", {"kv_heads": 3}), ("gpt", {"heads": 7})]
+)
+def test_heads_that_do_not_divide_are_refused_by_name(family, changes):
+    with pytest.raises(ModelError, match="heads"):
+        build_model(preset(family, "tiny", **changes))
+
+
+def test_an_imported_model_is_called_with_its_arguments():
+    model = build_model(ImportedModel(target="torch.nn:Linear", args={"in_features": 3, "out_features": 2}))
+    assert isinstance(model, nn.Linear)
+    assert model.weight.shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "said"),
+    [
+        ("torch.nn.Linear", {}, "module:attribute"),
+        ("no_such_package.models:Net", {}, "no module 'no_such_package'"),
+        ("torch.nn:Linnear", {}, "did you mean 'Linear'"),
+        ("torch.nn:Linear", {"width": 3}, "do not fit torch.nn:Linear"),
+        ("torch:__version__", {}, "class or a function"),
+        ("builtins:dict", {}, "torch.nn.Module"),
+    ],
+)
+def test_an_imported_model_that_cannot_be_made_says_why(target, args, said):
+    with pytest.raises(ModelError, match=said):
+        build_model(ImportedModel(target=target, args=args))
+
+
+def test_a_module_whose_own_import_fails_is_not_called_missing(tmp_path, monkeypatch):
+    (tmp_path / "broken_model_module.py").write_text("import not_installed_anywhere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModelError, match="importing 'broken_model_module' failed: No module named 'not_inst"):
+        build_model(ImportedModel(target="broken_model_module:Net"))
