@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 from importlib.metadata import PackageNotFoundError, version
@@ -11,6 +10,8 @@ import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
+
+from plait.launch import cpu_count
 
 
 def doctor() -> None:
@@ -37,7 +38,7 @@ def _rows() -> list[tuple[str, str]]:
         ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         ("torch", torch.__version__),
         ("collectives", ", ".join(backends) or "none"),
-        ("cpu", f"{len(os.sched_getaffinity(0))} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB memory"),
+        ("cpu", f"{cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB memory"),
     ]
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)

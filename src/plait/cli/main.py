@@ -90,7 +90,7 @@ def main() -> Any:
     try:
         return app()
     except PlaitError as error:
-        from plait.cli.failure import tell
+        from plait.launch import tell
 
         tell(error)
         sys.exit(2)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from plait.config import Parsed, check, describe, parse, resolve_batch
+from plait.config.draft import origin_of
+from plait.config.paths import missing_paths
 from plait.errors import ConfigError, Problem
-from plait.launch import gpu_count, run_ranks
+from plait.launch import gpu_count, launched_size, run_ranks
 
 
 def train(config: str, overrides: Sequence[str], *, nproc: str, dry_run: bool) -> None:
     """Check everything that can be checked, then start the ranks, or be one of them."""
     parsed = parse(config, overrides)
     count = _count(nproc)
-    _check(parsed, count)
+    _check(parsed, launched_size() or count)
     if dry_run:
         _show(parsed)
     elif count > 1:
@@ -28,18 +30,18 @@ def train(config: str, overrides: Sequence[str], *, nproc: str, dry_run: bool) -
 def _count(nproc: str) -> int:
     if nproc == "gpu":
         return max(gpu_count(), 1)
-    if nproc.isdigit() and int(nproc) > 0:
+    if nproc.isdecimal() and int(nproc) > 0:
         return int(nproc)
     raise ConfigError(Problem("--nproc", f"{nproc!r} is no number of processes", "use a number from 1, or gpu"))
 
 
-def _check(parsed: Parsed, count: int) -> None:
+def _check(parsed: Parsed, ranks: int) -> None:
     config = parsed.config
     check(config, has_val=config.val_data is not None, require_length=True, origins=parsed.origins)
-    for role in ("model", "data"):
-        if getattr(config, role) is None:
-            raise ConfigError(Problem(role, "there is none", f"add a section `{role}` with a `type`"))
-    ranks = int(os.environ.get("WORLD_SIZE", count))
+    absent = [role for role in ("model", "data") if getattr(config, role) is None]
+    problems = [Problem(role, "there is none", f"add a section `{role}` with a `type`") for role in absent]
+    if problems := problems + missing_paths(config):
+        raise ConfigError([replace(each, origin=origin_of(each.path, parsed.origins)) for each in problems])
     resolve_batch(config.batch, ranks)
 
 
@@ -54,7 +56,9 @@ def _show(parsed: Parsed) -> None:
 
 
 def _run(config: str, overrides: Sequence[str]) -> None:
+    from plait.cli.here import import_from_here
     from plait.runner import Runner
 
+    import_from_here()
     with Runner.from_config(config, overrides) as runner:
         runner.train()

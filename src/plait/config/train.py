@@ -35,6 +35,8 @@ class TrainConfig(Section):
     """What `val_every` and `checkpoint.every` count. Absent: as `max_epochs` or `max_steps` is set."""
     max_epochs: PositiveInt | None = None
     max_steps: PositiveInt | None = None
+    stop_after: PositiveInt | None = None
+    """Stop and save at this step, short of the end; a later run goes on from there."""
     val_every: PositiveInt | None = None
     """Absent: at the end of every epoch, or at the end of the run when counting steps."""
     val_batches: PositiveInt | None = None

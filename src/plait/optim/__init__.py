@@ -1,7 +1,7 @@
 """How parameters move: groups, optimizers, schedules, clipping."""
 
 from plait.optim.build import ViewGroup, build_optimizer, is_elementwise, supports_grad_scale
-from plait.optim.clip import clip_by_value, grad_norm
+from plait.optim.clip import clip_by_value, grad_norm, grad_norm_tensor
 from plait.optim.groups import GroupSpec, ParameterInfo, parameter_infos, split_groups
 from plait.optim.schedule import Schedule, build_schedule
 
@@ -14,6 +14,7 @@ __all__ = [
     "build_schedule",
     "clip_by_value",
     "grad_norm",
+    "grad_norm_tensor",
     "is_elementwise",
     "parameter_infos",
     "split_groups",

@@ -23,7 +23,9 @@ class Best:
         """Take note of one validation."""
         if self.metric not in metrics:
             raise ConfigError(
-                Problem(self._path, f"{self.metric!r} is not measured", f"validation gives: {', '.join(sorted(metrics))}")
+                Problem(
+                    self._path, f"{self.metric!r} is not measured", f"validation gives: {', '.join(sorted(metrics))}"
+                )
             )
         value = metrics[self.metric]
         if math.isnan(value):

@@ -34,6 +34,7 @@ class _LoopState:
         self.by_epoch = runner.by_epoch
         self.max_epochs = config.train.max_epochs
         self.total = runner.total_steps
+        self.stop_after = config.train.stop_after
         self.validates = runner.has("val_data")
         self.val_every = config.train.val_every
         self.save_every = config.checkpoint.every
@@ -95,6 +96,9 @@ def _train_steps(runner: Runner, state: _LoopState) -> bool:
         if not state.by_epoch:
             state.stopped = _at_interval(runner, state, step) and runner.stopping()
             mark = perf_counter()
+        if step == state.stop_after:
+            runner.stop_reason = f"stopped at step {step}, as train.stop_after says"
+            state.stopped = True
         if state.stopped or (result.stop and runner.stopping()):
             state.stopped = True
             return False

@@ -10,12 +10,14 @@ from typing import Any
 from plait.config import Parsed, RunConfig, check, parse, parse_sections, to_yaml
 from plait.errors import ConfigError, Problem, TrainingError
 from plait.monitor import Monitor, build_monitor
+from plait.runner.agree import on_main
 from plait.runner.describe import describe_run
 from plait.runner.evaluate import evaluate
 from plait.runner.hooks import Hook, HookTable, build_hooks
 from plait.runner.loop import train_loop
 from plait.runner.metrics import Metric
 from plait.runner.saving import Saver
+from plait.runner.signals import StopSignals
 from plait.runner.sources import batch_of, is_section, make_loader
 from plait.spec import Event, EventKind
 from plait.strategy import Engine, Length, prepare_native
@@ -56,10 +58,17 @@ class Runner:
         self._start(parsed, model, objects, own_hooks, metrics, loss_fn, collate_fn)
 
     @classmethod
-    def from_config(cls, source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Runner:
+    def from_config(
+        cls,
+        source: str | Path | Mapping[str, Any],
+        overrides: Sequence[str] = (),
+        *,
+        metrics: Sequence[Metric] = (),
+        hooks: Sequence[Hook] = (),
+    ) -> Runner:
         """A run described in a file or mapping, with dotted overrides (`optim.lr=3e-4`)."""
         runner = cls.__new__(cls)
-        runner._start(parse(source, overrides), None, {}, [], (), None, None)
+        runner._start(parse(source, overrides), None, {}, list(hooks), metrics, None, None)
         return runner
 
     def _start(
@@ -75,23 +84,30 @@ class Runner:
         self.parsed = parsed
         self.config: RunConfig = parsed.config
         self._objects = {role: value for role, value in objects.items() if value is not None}
-        check(self.config, has_val=self._has("val_data"), require_length=False, origins=parsed.origins)
+        check(self.config, has_val=self.has("val_data"), require_length=False, origins=parsed.origins)
         if model is None and self.config.model is None:
             raise ConfigError(Problem("model", "there is none", "give a module, or a section with a type"))
+        if model is not None and not callable(model):  # a module is callable too
+            message = f"a {type(model).__name__} is no model"
+            raise ConfigError(Problem("model", message, "give a module, a function that makes one, or a section"))
         self._model = model
         self._loss_fn = loss_fn
         self._collate = collate_fn
         self.metrics = list(metrics)
         self.hooks = HookTable([*build_hooks(self.config.hooks), *hooks])
+        self.saver = Saver(self)
         self.epoch = 0
+        """Epochs that are complete."""
         self.step_in_epoch = 0
+        """Steps in the epoch that is not."""
         self.stop_reason: str | None = None
         self._world: World | None = None
         self._engine: Engine | None = None
         self._monitor: Monitor | None = None
         self._eval_loaders: dict[str, Any] = {}
 
-    def _has(self, role: str) -> bool:
+    def has(self, role: str) -> bool:
+        """Whether there are `data`, `val_data` or `test_data`."""
         return getattr(self.config, role) is not None or role in self._objects
 
     # ---- parts, made when first needed
@@ -120,9 +136,9 @@ class Runner:
         config, world = self.config, self.world
         self.batch = batch_of(config, world, self._objects.get("data"))
         self.loader = self._loader("data")
-        self.steps_per_epoch = None if self.loader is None else self.loader.steps_per_epoch
+        self.steps_per_epoch: int | None = None if self.loader is None else self.loader.steps_per_epoch
+        on_main(world, self._make_work_dir)
         self._monitor = build_monitor(config.log, Path(config.work_dir), world.rank)
-        self.saver = Saver(self)
         self._engine = prepare_native(
             config,
             world,
@@ -134,10 +150,17 @@ class Runner:
             say=lambda text: self.emit(EventKind.MESSAGE, level="warning", text=text),
         )
         self._model = None
-        if world.is_main:
-            self.saver.folder.sweep()
-        world.barrier()
         self.resumed_from = self.saver.resume()
+
+    def _make_work_dir(self, *, training: bool = False) -> None:
+        work_dir = Path(self.config.work_dir)
+        try:
+            work_dir.mkdir(parents=True, exist_ok=True)
+            if training:
+                (work_dir / "config.yaml").write_text(to_yaml(self.config))
+        except OSError as error:
+            message = f"{str(work_dir)!r} cannot be written to: {error.strerror}"
+            raise ConfigError(Problem("work_dir", message, "Choose another one.")) from error
 
     def _example(self) -> Any:
         if self.config.strategy.recompute.mode != "auto" or self.loader is None:
@@ -169,27 +192,31 @@ class Runner:
 
     def train(self) -> None:
         """Train to the end, from the start or from the checkpoint that `checkpoint.resume` names."""
-        if not self._has("data"):
+        if not self.has("data"):
             raise ConfigError(Problem("data", "there is nothing to train on", "give data, or a section `data`"))
         if self.config.train.max_steps is None and self.config.train.max_epochs is None:
             raise ConfigError(Problem("train", "there is no end", "set train.max_steps or train.max_epochs"))
+        if self._engine is None or self._engine.steps == 0:
+            on_main(self.world, self.saver.refuse_to_overwrite)
         engine = self.engine
-        if self.resumed_from is None:
-            self.saver.refuse_to_overwrite()
-        if self.world.is_main:
-            Path(self.config.work_dir, "config.yaml").write_text(to_yaml(self.config))
+        if self.has("val_data"):
+            self._eval_loader("val_data")  # what is wrong with it shows now, not after the first epoch
+        on_main(self.world, lambda: self._make_work_dir(training=True))
         self.stop_reason = None
         self.emit(EventKind.RUN_START, **describe_run(self))
-        start, first = time.perf_counter(), engine.steps
-        train_loop(self)
-        if self.config.checkpoint.last:
-            self.saver.save()
-        self.emit(
-            EventKind.RUN_END,
-            reason=self.stop_reason or "finished",
-            seconds=time.perf_counter() - start,
-            steps=engine.steps - first,
-        )
+        start, first, reason = time.perf_counter(), engine.steps, "failed"
+        try:
+            with StopSignals(self.stop):
+                train_loop(self)
+                reason = self.stop_reason or "finished"
+                if self.config.checkpoint.last:
+                    self.saver.save()
+        except BaseException as error:
+            reason = f"failed with {type(error).__name__}"
+            raise
+        finally:
+            seconds = time.perf_counter() - start
+            self.emit(EventKind.RUN_END, reason=reason, seconds=seconds, steps=engine.steps - first)
 
     def validate(self) -> dict[str, float]:
         """Measure on `val_data`."""
@@ -197,33 +224,52 @@ class Runner:
 
     def test(self) -> dict[str, float]:
         """Measure on `test_data`, or on `val_data` where there is no such thing."""
-        return self._measure("test_data" if self._has("test_data") else "val_data", EventKind.TEST)
+        return self._measure("test_data" if self.has("test_data") else "val_data", EventKind.TEST)
 
     def _measure(self, role: str, kind: EventKind) -> dict[str, float]:
-        if not self._has(role):
+        if not self.has(role):
             raise ConfigError(
                 Problem(role, "there are no data to measure on", f"give {role}, or a section of that name")
             )
-        engine = self.engine
-        if role not in self._eval_loaders:
-            self._eval_loaders[role] = self._loader(role)
-        for hook in self.hooks.before_validate:
+        engine, loader = self.engine, self._eval_loader(role)
+        validating = kind is EventKind.VALIDATE
+        for hook in self.hooks.before_validate if validating else self.hooks.before_test:
             hook(self)
         start = time.perf_counter()
-        limit = self.config.train.val_batches if kind is EventKind.VALIDATE else None
-        metrics, batches = evaluate(engine, self._eval_loaders[role].epoch(0), self.metrics, limit=limit)
-        self.emit(kind, metrics=metrics, batches=batches, time=time.perf_counter() - start)
-        for hook in self.hooks.after_validate:
+        limit = self.config.train.val_batches if validating else None
+        metrics, batches = evaluate(engine, loader.epoch(0), self.metrics, limit=limit)
+        self.emit(kind, metrics=metrics, batches=batches, time=time.perf_counter() - start, by_epoch=self.by_epoch)
+        for hook in self.hooks.after_validate if validating else self.hooks.after_test:
             hook(self, metrics)
         return metrics
 
+    def _eval_loader(self, role: str) -> Any:
+        if self._engine is None:
+            self._build()
+        if role not in self._eval_loaders:
+            self._eval_loaders[role] = self._loader(role)
+        return self._eval_loaders[role]
+
     def stop(self, reason: str) -> None:
-        """End training after the step in progress. Call it on every rank, or from a signal on any."""
+        """End training as soon as every rank knows: now after a validation or epoch, else within a step or two.
+
+        May be called on any rank, and from a signal handler.
+        """
         self.stop_reason = self.stop_reason or reason
         self.engine.request_stop()
 
+    def stopping(self) -> bool:
+        """Whether some rank asked to stop, and then why. Every rank must ask at the same time."""
+        reasons = [reason for reason in self.world.gather(self.stop_reason) if reason is not None]
+        if reasons:
+            self.stop_reason = reasons[0]
+        return bool(reasons)
+
     def close(self) -> None:
         """Let processes, files and worker processes go."""
+        for loader in (getattr(self, "loader", None), *self._eval_loaders.values()):
+            if loader is not None:
+                loader.close()
         if self._monitor is not None:
             self._monitor.close()
         if self._world is not None:
@@ -241,6 +287,9 @@ class Runner:
         """Go on at a position of the data, given in steps of `samples` samples."""
         if samples != self.batch.total:
             done = step_in_epoch * samples
+            whole = None if self.loader is None else self.loader.samples_per_epoch
+            if whole is not None and done >= whole:  # the last batch of an epoch may be short
+                epoch, done = epoch + 1, 0
             if done % self.batch.total:
                 raise TrainingError(
                     f"the checkpoint was saved {done} samples into epoch {epoch + 1}, which is no whole number of "
@@ -253,7 +302,9 @@ class Runner:
         """Tell the sinks that something happened."""
         assert self._monitor is not None
         step = 0 if self._engine is None else self._engine.steps
-        self._monitor.emit(Event(kind, step, self.epoch, data))
+        # The epoch that the latest step belongs to, counted from 1.
+        epoch = self.epoch + 1 if self.step_in_epoch else max(self.epoch, 1)
+        self._monitor.emit(Event(kind, step, epoch, data))
 
     def tick(self, step: int) -> None:
         """Move the progress bar."""

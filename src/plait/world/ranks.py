@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from plait.errors import WorldError
 
+_DEFAULT_PORT = 29500
+"""The one that torchrun takes too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -29,7 +32,17 @@ class Ranks:
 def detect_ranks(env: Mapping[str, str] | None = None) -> Ranks:
     """Read the ranks from the environment of torchrun, Slurm or MPI; alone without any of them."""
     env = os.environ if env is None else env
-    if "RANK" in env and "WORLD_SIZE" in env:
+    ranks = _detect(env)
+    if not 0 <= ranks.rank < ranks.size:
+        raise WorldError(
+            f"the environment of {ranks.launcher} says rank {ranks.rank} of {ranks.size}, but ranks go from 0 to "
+            f"{ranks.size - 1}; it is set by the launcher, perhaps by an earlier one"
+        )
+    return ranks
+
+
+def _detect(env: Mapping[str, str]) -> Ranks:
+    if "RANK" in env:
         return _from_torchrun(env)
     # Inside a batch script SLURM_PROCID is set although srun started nothing; only a step has this one.
     if "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env:
@@ -47,8 +60,9 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
     try:
         return int(text or "")
     except ValueError:
+        found = "not set" if text is None else repr(text)
         raise WorldError(
-            f"the environment variable {name} is {text!r}, expected a whole number; it is set by the launcher"
+            f"the environment variable {name} is {found}, expected a whole number; it is set by the launcher"
         ) from None
 
 
@@ -62,7 +76,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Ranks:
         local_size=_integer(env, "LOCAL_WORLD_SIZE", size),
         launcher="torchrun",
         address=env.get("MASTER_ADDR", "127.0.0.1"),
-        port=_integer(env, "MASTER_PORT", 29500),
+        port=_integer(env, "MASTER_PORT", _DEFAULT_PORT),
     )
 
 
@@ -109,9 +123,16 @@ def _from_mpi(env: Mapping[str, str], names: tuple[str, str, str, str]) -> Ranks
         local_size=local_size,
         launcher="mpi",
         address=env.get("MASTER_ADDR", "127.0.0.1"),
-        # All ranks of a host share mpirun as parent, so this is one number without asking anybody.
-        port=_integer(env, "MASTER_PORT", _job_port(env.get("PMIX_NAMESPACE", str(os.getppid())))),
+        port=_integer(env, "MASTER_PORT", _mpi_port(env, one_host=local_size == size)),
     )
+
+
+def _mpi_port(env: Mapping[str, str], *, one_host: bool) -> int:
+    """A port that all ranks find without asking one another."""
+    if "PMIX_NAMESPACE" in env:
+        return _job_port(env["PMIX_NAMESPACE"])
+    # The ranks of one host share mpirun as parent; those of several have nothing in common but a fixed number.
+    return _job_port(str(os.getppid())) if one_host else _DEFAULT_PORT
 
 
 def _job_port(job: str) -> int:
@@ -121,7 +142,8 @@ def _job_port(job: str) -> int:
 
 def first_host(nodelist: str) -> str:
     """The first host of a Slurm node list: `gpu[07-09,12],cpu1` → `gpu07`."""
-    head = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodelist)
-    if head is None:
+    # Of each bracket, everything from the first comma or dash on is dropped; then the next name begins at a comma.
+    host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodelist).partition(",")[0].strip()
+    if not re.fullmatch(r"[^\s\[\]]+", host):
         raise WorldError(f"cannot read the first host of the Slurm node list {nodelist!r}; set MASTER_ADDR")
-    return head.group(1) + (head.group(2) or "")
+    return host

@@ -119,13 +119,12 @@ def _ranks_of_running_group() -> Ranks:
 
 def _join(ranks: Ranks, device: torch.device, backend: str, timeout_s: float) -> None:
     where = f"{ranks.address}:{ranks.port}"
-    by_environment = ranks.launcher == "torchrun"
     address = f"[{ranks.address}]" if ":" in ranks.address else ranks.address
     try:
         dist.init_process_group(
             backend,
-            # torchrun's agent may keep the store itself, which only env:// knows how to join.
-            init_method="env://" if by_environment else f"tcp://{address}:{ranks.port}",
+            # Where torchrun's agent keeps the store itself, this joins it all the same.
+            init_method=f"tcp://{address}:{ranks.port}",
             rank=ranks.rank,
             world_size=ranks.size,
             timeout=datetime.timedelta(seconds=timeout_s),

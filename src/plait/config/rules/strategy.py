@@ -58,16 +58,6 @@ def buckets_are_for_replicas(facts: Facts) -> Iterator[Problem]:
         yield from idle("strategy", strategy, ("bucket_mb",), reason, "Leave it out.")
 
 
-def hybrid_sharding_needs_a_layout(facts: Facts) -> Iterator[Problem]:
-    """How many replicas of how many shards there are cannot be guessed."""
-    strategy = facts.config.strategy
-    hybrid = strategy.sharding is not None and "HYBRID" in strategy.sharding
-    if hybrid and strategy.layout.dp_shard is None and strategy.layout.dp_replicate is None:
-        message = f"{strategy.sharding} shards within a group and replicates between groups, of no known size"
-        remedy = "Write `strategy.layout.dp_shard`, for example the number of devices of one node."
-        yield Problem("strategy.sharding", message, remedy)
-
-
 def sharded_layout_needs_sharding(facts: Facts) -> Iterator[Problem]:
     """A `dp_shard` axis at stage 0 would have nothing to do."""
     strategy = facts.config.strategy
@@ -124,7 +114,6 @@ RULES = (
     sharding_options_need_sharding,
     reshard_fits_the_stage,
     buckets_are_for_replicas,
-    hybrid_sharding_needs_a_layout,
     sharded_layout_needs_sharding,
     recompute_options_fit_the_mode,
     compile_options_need_compile,

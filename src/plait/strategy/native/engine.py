@@ -124,13 +124,14 @@ class NativeEngine(Engine):
 
     def _backward(self, loss: Tensor) -> None:
         scaler = self.updater.scaler
-        (loss if scaler is None else loss * scaler.scale).backward()
+        torch.autograd.backward(loss if scaler is None else loss * scaler.scale)
 
     def _finish_step(self) -> StepResult:
         if self._gradients is not None:
             self._gradients.finish()
-        loss, targets, correction, stop = self._normalizer.finish()
-        norm, skipped = self.updater.apply(correction, self.steps)
+        sums = self._normalizer.finish()
+        norm, skipped = self.updater.apply(sums.correction(), self.steps)
+        loss, targets, stop = sums.read()
         if skipped:
             self._report_skip()
         elif self.updater.skips_in_a_row:

@@ -69,6 +69,31 @@ def read_loss(outputs: Any, inputs: Any, samples: float, loss_function: LossFunc
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """A step's loss over all micro-batches and ranks; perhaps still on its way from the device."""
+
+    total: Tensor
+    """The sum of the loss; without a divisor, its mean."""
+    count: Tensor | float
+    flag: Tensor | bool
+    divisor: float | None
+    """What the gradients were divided by; None where that was the count itself."""
+
+    def correction(self) -> Tensor | float:
+        """What the gradients are still to be multiplied by."""
+        if self.divisor is None:
+            return 1.0
+        assert isinstance(self.count, Tensor)
+        # No target at all: the gradients are zero, whatever they are multiplied by.
+        return self.divisor / torch.where(self.count > 0, self.count, 1.0)
+
+    def read(self) -> tuple[float, float, bool]:
+        """The mean loss, the number of targets, and the flag. Waits for the device."""
+        total, count = float(self.total), float(self.count)
+        return total if self.divisor is None else total / (count or 1.0), count, bool(self.flag)
+
+
 class LossNormalizer:
     """Divides by the number of targets over all micro-batches and ranks.
 
@@ -111,20 +136,16 @@ class LossNormalizer:
         """What to call backward on, given the mean of the micro-batch that was added last."""
         return self.scaled(WeightedLoss(mean, self._parts[-1].weight, is_mean=True))
 
-    def finish(self) -> tuple[float, float, float, bool]:
-        """The mean loss, the number of targets, the factor that makes the gradients exact, and the flag."""
+    def finish(self) -> Sums:
+        """What the step's loss adds up to, over all micro-batches and ranks."""
         parts, self._parts = self._parts, []
         if self._exact:
-            value = float(parts[0].mean())
-            return value, float(parts[0].weight), 1.0, self.flag
+            return Sums(parts[0].mean(), parts[0].weight, self.flag, divisor=None)
         assert self._box is not None
-        assert self._divisor is not None
         if self._work is not None:
             self._work.wait()
-        total, count, flag = self._box.tolist()
-        self._box = self._work = None
-        count = count or 1.0
-        return total / count, count, self._divisor / count, flag > 0
+        box, self._box, self._work = self._box, None, None
+        return Sums(box[0], box[1], box[2], divisor=self._divisor)
 
     def _choose_divisor(self, weight: Tensor | float, micro_batches: int) -> float:
         count = torch.as_tensor(weight, dtype=self._dtype, device=self._device).reshape(1).clone()

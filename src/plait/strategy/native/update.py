@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 
 from plait.config.train import TrainConfig
 from plait.errors import NonFiniteError
-from plait.optim import Schedule, clip_by_value, grad_norm, supports_grad_scale
+from plait.optim import Schedule, clip_by_value, grad_norm, grad_norm_tensor, supports_grad_scale
 from plait.precision import LossScaler
 from plait.strategy.native.views import Views
 
@@ -36,42 +37,65 @@ class Updater:
         self._clip_norm = config.clip_norm
         self._clip_value = config.clip_value
         self._guard = config.guard
-        self._scale_box = torch.ones((), device=device)
-        self._no_inf = torch.zeros((), device=device)
+        self._device = device
         self._folds_scale = supports_grad_scale(optimizer) and config.clip_value is None
+        self._skips = config.guard.enabled or scaler is not None
 
-    def apply(self, correction: float, step: int) -> tuple[float, bool]:
+    def apply(self, correction: Tensor | float, step: int) -> tuple[float, bool]:
         """Update the weights with gradients that are still to be multiplied by `correction`.
 
         Returns the norm of the corrected gradients and whether the update was left out.
         """
         grads = self._views.gather_gradients()
-        factor = correction / self.scaler.scale if self.scaler is not None else correction
-        norm = grad_norm(grads, self._views.norm_group) * factor
+        self.schedule.apply(self.optimizer, step)
+        scale = 1.0 if self.scaler is None else 1.0 / self.scaler.scale
+        if self._device.type == "cuda" and self._folds_scale:
+            norm = self._apply_on_device(grads, correction * scale)
+        else:
+            norm = self._apply(grads, float(correction) * scale)
         finite = math.isfinite(norm)
         if self.scaler is not None:
             self.scaler.update(overflow=not finite)
-        if not finite and (self._guard.enabled or self.scaler is not None):
-            return norm, True
+        return norm, self._skips and not finite
+
+    def _apply(self, grads: list[Tensor], factor: float) -> float:
+        norm = grad_norm(grads, self._views.norm_group) * factor
+        if self._skips and not math.isfinite(norm):
+            return norm
         if self._clip_norm is not None and norm > self._clip_norm:
             factor *= self._clip_norm / (norm + 1e-6)
-        self._step(grads, factor, step)
-        return norm, False
-
-    def _step(self, grads: list[Tensor], factor: float, step: int) -> None:
-        self.schedule.apply(self.optimizer, step)
-        if factor != 1.0 and self._folds_scale:
-            # Fused kernels divide each gradient as they read it: no pass over memory of its own.
-            self.optimizer.grad_scale = self._scale_box.fill_(1.0 / factor)
-            self.optimizer.found_inf = self._no_inf
-            self.optimizer.step()
-            self.optimizer.grad_scale = self.optimizer.found_inf = None
+        if self._folds_scale:
+            self._step(None if factor == 1.0 else torch.full((), 1.0 / factor, device=self._device), None)
         else:
             if factor != 1.0:
                 torch._foreach_mul_(grads, factor)
             if self._clip_value is not None:
                 clip_by_value(grads, self._clip_value)
             self.optimizer.step()
+            self._views.publish()
+        return norm
+
+    def _apply_on_device(self, grads: list[Tensor], factor: Tensor | float) -> float:
+        """The same without waiting for the device before the update: the kernel itself skips it."""
+        norm = grad_norm_tensor(grads, self._views.norm_group) * factor
+        if self._clip_norm is not None:
+            factor = factor * (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        scale = None
+        if isinstance(factor, Tensor):
+            scale = (1.0 / factor).float()
+        elif factor != 1.0:
+            scale = torch.full((), 1.0 / factor, device=self._device)
+        self._step(scale, (~norm.isfinite()).float() if self._skips else None)
+        return float(norm)
+
+    def _step(self, scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """Step a fused optimizer, which divides each gradient by `scale` as it reads it: no pass of its own."""
+        optimizer: Any = self.optimizer
+        if scale is not None and found_inf is None:
+            found_inf = torch.zeros((), device=self._device)
+        optimizer.grad_scale, optimizer.found_inf = scale, found_inf
+        optimizer.step()
+        optimizer.grad_scale = optimizer.found_inf = None
         self._views.publish()
 
     def count_skip(self, skipped: bool, blame: str) -> None:

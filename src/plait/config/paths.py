@@ -1,0 +1,57 @@
+"""Files and folders that a run description names: whether they are there. Looked at before anything starts."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator
+from pathlib import Path
+
+from plait.config.data import Cifar10Data, DataConfig, ImageFolderData, JsonlData, TextData, TokensData
+from plait.config.model import HFConfig
+from plait.config.run import RunConfig
+from plait.config.words import nearest
+from plait.errors import Problem
+
+
+def missing_paths(config: RunConfig) -> list[Problem]:
+    """A problem for each file or folder that is to be read and does not exist."""
+    problems: list[Problem] = []
+    for role in ("data", "val_data", "test_data"):
+        problems += _of_data(role, getattr(config, role))
+    if isinstance(config.model, HFConfig) and config.model.path is not None:
+        problems += _unless_there("model.path", config.model.path, "Give the folder of a `transformers` model.")
+    if config.checkpoint.resume not in (None, "auto"):
+        remedy = "Give a checkpoint or the work_dir of a run, or `auto`."
+        problems += _unless_there("checkpoint.resume", str(config.checkpoint.resume), remedy)
+    return problems
+
+
+def _of_data(role: str, source: DataConfig | None) -> Iterator[Problem]:
+    match source:
+        case TextData(path="stdlib"):
+            pass
+        case TextData() | JsonlData():
+            if not glob.glob(str(Path(source.path).expanduser()), recursive=True):
+                yield _missing(f"{role}.path", source.path, "Give a file, a folder or a glob.")
+        case ImageFolderData() | Cifar10Data():
+            yield from _unless_there(f"{role}.path", source.path, "Give the folder of the images.")
+        case TokensData():
+            path = Path(source.path)
+            stem = path.with_suffix("") if path.suffix in (".bin", ".json") else path
+            if not stem.with_name(f"{stem.name}.json").exists():
+                yield _missing(f"{role}.path", source.path, "Give the name of a token file, without its ending.")
+    if isinstance(source, TextData | JsonlData) and source.tokenizer is not None:
+        yield from _unless_there(f"{role}.tokenizer", source.tokenizer, "Give a tokenizer.json.")
+
+
+def _unless_there(key: str, path: str, remedy: str) -> Iterator[Problem]:
+    if not Path(path).expanduser().exists():
+        yield _missing(key, path, remedy)
+
+
+def _missing(key: str, path: str, remedy: str) -> Problem:
+    place = Path(path).expanduser()
+    message = f"{path!r} does not exist" + ("" if place.is_absolute() else f" in {Path.cwd()}")
+    if place.parent.is_dir() and (meant := nearest(place.name, [each.name for each in place.parent.iterdir()])):
+        remedy = f"Did you mean `{place.parent / meant}`? {remedy}"
+    return Problem(key, message, remedy)
