@@ -85,23 +85,36 @@ def run_child(
     With several ranks each process gets the variables of torchrun. Whatever goes wrong (no such package, a
     crash, a hang) comes back as `{"error": reason}`.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` below takes the children along
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
         port = str(_free_port())
-        children = [_Child(arguments, Path(folder), rank, ranks, port, env or {}) for rank in range(ranks)]
-        deadline = time.monotonic() + limit
-        while any(child.running for child in children) and time.monotonic() < deadline:
-            if any(child.failed for child in children):
-                deadline = min(deadline, time.monotonic() + 5)  # its peers would wait for it for ever
-            time.sleep(0.05)
-        hung = all(child.running for child in children)
-        for child in children:
-            child.end()
-        if hung:
+        children: list[_Child] = []
+        try:
+            for rank in range(ranks):
+                children.append(_Child(arguments, Path(folder), rank, ranks, port, env or {}))
+            ended = _wait(children, limit)
+        finally:
+            for child in children:
+                child.end()
+        if not ended:
             return {"error": f"no end after {limit:g} s; last words: {children[0].last_words()}"}
-        for child in children:
-            if "error" in (found := child.result()):
-                return found
-        return {"ranks": [child.result() for child in children]}
+        results = [child.result() for child in children]
+        broken = [child for child, found in zip(children, results, strict=True) if "error" in found]
+        # The first to speak has the cause; the others fail because it did.
+        return min(broken, key=_Child.spoke_at).result() if broken else {"ranks": results}
+
+
+def _wait(children: Sequence[_Child], limit: float) -> bool:
+    """Until all children ended, or one failed; False where they took longer than `limit`."""
+    deadline = time.monotonic() + limit
+    while any(child.running for child in children):
+        if any(child.failed for child in children):
+            time.sleep(5)  # the others may still say why; without it they would wait for ever
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 class _Child:
@@ -142,6 +155,9 @@ class _Child:
             found: Result = json.loads(self._reply.read_text())
             return found
         return {"error": f"exit code {self._process.returncode}; last words: {self.last_words()}"}
+
+    def spoke_at(self) -> float:
+        return self._reply.stat().st_mtime if self._reply.exists() else float("inf")
 
     def last_words(self) -> str:
         lines = self._log_path.read_text(errors="replace").strip().splitlines()

@@ -15,7 +15,10 @@ from plait.data.tokenizer import END
 from plait.errors import DataError
 
 STDLIB = "stdlib"
-LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+LEFT_OUT = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
+)
+"""Folders of the standard library without sources of its own: packages, tests, and tables written by programs."""
 
 Document = tuple[str, str]
 """What is given and what is to be learned; plain text has nothing given."""
@@ -26,7 +29,7 @@ class TextSource:
     """Text files. Each is a document, or several with ``<|endoftext|>`` between them.
 
     ``path`` is a file, a folder (every file below it that is not hidden), a glob, or `stdlib`: the sources
-    of the standard library of the Python that runs this, without its tests. ``limit_mb`` keeps the first
+    of the standard library of the Python that runs this, without tests and tables. ``limit_mb`` keeps the first
     files, in the order of their names, that together are no larger.
     """
 

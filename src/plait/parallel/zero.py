@@ -86,6 +86,18 @@ def shard(
     return ShardedGradients(root, options.stage)
 
 
+def reshard(model: nn.Module) -> None:
+    """Let go of whole parameters that a forward pass without a backward pass has left.
+
+    Below stage 3 they stay until the backward pass. Kept, they would hide the shards from a checkpoint, and
+    the next step would compute with them even if the shards have changed since.
+    """
+    if isinstance(model, FSDPModule):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
 def _shard_fp32_modules(model: nn.Module, common: dict[str, Any], policy: Policy) -> None:
     if not policy.mixed:
         return

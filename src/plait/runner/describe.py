@@ -6,6 +6,9 @@ import platform
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+
+from plait.world import World
 
 if TYPE_CHECKING:
     from plait.runner.runner import Runner
@@ -28,10 +31,9 @@ def describe_run(runner: Runner) -> dict[str, Any]:
     rows = [
         (
             "model",
-            f"{type(model).__name__}, {_si(total)} parameters"
-            + (f", {_si(trained)} trained" if trained < total else ""),
+            f"{_model_name(model)}, {_si(total)} parameters" + (f", {_si(trained)} trained" if trained < total else ""),
         ),
-        ("device", f"{world.size} × {_device_name(world.device)} ({world.ranks.launcher} launcher)"),
+        ("device", _devices(world)),
         ("strategy", _strategy(runner, stage)),
         ("precision", _precision(runner)),
         (
@@ -51,7 +53,7 @@ def describe_run(runner: Runner) -> dict[str, Any]:
         rows.append(("resumed", f"{runner.resumed_from.name}, epoch {runner.epoch + 1}, step {runner.step}"))
     name = "single" if stage is None else "ddp" if stage == 0 else f"zero{stage}"
     return {
-        "title": f"plait · {type(model).__name__} · {name}",
+        "title": f"plait · {_model_name(model)}",
         "rows": rows,
         "segment": f"{name} · {world.size} rank{'s' if world.size > 1 else ''}",
         "resumed": runner.resumed_from is not None,
@@ -87,12 +89,21 @@ def _length(runner: Runner) -> str:
     return f"{train.max_epochs} epochs{epoch}"
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type == "cpu":
-        return f"CPU process, {torch.get_num_threads()} threads"
-    return device.type
+def _model_name(model: nn.Module) -> str:
+    # Sharding derives a class of its own, FSDP<Name>, from the model's.
+    return type(model).__name__.removeprefix("FSDP")
+
+
+def _devices(world: World) -> str:
+    started = f", started by {world.ranks.launcher}" if world.ranks.launcher in ("slurm", "mpi") else ""
+    if world.device.type == "cuda":
+        name = torch.cuda.get_device_name(world.device)
+    elif world.device.type == "cpu":
+        threads = torch.get_num_threads()
+        name = f"CPU, {threads} thread{'s' if threads > 1 else ''} each"
+    else:
+        name = world.device.type
+    return f"{world.size} × {name}{started}"
 
 
 def _si(number: float) -> str:

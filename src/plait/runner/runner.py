@@ -180,13 +180,15 @@ class Runner:
 
     @property
     def total_steps(self) -> int | None:
-        """How many steps the run has, where that is known."""
+        """At which step the run will have come to its end, where that is known."""
         train = self.config.train
         if train.max_steps is not None:
             return train.max_steps
-        if train.max_epochs is not None and self.steps_per_epoch is not None:
-            return train.max_epochs * self.steps_per_epoch
-        return None
+        if train.max_epochs is None or self.steps_per_epoch is None:
+            return None
+        # From here on: the steps before a resume may have been of another size.
+        done = 0 if self._engine is None else self._engine.steps
+        return done + (train.max_epochs - self.epoch) * self.steps_per_epoch - self.step_in_epoch
 
     # ---- what a user calls
 
@@ -238,7 +240,8 @@ class Runner:
         start = time.perf_counter()
         limit = self.config.train.val_batches if validating else None
         metrics, batches = evaluate(engine, loader.epoch(0), self.metrics, limit=limit)
-        self.emit(kind, metrics=metrics, batches=batches, time=time.perf_counter() - start, by_epoch=self.by_epoch)
+        seconds, max_epochs = time.perf_counter() - start, self.config.train.max_epochs
+        self.emit(kind, metrics=metrics, batches=batches, time=seconds, by_epoch=self.by_epoch, max_epochs=max_epochs)
         for hook in self.hooks.after_validate if validating else self.hooks.after_test:
             hook(self, metrics)
         return metrics

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from plait.errors import TrainingError
 from plait.parallel.compiling import undo_compile
+from plait.parallel.zero import reshard
 from plait.precision import Policy, cast_floats
 from plait.spec import MicroBatch
 from plait.strategy.base import Engine, Evaluation, StepResult
@@ -148,6 +149,7 @@ class NativeEngine(Engine):
             inputs = self._last_batch.inputs if isinstance(self._last_batch, MicroBatch) else self._last_batch
             ready = self._ready(inputs)
             blames = self.world.gather(find_culprit(self.model, self.views, lambda: self._call(ready)))
+            reshard(self.model)
             blame = next((b for b in blames if "another rank" not in b), blames[0])
             self._say(f"step {self.steps} skipped on every rank: not finite, first seen in {blame}")
         self.updater.count_skip(True, blame or "fp16 gradients")
@@ -193,6 +195,7 @@ class NativeEngine(Engine):
                 return Evaluation(float(loss.total()), float(loss.weight), outputs)
         finally:
             self.model.train(training)
+            reshard(self.model)
 
     # ---- state
 

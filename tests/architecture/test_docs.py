@@ -1,0 +1,57 @@
+"""The documentation says what the code does, as far as a test can tell."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from plait.config import parse
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+ENGLISH_ONLY = {"architecture.md"}
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_config_reference", DOCS / "generate_config_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", ["configuration.md", "zh-CN/configuration.md"])
+def test_the_configuration_reference_is_the_one_that_the_schema_gives(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert text == generator().with_reference(text), "run python docs/generate_config_reference.py"
+
+
+def test_every_guide_is_there_in_both_languages() -> None:
+    english = {path.name for path in DOCS.glob("*.md")} - ENGLISH_ONLY
+    assert english == {path.name for path in (DOCS / "zh-CN").glob("*.md")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    local = [target.partition("#")[0] for target in targets if "://" not in target and not target.startswith("#")]
+    assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_run_descriptions_shown_on_a_page_parse(page: Path, tmp_path: Path) -> None:
+    for block in re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+        file = tmp_path / "run.yaml"
+        file.write_text(block, encoding="utf-8")
+        parse(file)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+def test_example_run_descriptions_parse(path: Path) -> None:
+    assert parse(path).config.model is not None

@@ -1,0 +1,280 @@
+"""What a checkpoint on disk promises: whole or not at all, and never wrong in silence."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.checkpoint import CheckpointFolder, Manifest, load_into, read_manifest, save_checkpoint, verify
+from plait.config import parse_sections
+from plait.errors import CheckpointError
+from plait.world import World, open_world
+
+
+@pytest.fixture
+def world() -> World:
+    return open_world(parse_sections(device="cpu").config)
+
+
+@pytest.fixture
+def tensors() -> dict[str, Tensor]:
+    return {
+        "model.weight": torch.randn(6, 5),
+        "model.half": torch.randn(3).bfloat16(),
+        "optim.weight.step": torch.tensor(float(random.randint(1, 99))),
+        "rng.0.torch": torch.get_rng_state(),
+    }
+
+
+@pytest.fixture
+def saved(tmp_path: Path, world: World, tensors: dict[str, Tensor]) -> Path:
+    target = tmp_path / "checkpoints" / "step-00000007"
+    state = {"epoch": 2, "nan": float("nan"), "nested": {"list": [1, 2.5, None], 3: "three"}}
+    save_checkpoint(target, tensors, state, step=7, world=world)
+    return target
+
+
+def empty(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+def flip(path: Path, position: int | None = None) -> None:
+    content = bytearray(path.read_bytes())
+    content[random.randrange(len(content)) if position is None else position] ^= 1 << random.randrange(8)
+    path.write_bytes(content)
+
+
+def test_what_was_saved_is_loaded_to_the_bit(saved: Path, world: World, tensors: dict[str, Tensor]) -> None:
+    manifest = read_manifest(saved)
+    found = empty(tensors)
+    verify(saved, manifest, world=world)
+    load_into(saved, manifest, found, world=world)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert manifest.step == 7
+    assert manifest.state["nested"] == {"list": [1, 2.5, None], "3": "three"}
+    assert manifest.versions["torch"] == torch.__version__
+    assert manifest.tensors["model.half"] == {"shape": [3], "dtype": "bfloat16"}
+
+
+def test_one_process_saves_and_loads_without_a_warning(
+    tmp_path: Path, world: World, tensors: dict[str, Tensor]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_checkpoint(tmp_path / "step-1", tensors, {}, step=1, world=world)
+        load_into(tmp_path / "step-1", read_manifest(tmp_path / "step-1"), empty(tensors), world=world)
+
+
+def test_nothing_but_the_checkpoint_is_left_behind(saved: Path) -> None:
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+    files = {path.name for path in saved.iterdir()}
+    assert files == {*read_manifest(saved).files, "manifest.json"}
+
+
+@pytest.mark.parametrize("victim", ["__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
+def test_a_damaged_file_is_named(saved: Path, world: World, victim: str, damage: str) -> None:
+    path = saved / victim
+    if damage == "flipped":
+        flip(path)
+    elif damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        path.unlink()
+    with pytest.raises(CheckpointError, match=rf"{victim}.*(checksum|bytes|missing)"):
+        verify(saved, read_manifest(saved), world=world)
+
+
+def test_a_manifest_with_any_bit_flipped_is_refused_or_says_the_same(saved: Path, world: World) -> None:
+    path = saved / "manifest.json"
+    whole, content = repr(read_manifest(saved)), path.read_bytes()
+    for position in random.sample(range(len(content)), 150):
+        flip(path, position)
+        try:
+            assert repr(read_manifest(saved)) == whole, position  # the byte was a space between values
+        except CheckpointError as error:
+            assert "manifest.json" in str(error)  # noqa: PT017
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}'])
+def test_a_manifest_that_is_something_else_is_refused(saved: Path, text: str) -> None:
+    (saved / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        read_manifest(saved)
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        read_manifest(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="written last"):
+        read_manifest(tmp_path)
+
+
+def test_misfits_stand_in_one_table_that_fits_on_a_screen(
+    saved: Path, world: World, tensors: dict[str, Tensor]
+) -> None:
+    wanted = empty(tensors)
+    wanted["model.weight"] = torch.zeros(6, 4)
+    wanted["model.added"] = torch.zeros(2)
+    del wanted["model.half"]
+    with pytest.raises(CheckpointError) as caught:
+        load_into(saved, read_manifest(saved), wanted, world=world)
+    head, columns, *rows = str(caught.value).splitlines()
+    assert head == f"{saved} does not fit this model:"
+    assert (
+        columns.split("  ")[1:] == ["tensor        ", "in the checkpoint", "in the model"][0:1]
+        or "in the model" in columns
+    )
+    assert [" ".join(row.split()) for row in rows] == [
+        "model.added - (2,)",
+        "model.half (3,) -",
+        "model.weight (6, 5) (6, 4)",
+    ]
+    many = {f"model.{i}": torch.zeros(1) for i in range(100)}
+    with pytest.raises(CheckpointError, match=r"… and \d+ more") as caught:
+        load_into(saved, read_manifest(saved), many, world=world)
+    assert len(str(caught.value).splitlines()) <= 24
+
+
+def test_entries_that_may_be_left_out_are_no_misfit(saved: Path, world: World, tensors: dict[str, Tensor]) -> None:
+    wanted = {name: tensor for name, tensor in empty(tensors).items() if name.startswith("model.")}
+    load_into(saved, read_manifest(saved), wanted, world=world, ignore=("optim.", "rng."))
+    with pytest.raises(CheckpointError, match=r"rng\.0\.torch"):
+        load_into(saved, read_manifest(saved), wanted, world=world, ignore=("optim.",))
+
+
+# ---- when saving fails
+
+
+def full_save(target: Path, world: World) -> None:
+    save_checkpoint(target, {"model.big": torch.randn(1 << 20)}, {}, step=8, world=world)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs rights that are not here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk_is_told_and_the_old_checkpoint_stays(
+    small_disk: Path, world: World, tensors: dict[str, Tensor]
+) -> None:
+    folder = CheckpointFolder(small_disk)
+    save_checkpoint(folder.path_of(7), tensors, {}, step=7, world=world)
+    with pytest.raises(CheckpointError, match="not written") as caught:
+        full_save(folder.path_of(8), world)
+    assert "No space left" in str(caught.value) or "PytorchStreamWriter" in str(caught.value)
+    assert [path.name for path in small_disk.iterdir()] == ["step-00000007"]  # what was half written is gone
+    verify(folder.path_of(7), read_manifest(folder.path_of(7)), world=world)
+    save_checkpoint(folder.path_of(9), tensors, {}, step=9, world=world)  # and there is room again
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, world: World) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"not written.*\n.*NotADirectoryError"):
+        full_save(tmp_path / "file" / "step-00000008", world)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_told(saved: Path, world: World) -> None:
+    saved.parent.chmod(0o500)
+    try:
+        with pytest.raises(CheckpointError, match="PermissionError"):
+            full_save(saved.with_name("step-00000008"), world)
+    finally:
+        saved.parent.chmod(0o700)
+    verify(saved, read_manifest(saved), world=world)
+
+
+def test_state_that_json_cannot_hold_is_told_and_nothing_is_left(saved: Path, world: World) -> None:
+    target = saved.with_name("step-00000008")
+    with pytest.raises(CheckpointError, match="not JSON serializable"):
+        save_checkpoint(target, {"model.x": torch.zeros(1)}, {"odd": object()}, step=8, world=world)
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+
+# ---- the folder of a run
+
+
+def place(root: Path, step: int, saved_at: float, *, complete: bool = True) -> Path:
+    path = CheckpointFolder(root).path_of(step)
+    path.mkdir(parents=True)
+    (path / "__0_0.distcp").write_text("data")
+    if complete:
+        Manifest(step, 1, {}, {}, {}, {}, saved_at).write(path)
+    return path
+
+
+def test_of_two_checkpoints_the_one_saved_later_is_the_newer(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for step, when in ((3, 10.0), (9, 20.0), (6, 30.0)):
+        place(tmp_path, step, when)
+    assert [path.name[-1] for path in folder.complete()] == ["3", "9", "6"]
+    folder.prune(2)
+    assert [path.name[-1] for path in folder.complete()] == ["9", "6"]
+
+
+def test_an_unfinished_folder_is_no_checkpoint_and_is_swept_away(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    good = place(tmp_path, 3, 1.0)
+    place(tmp_path, 5, 2.0, complete=False)
+    (tmp_path / ".step-00000006.tmp").mkdir()
+    (tmp_path / "notes.txt").write_text("the user's own")
+    (tmp_path / "step-by-step").mkdir()
+    assert folder.newest() == good
+    folder.sweep()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step-00000003", "step-by-step"]
+
+
+def test_a_checkpoint_that_had_stepped_aside_comes_back(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    aside = place(tmp_path, 3, 1.0).rename(tmp_path / ".step-00000003.old.tmp")
+    (tmp_path / ".step-00000003.tmp").mkdir()
+    folder.sweep()
+    assert folder.newest() == folder.path_of(3)
+    assert not aside.exists()
+    place(tmp_path, 4, 2.0).rename(tmp_path / ".step-00000004.old.tmp")
+    place(tmp_path, 4, 3.0)  # the new one has its name already
+    folder.sweep()
+    assert json.loads((folder.path_of(4) / "manifest.json").read_text())["saved_at"] == 3.0
+
+
+def test_links_are_replaced_in_one_step_and_the_best_one_survives_pruning(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for step in range(1, 6):
+        path = place(tmp_path, step, float(step))
+        folder.link("latest", path)
+        if step == 2:
+            folder.link("best", path)
+        folder.prune(1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "latest", "step-00000002", "step-00000005"]
+    assert (tmp_path / "latest").resolve().name == "step-00000005"
+    assert folder.newest() == folder.path_of(5)
+
+
+def test_a_place_is_a_checkpoint_a_link_a_folder_of_them_or_a_run(tmp_path: Path) -> None:
+    path = place(tmp_path / "checkpoints", 3, 1.0)
+    CheckpointFolder(path.parent).link("latest", path)
+    elsewhere = CheckpointFolder(tmp_path / "elsewhere")
+    for wanted in (path, path.parent / "latest", path.parent, tmp_path):
+        assert elsewhere.find(str(wanted)) == path
+    assert elsewhere.find("auto") is None
+    with pytest.raises(CheckpointError, match="no complete checkpoint at"):
+        elsewhere.find(str(tmp_path / "nowhere"))

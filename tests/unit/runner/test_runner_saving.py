@@ -1,0 +1,216 @@
+"""When a run saves, what it keeps, and how it goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.multi.toys import Classifier, Points, Trace, assert_close, fit
+
+from plait import Runner
+from plait.errors import CheckpointError, ConfigError, TrainingError
+from plait.runner import Hook
+from plait.runner.signals import StopSignals
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def steps(*numbers: int) -> list[str]:
+    return [f"step-{number:08d}" for number in numbers]
+
+
+class Scores(Hook):
+    priority = 10
+
+    def __init__(self, scores: list[float]) -> None:
+        self.scores = scores
+
+    def after_validate(self, runner: Runner, metrics: Mapping[str, float]) -> None:
+        metrics["score"] = self.scores.pop(0)  # type: ignore[index]
+
+
+def test_every_so_often_and_at_the_end_and_only_the_newest_are_kept(tmp_path: Path) -> None:
+    fit(0, 1, {"work_dir": tmp_path, "train": {"max_steps": 9}, "checkpoint": {"every": 2, "keep": 2}})
+    assert names(tmp_path) == ["latest", *steps(8, 9)]
+    assert (tmp_path / "checkpoints" / "latest").resolve().name == "step-00000009"
+
+
+def test_without_a_word_a_run_saves_once_at_its_end(tmp_path: Path) -> None:
+    fit(0, 1, {"work_dir": tmp_path / "a"})
+    assert names(tmp_path / "a") == ["latest", *steps(12)]
+    fit(0, 1, {"work_dir": tmp_path / "b", "checkpoint": {"last": False}})
+    assert not (tmp_path / "b" / "checkpoints").exists()
+
+
+def test_the_best_one_is_kept_beyond_the_newest_and_linked(tmp_path: Path) -> None:
+    checkpoint = {"every": 1, "keep": 1, "best": {"metric": "score", "mode": "max"}}
+    train = {"max_epochs": 5}
+    scores = [0.1, 0.7, 0.6, 0.7, 0.2]
+    fit(0, 1, {"work_dir": tmp_path, "train": train, "checkpoint": checkpoint, "hooks": [Scores(scores)]}, validation=3)
+    assert names(tmp_path) == ["best", "latest", *steps(12, 30)]
+    assert (tmp_path / "checkpoints" / "best").resolve().name == "step-00000012"
+
+
+def test_a_resumed_run_knows_how_good_the_best_one_was(tmp_path: Path) -> None:
+    checkpoint = {"keep": 1, "best": {"metric": "score", "mode": "min"}}
+    fit(0, 1, {"work_dir": tmp_path, "checkpoint": checkpoint, "hooks": [Scores([3.0, 1.0])]}, validation=3)
+    resumed = {"work_dir": tmp_path, "train": {"max_epochs": 4}, "checkpoint": {**checkpoint, "resume": "auto"}}
+    fit(0, 1, {**resumed, "hooks": [Scores([2.0, 1.5])]}, validation=3)
+    assert (tmp_path / "checkpoints" / "best").resolve().name == "step-00000012"
+    assert names(tmp_path) == ["best", "latest", *steps(12, 24)]
+
+
+@pytest.mark.parametrize("optim", ["AdamW", "SGD"])
+def test_a_resumed_run_equals_one_that_was_never_interrupted_bit_by_bit(tmp_path: Path, optim: str) -> None:
+    stop = random.randint(1, 11)
+    print(f"stop at {stop}")
+    options: dict[str, Any] = {"dropout": 0.3, "validation": 5}
+    settings = {"optim": {"type": optim, "lr": 0.05, **({"momentum": 0.9} if optim == "SGD" else {})}}
+    whole = fit(0, 1, {**settings, "work_dir": tmp_path / "whole"}, **options)
+    first = fit(0, 1, {**settings, "work_dir": tmp_path / "parts"}, stop_at=stop, **options)
+    torch.manual_seed(random.randrange(2**31))  # nothing of the generators' state may be needed
+    random.seed()
+    second = fit(0, 1, {**settings, "work_dir": tmp_path / "parts", "checkpoint": {"resume": "auto"}}, **options)
+    assert first.steps == stop
+    assert first.reason == "the test said so"
+    assert first.losses + second.losses == whole.losses
+    assert first.rates + second.rates == whole.rates
+    assert first.numbers + second.numbers == whole.numbers
+    assert second.metrics[-1] == whole.metrics[-1]
+    assert_close(second, whole, tolerance=0)
+    assert (second.steps, second.epochs) == (12, 2)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_so_does_one_in_half_precision_with_its_loss_scale(tmp_path: Path, precision: str) -> None:
+    section: dict[str, Any] = {"compute": precision}
+    if precision == "fp16":  # overflows at first, then grows again
+        section["scaler"] = {"initial_power": 40, "window": 2, "hysteresis": 1}
+    settings = {"precision": section, "train": {"max_steps": 40, "guard": {"max_skips": 30}}}
+    whole = fit(0, 1, {**settings, "work_dir": tmp_path / "whole"})
+    fit(0, 1, {**settings, "work_dir": tmp_path / "parts"}, stop_at=35)
+    second = fit(0, 1, {**settings, "work_dir": tmp_path / "parts", "checkpoint": {"resume": "auto"}})
+    assert second.losses == whole.losses[35:]
+    assert second.extra == whole.extra
+    assert_close(second, whole, tolerance=0)
+    if precision == "fp16":
+        assert any(whole.skipped)
+        assert whole.extra["engine"]["scaler"]["scale"] < 2.0**40
+
+
+def test_going_back_to_an_earlier_checkpoint_makes_what_follows_the_newest(tmp_path: Path) -> None:
+    settings = {"work_dir": tmp_path, "train": {"max_steps": 9}, "checkpoint": {"every": 3}}
+    fit(0, 1, settings)
+    back = str(tmp_path / "checkpoints" / "step-00000003")
+    fit(0, 1, {**settings, "train": {"max_steps": 5}, "checkpoint": {"keep": 1, "resume": back}})
+    assert (tmp_path / "checkpoints" / "latest").resolve().name == "step-00000005"
+    assert names(tmp_path) == ["latest", *steps(5)]
+    again = fit(0, 1, {**settings, "checkpoint": {"resume": "auto"}})
+    assert len(again.losses) == 4
+
+
+def test_resume_takes_a_run_or_one_of_its_checkpoints_into_another_folder(tmp_path: Path) -> None:
+    fit(0, 1, {"work_dir": tmp_path / "a", "train": {"max_steps": 4}, "checkpoint": {"every": 2}})
+    for name, steps_left in ((".", 2), ("checkpoints/step-00000002", 4), ("checkpoints/latest", 2)):
+        target = tmp_path / name.replace("/", "_").replace(".", "run")
+        resume = {"resume": str(tmp_path / "a" / name)}
+        outcome = fit(0, 1, {"work_dir": target, "train": {"max_steps": 6}, "checkpoint": resume})
+        assert len(outcome.losses) == steps_left
+        assert names(target) == ["latest", *steps(6)]
+
+
+def test_auto_starts_afresh_where_there_is_nothing_but_a_named_place_must_exist(tmp_path: Path) -> None:
+    outcome = fit(0, 1, {"work_dir": tmp_path / "new", "checkpoint": {"resume": "auto"}})
+    assert outcome.steps == 12
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint at .*nowhere"):
+        fit(0, 1, {"work_dir": tmp_path / "b", "checkpoint": {"resume": str(tmp_path / "nowhere")}})
+
+
+def test_another_batch_size_goes_on_at_the_same_sample(tmp_path: Path) -> None:
+    settings = {"work_dir": tmp_path, "train": {"max_epochs": 1}}
+    first = fit(0, 1, {**settings, "batch": {"total": 2}}, samples=24, stop_at=4)
+    second = fit(0, 1, {**settings, "batch": {"total": 4}, "checkpoint": {"resume": "auto"}}, samples=24)
+    assert sorted(first.numbers + second.numbers) == list(range(24))
+    settings["work_dir"] = tmp_path / "uneven"
+    fit(0, 1, {**settings, "batch": {"total": 2}}, samples=24, stop_at=3)
+    with pytest.raises(TrainingError, match=r"6 samples into epoch 1.*batch.total=4.*keep batch.total=2"):
+        fit(0, 1, {**settings, "batch": {"total": 4}, "checkpoint": {"resume": "auto"}}, samples=24)
+
+
+def test_at_the_end_of_an_epoch_any_batch_size_may_follow(tmp_path: Path) -> None:
+    first = fit(0, 1, {"work_dir": tmp_path, "train": {"max_steps": 3}}, samples=10)
+    settings = {"work_dir": tmp_path, "train": {"max_steps": 5}, "batch": {"total": 5}}
+    second = fit(0, 1, {**settings, "checkpoint": {"resume": "auto"}}, samples=10)
+    assert sorted(first.numbers) == sorted(second.numbers) == list(range(10))
+
+
+def test_another_optimizer_is_refused_because_its_state_does_not_fit(tmp_path: Path) -> None:
+    fit(0, 1, {"work_dir": tmp_path})
+    with pytest.raises(CheckpointError, match=r"trained with AdamW, and optim.type is SGD"):
+        fit(0, 1, {"work_dir": tmp_path, "optim": {"type": "SGD"}, "checkpoint": {"resume": "auto"}})
+
+
+def test_a_model_that_does_not_fit_is_shown_tensor_by_tensor(tmp_path: Path) -> None:
+    fit(0, 1, {"work_dir": tmp_path})
+    model = Classifier()
+    model.out = torch.nn.Linear(16, 7)
+    model.extra = torch.nn.Linear(3, 3, bias=False)
+    checkpoint = {"resume": "auto"}
+    runner = Runner(model=model, data=Points(4), work_dir=tmp_path, train={"max_steps": 20}, checkpoint=checkpoint)
+    with runner, pytest.raises(CheckpointError) as caught:
+        runner.train()
+    lines = str(caught.value).splitlines()
+    assert "does not fit this model" in lines[0]
+    assert [line.split() for line in lines[2:]] == [
+        ["model.extra.weight", "-", "(3,", "3)"],
+        ["model.out.bias", "(4,)", "(7,)"],
+        ["model.out.weight", "(4,", "16)", "(7,", "16)"],
+    ]
+
+
+def test_a_hook_state_that_cannot_be_written_is_told_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
+    class Odd(Trace):
+        def state(self) -> dict[str, Any]:
+            return {"odd": object()}
+
+    fit(0, 1, {"work_dir": tmp_path, "train": {"max_epochs": 1}})
+    settings = {"work_dir": tmp_path, "checkpoint": {"resume": "auto"}, "hooks": [Odd()]}
+    with pytest.raises(CheckpointError, match="not JSON serializable"):
+        fit(0, 1, settings)
+    assert names(tmp_path) == ["latest", *steps(6)]
+
+
+def test_the_first_signal_asks_and_the_second_interrupts() -> None:
+    asked: list[str] = []
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with StopSignals(asked.append):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert asked == ["SIGTERM", "Ctrl-C"]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_signal_during_training_saves_and_names_itself(tmp_path: Path) -> None:
+    class Interrupt(Hook):
+        def before_step(self, runner: Runner) -> None:
+            if runner.step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    outcome = fit(0, 1, {"work_dir": tmp_path, "hooks": [Interrupt()]})
+    assert (outcome.steps, outcome.reason) == (5, "SIGTERM")
+    assert names(tmp_path) == ["latest", *steps(5)]
+
+
+def test_a_wrong_setting_is_found_before_a_checkpoint_is_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.best"):
+        fit(0, 1, {"work_dir": tmp_path, "checkpoint": {"best": {}, "resume": "auto"}})
