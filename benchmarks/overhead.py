@@ -11,12 +11,12 @@ sits in the model's forward, so loops that a framework owns and loops written by
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import common
+import imports
 from common import Result, Stopwatch, median
 
 LR = 1e-3
@@ -29,8 +29,8 @@ class Peer:
 
     label: str
     package: str
-    run: Callable[[Any, int], None]
-    """Takes the ready-made batch's bench (`Bench`) and the number of steps."""
+    run: Callable[[Bench, int], None]
+    """Trains the bench's model for so many steps."""
 
 
 class Bench:
@@ -347,110 +347,23 @@ def as_table(found: dict[str, list[Result]]) -> str:
     return common.table(["loop", "version", "wall µs", "CPU µs", "over raw, wall", "over raw, CPU"], lines)
 
 
-# ---- imports
-
-IMPORTS = {
-    "plait": "import plait",
-    "plait-prepare": "from plait import prepare",
-    "plait-runner": "from plait import Runner",
-    "accelerate": "from accelerate import Accelerator",
-    "fabric": "from lightning.fabric import Fabric",
-    "lightning": "from lightning import Trainer",
-    "hf": "from transformers import Trainer",
-    "deepspeed": "import deepspeed",
-    "mmengine": "from mmengine.runner import Runner",
-}
-
-
-def measure_import(statement: str) -> Result:
-    """In the child: what one statement costs once torch is there."""
-    import torch  # noqa: F401
-
-    watch = Stopwatch()
-    watch.tick()
-    exec(statement, {})
-    watch.tick()
-    (wall,), (cpu,) = watch.steps(skip=0)
-    return {"wall": wall, "cpu": cpu}
-
-
-def measure_torch() -> Result:
-    """In the child: torch itself, for scale."""
-    watch = Stopwatch()
-    watch.tick()
-    import torch  # noqa: F401
-
-    watch.tick()
-    (wall,), (cpu,) = watch.steps(skip=0)
-    return {"wall": wall, "cpu": cpu}
-
-
-def measure_help() -> Result:
-    """In the child: `plait --help`, and whether it needed torch."""
-    watch = Stopwatch()
-    watch.tick()
-    from plait.cli.main import main
-
-    sys.argv = ["plait", "--help"]
-    try:
-        main()
-    except SystemExit as ended:
-        if ended.code not in (0, None):
-            raise RuntimeError(f"plait --help ended with {ended.code}") from ended
-    watch.tick()
-    (wall,), (cpu,) = watch.steps(skip=0)
-    return {"wall": wall, "cpu": cpu, "torch": "torch" in sys.modules}
-
-
-def imports(rounds: int, limit: float) -> tuple[dict[str, list[Result]], str]:
-    """Each import in fresh processes; the first round only fills the caches."""
-    names = ["torch", "help", *IMPORTS]
-    found: dict[str, list[Result]] = {name: [] for name in names}
-    for turn in range(rounds + 1):
-        for name in names:
-            command = common.itself(__file__, "--imports", "--child", name)
-            said = common.run_child(command, limit=limit, env={"DS_ACCELERATOR": "cpu"})
-            if turn:
-                found[name].append(said if "error" in said else said["ranks"][0])
-                common.show(row=name, round=turn - 1, **found[name][-1])
-    lines = []
-    for name, results in found.items():
-        label = {"torch": "`import torch`, alone", "help": "`plait --help`, with its imports"}.get(name)
-        label = label or f"`{IMPORTS[name]}`, after torch"
-        if broken := next((one["error"] for one in results if "error" in one), None):
-            lines.append([label, "–", f"did not run: {broken}"])
-            continue
-        if name == "help":
-            label += ": loads torch" if any(one["torch"] for one in results) else ": no torch"
-        lines.append([label, *(f"{1e3 * median([one[key] for one in results]):.0f}" for key in ("wall", "cpu"))])
-    return found, common.table(["import", "wall ms", "CPU ms"], lines)
-
-
 def main() -> None:
     options = common.parser(__doc__, list(PEERS))
     options.add_argument("--steps", type=int, default=3000)
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--limit", type=float, default=300.0, help="seconds that one child may take")
-    options.add_argument("--imports", action="store_true", help="measure imports, not steps")
+    options.add_argument("--imports", action="store_true", help="measure imports, not steps (see imports.py)")
     given = options.parse_args()
-    if given.child is not None and given.imports:
-        special = {"torch": measure_torch, "help": measure_help}
-        common.reply(special.get(given.child) or (lambda: measure_import(IMPORTS[given.child])))
     if given.child is not None:
         common.reply(lambda: measure(given.child, given.steps))
-    where = common.machine()
-    found: Any
     if given.imports:
-        found, text = imports(given.rounds, given.limit)
-    else:
-        found = compare(
-            common.chosen(given.rows, list(PEERS)), steps=given.steps, rounds=given.rounds, limit=given.limit
-        )
-        text = as_table(found)
-    title = f"{common.say_machine(where)}; median of {given.rounds} rounds"
-    if not given.imports:
-        title += f" of {given.steps} steps"
-    common.finish(given.json, {"machine": where, "results": found}, f"{title}.\n\n{text}")
+        imports.run(given)
+        return
+    where = common.machine()
+    names = common.chosen(given.rows, list(PEERS))
+    found = compare(names, steps=given.steps, rounds=given.rounds, limit=given.limit)
+    title = f"{common.say_machine(where)}; median of {given.rounds} rounds of {given.steps} steps"
+    common.finish(given.json, {"machine": where, "results": found}, f"{title}.\n\n{as_table(found)}")
 
 
 if __name__ == "__main__":

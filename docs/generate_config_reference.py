@@ -257,7 +257,7 @@ class _Reference:
                         yield from self._section(found, inner, f"`{where}`" + (f", `type: {kind}`" if kind else ""))
 
     def _words(self, section: type[Section], name: str) -> str:
-        owner = next(base for base in section.__mro__ if name in base.__dict__.get("__annotations__", {}))
+        owner = next(base for base in section.__mro__ if name in inspect.get_annotations(base))
         written = _texts(owner).get(name)
         if written is not None:
             return _text(written)

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from plait.checkpoint.manifest import Manifest, checksum
 from plait.checkpoint.quiet import quiet_single_process
@@ -51,6 +49,10 @@ def load_into(
     wrong = _misfits(manifest, tensors, tuple(ignore))
     if wrong:
         raise CheckpointError(f"{folder} does not fit this model:\n" + _table(wrong))
+    # Late: [Note: DTensor is loaded late]
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     with quiet_single_process():
         load(dict(tensors), storage_reader=FileSystemReader(folder), no_dist=world.size == 1)
 

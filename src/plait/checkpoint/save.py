@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from plait.checkpoint.manifest import FileRecord, Manifest, checksum
 from plait.checkpoint.quiet import quiet_single_process
 from plait.errors import CheckpointError
 from plait.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 
 def save_checkpoint(
@@ -51,16 +52,21 @@ def save_checkpoint(
 
 def _write(staging: Path, tensors: Mapping[str, Tensor], world: World) -> Metadata:
     """Write this rank's part; returns what all ranks wrote together."""
+    # Late: [Note: DTensor is loaded late]
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
     failure = metadata = None
     try:
         with quiet_single_process():
             writer = FileSystemWriter(staging, sync_files=True, overwrite=True)
             metadata = save(dict(tensors), storage_writer=writer, no_dist=world.size == 1)
-    except Exception as error:  # DCP raises on every rank, with each rank's own reason
-        failure = _reason(error)
+    except (Exception, CheckpointException) as error:  # DCP's own is a BaseException, raised on every rank
+        failure = _reason(error) + _shortage(staging, tensors)
     _agree(world, failure)
-    assert isinstance(metadata, Metadata)
-    return metadata
+    assert metadata is not None
+    return cast("Metadata", metadata)
 
 
 def _make_staging(staging: Path) -> None:
@@ -81,6 +87,8 @@ def _records(staging: Path, world: World) -> dict[str, FileRecord]:
 def _manifest(
     metadata: Metadata, files: dict[str, FileRecord], state: Mapping[str, Any], *, step: int, world: World
 ) -> Manifest:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     return Manifest(
         step=step,
         saved_at=time.time(),
@@ -127,7 +135,16 @@ def _try(action: Any) -> str | None:
     return None
 
 
-def _reason(error: Exception) -> str:
+def _shortage(folder: Path, tensors: Mapping[str, Tensor]) -> str:
+    """What torch's writer does not say of a full disk."""
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage(folder).free
+        if free < sum(tensor.nbytes for tensor in tensors.values()):
+            return f" (the disk is full: {free / 2**20:.1f} MiB are left)"
+    return ""
+
+
+def _reason(error: BaseException) -> str:
     """The first line that says something, from the innermost cause DCP passes on."""
     failures = getattr(error, "failures", None)
     if failures:
@@ -138,7 +155,9 @@ def _reason(error: Exception) -> str:
 
 
 def _agree(world: World, failure: str | None) -> None:
-    reasons = [f"rank {rank}: {text}" for rank, text in enumerate(world.gather(failure)) if text is not None]
+    texts = [(rank, text) for rank, text in enumerate(world.gather(failure)) if text is not None]
+    # DCP tells every rank of the one that failed; it is enough to say it once.
+    reasons = dict.fromkeys(text if text.startswith("rank ") else f"rank {rank}: {text}" for rank, text in texts)
     if reasons:
         raise CheckpointError(
             "the checkpoint was not written; the ones before it are untouched.\n  " + "\n  ".join(reasons)

@@ -40,8 +40,9 @@ def _check(parsed: Parsed, ranks: int) -> None:
     check(config, has_val=config.val_data is not None, require_length=True, origins=parsed.origins)
     absent = [role for role in ("model", "data") if getattr(config, role) is None]
     problems = [Problem(role, "there is none", f"add a section `{role}` with a `type`") for role in absent]
-    if problems := problems + missing_paths(config):
-        raise ConfigError([replace(each, origin=origin_of(each.path, parsed.origins)) for each in problems])
+    problems += [replace(each, origin=origin_of(each.path, parsed.origins)) for each in missing_paths(config)]
+    if problems:
+        raise ConfigError(problems)
     resolve_batch(config.batch, ranks)
 
 

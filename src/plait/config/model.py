@@ -36,6 +36,7 @@ class LlamaConfig(Section):
     ffn_dim: PositiveInt | None = None
     """Absent means 8/3 of `dim`, rounded up to a multiple of 64."""
     seq_len: PositiveInt = 4096
+    """The longest sequence it is made for."""
     rope_base: PositiveFloat = 10000.0
     norm_eps: PositiveFloat = 1e-5
     tie_embeddings: bool = False

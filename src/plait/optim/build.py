@@ -21,10 +21,7 @@ from plait.config.optim import (
     SGDConfig,
 )
 from plait.errors import ConfigError, Problem
-from plait.optim.adafactor import Adafactor
-from plait.optim.lamb import Lamb
 from plait.optim.lion import Lion
-from plait.optim.muon import Muon
 
 _ELEMENTWISE = (AdamWConfig, AdamConfig, SGDConfig, AdagradConfig, LionConfig)
 # Where fused steps are known to exist in every supported torch, and to honour `grad_scale` and `found_inf`.
@@ -97,6 +94,8 @@ def _build(config: OptimConfig, groups: Sequence[ViewGroup]) -> Optimizer:
         case LionConfig():
             return Lion(params, betas=config.betas, **common)
         case LambConfig():
+            from plait.optim.lamb import Lamb
+
             return Lamb(
                 params,
                 betas=config.betas,
@@ -106,6 +105,8 @@ def _build(config: OptimConfig, groups: Sequence[ViewGroup]) -> Optimizer:
                 **common,
             )
         case AdafactorConfig():
+            from plait.optim.adafactor import Adafactor
+
             return Adafactor(
                 params,
                 beta2_decay=config.beta2_decay,
@@ -114,6 +115,8 @@ def _build(config: OptimConfig, groups: Sequence[ViewGroup]) -> Optimizer:
                 **common,
             )
         case _:
+            from plait.optim.muon import Muon
+
             return Muon(
                 params,
                 momentum=config.momentum,

@@ -57,8 +57,11 @@ class Schedule:
         """The momentum (the first beta) of that update; None where the schedule leaves it alone."""
         return None if self.cycle is None else self.cycle(step // self.steps_per_unit)
 
-    def apply(self, optimizer: Optimizer, step: int) -> None:
-        """Set the rates for the update number `step`: each group's `initial_lr`, scaled as the schedule says."""
+    def apply(self, optimizer: Optimizer, step: int) -> float:
+        """Set the rates for the update number `step`: each group's `initial_lr`, scaled as the schedule says.
+
+        Returns the rate of groups that keep to the base rate.
+        """
         lr, base = self.rate(step // self.steps_per_unit), self.base_lr
         for group in optimizer.param_groups:
             initial = group.setdefault("initial_lr", group["lr"])
@@ -67,6 +70,7 @@ class Schedule:
                 group["lr"] = wanted
         if self.cycle is not None:
             _set_momentum(optimizer, self.cycle(step // self.steps_per_unit))
+        return lr
 
 
 def build_schedule(

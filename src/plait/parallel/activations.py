@@ -77,6 +77,7 @@ def activation_bytes(
     def void(_value: Any) -> None:
         """A forward hook that returns something replaces the output."""
 
+    example = tree_map_only(Tensor, lambda t: t.detach().cpu(), example)
     with FakeTensorMode() as mode:
 
         def fake(tensor: Tensor) -> Tensor:
@@ -85,12 +86,9 @@ def activation_bytes(
 
         state = {name: fake(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
         weights = {id(t.untyped_storage()) for t in state.values()}
-        inputs = tree_map_only(Tensor, lambda t: mode.from_tensor(t.detach().cpu()), example)
-        args, kwargs = (
-            ((), inputs)
-            if isinstance(inputs, Mapping)
-            else (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {})
-        )
+        inputs = tree_map_only(Tensor, mode.from_tensor, example)
+        kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+        args = () if kwargs else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
         try:
             with (
                 torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),

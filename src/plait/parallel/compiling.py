@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 
 from plait.config.strategy import CompileConfig
+from plait.errors import ConfigError, Problem
 from plait.parallel.units import Unit
 
 
@@ -17,11 +19,8 @@ def why_not(config: CompileConfig, device: torch.device) -> str | None:
     """The reason why compiling cannot work here, known before the start."""
     if config.backend != "inductor":
         return None
-    if device.type == "cuda":
-        try:
-            import triton  # noqa: F401
-        except ImportError:
-            return "the package triton is not installed"
+    if device.type == "cuda" and find_spec("triton") is None:
+        return "the package triton is not installed"
     if device.type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "c++", "cl")):
         return "no C++ compiler was found"
     return None
@@ -38,9 +37,26 @@ def compile_units(model: nn.Module, units: Sequence[Unit], config: CompileConfig
     }
     if config.mode is not None:
         options["mode"] = config.mode
+    _check_backend(config.backend)
     for module in targets:
         module.compile(**options)
     return targets
+
+
+def _check_backend(name: str) -> None:
+    from torch._dynamo import lookup_backend
+    from torch._dynamo.exc import InvalidBackend
+
+    try:
+        lookup_backend(name)
+    except InvalidBackend:
+        raise ConfigError(
+            Problem(
+                "strategy.compile.backend",
+                f"torch knows no compiler backend {name!r}",
+                f"there are: {', '.join(torch.compiler.list_backends())}",
+            )
+        ) from None
 
 
 def undo_compile(modules: Sequence[nn.Module]) -> None:

@@ -9,36 +9,13 @@ holds more than one module beyond its own shards.
 from __future__ import annotations
 
 import hashlib
-import inspect
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-Initializer = Callable[[nn.Module], None]
-
-
-def find_initializer(model: nn.Module) -> Initializer | None:
-    """What sets the values of one module: the model's `init_weights(module)`, or each module's own reset.
-
-    None where some module has values and no way to set them; such a model must be built for real.
-    """
-    declared = getattr(model, "init_weights", None)
-    if declared is not None and _takes_a_module(declared):
-        return declared  # type: ignore[no-any-return]
-    for module in model.modules():
-        has_values = any(t is not None for t in (*module._parameters.values(), *module._buffers.values()))
-        if has_values and not callable(getattr(module, "reset_parameters", None)):
-            return None
-    return lambda module: module.reset_parameters()  # type: ignore[operator]
-
-
-def _takes_a_module(function: Callable[..., Any]) -> bool:
-    required = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
-    return len(required) == 1
+from plait.parallel.initializer import Initializer
+from plait.world import is_sharded
 
 
 def give_storage(model: nn.Module, device: torch.device) -> None:
@@ -59,35 +36,38 @@ def initialize(model: nn.Module, initializer: Initializer, *, seed: int, device:
     done: set[int] = set()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         for name, module in model.named_modules():
-            own = {k: p for k, p in module._parameters.items() if p is not None and id(p) not in done}
-            has_buffers = any(b is not None for b in module._buffers.values())
-            if not own and not (has_buffers and not module._parameters):
+            held = {k: p for k, p in module._parameters.items() if p is not None}
+            fresh = {k for k, p in held.items() if id(p) not in done}
+            if not fresh and all(b is None for b in module._buffers.values()):
                 continue
-            done.update(id(p) for p in own.values())
+            done.update(id(p) for p in held.values())
             torch.manual_seed(_seed_of(seed, name))
-            _initialize_module(module, own, initializer, device)
+            _initialize_module(module, held, fresh, initializer, device)
 
 
 def _initialize_module(
-    module: nn.Module, own: dict[str, nn.Parameter], initializer: Initializer, device: torch.device
+    module: nn.Module, held: dict[str, nn.Parameter], fresh: set[str], initializer: Initializer, device: torch.device
 ) -> None:
+    """Fill the `fresh` parameters of one module; the others it shares with a module that came before."""
     whole = {
         key: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device), requires_grad=p.requires_grad)
-        for key, p in own.items()
+        for key, p in held.items()
     }
     module._parameters.update(whole)
     try:
         initializer(module)
     finally:
-        module._parameters.update(own)
-    for key, param in own.items():
-        assign_whole(param, whole[key].data)
+        module._parameters.update(held)
+    for key in fresh:
+        assign_whole(held[key], whole[key].data)
 
 
 def assign_whole(param: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy a whole tensor into a parameter, of which this rank may hold only a part."""
     with torch.no_grad():
-        if isinstance(param, DTensor):
+        if is_sharded(param):
+            from torch.distributed.tensor import distribute_tensor
+
             # src_data_rank=None: every rank has the whole tensor, so nothing is sent.
             part = distribute_tensor(whole.to(param.device), param.device_mesh, param.placements, src_data_rank=None)
             param.to_local().copy_(part.to_local())

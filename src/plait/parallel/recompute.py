@@ -51,11 +51,11 @@ def _recompute(module: nn.Module, context: Callable[[], Any] | None) -> None:
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
 
-    module.forward = recomputed  # type: ignore[method-assign]
+    module.forward = recomputed
 
 
 def _selective_context(save_ops: Sequence[str]) -> Callable[[], Any]:
-    kept = set()
+    kept: set[Any] = set()
     for word in save_ops:
         for name in _ATTENTION_OPS if word == "scaled_dot_product_attention" else (word,):
             packet = getattr(torch.ops.aten, name, None)

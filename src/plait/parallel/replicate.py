@@ -22,7 +22,7 @@ class _Bucket:
 
     def __init__(self, dtype: torch.dtype, device: torch.device, sizes: Sequence[torch.Size]) -> None:
         self.flat = torch.zeros(sum(s.numel() for s in sizes), dtype=dtype, device=device)
-        pieces = self.flat.split([s.numel() for s in sizes])
+        pieces = self.flat.split_with_sizes([s.numel() for s in sizes])
         self.views = [piece.view(size) for piece, size in zip(pieces, sizes, strict=True)]
         self.waiting = len(sizes)
 
@@ -53,7 +53,7 @@ class GradientBuckets:
         self._next = 0
         self._works: list[dist.Work] = []
         for index, param in enumerate(self._params):
-            param.register_post_accumulate_grad_hook(self._hook(index))
+            param.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
 
     def view_of(self, index: int) -> torch.Tensor:
         """Where the gradient of the parameter with this index is collected."""

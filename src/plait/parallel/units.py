@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -38,13 +39,24 @@ def find_units(model: nn.Module, wrap: WrapConfig) -> list[Unit]:
 def _by_class_or_name(model: nn.Module, wrap: WrapConfig) -> list[Unit]:
     chosen: list[Unit] = []
     matched: set[str] = set()
+    problems: list[Problem] = []
     for name, module in model.named_modules():
         hits = {c for c in wrap.classes if type(module).__name__ == c}
         hits |= {p for p in wrap.names if fnmatchcase(name, p)}
-        if hits and name:
+        if not hits or not name:
+            continue
+        matched |= hits
+        if _is_called(module):
             chosen.append(Unit(name, module))
-            matched |= hits
-    problems = []
+        elif not any(_inside(name, inner, wrap.names) for inner, _ in module.named_modules()):
+            # A container is never called itself, so whatever is done around its call would not happen.
+            problems.append(
+                Problem(
+                    f"strategy.wrap.{'names' if hits & set(wrap.names) else 'classes'}",
+                    f"{name!r} is a {type(module).__name__}, which holds modules and has no forward of its own",
+                    f"name what it holds: `{name}.*`",
+                )
+            )
     for key, words in (("classes", wrap.classes), ("names", wrap.names)):
         for word in words:
             if word not in matched:
@@ -61,6 +73,14 @@ def _by_class_or_name(model: nn.Module, wrap: WrapConfig) -> list[Unit]:
     return chosen
 
 
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _inside(container: str, inner: str, patterns: Sequence[str]) -> bool:
+    return bool(inner) and any(fnmatchcase(f"{container}.{inner}", pattern) for pattern in patterns)
+
+
 def _examples(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_modules() if name][:20]
 
@@ -72,7 +92,7 @@ def _by_size(model: nn.Module, min_params: int) -> list[Unit]:
     def visit(name: str, module: nn.Module) -> int:
         own = sum(p.numel() for p in module.parameters(recurse=False))
         rest = own + sum(visit(f"{name}.{key}" if name else key, child) for key, child in module.named_children())
-        if rest >= min_params and name and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        if rest >= min_params and name and _is_called(module):
             chosen.append(Unit(name, module))
             return 0
         return rest

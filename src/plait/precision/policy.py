@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +64,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors of a mapping, sequence or single value; leave the rest alone."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: cast_floats(item, dtype) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(cast_floats(item, dtype) for item in value))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -117,7 +119,16 @@ class Runner:
         """The processes of this run."""
         if self._world is None:
             self._world = open_world(self.config)
+            if self._world.owns_processes:
+                atexit.register(self._leave)
         return self._world
+
+    def _leave(self) -> None:
+        # A process group ends its threads when the last reference to it goes. Left to the end of the interpreter,
+        # they may wake up in one that is half gone, and abort it.
+        self.close()
+        self._engine = None
+        gc.collect()
 
     @property
     def engine(self) -> Engine:

@@ -3,6 +3,7 @@
 from plait.world.layout import Layout, resolve_layout
 from plait.world.ranks import Ranks, detect_ranks
 from plait.world.seeding import make_deterministic, restore_rng_state, rng_state, seed_everything
+from plait.world.sharded import is_sharded, local_part
 from plait.world.world import World, open_world
 
 __all__ = [
@@ -10,6 +11,8 @@ __all__ = [
     "Ranks",
     "World",
     "detect_ranks",
+    "is_sharded",
+    "local_part",
     "make_deterministic",
     "open_world",
     "resolve_layout",

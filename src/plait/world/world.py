@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -16,6 +18,14 @@ from plait.errors import WorldError
 from plait.world.device import choose_backend, choose_device
 from plait.world.layout import Layout, resolve_layout
 from plait.world.ranks import Ranks, detect_ranks
+
+_LAST_BREATH_S = 0.05
+"""[Note: leaving in peace]
+A worker thread of gloo lets go of a collective's tensors only after the collective is over, and needs the
+interpreter for it. If the interpreter is ending by then, the process aborts ("terminate called without an
+active exception", exit code -6) although all its work is done; about one exit in ten does, on a busy machine.
+So the group is ended before the interpreter is, and the threads get a moment without the interpreter's lock.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +90,11 @@ class World:
         return bool(box.item())
 
     def close(self) -> None:
-        """End the process group, if this world began it."""
+        """End the process group, if this world began it; see [Note: leaving in peace]."""
         if self.owns_processes and dist.is_initialized():
             dist.destroy_process_group()
+            if self.device.type == "cpu":
+                time.sleep(_LAST_BREATH_S)
 
     def __enter__(self) -> World:
         return self
@@ -107,7 +119,10 @@ def open_world(config: RunConfig) -> World:
     mesh = init_device_mesh(
         device.type, (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
     )
-    return World(ranks, device, layout, mesh, owns_processes=owns)
+    world = World(ranks, device, layout, mesh, owns_processes=owns)
+    if owns and device.type == "cpu":
+        atexit.register(world.close)  # for those who never close it; see [Note: leaving in peace]
+    return world
 
 
 def _ranks_of_running_group() -> Ranks:

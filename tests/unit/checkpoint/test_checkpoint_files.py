@@ -132,10 +132,7 @@ def test_misfits_stand_in_one_table_that_fits_on_a_screen(
         load_into(saved, read_manifest(saved), wanted, world=world)
     head, columns, *rows = str(caught.value).splitlines()
     assert head == f"{saved} does not fit this model:"
-    assert (
-        columns.split("  ")[1:] == ["tensor        ", "in the checkpoint", "in the model"][0:1]
-        or "in the model" in columns
-    )
+    assert columns.split() == ["tensor", "in", "the", "checkpoint", "in", "the", "model"]
     assert [" ".join(row.split()) for row in rows] == [
         "model.added - (2,)",
         "model.half (3,) -",
@@ -178,9 +175,8 @@ def test_a_full_disk_is_told_and_the_old_checkpoint_stays(
 ) -> None:
     folder = CheckpointFolder(small_disk)
     save_checkpoint(folder.path_of(7), tensors, {}, step=7, world=world)
-    with pytest.raises(CheckpointError, match="not written") as caught:
+    with pytest.raises(CheckpointError, match=r"not written.*\n.*the disk is full"):
         full_save(folder.path_of(8), world)
-    assert "No space left" in str(caught.value) or "PytorchStreamWriter" in str(caught.value)
     assert [path.name for path in small_disk.iterdir()] == ["step-00000007"]  # what was half written is gone
     verify(folder.path_of(7), read_manifest(folder.path_of(7)), world=world)
     save_checkpoint(folder.path_of(9), tensors, {}, step=9, world=world)  # and there is room again

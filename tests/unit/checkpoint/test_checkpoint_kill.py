@@ -37,7 +37,7 @@ def train(work_dir: str, started: Any) -> None:
 
     runner = Runner(
         model=Large(),
-        data=[torch.ones(()) for _ in range(10**6)],
+        data=[torch.ones(())] * 10**6,
         optim={"type": "SGD", "lr": 0.1, "momentum": 0.9},
         train={"max_steps": 10**6},
         checkpoint={"every": 1, "keep": 2, "resume": "auto"},

@@ -53,19 +53,14 @@ def losses(output: str) -> list[str]:
     return re.findall(r"loss:? (\S+)", output)
 
 
-def test_both_ways_to_write_a_step_give_the_same_losses(tmp_path: Path) -> None:
-    script = EXAMPLES / "own_loop.py"
-    whole = run(script, "--steps", "10", folder=tmp_path)
-    by_hand = run(script, "--steps", "10", "--by-hand", folder=tmp_path)
-    assert len(losses(whole)) == 2
-    assert losses(whole) == losses(by_hand)
-
-
-def test_own_loop_loses_the_same_on_two_ranks_as_on_one(tmp_path: Path) -> None:
-    script = EXAMPLES / "own_loop.py"
-    alone = run(script, "--steps", "5", folder=tmp_path)
-    together = run(*TWO_RANKS, script, "--steps", "5", "--strategy", "zero2", folder=tmp_path)
-    assert float(losses(alone)[0]) == pytest.approx(float(losses(together)[0]), abs=2e-5)
+def test_own_loop_gives_the_same_losses_by_hand_and_on_two_ranks(tmp_path: Path) -> None:
+    script = (EXAMPLES / "own_loop.py", "--steps", "10")
+    alone = losses(run(*script, folder=tmp_path))
+    by_hand = losses(run(*script, "--by-hand", folder=tmp_path))
+    together = losses(run(*TWO_RANKS, *script, "--strategy", "zero2", folder=tmp_path))
+    assert len(alone) == 2
+    assert by_hand == alone
+    assert [float(loss) for loss in together] == pytest.approx([float(loss) for loss in alone], abs=2e-5)
 
 
 def test_cifar_resnet_trains_validates_and_saves(tmp_path: Path) -> None:

@@ -27,7 +27,12 @@ def script(tmp_path: Path, text: str) -> list[str]:
 
 def launcher(command: list[str], count: int) -> subprocess.Popen[str]:
     """`run_ranks` in a process of its own, which signals can be sent to."""
-    text = f"import sys; from plait.launch import run_ranks; sys.exit(run_ranks({command!r}, {count}))"
+    text = f"""
+import sys
+from plait.launch import local
+local._SAY_S = local._GRACE_S = 0.5  # nobody here has more to say
+sys.exit(local.run_ranks({command!r}, {count}))
+"""
     return subprocess.Popen([PYTHON, "-c", text], stderr=subprocess.PIPE, text=True)
 
 

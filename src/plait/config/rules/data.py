@@ -32,14 +32,16 @@ def val_fraction_needs_a_split(facts: Facts) -> Iterator[Problem]:
             yield from idle(path, source, ("val_fraction",), f"`{path}.split` is all", remedy)
 
 
-def sequences_fit_learned_positions(facts: Facts) -> Iterator[Problem]:
-    """A GPT has no position beyond `seq_len`."""
+def sequences_fit_the_model(facts: Facts) -> Iterator[Problem]:
+    """A model is made for sequences of up to `seq_len`; a GPT has no position beyond."""
     model = facts.config.model
     for path, source in _sources(facts):
-        if not isinstance(model, GptConfig) or isinstance(source, (ImageFolderData, Cifar10Data, ImportedData)):
+        if not isinstance(model, (GptConfig, LlamaConfig)) or isinstance(
+            source, (ImageFolderData, Cifar10Data, ImportedData)
+        ):
             continue
         if source.seq_len > model.seq_len:
-            message = f"{source.seq_len} is longer than `model.seq_len`, {model.seq_len}: the positions end there"
+            message = f"{source.seq_len} is longer than `model.seq_len`, {model.seq_len}"
             yield Problem(f"{path}.seq_len", message, f"Write `{path}.seq_len: {model.seq_len}`, or a longer model.")
 
 
@@ -57,6 +59,6 @@ def trained_vocabulary_fits_the_model(facts: Facts) -> Iterator[Problem]:
 RULES = (
     own_tokenizer_has_its_own_size,
     val_fraction_needs_a_split,
-    sequences_fit_learned_positions,
+    sequences_fit_the_model,
     trained_vocabulary_fits_the_model,
 )

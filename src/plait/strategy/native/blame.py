@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,18 @@ from torch.utils._pytree import tree_leaves
 from plait.strategy.native.views import Views
 
 
-def find_culprit(model: nn.Module, views: Views, forward_again: Callable[[], Any]) -> str:
-    """Name the first module whose output is not finite, or else the last parameter whose gradient is not.
+class Culprit(NamedTuple):
+    """What a rank found. The smallest one of all ranks says most: outputs come before gradients."""
+
+    order: int
+    what: str
+
+    def __str__(self) -> str:
+        return self.what
+
+
+def find_culprit(model: nn.Module, views: Views, forward_again: Callable[[], Any]) -> Culprit:
+    """The first module whose output is not finite, or else the last parameter whose gradient is not.
 
     Runs the forward pass once more under observation; with sharded parameters every rank must call it.
     """
@@ -34,10 +44,12 @@ def find_culprit(model: nn.Module, views: Views, forward_again: Callable[[], Any
         for hook in hooks:
             hook.remove()
     if found:
-        return f"the output of {found[0]}"
+        return Culprit(0, f"the output of {found[0]}")
     # The backward pass meets the last parameters first, so the last bad gradient is the first one made.
     bad = [name for index, name in enumerate(views.names) if not _finite(views.tensors[index].grad)]
-    return f"the gradient of {bad[-1]}" if bad else "a gradient on another rank"
+    if bad:
+        return Culprit(1, f"the gradient of {bad[-1]}")
+    return Culprit(2, "the loss, though every output and gradient is finite")
 
 
 def _finite(value: Any) -> bool:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from plait.errors import TrainingError
-from plait.parallel.compiling import undo_compile
 from plait.parallel.zero import reshard
-from plait.precision import Policy, cast_floats
+from plait.precision import Policy
 from plait.spec import MicroBatch
 from plait.strategy.base import Engine, Evaluation, StepResult
 from plait.strategy.native import state
 from plait.strategy.native.blame import find_culprit
+from plait.strategy.native.forward import Forward, Say
 from plait.strategy.native.loss import LossFunction, LossNormalizer, WeightedLoss, read_loss
 from plait.strategy.native.update import Updater
 from plait.strategy.native.views import Views
 from plait.world import World
-
-Say = Callable[[str], None]
 
 
 class Gradients(Protocol):
@@ -57,16 +55,13 @@ class NativeEngine(Engine):
         self.accumulation = accumulation
         self.views = views
         self.updater = updater
-        self._policy = policy
         self._gradients = gradients
         self._loss_function = loss_function
         self._normalizer = LossNormalizer(world.data_group, world.device)
-        self._compiled = list(compiled)
+        self._forward = Forward(model, world.device, policy, compiled=compiled, say=say)
         self._say = say
-        self._context = policy.context(world.device)
-        self._moves = world.device.type != "cpu"
-        self._casts = policy.mixed and policy.cast_inputs
         self._pending = 0
+        self._awaits_backward = False
         self._last_batch: Any = None
         model.train()
 
@@ -75,6 +70,8 @@ class NativeEngine(Engine):
     def train_step(self, micro_batches: Sequence[Any]) -> StepResult:
         """One optimizer step over this rank's micro-batches."""
         count = len(micro_batches)
+        if count == 0:
+            raise TrainingError("train_step was called without micro-batches; every rank needs at least one")
         for index, batch in enumerate(micro_batches):
             if self._gradients is not None:
                 self._gradients.before_backward(last=index == count - 1)
@@ -85,43 +82,12 @@ class NativeEngine(Engine):
 
     def _forward_loss(self, batch: Any) -> WeightedLoss:
         self._last_batch = batch
-        if isinstance(batch, MicroBatch):
+        if type(batch) is MicroBatch:
             inputs, samples = batch.inputs, batch.samples
         else:
             inputs, samples = batch, 1
-        inputs = self._ready(inputs)
-        outputs = self._forward(inputs)
-        return read_loss(outputs, inputs, samples, self._loss_function)
-
-    def _ready(self, inputs: Any) -> Any:
-        if self._moves:
-            inputs = _move(inputs, self.world.device)
-        return cast_floats(inputs, self._policy.compute) if self._casts else inputs
-
-    def _forward(self, inputs: Any) -> Any:
-        if self._compiled:
-            return self._forward_compiled(inputs)
-        return self._call(inputs)
-
-    def _call(self, inputs: Any) -> Any:
-        with self._context:
-            if isinstance(inputs, Mapping):
-                return self.model(**inputs)
-            if isinstance(inputs, tuple | list):
-                return self.model(*inputs)
-            return self.model(inputs)
-
-    def _forward_compiled(self, inputs: Any) -> Any:
-        from torch._dynamo.exc import TorchDynamoException
-
-        try:
-            return self._call(inputs)
-        except TorchDynamoException as error:
-            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            self._say(f"torch.compile gave up, training goes on without it: {type(error).__name__}: {reason}")
-            undo_compile(self._compiled)
-            self._compiled = []
-            return self._call(inputs)
+        inputs = self._forward.ready(inputs)
+        return read_loss(self._forward(inputs), inputs, samples, self._loss_function)
 
     def _backward(self, loss: Tensor) -> None:
         scaler = self.updater.scaler
@@ -131,41 +97,54 @@ class NativeEngine(Engine):
         if self._gradients is not None:
             self._gradients.finish()
         sums = self._normalizer.finish()
-        norm, skipped = self.updater.apply(sums.correction(), self.steps)
+        lr, norm, skipped = self.updater.apply(sums.correction(guarded=self.updater.guards), self.steps)
         loss, targets, stop = sums.read()
         if skipped:
             self._report_skip()
         elif self.updater.skips_in_a_row:
             self.updater.count_skip(False, "")
         self.views.clear_gradients()
-        result = StepResult(loss, norm, skipped, self.updater.schedule.lr(self.steps), targets, stop)
+        result = StepResult(loss, norm, skipped, lr, targets, stop)
         self.steps += 1
         return result
 
     def _report_skip(self) -> None:
         scaler = self.updater.scaler
-        blame = ""
-        if scaler is None or scaler.at_minimum:  # above the minimum, an fp16 overflow is part of the search
-            inputs = self._last_batch.inputs if isinstance(self._last_batch, MicroBatch) else self._last_batch
-            ready = self._ready(inputs)
-            blames = self.world.gather(find_culprit(self.model, self.views, lambda: self._call(ready)))
-            reshard(self.model)
-            blame = next((b for b in blames if "another rank" not in b), blames[0])
-            self._say(f"step {self.steps} skipped on every rank: not finite, first seen in {blame}")
-        self.updater.count_skip(True, blame or "fp16 gradients")
+        if scaler is not None and not scaler.at_minimum:
+            return  # an overflow is part of the search for a scale, which ends by itself
+        inputs = self._last_batch.inputs if isinstance(self._last_batch, MicroBatch) else self._last_batch
+        ready = self._forward.ready(inputs)
+        culprits = self.world.gather(find_culprit(self.model, self.views, lambda: self._forward(ready)))
+        reshard(self.model)
+        blame = str(min(culprits))
+        self._say(f"step {self.steps} skipped on every rank: not finite, first seen in {blame}")
+        self.updater.count_skip(True, blame)
 
     # ---- for people who keep their own loop
 
     def __call__(self, batch: Any) -> Tensor:
         """Forward one micro-batch; returns its mean loss."""
+        if self._awaits_backward:
+            raise TrainingError(
+                "engine(batch) was called twice without engine.backward(loss) in between; "
+                "engine.evaluate(batch) looks at a loss without training on it"
+            )
+        if self._pending == self.accumulation:
+            raise TrainingError(
+                f"{self._pending} micro-batches are accumulated, as `accumulation` says: call engine.step() next"
+            )
         if self._gradients is not None:
             self._gradients.before_backward(last=self._pending == self.accumulation - 1)
         loss = self._forward_loss(batch)
         self._normalizer.add(loss, micro_batches=self.accumulation)
+        self._awaits_backward = True
         return loss.mean()
 
     def backward(self, loss: Tensor) -> None:
         """Backward through the loss of the forward pass just done."""
+        if not self._awaits_backward:
+            raise TrainingError("engine.backward(loss) was called without engine(batch) before it")
+        self._awaits_backward = False
         self._backward(self._normalizer.scaled_mean(loss))
         self._pending += 1
 
@@ -185,7 +164,7 @@ class NativeEngine(Engine):
     def evaluate(self, batch: Any) -> Evaluation:
         """Forward one micro-batch without gradients, in evaluation mode."""
         inputs, samples = (batch.inputs, batch.samples) if isinstance(batch, MicroBatch) else (batch, 1)
-        inputs = self._ready(inputs)
+        inputs = self._forward.ready(inputs)
         training = self.model.training
         self.model.eval()
         try:
@@ -210,6 +189,7 @@ class NativeEngine(Engine):
     def state_loaded(self) -> None:
         """Bring the model up to date with freshly loaded weights."""
         self.views.publish()
+        self.views.publish_frozen()
 
     def state(self) -> dict[str, Any]:
         """The state that is numbers, not tensors."""
@@ -238,15 +218,3 @@ class NativeEngine(Engine):
     def weights_changed(self) -> None:
         """Bring the model up to date with `weights`."""
         self.views.publish()
-
-
-def _move(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Mapping):
-        return {key: _move(item, device) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_move(item, device) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_move(item, device) for item in value)
-    return value

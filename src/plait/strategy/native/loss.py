@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,7 @@ from plait.spec import LossTerm
 LossFunction = Callable[[Any, Any], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class WeightedLoss:
+class WeightedLoss(NamedTuple):
     """A loss and its weight: a sum over `weight` targets, or a mean that counts `weight` times."""
 
     value: Tensor
@@ -30,7 +29,8 @@ class WeightedLoss:
         if self.is_mean:
             return self.value
         # No target at all: a loss of zero, not zero by zero.
-        return self.value / (self.weight.clamp(min=1) if isinstance(self.weight, Tensor) else self.weight or 1.0)
+        weight = self.weight
+        return self.value / (torch.where(weight == 0, 1, weight) if isinstance(weight, Tensor) else weight or 1.0)
 
     def total(self) -> Tensor:
         """The sum over this micro-batch."""
@@ -54,14 +54,16 @@ def read_loss(outputs: Any, inputs: Any, samples: float, loss_function: LossFunc
         found = found["loss"]
     elif not isinstance(found, LossTerm | Tensor) and isinstance(getattr(found, "loss", None), Tensor):
         found = found.loss
-    if isinstance(found, LossTerm):
-        return (
-            WeightedLoss(found.sum, found.count, is_mean=False)
-            if samples
-            else WeightedLoss(found.sum * 0.0, 0.0, False)
-        )
-    if isinstance(found, Tensor) and found.ndim == 0:
-        return WeightedLoss(found, float(samples), is_mean=True)
+    value = found.sum if isinstance(found, LossTerm) else found
+    if isinstance(value, Tensor) and value.ndim == 0:
+        if value.dtype in (torch.float16, torch.bfloat16):
+            value = value.float()  # a scaled fp16 loss would overflow before any gradient does
+        if samples == 0:
+            return WeightedLoss(value * 0.0, 0.0, is_mean=False)
+        if isinstance(found, LossTerm):
+            return WeightedLoss(value, found.count, is_mean=False)
+        return WeightedLoss(value, float(samples), is_mean=True)
+    found = value
     shape = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
     raise ModelError(
         f"the model returned {shape} where a loss was expected: return a scalar, a LossTerm(sum, count) or a "
@@ -80,13 +82,17 @@ class Sums:
     divisor: float | None
     """What the gradients were divided by; None where that was the count itself."""
 
-    def correction(self) -> Tensor | float:
-        """What the gradients are still to be multiplied by."""
-        if self.divisor is None:
-            return 1.0
-        assert isinstance(self.count, Tensor)
-        # No target at all: the gradients are zero, whatever they are multiplied by.
-        return self.divisor / torch.where(self.count > 0, self.count, 1.0)
+    def correction(self, *, guarded: bool) -> Tensor | float:
+        """What the gradients are still to be multiplied by.
+
+        `guarded`: not a number where the loss is not finite, so that the gradients are not either.
+        """
+        factor: Tensor | float = 1.0
+        if self.divisor is not None:
+            assert isinstance(self.count, Tensor)
+            # No target at all: the gradients are zero, whatever they are multiplied by.
+            factor = self.divisor / torch.where(self.count > 0, self.count, 1.0)
+        return factor + 0.0 * self.total if guarded else factor
 
     def read(self) -> tuple[float, float, bool]:
         """The mean loss, the number of targets, and the flag. Waits for the device."""
@@ -140,7 +146,8 @@ class LossNormalizer:
         """What the step's loss adds up to, over all micro-batches and ranks."""
         parts, self._parts = self._parts, []
         if self._exact:
-            return Sums(parts[0].mean(), parts[0].weight, self.flag, divisor=None)
+            flag, self.flag = self.flag, False
+            return Sums(parts[0].mean(), parts[0].weight, flag, divisor=None)
         assert self._box is not None
         if self._work is not None:
             self._work.wait()
@@ -161,6 +168,7 @@ class LossNormalizer:
             count = count + part.weight
         count = torch.as_tensor(count, dtype=self._dtype, device=total.device)
         flag = torch.full((), float(self.flag), dtype=self._dtype, device=total.device)
+        self.flag = False  # it is on its way; set from now on, it is meant for the next step
         self._box = torch.stack((total, count, flag))
         if self._group is not None:
             self._work = dist.all_reduce(self._box, group=self._group, async_op=True)

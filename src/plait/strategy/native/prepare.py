@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from plait.config.run import RunConfig
 from plait.errors import ModelError
 from plait.models import build_model
 from plait.optim import ViewGroup, build_optimizer, build_schedule, is_elementwise, split_groups
-from plait.parallel import activations, compiling, materialize, recompute, zero
+from plait.parallel import compiling, materialize, recompute
+from plait.parallel.initializer import Initializer, Writes, find_initializer
 from plait.parallel.replicate import GradientBuckets
 from plait.parallel.units import Unit, find_units
 from plait.precision import FP32_MODULES, LossScaler, Policy, make_policy
-from plait.strategy.native.engine import Gradients, NativeEngine, Say
+from plait.strategy.native.engine import Gradients, NativeEngine
+from plait.strategy.native.forward import Say
 from plait.strategy.native.loss import LossFunction
 from plait.strategy.native.update import Updater
 from plait.strategy.native.views import BucketViews, DirectViews, ShardViews, Views
@@ -64,6 +67,8 @@ def prepare_native(
     units = find_units(module, strategy.wrap)
     auto_count = 0
     if strategy.recompute.mode == "auto":
+        from plait.parallel import activations
+
         auto_count = activations.units_to_recompute(module, units, example, config=config, world=world)
     recompute.apply_recompute(units, strategy.recompute, auto_count=auto_count)
     compiled = _compile(module, units, config, device, sharded=sharded, say=say)
@@ -73,6 +78,8 @@ def prepare_native(
     if not policy.master:
         _cast(module, policy.compute)
     if sharded:
+        from plait.parallel import zero  # [Note: DTensor is loaded late]
+
         assert world.mesh is not None
         options = zero.ShardingOptions(
             strategy.stage, strategy.reshard_after_forward, strategy.forward_prefetch, strategy.backward_prefetch
@@ -83,6 +90,7 @@ def prepare_native(
     else:
         materialize.give_storage(module, device)
         materialize.initialize(module, initializer, seed=config.seed, device=device)
+    if model is None:
         _load_pretrained(module, config)
     if sharded:
         views = _shard_views(module, config, world)
@@ -122,22 +130,46 @@ def prepare_native(
     )
 
 
-def _build(config: RunConfig, model: ModelSource) -> tuple[nn.Module, materialize.Initializer | None]:
+def _build(config: RunConfig, model: ModelSource) -> tuple[nn.Module, Initializer | None]:
     """The module, and what will give it values; no such thing where it has them already."""
     if isinstance(model, nn.Module):
-        return model, None
+        return model, _initializer_of(model)
+    described = config.model if model is None else None
     if model is None:
-        if config.model is None:
+        if described is None:
             raise ModelError("there is no model: give one as an object, or describe it in the section `model`")
-        described = config.model
-        model = lambda: build_model(described)  # noqa: E731
+        model = partial(build_model, described)
     if config.strategy.meta_init:
-        with torch.device("meta"):
-            module = model()
-        initializer = materialize.find_initializer(module)
-        if initializer is not None:
+        module, initializer = _build_on_meta(model)
+        if module is not None and initializer is not None:
             return module, initializer
-    return model(), None
+    seed_everything(config.seed, 0)  # whatever the constructor draws, the seed decides
+    module = model()
+    # Plait's own models start from the same values wherever they are built.
+    own = described is not None and described.type != "import"
+    return module, getattr(module, "init_weights") if own else None  # noqa: B009
+
+
+def _build_on_meta(model: Callable[[], nn.Module]) -> tuple[nn.Module | None, Initializer | None]:
+    try:
+        with torch.device("meta"), Writes() as built:
+            module = model()
+    except (RuntimeError, NotImplementedError):  # a constructor that looks at values; if not, it fails again soon
+        return None, None
+    return module, find_initializer(module, built)
+
+
+def _initializer_of(module: nn.Module) -> Initializer | None:
+    """What gives values to a model that was given as an object: nothing, unless it lies on the meta device."""
+    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        return None
+    initializer = find_initializer(module)
+    if initializer is None:
+        raise ModelError(
+            f"the {type(module).__name__} lies on the meta device, and nothing can give it values: some of its "
+            "modules have no reset_parameters. Add init_weights(module) to the model, or build it on a real device"
+        )
+    return initializer
 
 
 def _load_pretrained(module: nn.Module, config: RunConfig) -> None:
@@ -185,17 +217,20 @@ def _shard_views(module: nn.Module, config: RunConfig, world: World) -> Views:
 
 def _replicate(module: nn.Module, policy: Policy, config: RunConfig, world: World) -> tuple[Gradients | None, Views]:
     names, params = _trainable(module)
-    if world.data_group is None and not policy.mixed:
+    if world.data_group is None and not (policy.mixed and policy.master):
         return None, DirectViews(names, params)
-    masters: list[Tensor | None] = [None] * len(params)
+    rounded: dict[nn.Parameter, Tensor] = {}
     if policy.mixed and policy.master:
-        whole = [param.data for param in params]
+        whole = {param: param.data for param in module.parameters()}
         _cast(module, policy.compute)
-        masters = [None if p.dtype == w.dtype else w for p, w in zip(params, whole, strict=True)]
+        rounded = {param: data for param, data in whole.items() if param.dtype != data.dtype}
     buckets = GradientBuckets(
         params,
-        dtype_of=lambda param: torch.float32 if policy.master else param.dtype,
+        dtype_of=lambda param: policy.reduce if param.dtype == policy.compute else param.dtype,
         group=world.data_group,
         bucket_bytes=int(config.strategy.bucket_mb * 2**20),
     )
-    return buckets, BucketViews(names, params, buckets, masters)
+    masters = [rounded.get(param) for param in params]
+    # A checkpoint holds them as they were, on every layout alike.
+    frozen = {param: data for param, data in rounded.items() if not param.requires_grad}
+    return buckets, BucketViews(names, params, buckets, masters, frozen)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from plait.strategy.native.views import Views
+from plait.world import is_sharded
 
 
 def collect(model: nn.Module, views: Views, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -19,10 +19,10 @@ def collect(model: nn.Module, views: Views, optimizer: Optimizer) -> dict[str, T
     for name, param in model.named_parameters():
         index = index_of.get(id(param))
         if index is None:
-            tensors[f"model.{name}"] = param.detach()
+            tensors[f"model.{name}"] = views.frozen.get(param, param).detach()
         else:
             tensor = views.tensors[index]
-            whole = tensor if isinstance(tensor, DTensor) else views.logical(index, tensor.detach())
+            whole = tensor if is_sharded(tensor) else views.logical(index, tensor.detach())
             tensors[f"model.{name}"] = whole.detach()
     persistent = model.state_dict().keys()
     for name, buffer in model.named_buffers():
@@ -36,7 +36,7 @@ def collect(model: nn.Module, views: Views, optimizer: Optimizer) -> dict[str, T
 
 
 def _whole(views: Views, index: int, value: Tensor) -> Tensor:
-    if isinstance(value, DTensor) or value.shape != views.local(index).shape or value.ndim == 0:
+    if is_sharded(value) or value.shape != views.local(index).shape or value.ndim == 0:
         return value
     return views.logical(index, value)
 

@@ -41,13 +41,18 @@ class Updater:
         self._folds_scale = supports_grad_scale(optimizer) and config.clip_value is None
         self._skips = config.guard.enabled or scaler is not None
 
-    def apply(self, correction: Tensor | float, step: int) -> tuple[float, bool]:
+    @property
+    def guards(self) -> bool:
+        """Whether a step whose loss or gradient is not finite is left out."""
+        return self._guard.enabled
+
+    def apply(self, correction: Tensor | float, step: int) -> tuple[float, float, bool]:
         """Update the weights with gradients that are still to be multiplied by `correction`.
 
-        Returns the norm of the corrected gradients and whether the update was left out.
+        Returns the learning rate, the norm of the corrected gradients, and whether the update was left out.
         """
         grads = self._views.gather_gradients()
-        self.schedule.apply(self.optimizer, step)
+        lr = self.schedule.apply(self.optimizer, step)
         scale = 1.0 if self.scaler is None else 1.0 / self.scaler.scale
         if self._device.type == "cuda" and self._folds_scale:
             norm = self._apply_on_device(grads, correction * scale)
@@ -56,7 +61,7 @@ class Updater:
         finite = math.isfinite(norm)
         if self.scaler is not None:
             self.scaler.update(overflow=not finite)
-        return norm, self._skips and not finite
+        return lr, norm, self._skips and not finite
 
     def _apply(self, grads: list[Tensor], factor: float) -> float:
         norm = grad_norm(grads, self._views.norm_group) * factor

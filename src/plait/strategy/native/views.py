@@ -10,14 +10,19 @@ parameter (LAMB, Adafactor, Muon) get the DTensor itself.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from plait.parallel.replicate import GradientBuckets
+from plait.world import is_sharded, local_part
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class Views(ABC):
@@ -25,6 +30,8 @@ class Views(ABC):
 
     norm_group: dist.ProcessGroup | None = None
     """Over which ranks the squares of local gradients add up to the whole."""
+    frozen: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
+    """Parameters that do not train and are rounded for computing: what they were before."""
 
     def __init__(self, names: Sequence[str], params: Sequence[nn.Parameter]) -> None:
         self.names = list(names)
@@ -41,6 +48,12 @@ class Views(ABC):
     def publish(self) -> None:  # noqa: B027  # most views share storage with the model
         """Bring the model's parameters up to date with the updated tensors."""
 
+    def publish_frozen(self) -> None:
+        """Bring the model up to date with `frozen`, which only loading changes."""
+        with torch.no_grad():
+            for param, whole in self.frozen.items():
+                param.copy_(whole)
+
     def clear_gradients(self) -> None:
         """Forget the gradients of this step."""
         for param in self.params:
@@ -48,8 +61,7 @@ class Views(ABC):
 
     def local(self, index: int) -> Tensor:
         """This rank's part of one tensor."""
-        tensor = self.tensors[index]
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local_part(self.tensors[index])
 
     def logical(self, index: int, local: Tensor) -> Tensor:
         """Wrap a local tensor, shaped like this view, as the whole that it is a part of."""
@@ -82,8 +94,10 @@ class BucketViews(Views):
         params: Sequence[nn.Parameter],
         buckets: GradientBuckets,
         masters: Sequence[Tensor | None],
+        frozen: Mapping[nn.Parameter, Tensor],
     ) -> None:
         """`masters` holds, for each parameter in a smaller format, its fp32 weights; None for the others."""
+        self.frozen = frozen
         self._buckets = buckets
         self._masters = masters
         super().__init__(names, params)
@@ -101,7 +115,8 @@ class BucketViews(Views):
         """Each view's place in a bucket."""
         grads = []
         for index, tensor in enumerate(self.tensors):
-            tensor.grad = self._buckets.view_of(index)
+            # Where gradients are summed in a smaller format, the optimizer still wants its own.
+            tensor.grad = self._buckets.view_of(index).to(tensor.dtype)
             grads.append(tensor.grad)
         return grads
 
@@ -156,6 +171,8 @@ class ShardViews(Views):
 
     def logical(self, index: int, local: Tensor) -> Tensor:
         """The DTensor that a part belongs to."""
+        from torch.distributed.tensor import DTensor
+
         whole = _dtensor(self.params[index])
         return DTensor.from_local(
             local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
@@ -163,5 +180,5 @@ class ShardViews(Views):
 
 
 def _dtensor(tensor: Tensor) -> DTensor:
-    assert isinstance(tensor, DTensor)
+    assert is_sharded(tensor)
     return tensor

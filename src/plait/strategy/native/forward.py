@@ -1,0 +1,77 @@
+"""Calling the model: inputs moved and cast, under the run's precision, compiled where that works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.parallel.compiling import undo_compile
+from plait.precision import Policy, cast_floats
+
+Say = Callable[[str], None]
+
+
+class Forward:
+    """The model as the engine calls it. What a call needs is decided once, not on every step."""
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, policy: Policy, *, compiled: Sequence[nn.Module], say: Say
+    ) -> None:
+        self._model = model
+        self._device = device if device.type != "cpu" else None
+        self._cast_to = policy.compute if policy.mixed and policy.cast_inputs else None
+        self._context = policy.context(device) if policy.mixed else None
+        self._compiled = list(compiled)
+        self._say = say
+
+    def ready(self, inputs: Any) -> Any:
+        """Inputs on the device, in the compute format."""
+        if self._device is not None:
+            inputs = _move(inputs, self._device)
+        return inputs if self._cast_to is None else cast_floats(inputs, self._cast_to)
+
+    def __call__(self, inputs: Any) -> Any:
+        """What the model says to inputs that are ready."""
+        if self._compiled:
+            return self._call_compiled(inputs)
+        if self._context is not None:
+            with self._context:
+                return self._call(inputs)
+        return self._call(inputs)
+
+    def _call(self, inputs: Any) -> Any:
+        kind = type(inputs)
+        if kind is dict or isinstance(inputs, Mapping):
+            return self._model(**inputs)
+        if kind is tuple or kind is list or isinstance(inputs, (tuple, list)):
+            return self._model(*inputs)
+        return self._model(inputs)
+
+    def _call_compiled(self, inputs: Any) -> Any:
+        from torch._dynamo.exc import TorchDynamoException
+
+        compiled, self._compiled = self._compiled, []
+        try:
+            outputs = self(inputs)
+        except TorchDynamoException as error:
+            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            self._say(f"torch.compile gave up, training goes on without it: {type(error).__name__}: {reason}")
+            undo_compile(compiled)
+            return self(inputs)
+        self._compiled = compiled
+        return outputs
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {key: _move(item, device) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_move(item, device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_move(item, device) for item in value)
+    return value

@@ -1,0 +1,78 @@
+"""Signals to a real `plait train --nproc 2`, and failures of its ranks."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from plait.checkpoint import CheckpointFolder, read_manifest
+
+ENDLESS = ("train.max_steps=1000000", "log.every=5", "checkpoint.resume=auto", "strategy=zero2")
+
+
+def start(place: Any) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A run that has begun to train, and its ranks."""
+    process = place.start("train", "run.yaml", "--nproc", "2", *ENDLESS)
+    for line in process.stdout:
+        if "Iter(train)" in line:
+            break
+    else:
+        raise AssertionError(process.stderr.read())
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    assert len(ranks) == 2
+    return process, ranks
+
+
+def assert_gone(ranks: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(ranks, timeout=30)
+    assert not alive
+
+
+def newest(folder: Path) -> int:
+    found = CheckpointFolder(folder / "run" / "checkpoints").newest()
+    assert found is not None
+    return read_manifest(found).step
+
+
+def test_a_signal_saves_and_the_run_goes_on_from_there(place: Any) -> None:
+    steps = [0]
+    for number, name in ((signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")):
+        process, ranks = start(place)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=120)
+        assert (process.returncode, err) == (0, "")
+        assert f"Run ended ({name})" in out
+        assert_gone(ranks)
+        steps.append(newest(place.folder))
+        assert steps[-1] > steps[-2]
+    process, ranks = start(place)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)  # ends it at once, unless the first one has done so already
+    assert process.wait(60) in (0, 128 + signal.SIGINT)
+    assert_gone(ranks)
+    assert newest(place.folder) >= steps[-1]
+
+
+def test_a_rank_that_dies_ends_the_run_with_a_word_about_it(place: Any) -> None:
+    process, ranks = start(place)
+    ranks[1].kill()
+    began = time.monotonic()
+    _, err = process.communicate(timeout=120)
+    print(f"ended after {time.monotonic() - began:.1f} s")
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "was ended by SIGKILL" in err.splitlines()[-1]
+    assert_gone(ranks)
+
+
+def test_an_error_that_all_ranks_meet_is_told_once(place: Any) -> None:
+    (place.folder / "run").write_text("a file where the folder should be")
+    ended = place.run("train", "run.yaml", "--nproc", "2")
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert ended.stderr.count("work_dir") == 1
+    assert "Traceback" not in ended.stderr
