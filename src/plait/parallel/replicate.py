@@ -122,6 +122,9 @@ class GradientBuckets:
         assert work is not None
         self._works.append(work)
 
+    def after_forward_alone(self) -> None:
+        """Nothing was gathered, so there is nothing to let go of."""
+
     def finish(self) -> None:
         """Complete the step's gradients: zeros for parameters that took no part, and wait for all sums."""
         for index, touched in enumerate(self._touched):

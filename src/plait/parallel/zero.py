@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -55,6 +55,16 @@ class ShardedGradients:
     def finish(self) -> None:
         """Nothing is left to wait for: the backward pass itself waits for its reductions."""
 
+    def after_forward_alone(self) -> None:
+        """Let go of whole parameters that a forward pass without a backward pass has left.
+
+        Below stage 3 they stay until the backward pass. Kept, they would hide the shards from a checkpoint,
+        and the next step would compute with them even if the shards have changed since.
+        """
+        for module in cast(nn.Module, self._root).modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
 
 def shard(
     model: nn.Module, units: Sequence[Unit], *, mesh: DeviceMesh, policy: Policy, options: ShardingOptions
@@ -84,18 +94,6 @@ def shard(
         root.set_reduce_scatter_unused_params(True)
     _prefetch([u.module for u in units], options)
     return ShardedGradients(root, options.stage)
-
-
-def reshard(model: nn.Module) -> None:
-    """Let go of whole parameters that a forward pass without a backward pass has left.
-
-    Below stage 3 they stay until the backward pass. Kept, they would hide the shards from a checkpoint, and
-    the next step would compute with them even if the shards have changed since.
-    """
-    if isinstance(model, FSDPModule):
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
 
 def _shard_fp32_modules(model: nn.Module, common: dict[str, Any], policy: Policy) -> None:

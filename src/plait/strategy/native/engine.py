@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import TrainingError
-from plait.parallel.zero import reshard
 from plait.precision import Policy
 from plait.spec import MicroBatch
 from plait.strategy.base import Engine, Evaluation, StepResult
@@ -30,6 +29,9 @@ class Gradients(Protocol):
 
     def finish(self) -> None:
         """Complete the step's gradients."""
+
+    def after_forward_alone(self) -> None:
+        """A forward pass is over that no backward pass follows."""
 
 
 class NativeEngine(Engine):
@@ -115,10 +117,14 @@ class NativeEngine(Engine):
         inputs = self._last_batch.inputs if isinstance(self._last_batch, MicroBatch) else self._last_batch
         ready = self._forward.ready(inputs)
         culprits = self.world.gather(find_culprit(self.model, self.views, lambda: self._forward(ready)))
-        reshard(self.model)
+        self._after_forward_alone()
         blame = str(min(culprits))
         self._say(f"step {self.steps} skipped on every rank: not finite, first seen in {blame}")
         self.updater.count_skip(True, blame)
+
+    def _after_forward_alone(self) -> None:
+        if self._gradients is not None:
+            self._gradients.after_forward_alone()
 
     # ---- for people who keep their own loop
 
@@ -174,7 +180,7 @@ class NativeEngine(Engine):
                 return Evaluation(float(loss.total()), float(loss.weight), outputs)
         finally:
             self.model.train(training)
-            reshard(self.model)
+            self._after_forward_alone()
 
     # ---- state
 

@@ -1,0 +1,168 @@
+"""Recomputing activations changes memory, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from plait.config.strategy import RecomputeConfig, WrapConfig
+from plait.errors import ConfigError
+from plait.parallel.recompute import apply_recompute
+from plait.parallel.units import find_units
+
+BLOCKS = 4
+
+
+class Block(nn.Module):
+    """Attention with dropout and a feed-forward, counting its calls."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+        self.norm = nn.LayerNorm(dim)
+        self.drop = nn.Dropout(0.2)
+        self.calls = 0
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        self.calls += 1
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x + scale * self.drop(F.gelu(self.out(mixed)))
+
+
+class Model(nn.Module):
+    block_classes = (Block,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(16) for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return x.square().sum()
+
+
+def run(mode: str, **options: Any) -> dict[str, Any]:
+    """One forward and backward; also which tensors were kept between them."""
+    torch.manual_seed(0)
+    model = Model()
+    section = RecomputeConfig(mode=mode, **{k: v for k, v in options.items() if k != "auto_count"})  # type: ignore[arg-type]
+    names = apply_recompute(
+        find_units(model, WrapConfig()), section, auto_count=options.get("auto_count", 0)
+    )
+    inputs = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(1))
+    kept: dict[int, Tensor] = {}
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in weights:
+            kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    torch.manual_seed(2)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        loss = model(inputs)
+    forward_calls = [block.calls for block in model.blocks]  # type: ignore[union-attr]
+    loss.backward()
+    return {
+        "names": names,
+        "loss": loss.detach(),
+        "grads": {name: p.grad for name, p in model.named_parameters()},
+        "state": list(model.state_dict()),
+        "bytes": sum(t.untyped_storage().nbytes() for t in kept.values()),
+        "again": [block.calls - calls for block, calls in zip(model.blocks, forward_calls, strict=True)],  # type: ignore[union-attr]
+        "next": torch.rand(1),
+    }
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "every": {"every": 2},
+    "selective": {},
+    "auto": {"auto_count": 3},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_loss_and_gradients_are_bitwise_those_without_recomputing(mode: str) -> None:
+    plain, found = run("none"), run(mode, **MODES[mode])
+    assert torch.equal(found["loss"], plain["loss"])
+    for name, grad in plain["grads"].items():
+        assert torch.equal(found["grads"][name], grad), name
+    assert torch.equal(found["next"], plain["next"])  # dropout drew the same numbers, once
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_name_changes(mode: str) -> None:
+    assert run(mode, **MODES[mode])["state"] == run("none")["state"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "again"),
+    [
+        ("none", {}, [0, 0, 0, 0]),
+        ("full", {}, [1, 1, 1, 1]),
+        ("selective", {}, [1, 1, 1, 1]),
+        ("every", {"every": 1}, [1, 1, 1, 1]),
+        ("every", {"every": 2}, [0, 1, 0, 1]),
+        ("every", {"every": 3}, [0, 0, 1, 0]),
+        ("every", {"every": 9}, [0, 0, 0, 0]),
+        ("auto", {"auto_count": 0}, [0, 0, 0, 0]),
+        ("auto", {"auto_count": 3}, [1, 1, 1, 0]),
+    ],
+)
+def test_the_chosen_blocks_run_a_second_time_in_the_backward_pass(
+    mode: str, options: dict[str, Any], again: list[int]
+) -> None:
+    found = run(mode, **options)
+    assert found["again"] == again
+    assert found["names"] == [f"blocks.{i}" for i, count in enumerate(again) if count]
+
+
+def test_the_more_is_recomputed_the_less_is_kept() -> None:
+    kept = [run("none")["bytes"]] + [run("auto", auto_count=n)["bytes"] for n in range(1, BLOCKS + 1)]
+    assert sorted(kept, reverse=True) == kept
+    assert len(set(kept)) == len(kept)
+    assert kept[-1] < kept[0] / 4
+
+
+def test_selective_keeps_the_results_of_its_operations_in_its_own_store() -> None:
+    # Every block runs again, but its matrix products and attention do not.
+    counts = {}
+    for mode, options in (("full", {}), ("selective", {}), ("selective", {"save_ops": ["gelu"]})):
+        with _Counting() as counter:
+            run(mode, **options)
+        counts[mode, *options] = counter.products
+    assert counts["selective",] < counts["full",]
+    assert counts["selective", "save_ops"] == counts["full",]
+
+
+class _Counting(torch.utils._python_dispatch.TorchDispatchMode):
+    products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+        return func(*args, **(kwargs or {}))
+
+
+def test_without_gradients_nothing_is_recomputed_or_kept() -> None:
+    model = Model().eval()
+    apply_recompute(find_units(model, WrapConfig()), RecomputeConfig(mode="full"))
+    with torch.no_grad():
+        model(torch.randn(2, 4, 16))
+    assert [block.calls for block in model.blocks] == [1] * BLOCKS  # type: ignore[union-attr]
+
+
+def test_an_operation_that_torch_does_not_have_is_refused() -> None:
+    model = Model()
+    with pytest.raises(ConfigError, match=r"strategy\.recompute\.save_ops: torch has no operation 'matmull'"):
+        apply_recompute(
+            find_units(model, WrapConfig()), RecomputeConfig(mode="selective", save_ops=("mm", "matmull"))
+        )
+    assert "forward" not in vars(model.blocks[0])  # refused before anything was changed
