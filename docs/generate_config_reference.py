@@ -59,7 +59,6 @@ WORDS: dict[str, str] = {
     "LlamaConfig.dim": "Width; a multiple of `heads`, with an even width a head.",
     "LlamaConfig.layers": "Number of blocks.",
     "LlamaConfig.heads": "Attention heads.",
-    "LlamaConfig.seq_len": "Length the model is meant for. Rotary positions have no end, so nothing depends on it.",
     "LlamaConfig.rope_base": "Base of the rotary frequencies.",
     "LlamaConfig.norm_eps": "Added inside RMSNorm.",
     "LlamaConfig.tie_embeddings": "The output layer shares the embedding's weight.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Sampler
 
 from plait.data.collate import pin
@@ -64,6 +65,7 @@ class Workers:
             num_workers=workers,
             pin_memory=pin_memory,
             persistent_workers=True,
+            generator=torch.Generator(),  # not the global one: a resumed epoch must not cost it a number
             **options,
         )
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from plait.data.collate import Collate, pin
@@ -71,6 +72,7 @@ class Stream:
                 collate_fn=_as_is,
                 num_workers=1,
                 pin_memory=self._pin,
+                generator=torch.Generator(),  # not the global one: a resumed epoch must not cost it a number
                 **self._options,
             )
             for parts in loader:

@@ -97,7 +97,6 @@ def test_any_history_gives_what_deepspeeds_rule_gives() -> None:
 def test_a_scaler_goes_on_from_its_state() -> None:
     config = ScalerConfig(initial_power=8, window=3, hysteresis=3)
     history = random.choices("x.", k=40)
-    whole = LossScaler(config)
     for cut in (1, 7, 20):
         first, second = LossScaler(config), LossScaler(config)
         for step in history[:cut]:
@@ -107,7 +106,6 @@ def test_a_scaler_goes_on_from_its_state() -> None:
             first.update(overflow=step == "x")
             second.update(overflow=step == "x")
         assert first.state() == second.state()
-    assert whole.state() == LossScaler(config).state()
 
 
 def test_only_a_scale_that_cannot_shrink_is_at_its_minimum() -> None:
