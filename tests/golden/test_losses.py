@@ -1,4 +1,4 @@
-"""Loss curves that must not move unless somebody means them to. `python tests/golden/test_losses.py` writes them anew."""
+"""Loss curves that must not move unless somebody means them to; run as a script, it writes them anew."""
 
 from __future__ import annotations
 

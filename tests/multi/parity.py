@@ -45,13 +45,15 @@ def token_batches(seed: int, micro_batches: int) -> list[list[dict[str, Tensor]]
     return steps
 
 
-def run_steps(rank: int, size: int, sections: dict[str, Any], steps: list[list[Any]], model: Any = None) -> Trace:
-    """Train on this rank's share: rank r takes micro-batches r, r + size, …"""
+def run_steps(
+    rank: int, size: int, sections: dict[str, Any], steps: list[list[Any]], model: Any = None, loss_fn: Any = None
+) -> Trace:
+    """Train on this rank's share: rank r takes micro-batches r, r + size, …; `model` is a function that makes one."""
     sections = {"seed": 3, "optim": {"type": "AdamW", "lr": 1e-2, "eps": 1e-3}, "model": MODEL, **sections}
     if model is not None:
         sections.pop("model")
     config = parse_sections(**sections).config
-    engine = prepare_native(config, open_world(config), model=model() if model else None)
+    engine = prepare_native(config, open_world(config), model=model, loss_function=loss_fn)
     trace = Trace([], [], [], {})
     for step in steps:
         mine = step[rank::size]

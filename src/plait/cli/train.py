@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from plait.config import Parsed, check, describe, parse, resolve_batch
+from plait.config import Parsed, check, describe, parse, resolve_batch, resolve_layout
 from plait.config.draft import origin_of
 from plait.config.paths import missing_paths
 from plait.errors import ConfigError, Problem
@@ -43,7 +43,8 @@ def _check(parsed: Parsed, ranks: int) -> None:
     problems += [replace(each, origin=origin_of(each.path, parsed.origins)) for each in missing_paths(config)]
     if problems:
         raise ConfigError(problems)
-    resolve_batch(config.batch, ranks)
+    layout = resolve_layout(config.strategy, size=ranks, local_size=ranks)
+    resolve_batch(config.batch, layout.data_parallel)
 
 
 def _show(parsed: Parsed) -> None:

@@ -142,3 +142,20 @@ class GradientBuckets:
         self._ready = [False] * len(self._params)
         for bucket in self._buckets:
             bucket.waiting = len(bucket.views)
+
+
+@torch.no_grad()
+def average_buffers(model: nn.Module, group: dist.ProcessGroup, ranks: int) -> None:
+    """Make every rank's persistent buffers the same: floating-point ones their mean, others those of rank 0.
+
+    Buffers that no checkpoint holds are tables, made from the configuration and equal everywhere.
+    """
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name not in persistent:
+            continue
+        if buffer.is_floating_point():
+            dist.all_reduce(buffer, group=group)
+            buffer /= ranks
+        else:
+            dist.broadcast(buffer, src=0, group=group)

@@ -245,6 +245,7 @@ class Runner:
                 Problem(role, "there are no data to measure on", f"give {role}, or a section of that name")
             )
         engine, loader = self.engine, self._eval_loader(role)
+        engine.agree_on_buffers()
         validating = kind is EventKind.VALIDATE
         for hook in self.hooks.before_validate if validating else self.hooks.before_test:
             hook(self)

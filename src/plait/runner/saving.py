@@ -53,6 +53,7 @@ class Saver:
             for hook in runner.hooks.before_save:
                 hook(runner)
             start = time.perf_counter()
+            runner.engine.agree_on_buffers()
             size = save_checkpoint(target, self._tensors(), self._state(), step=step, world=runner.world)
             self._saved_step = step
             runner.emit(EventKind.SAVE, path=str(target), seconds=time.perf_counter() - start, bytes=size)

@@ -68,6 +68,10 @@ class Engine(ABC):
         """Ask every rank to stop after the step in progress; the answer is in that step's result."""
 
     @abstractmethod
+    def agree_on_buffers(self) -> None:
+        """Make what each rank gathers for itself, such as running statistics, the same on all of them."""
+
+    @abstractmethod
     def evaluate(self, batch: Any) -> Evaluation:
         """Forward one micro-batch without gradients, in evaluation mode."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,7 @@ from plait.world import World, open_world
 
 
 def prepare(
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     *,
     optim: Mapping[str, Any] | None = None,
     strategy: Mapping[str, Any] | str | None = None,
@@ -32,6 +32,9 @@ def prepare(
     world: World | None = None,
 ) -> Engine:
     """Make a model ready for training; the sections are those of a run description.
+
+    `model` is a module, or a function that makes one: where that can be built without memory, no rank ever
+    holds more than its part.
 
     Then either `engine.train_step(micro_batches)`, or `loss = engine(batch)`, `engine.backward(loss)`,
     `engine.step()`, which updates after `accumulation` backward passes.

@@ -1,13 +1,11 @@
 """Ranks, devices, and the one mesh."""
 
-from plait.world.layout import Layout, resolve_layout
 from plait.world.ranks import Ranks, detect_ranks
 from plait.world.seeding import make_deterministic, restore_rng_state, rng_state, seed_everything
 from plait.world.sharded import is_sharded, local_part
 from plait.world.world import World, open_world
 
 __all__ = [
-    "Layout",
     "Ranks",
     "World",
     "detect_ranks",
@@ -15,7 +13,6 @@ __all__ = [
     "local_part",
     "make_deterministic",
     "open_world",
-    "resolve_layout",
     "restore_rng_state",
     "rng_state",
     "seed_everything",

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from plait.config.layout import Layout, resolve_layout
 from plait.config.run import RunConfig
 from plait.errors import WorldError
 from plait.world.device import choose_backend, choose_device
-from plait.world.layout import Layout, resolve_layout
 from plait.world.ranks import Ranks, detect_ranks
 
 _LAST_BREATH_S = 0.05

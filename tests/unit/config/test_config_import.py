@@ -30,6 +30,7 @@ def test_a_whole_parse_and_check_needs_no_torch():
 
 def test_the_public_names():
     assert plait.config.__all__ == [
+        "Layout",
         "Parsed",
         "ResolvedBatch",
         "RunConfig",
@@ -38,6 +39,7 @@ def test_the_public_names():
         "parse",
         "parse_sections",
         "resolve_batch",
+        "resolve_layout",
         "to_dict",
         "to_yaml",
     ]

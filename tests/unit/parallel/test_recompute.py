@@ -53,9 +53,7 @@ def run(mode: str, **options: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Model()
     section = RecomputeConfig(mode=mode, **{k: v for k, v in options.items() if k != "auto_count"})  # type: ignore[arg-type]
-    names = apply_recompute(
-        find_units(model, WrapConfig()), section, auto_count=options.get("auto_count", 0)
-    )
+    names = apply_recompute(find_units(model, WrapConfig()), section, auto_count=options.get("auto_count", 0))
     inputs = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(1))
     kept: dict[int, Tensor] = {}
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
@@ -162,7 +160,5 @@ def test_without_gradients_nothing_is_recomputed_or_kept() -> None:
 def test_an_operation_that_torch_does_not_have_is_refused() -> None:
     model = Model()
     with pytest.raises(ConfigError, match=r"strategy\.recompute\.save_ops: torch has no operation 'matmull'"):
-        apply_recompute(
-            find_units(model, WrapConfig()), RecomputeConfig(mode="selective", save_ops=("mm", "matmull"))
-        )
+        apply_recompute(find_units(model, WrapConfig()), RecomputeConfig(mode="selective", save_ops=("mm", "matmull")))
     assert "forward" not in vars(model.blocks[0])  # refused before anything was changed

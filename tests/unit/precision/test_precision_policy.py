@@ -11,7 +11,7 @@ import torch
 from plait.config import parse_sections
 from plait.precision import cast_floats, make_policy
 
-Pair = namedtuple("Pair", ["image", "label"])  # noqa: PYI024
+Pair = namedtuple("Pair", ["image", "label"])
 
 
 def policy(section: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.multi.toys import Classifier, Points, Trace, assert_close, fit
+from torch.utils.data import DataLoader
 
 from plait import Runner
 from plait.errors import CheckpointError, ConfigError, TrainingError
@@ -214,3 +215,17 @@ def test_a_signal_during_training_saves_and_names_itself(tmp_path: Path) -> None
 def test_a_wrong_setting_is_found_before_a_checkpoint_is_looked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.best"):
         fit(0, 1, {"work_dir": tmp_path, "checkpoint": {"best": {}, "resume": "auto"}})
+
+
+def test_loading_in_worker_processes_changes_nothing_about_a_resume(tmp_path: Path) -> None:
+    def run(name: str, **sections: Any) -> list[float]:
+        trace, loader = Trace(), DataLoader(Points(10), batch_size=4, shuffle=True, num_workers=1)
+        settings = {"work_dir": tmp_path / name, "device": "cpu", "log": {"console": "none", "sinks": []}}
+        with Runner(model=Classifier(dropout=0.3), data=loader, hooks=[trace], **settings, **sections) as runner:
+            runner.train()
+        return trace.losses
+
+    whole = run("whole", train={"max_steps": 6})
+    first = run("parts", train={"max_steps": 4})
+    second = run("parts", train={"max_steps": 6}, checkpoint={"resume": "auto"})
+    assert first + second == whole

@@ -76,5 +76,5 @@ def test_each_device_has_its_backend(device: str, backend: str) -> None:
 
 @pytest.mark.skipif(torch.distributed.is_mpi_available(), reason="this torch has MPI")
 def test_mpi_needs_a_torch_that_has_it() -> None:
-    with pytest.raises(WorldError, match="backend: mpi.*set backend: auto"):
+    with pytest.raises(WorldError, match=r"backend: mpi.*set backend: auto"):
         choose_backend("mpi", torch.device("cpu"))

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from plait.config import parse_sections
+from plait.config import Layout, parse_sections, resolve_layout
 from plait.errors import ConfigError
-from plait.world import Layout, resolve_layout
 
 
 def layout(strategy: Any, size: int, local_size: int | None = None) -> Layout:

@@ -38,13 +38,10 @@ def slurm(**changes: str) -> dict[str, str]:
 
 
 def mpi(flavour: str, **changes: str) -> dict[str, str]:
-    names = {
-        "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-        + ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        "mvapich": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE")
-        + ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
-        "pmi": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    }[flavour]
+    prefix = {"openmpi": "OMPI_COMM_WORLD_", "mvapich": "MV2_COMM_WORLD_"}.get(flavour, "")
+    names = [f"{prefix}{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    if flavour == "pmi":
+        names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
     return dict(zip(names, ("5", "8", "1", "4"), strict=True)) | changes
 
 

@@ -28,7 +28,7 @@ def draws() -> tuple[list[float], ...]:
     """Of every generator, uniform and normal numbers: normal ones are made in pairs, and one is kept for later."""
     return (
         torch.rand(3).tolist() + torch.randn(3).tolist(),
-        [*np.random.random(3), *np.random.standard_normal(3)],  # noqa: NPY002
+        [*np.random.random(3), *np.random.standard_normal(3)],
         [random.random(), random.gauss(0, 1), random.gauss(0, 1), random.gauss(0, 1)],
     )
 
@@ -38,7 +38,7 @@ def test_every_generator_goes_on_from_a_stored_state(odd_normals: int) -> None:
     seed_everything(random.randrange(2**31), 0)
     for _ in range(odd_normals):  # leaves a spare normal number behind, which is part of the state
         random.gauss(0, 1)
-        np.random.standard_normal()  # noqa: NPY002
+        np.random.standard_normal()
     state = rng_state(CPU)
     first = draws()
     assert draws() != first
@@ -86,6 +86,8 @@ def test_deterministic_mode_refuses_operations_that_have_no_such_version() -> No
         assert torch.is_deterministic_algorithms_warn_only_enabled() is False
         assert torch.backends.cudnn.benchmark is False
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
+        with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+            torch.empty(4).put_(torch.tensor([0, 0]), torch.ones(2))
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
@@ -93,10 +95,16 @@ def test_deterministic_mode_refuses_operations_that_have_no_such_version() -> No
 
 def test_a_deterministic_run_gives_the_same_bits_twice() -> None:
     script = """
-import torch, plait
+import torch
 from torch import nn
-model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.3), nn.Linear(32, 1))
-engine = plait.prepare(model, seed=5, loss_fn=lambda out, batch: out.square().mean())
+from plait.config import parse_sections
+from plait.strategy import prepare_native
+from plait.world import open_world
+def model():
+    return nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.3), nn.Linear(32, 1))
+config = parse_sections(seed=5, deterministic=True, device="cpu").config
+engine = prepare_native(config, open_world(config), model=model, loss_function=lambda out, _: out.square().mean())
+assert torch.are_deterministic_algorithms_enabled()
 inputs = torch.linspace(-1, 1, 64).view(8, 8)
 print([engine.train_step([inputs]).loss.hex() for _ in range(3)])
 """

@@ -46,14 +46,13 @@ def sequences_fit_the_model(facts: Facts) -> Iterator[Problem]:
 
 
 def trained_vocabulary_fits_the_model(facts: Facts) -> Iterator[Problem]:
-    """A token that the model has no embedding for cannot be looked up."""
-    model = facts.config.model
-    for path, source in _sources(facts):
-        if not isinstance(model, (GptConfig, LlamaConfig)) or not isinstance(source, (TextData, JsonlData)):
-            continue
-        if source.tokenizer is None and source.vocab_size > model.vocab_size:
-            message = f"{source.vocab_size} tokens, but the model knows {model.vocab_size} (`model.vocab_size`)"
-            yield Problem(f"{path}.vocab_size", message, f"Write `{path}.vocab_size: {model.vocab_size}`.")
+    """A token that the model has no embedding for cannot be looked up. Validation takes the training tokenizer."""
+    model, source = facts.config.model, facts.config.data
+    if not isinstance(model, (GptConfig, LlamaConfig)) or not isinstance(source, (TextData, JsonlData)):
+        return
+    if source.tokenizer is None and source.vocab_size > model.vocab_size:
+        message = f"{source.vocab_size} tokens, but the model knows {model.vocab_size} (`model.vocab_size`)"
+        yield Problem("data.vocab_size", message, f"Write `data.vocab_size: {model.vocab_size}`.")
 
 
 RULES = (

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import TrainingError
+from plait.parallel.replicate import average_buffers
 from plait.precision import Policy
 from plait.spec import MicroBatch
 from plait.strategy.base import Engine, Evaluation, StepResult
@@ -166,6 +167,11 @@ class NativeEngine(Engine):
     def request_stop(self) -> None:
         """Ask every rank to stop after the step in progress; the answer is in that step's result."""
         self._normalizer.flag = True
+
+    def agree_on_buffers(self) -> None:
+        """Average running statistics over the ranks; other buffers become rank 0's."""
+        if self.world.data_group is not None:
+            average_buffers(self.model, self.world.data_group, self.world.size)
 
     def evaluate(self, batch: Any) -> Evaluation:
         """Forward one micro-batch without gradients, in evaluation mode."""

@@ -57,8 +57,9 @@ class Forward:
         try:
             outputs = self(inputs)
         except TorchDynamoException as error:
-            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            self._say(f"torch.compile gave up, training goes on without it: {type(error).__name__}: {reason}")
+            cause = getattr(error, "inner_exception", error)  # what the backend raised, where it was the backend
+            reason = next((line for line in str(cause).splitlines() if line.strip()), "")
+            self._say(f"torch.compile gave up, training goes on without it: {type(cause).__name__}: {reason}")
             undo_compile(compiled)
             return self(inputs)
         self._compiled = compiled
