@@ -145,8 +145,7 @@ def test_tied_parameters_get_the_gradients_of_all_their_users(two_ranks: RankPoo
 @pytest.mark.parametrize("stage", STAGES)
 def test_weights_without_a_master_copy_train_alike(two_ranks: RankPool, stage: str) -> None:
     precision = {"compute": "bf16", "master": False}
-    sections: dict[str, Any] = {"precision": precision, "optim": {"type": "SGD", "lr": 0.05}}
-    compare(two_ranks, STAGES[stage], steps_of(2), nets.Net, tolerance=CLOSE_16, **sections)
+    compare(two_ranks, STAGES[stage], steps_of(2), nets.Net, tolerance=CLOSE_16, precision=precision)
 
 
 @pytest.mark.parametrize("stage", STAGES)

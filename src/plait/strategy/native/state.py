@@ -11,6 +11,9 @@ from torch.optim import Optimizer
 from plait.strategy.native.views import Views
 from plait.world import is_sharded
 
+_FACTORS = frozenset({"row_var", "col_var"})
+"""Adafactor's, whole on every rank although a matrix of one row or column has the same shape."""
+
 
 def collect(model: nn.Module, views: Views, optimizer: Optimizer) -> dict[str, Tensor]:
     """Every tensor a checkpoint holds, under names that no layout changes."""
@@ -36,7 +39,9 @@ def collect(model: nn.Module, views: Views, optimizer: Optimizer) -> dict[str, T
 
 
 def _whole(views: Views, index: int, value: Tensor) -> Tensor:
-    if is_sharded(value) or value.shape != views.local(index).shape or value.ndim == 0:
+    # An optimizer that sees the DTensor itself cuts what is to be cut, and the rest is whole. One that sees this
+    # rank's part has states of the part's shape, and scalars.
+    if is_sharded(views.tensors[index]) or value.ndim == 0:
         return value
     return views.logical(index, value)
 
@@ -50,7 +55,7 @@ def allocate(views: Views, optimizer: Optimizer, shapes: Mapping[str, tuple[torc
             continue  # the loader reports entries that nobody wants
         index = index_of[name]
         tensor = views.tensors[index]
-        if shape == views.params[index].shape and len(shape) > 0:
+        if shape == views.params[index].shape and len(shape) > 0 and key not in _FACTORS:
             room: Tensor = torch.zeros_like(tensor, dtype=dtype).detach()
         else:
             # Scalars such as `step` live on the host unless a fused kernel reads them on the device.

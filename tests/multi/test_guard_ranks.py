@@ -1,0 +1,86 @@
+"""A step that went wrong on one rank is left out on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.config import parse_sections
+from plait.errors import NonFiniteError
+from plait.strategy import prepare_native
+from plait.world import local_part, open_world
+from tests.multi import nets
+from tests.multi.ranks import RankPool
+
+STAGES: dict[str, dict[str, Any]] = {"ddp": {}, "zero1": {"zero": 1}, "zero2": {"zero": 2}, "zero3": {"zero": 3}}
+
+
+def train(rank: int, size: int, sections: dict[str, Any], bad: dict[int, int], steps: int) -> dict[str, Any]:
+    """Train; in step s of `bad`, the batch of rank bad[s] is infinite."""
+    config = parse_sections(**{"optim": {"type": "AdamW", "lr": 0.01}, **sections}).config
+    said: list[str] = []
+    engine = prepare_native(config, open_world(config), model=nets.Net, say=said.append)
+    found: dict[str, Any] = {"skipped": [], "scales": [], "moved": [], "said": said, "error": None}
+    for step in range(steps):
+        before = {name: local_part(t.detach()).clone() for name, t in engine.state_tensors().items()}
+        batch = nets.rows(10 * step + rank, 3)
+        if bad.get(step) == rank:
+            batch["x"] = torch.full_like(batch["x"], float("inf"))
+        try:
+            result = engine.train_step([batch])
+        except NonFiniteError as error:
+            found["error"] = str(error)
+            break
+        after: dict[str, Tensor] = {name: local_part(t.detach()) for name, t in engine.state_tensors().items()}
+        found["skipped"].append(result.skipped)
+        found["moved"].append(any(n not in before or not torch.equal(before[n], t) for n, t in after.items()))
+        if engine.updater.scaler is not None:
+            found["scales"].append(engine.updater.scaler.scale)
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_overflow_on_one_rank_skips_everywhere_and_lowers_one_scale(two_ranks: RankPool, stage: str) -> None:
+    scaler = {"initial_power": 6, "hysteresis": 2, "window": 2}
+    sections = {"strategy": STAGES[stage], "precision": {"compute": "fp16", "scaler": scaler}}
+    for found in two_ranks.run(train, sections, {1: 1, 2: 0, 3: 1}, 7):
+        assert found["skipped"] == [False, True, True, True, False, False, False]
+        assert found["moved"] == [True, False, False, False, True, True, True]
+        assert found["scales"] == [64, 64, 32, 16, 16, 32, 32]
+        assert found["said"] == []  # searching for a scale is nothing to speak of
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_without_a_scale_every_rank_skips_and_the_first_bad_module_is_named(two_ranks: RankPool, stage: str) -> None:
+    for found in two_ranks.run(train, {"strategy": STAGES[stage]}, {1: 1}, 3):
+        assert found["skipped"] == [False, True, False]
+        assert found["moved"] == [True, False, True]
+        # Rank 0 saw only its gradients go wrong; rank 1 knows the module.
+        assert found["said"] == ["step 1 skipped on every rank: not finite, first seen in the output of layers.0.norm"]
+
+
+@pytest.mark.parametrize("stage", ["ddp", "zero3"])
+def test_every_rank_stops_after_too_many_bad_steps_in_a_row(two_ranks: RankPool, stage: str) -> None:
+    sections = {"strategy": STAGES[stage], "train": {"guard": {"max_skips": 2}}}
+    for found in two_ranks.run(train, sections, {0: 0, 2: 1, 3: 0}, 6):
+        assert found["skipped"] == [True, False, True]  # the good step between them began the count anew
+        assert "2 steps in a row" in found["error"]
+        assert "the output of layers.0.norm" in found["error"]
+
+
+def stop(rank: int, size: int) -> list[bool]:
+    config = parse_sections(strategy="zero3").config
+    engine = prepare_native(config, open_world(config), model=nets.Net)
+    stops = []
+    for step in range(4):
+        if step == 1 and rank == 1:
+            engine.request_stop()
+        stops.append(engine.train_step([nets.rows(step, 2)]).stop)
+    return stops
+
+
+def test_one_rank_that_wants_to_stop_tells_all_in_the_same_step(two_ranks: RankPool) -> None:
+    assert two_ranks.run(stop) == [[False, True, False, False]] * 2

@@ -1,0 +1,93 @@
+"""Promise 1 for the models that people train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from plait.models import build_model
+from plait.models.hf.presets import PRESETS
+from plait.spec import MicroBatch
+from tests.multi.parity import assert_same, run_steps, token_batches
+from tests.multi.ranks import RankPool
+
+STAGES: dict[str, dict[str, Any]] = {"ddp": {}, "zero1": {"zero": 1}, "zero2": {"zero": 2}, "zero3": {"zero": 3}}
+
+
+def compare(pool: RankPool, strategies: list[dict[str, Any]], steps: Any, tolerance: float, **sections: Any) -> None:
+    model = sections.pop("build", None)
+    expected = run_steps(0, 1, sections, steps, model)
+    for strategy in strategies:
+        for found in pool.run(run_steps, {**sections, "strategy": strategy}, steps, model):
+            assert_same(found, expected, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_unedited_transformers_models(two_ranks: RankPool, name: str) -> None:
+    pytest.importorskip("transformers")
+    # GPT-2's preset has dropout, which differs by rank on purpose.
+    quiet = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0} if name == "tiny-gpt2" else {}
+    model = {"type": "hf", "config": {**PRESETS[name]["config"], **quiet}}
+    compare(two_ranks, list(STAGES.values()), token_batches(5, 4)[:2], 1e-4, model=model)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gpt_without_dropout(two_ranks: RankPool, tied: bool) -> None:
+    model = {"type": "gpt", "vocab_size": 61, "dim": 16, "layers": 2, "heads": 2, "seq_len": 12, "tie_embeddings": tied}
+    compare(two_ranks, list(STAGES.values()), token_batches(6, 4)[:3], 1e-5, model=model)
+
+
+def images(seed: int, micro_batches: int, steps: int = 2) -> list[list[MicroBatch]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def one() -> dict[str, Tensor]:
+        image = torch.randn(4, 3, 8, 8, generator=generator)
+        return {"image": image, "label": torch.randint(0, 3, (4,), generator=generator)}
+
+    return [[MicroBatch(one(), 4) for _ in range(micro_batches)] for _ in range(steps)]
+
+
+RESNET = {"type": "resnet", "depth": 18, "classes": 3, "stem": "cifar"}
+
+
+def steady_resnet() -> nn.Module:
+    """A ResNet whose norms use their stored statistics.
+
+    Fresh statistics are those of one rank's micro-batch: more ranks are then another model on purpose. With
+    the stored ones a ResNet is a function of each image alone, and can be compared.
+    """
+    from plait.config.model import ResNetConfig
+
+    model = build_model(ResNetConfig(**RESNET))
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.train = lambda mode=True, module=module: module  # type: ignore[assignment, misc]
+            module.training = False
+            nn.init.constant_(module.weight, 0.5)
+    return model
+
+
+@pytest.mark.parametrize("stage", ["ddp", "zero3"])
+def test_resnet_with_stored_statistics(two_ranks: RankPool, stage: str) -> None:
+    compare(two_ranks, [STAGES[stage]], images(7, 2), 1e-4, build=steady_resnet)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", ["ddp", "zero2", "zero3"])
+def test_resnet_trains_in_16_bits_with_fp32_norms(two_ranks: RankPool, stage: str, precision: str) -> None:
+    sections = {
+        "model": RESNET,
+        "precision": precision,
+        "strategy": STAGES[stage],
+        "optim": {"type": "SGD", "lr": 0.05},
+    }
+    same = images(8, 1)[0] * 2  # both ranks see the same, so their statistics and gradients are equal too
+    alone = run_steps(0, 1, {**sections, "strategy": {}}, [same[:1]] * 3)
+    for found in two_ranks.run(run_steps, sections, [same] * 3):
+        assert found.tensors["model.bn1.weight"].dtype == torch.float32
+        assert found.tensors["model.bn1.running_var"].dtype == torch.float32
+        assert found.tensors["model.bn1.num_batches_tracked"] == 3
+        assert_same(found, alone, tolerance=3e-2)

@@ -1,0 +1,110 @@
+"""Techniques together: sharding with recomputing, with compiling, and with a look aside in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo import register_backend
+
+from plait.config import parse_sections
+from plait.strategy import prepare_native
+from plait.world import open_world
+from tests.multi.parity import MODEL, assert_same, run_steps, token_batches
+from tests.multi.ranks import RankPool
+
+STEPS = token_batches(21, 4)[:2]
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    return run_steps(0, 1, {}, STEPS)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective", {"mode": "every", "every": 2}], ids=str)
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_recomputing_blocks_under_sharding(two_ranks: RankPool, expected: Any, zero: int, recompute: Any) -> None:
+    for found in two_ranks.run(run_steps, {"strategy": {"zero": zero, "recompute": recompute}}, STEPS):
+        assert_same(found, expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_compiled_blocks_under_sharding(two_ranks: RankPool, expected: Any, zero: int, recompute: str) -> None:
+    strategy = {"zero": zero, "recompute": recompute, "compile": {"backend": "aot_eager", "scope": "block"}}
+    for found in two_ranks.run(run_steps, {"strategy": strategy}, STEPS):
+        assert_same(found, expected, tolerance=1e-5)
+
+
+def failing_compiler(rank: int, size: int, strategy: dict[str, Any]) -> tuple[Any, list[str]]:
+    torch._dynamo.reset()
+
+    @register_backend(name=f"plait_failing_{rank}_{id(strategy)}")
+    def failing(_graph: Any, _inputs: Any) -> Any:
+        raise ValueError("not on this machine")
+
+    said: list[str] = []
+    section = {**strategy, "compile": {"backend": f"plait_failing_{rank}_{id(strategy)}"}}
+    config = parse_sections(model=MODEL, strategy=section, seed=3).config
+    engine = prepare_native(config, open_world(config), say=said.append)
+    return [engine.train_step(step[rank::size]).loss for step in STEPS], said
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_a_compiler_that_fails_on_every_rank_leaves_training_as_it_is(
+    two_ranks: RankPool, expected: Any, zero: int
+) -> None:
+    config = {"optim": {"type": "AdamW"}}
+    losses = run_steps(0, 1, config, STEPS).losses
+    for found, said in two_ranks.run(failing_compiler, {"zero": zero}):
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert len(said) == 1
+        assert "not on this machine" in said[0]
+
+
+def look_aside(rank: int, size: int, strategy: dict[str, Any]) -> tuple[list[float], list[float], list[float]]:
+    """Train with evaluations in between, then change the weights by hand, and look again."""
+    config = parse_sections(model=MODEL, strategy=strategy, seed=3, optim={"type": "AdamW", "eps": 1e-3}).config
+    engine = prepare_native(config, open_world(config))
+    evaluated, trained = [], []
+    for step in STEPS:
+        evaluated.append(engine.evaluate(STEPS[0][0]).loss_sum)
+        trained.append(engine.train_step(step[rank::size]).loss)
+    evaluated.append(engine.evaluate(STEPS[0][0]).loss_sum)
+    for part in engine.weights().values():
+        part.mul_(0.5)
+    engine.weights_changed()
+    evaluated.append(engine.evaluate(STEPS[0][0]).loss_sum)
+    for part in engine.weights().values():
+        part.mul_(2.0)
+    engine.weights_changed()
+    return evaluated, trained, [engine.train_step(STEPS[0][rank::size]).loss]
+
+
+@pytest.mark.parametrize("strategy", [{}, {"zero": 1}, {"zero": 2}, {"zero": 3}], ids=str)
+def test_evaluating_and_changing_weights_in_between_is_seen_by_every_layout(two_ranks: RankPool, strategy: Any) -> None:
+    alone = look_aside(0, 1, {})
+    assert alone[0][-1] != pytest.approx(alone[0][-2], rel=1e-3)
+    for found in two_ranks.run(look_aside, strategy):
+        for mine, reference in zip(found, alone, strict=True):
+            assert mine == pytest.approx(reference, rel=1e-5)
+
+
+def auto(rank: int, size: int, budget_gib: float) -> tuple[list[str], float]:
+    recompute = {"mode": "auto", "budget_gib": budget_gib}
+    config = parse_sections(model=MODEL, strategy={"zero": 3, "recompute": recompute}, seed=3).config
+    example: dict[str, Tensor] = STEPS[0][0]
+    engine = prepare_native(config, open_world(config), example=example)
+    chosen = [name for name, module in engine.model.named_modules() if "forward" in vars(module)]
+    return chosen, engine.train_step(STEPS[0][rank::size]).loss
+
+
+def test_auto_recomputes_as_little_as_the_budget_allows_and_changes_no_number(
+    two_ranks: RankPool, expected: Any
+) -> None:
+    for budget, blocks in ((16.0, 0), (1e-6, 3)):
+        for chosen, loss in two_ranks.run(auto, budget):
+            assert len(chosen) == blocks
+            assert loss == pytest.approx(expected.losses[0], rel=1e-6)
