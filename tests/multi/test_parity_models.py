@@ -18,11 +18,11 @@ STAGES: dict[str, dict[str, Any]] = {"ddp": {}, "zero1": {"zero": 1}, "zero2": {
 
 
 def compare(pool: RankPool, strategies: list[dict[str, Any]], steps: Any, tolerance: float, **sections: Any) -> None:
-    model = sections.pop("build", None)
+    model, noise = sections.pop("build", None), sections.pop("noise", "")
     expected = run_steps(0, 1, sections, steps, model)
     for strategy in strategies:
         for found in pool.run(run_steps, {**sections, "strategy": strategy}, steps, model):
-            assert_same(found, expected, tolerance=tolerance)
+            assert_same(found, expected, tolerance=tolerance, noise=noise)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -36,20 +36,22 @@ def test_unedited_transformers_models(two_ranks: RankPool, name: str) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_gpt_without_dropout(two_ranks: RankPool, tied: bool) -> None:
+    # Softmax does not see a bias of all keys, so its gradient is zero but for rounding.
     model = {"type": "gpt", "vocab_size": 61, "dim": 16, "layers": 2, "heads": 2, "seq_len": 12, "tie_embeddings": tied}
-    compare(two_ranks, list(STAGES.values()), token_batches(6, 4)[:3], 1e-5, model=model)
+    compare(two_ranks, list(STAGES.values()), token_batches(6, 4)[:3], 1e-5, model=model, noise="k.bias")
 
 
 def images(seed: int, micro_batches: int, steps: int = 2) -> list[list[MicroBatch]]:
     generator = torch.Generator().manual_seed(seed)
 
     def one() -> dict[str, Tensor]:
-        image = torch.randn(4, 3, 8, 8, generator=generator)
-        return {"image": image, "label": torch.randint(0, 3, (4,), generator=generator)}
+        image = torch.randn(2, 3, 8, 8, generator=generator)
+        return {"image": image, "label": torch.randint(0, 3, (2,), generator=generator)}
 
-    return [[MicroBatch(one(), 4) for _ in range(micro_batches)] for _ in range(steps)]
+    return [[MicroBatch(one(), 2) for _ in range(micro_batches)] for _ in range(steps)]
 
 
+SGD = {"type": "SGD", "lr": 0.05}
 RESNET = {"type": "resnet", "depth": 18, "classes": 3, "stem": "cifar"}
 
 
@@ -72,22 +74,16 @@ def steady_resnet() -> nn.Module:
 
 @pytest.mark.parametrize("stage", ["ddp", "zero3"])
 def test_resnet_with_stored_statistics(two_ranks: RankPool, stage: str) -> None:
-    compare(two_ranks, [STAGES[stage]], images(7, 2), 1e-4, build=steady_resnet)
+    compare(two_ranks, [STAGES[stage]], images(7, 2), 1e-4, build=steady_resnet, optim=SGD)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("stage", ["ddp", "zero2", "zero3"])
-def test_resnet_trains_in_16_bits_with_fp32_norms(two_ranks: RankPool, stage: str, precision: str) -> None:
-    sections = {
-        "model": RESNET,
-        "precision": precision,
-        "strategy": STAGES[stage],
-        "optim": {"type": "SGD", "lr": 0.05},
-    }
+@pytest.mark.parametrize("stage", ["ddp", "zero3"])
+def test_resnet_trains_in_16_bits_with_fp32_norms(two_ranks: RankPool, stage: str) -> None:
+    sections = {"model": RESNET, "precision": "bf16", "strategy": STAGES[stage], "optim": SGD}
     same = images(8, 1)[0] * 2  # both ranks see the same, so their statistics and gradients are equal too
-    alone = run_steps(0, 1, {**sections, "strategy": {}}, [same[:1]] * 3)
-    for found in two_ranks.run(run_steps, sections, [same] * 3):
+    alone = run_steps(0, 1, {**sections, "strategy": {}}, [same[:1]] * 2)
+    for found in two_ranks.run(run_steps, sections, [same] * 2):
         assert found.tensors["model.bn1.weight"].dtype == torch.float32
         assert found.tensors["model.bn1.running_var"].dtype == torch.float32
-        assert found.tensors["model.bn1.num_batches_tracked"] == 3
+        assert found.tensors["model.bn1.num_batches_tracked"] == 2
         assert_same(found, alone, tolerance=3e-2)
