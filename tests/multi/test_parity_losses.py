@@ -12,7 +12,7 @@ from plait.spec import MicroBatch
 from plait.strategy import prepare_native
 from plait.world import open_world
 from tests.multi import nets
-from tests.multi.parity import assert_same, run_steps
+from tests.multi.parity import Trace, assert_same, run_steps
 from tests.multi.ranks import RankPool
 
 STAGES: dict[str, dict[str, Any]] = {"ddp": {}, "zero1": {"zero": 1}, "zero2": {"zero": 2}, "zero3": {"zero": 3}}
@@ -84,6 +84,30 @@ def test_parameters_that_only_some_ranks_use(two_ranks: RankPool, stage: str, pl
     """Rank r takes the places r and r + 2: the branches are used on one rank only, or in one micro-batch only."""
     for model in (nets.SometimesNet, nets.SometimesInsideNet):
         compare(two_ranks, STAGES[stage], sometimes(steps_of(4), places), model)
+
+
+def as_before_2_13(rank: int, size: int, *arguments: Any) -> Trace:
+    """Run on a torch that cannot be told to reduce what was not used."""
+    from torch.distributed.fsdp import FSDPModule
+
+    name = "set_reduce_scatter_unused_params"
+    setter = FSDPModule.__dict__.get(name)
+    if setter is not None:
+        delattr(FSDPModule, name)
+    try:
+        return run_steps(rank, size, *arguments)
+    finally:
+        if setter is not None:
+            setattr(FSDPModule, name, setter)
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_parameters_that_only_some_ranks_use_on_an_older_torch(two_ranks: RankPool, stage: str) -> None:
+    for model, places in ((nets.SometimesNet, {1, 3}), (nets.SometimesInsideNet, {3}), (nets.SometimesInsideNet, {0})):
+        steps = sometimes(steps_of(4), places)
+        expected = run_steps(0, 1, {}, steps, model)
+        for found in two_ranks.run(as_before_2_13, {"strategy": STAGES[stage]}, steps, model):
+            assert_same(found, expected, tolerance=TOLERANCE)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -37,6 +37,8 @@ def grad_norm_tensor(tensors: list[Tensor], group: dist.ProcessGroup | None = No
 def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
     if not tensors:
         return ()
+    if all(tensor.dtype == torch.float32 for tensor in tensors):
+        return torch._foreach_norm(tensors)
     # Asking for fp32 of an fp64 tensor is refused as narrowing; without a dtype each keeps its own.
     wide = any(tensor.dtype == torch.float64 for tensor in tensors)
     return torch._foreach_norm(tensors, 2, dtype=None if wide else torch.float32)

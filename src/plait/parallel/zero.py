@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -90,8 +90,7 @@ def shard(
             # The engine divides, by the global count; ranks only sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    if hasattr(root, "set_reduce_scatter_unused_params"):  # torch 2.13
-        root.set_reduce_scatter_unused_params(True)
+    _reduce_unused(root)
     _prefetch([u.module for u in units], options)
     return ShardedGradients(root, options.stage)
 
@@ -106,6 +105,33 @@ def _shard_fp32_modules(model: nn.Module, common: dict[str, Any], policy: Policy
             mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
             **common,
         )
+
+
+def _reduce_unused(root: FSDPModule) -> None:
+    """Have parameters that took no part reduced as zeros: other ranks may have used them, and would wait."""
+    if hasattr(root, "set_reduce_scatter_unused_params"):  # torch 2.13
+        root.set_reduce_scatter_unused_params(True)
+        return
+    assert isinstance(root, nn.Module)
+    for module in root.modules():
+        group: Any = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        if group is not None:
+            group.post_backward = _with_zeros(group)
+
+
+def _with_zeros(group: Any) -> Callable[..., Any]:
+    """Older versions leave such parameters out, each rank its own; so they get zeros before anything is reduced."""
+    post_backward = group.post_backward
+
+    def filled(*args: Any) -> Any:
+        for param in group.fsdp_params if group.reduce_grads else ():
+            if not hasattr(param, "_unsharded_param") or not param.unsharded_param.requires_grad:
+                continue
+            if param.unsharded_accumulated_grad is None and param.unsharded_param.grad is None:
+                param.unsharded_param.grad = torch.zeros_like(param.unsharded_param)
+        return post_backward(*args)
+
+    return filled
 
 
 def _prefetch(modules: Sequence[nn.Module], options: ShardingOptions) -> None:

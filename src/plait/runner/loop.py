@@ -6,7 +6,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from plait.errors import DataError
-from plait.runner.throughput import Clock, Meter, count_tokens, memory_mib, peak_flops
+from plait.runner.throughput import Clock, Meter, memory_mib, peak_flops
 from plait.spec import EventKind
 
 if TYPE_CHECKING:
@@ -80,13 +80,7 @@ def _train_steps(runner: Runner, state: _LoopState) -> bool:
         step = engine.steps
         runner.step_in_epoch += 1
         now = perf_counter()
-        meter.add(
-            result,
-            data_time=loaded - mark,
-            step_time=now - loaded,
-            tokens=count_tokens(micro_batches),
-            samples=sum(batch.samples for batch in micro_batches),
-        )
+        meter.add(result, micro_batches, loaded - mark, now - loaded)
         mark = now
         for hook in after:
             hook(runner, result)

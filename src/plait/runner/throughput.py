@@ -41,14 +41,12 @@ def memory_mib(device: torch.device) -> float:
     return float(psutil.Process().memory_info().rss) / 2**20
 
 
-def count_tokens(micro_batches: Sequence[MicroBatch]) -> int:
-    """Tokens in this rank's part of a step; 0 where the data are not tokens."""
-    return sum(
-        ids.numel()
-        for batch in micro_batches
-        if batch.samples and isinstance(batch.inputs, Mapping)
-        if isinstance(ids := batch.inputs.get("input_ids"), Tensor)
-    )
+def count_tokens(batch: MicroBatch) -> int:
+    """Tokens of a micro-batch; 0 where the data are not tokens."""
+    if not batch.samples or not isinstance(batch.inputs, Mapping):
+        return 0
+    ids = batch.inputs.get("input_ids")
+    return ids.numel() if isinstance(ids, Tensor) else 0
 
 
 class Meter:
@@ -64,8 +62,8 @@ class Meter:
         self._loss = self._norm = self._data = self._busy = 0.0
         self._tokens = self._samples = 0
 
-    def add(self, result: StepResult, *, data_time: float, step_time: float, tokens: int, samples: int) -> None:
-        """Take note of one step."""
+    def add(self, result: StepResult, micro_batches: Sequence[MicroBatch], data_time: float, step_time: float) -> None:
+        """Take note of one step, and of the seconds that its data and it itself took."""
         self._steps += 1
         if result.skipped:
             self.skipped += 1
@@ -75,8 +73,9 @@ class Meter:
             self._norm += result.grad_norm
         self._data += data_time
         self._busy += step_time
-        self._tokens += tokens
-        self._samples += samples
+        for batch in micro_batches:
+            self._samples += batch.samples
+            self._tokens += count_tokens(batch)
 
     def read(self, *, ranks: int, flops_per_token: float | None, peak: float | None) -> dict[str, Any]:
         """The averages, and start over."""

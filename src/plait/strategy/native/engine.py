@@ -89,8 +89,10 @@ class NativeEngine(Engine):
             inputs, samples = batch.inputs, batch.samples
         else:
             inputs, samples = batch, 1
-        inputs = self._forward.ready(inputs)
-        return read_loss(self._forward(inputs), inputs, samples, self._loss_function)
+        forward = self._forward
+        if not forward.plain:
+            inputs = forward.ready(inputs)
+        return read_loss(forward(inputs), inputs, samples, self._loss_function)
 
     def _backward(self, loss: Tensor) -> None:
         scaler = self.updater.scaler
@@ -99,15 +101,12 @@ class NativeEngine(Engine):
     def _finish_step(self) -> StepResult:
         if self._gradients is not None:
             self._gradients.finish()
-        sums = self._normalizer.finish()
-        lr, norm, skipped = self.updater.apply(sums.correction(guarded=self.updater.guards), self.steps)
-        loss, targets, stop = sums.read()
-        if skipped:
+        result = self.updater.apply(self._normalizer.finish(), self.steps)
+        if result.skipped:
             self._report_skip()
         elif self.updater.skips_in_a_row:
             self.updater.count_skip(False, "")
         self.views.clear_gradients()
-        result = StepResult(loss, norm, skipped, lr, targets, stop)
         self.steps += 1
         return result
 

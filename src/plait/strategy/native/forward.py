@@ -26,6 +26,8 @@ class Forward:
         self._context = policy.context(device) if policy.mixed else None
         self._compiled = list(compiled)
         self._say = say
+        self.plain = self._device is None and self._context is None and not compiled
+        """Whether nothing has to be done to inputs, nor around a call."""
 
     def ready(self, inputs: Any) -> Any:
         """Inputs on the device, in the compute format."""
@@ -35,6 +37,8 @@ class Forward:
 
     def __call__(self, inputs: Any) -> Any:
         """What the model says to inputs that are ready."""
+        if self.plain:
+            return self._call(inputs)
         if self._compiled:
             return self._call_compiled(inputs)
         if self._context is not None:

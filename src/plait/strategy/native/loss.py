@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -71,28 +70,23 @@ def read_loss(outputs: Any, inputs: Any, samples: float, loss_function: LossFunc
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
+class Sums(NamedTuple):
     """A step's loss over all micro-batches and ranks; perhaps still on its way from the device."""
 
     total: Tensor
     """The sum of the loss; without a divisor, its mean."""
-    count: Tensor | float
+    count: Tensor | float  # type: ignore[assignment]  # hides tuple.count
     flag: Tensor | bool
     divisor: float | None
     """What the gradients were divided by; None where that was the count itself."""
 
-    def correction(self, *, guarded: bool) -> Tensor | float:
-        """What the gradients are still to be multiplied by.
-
-        `guarded`: not a number where the loss is not finite, so that the gradients are not either.
-        """
-        factor: Tensor | float = 1.0
-        if self.divisor is not None:
-            assert isinstance(self.count, Tensor)
-            # No target at all: the gradients are zero, whatever they are multiplied by.
-            factor = self.divisor / torch.where(self.count > 0, self.count, 1.0)
-        return factor + 0.0 * self.total if guarded else factor
+    def correction(self) -> Tensor | float:
+        """What the gradients are still to be multiplied by."""
+        if self.divisor is None:
+            return 1.0
+        assert isinstance(self.count, Tensor)
+        # No target at all: the gradients are zero, whatever they are multiplied by.
+        return self.divisor / torch.where(self.count > 0, self.count, 1.0)
 
     def read(self) -> tuple[float, float, bool]:
         """The mean loss, the number of targets, and the flag. Waits for the device."""

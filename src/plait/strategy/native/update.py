@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from plait.config.train import TrainConfig
 from plait.errors import NonFiniteError
 from plait.optim import Schedule, clip_by_value, grad_norm, grad_norm_tensor, supports_grad_scale
 from plait.precision import LossScaler
+from plait.strategy.base import StepResult
+from plait.strategy.native.loss import Sums
 from plait.strategy.native.views import Views
 
 
@@ -40,49 +44,46 @@ class Updater:
         self._device = device
         self._folds_scale = supports_grad_scale(optimizer) and config.clip_value is None
         self._skips = config.guard.enabled or scaler is not None
+        # Without torch's wrapper around `step`, which serves profilers and step hooks that nobody has here: for a
+        # small model it costs as much as the update.
+        self._bare_step = partial(inspect.unwrap(type(optimizer).step), optimizer)
 
-    @property
-    def guards(self) -> bool:
-        """Whether a step whose loss or gradient is not finite is left out."""
-        return self._guard.enabled
-
-    def apply(self, correction: Tensor | float, step: int) -> tuple[float, float, bool]:
-        """Update the weights with gradients that are still to be multiplied by `correction`.
-
-        Returns the learning rate, the norm of the corrected gradients, and whether the update was left out.
-        """
+    def apply(self, sums: Sums, step: int) -> StepResult:
+        """Update the weights with the gradients of a step whose loss adds up to `sums`."""
         grads = self._views.gather_gradients()
         lr = self.schedule.apply(self.optimizer, step)
         scale = 1.0 if self.scaler is None else 1.0 / self.scaler.scale
         if self._device.type == "cuda" and self._folds_scale:
-            norm = self._apply_on_device(grads, correction * scale)
+            norm, finite = self._apply_on_device(grads, sums, scale)
+            loss, targets, stop = sums.read()
         else:
-            norm = self._apply(grads, float(correction) * scale)
-        finite = math.isfinite(norm)
+            loss, targets, stop = sums.read()
+            factor = scale if sums.divisor is None else scale * sums.divisor / (targets or 1.0)
+            norm = grad_norm(grads, self._views.norm_group) * factor
+            finite = math.isfinite(norm) and math.isfinite(loss)
+            if finite or not self._skips:
+                self._apply(grads, norm, factor)
         if self.scaler is not None:
             self.scaler.update(overflow=not finite)
-        return lr, norm, self._skips and not finite
+        return StepResult(loss, norm, self._skips and not finite, lr, targets, stop)
 
-    def _apply(self, grads: list[Tensor], factor: float) -> float:
-        norm = grad_norm(grads, self._views.norm_group) * factor
-        if self._skips and not math.isfinite(norm):
-            return norm
+    def _apply(self, grads: list[Tensor], norm: float, factor: float) -> None:
         if self._clip_norm is not None and norm > self._clip_norm:
             factor *= self._clip_norm / (norm + 1e-6)
         if self._folds_scale:
             self._step(None if factor == 1.0 else torch.full((), 1.0 / factor, device=self._device), None)
-        else:
-            if factor != 1.0:
-                torch._foreach_mul_(grads, factor)
-            if self._clip_value is not None:
-                clip_by_value(grads, self._clip_value)
-            self.optimizer.step()
-            self._views.publish()
-        return norm
+            return
+        if factor != 1.0:
+            torch._foreach_mul_(grads, factor)
+        if self._clip_value is not None:
+            clip_by_value(grads, self._clip_value)
+        self._update()
 
-    def _apply_on_device(self, grads: list[Tensor], factor: Tensor | float) -> float:
+    def _apply_on_device(self, grads: list[Tensor], sums: Sums, factor: Tensor | float) -> tuple[float, bool]:
         """The same without waiting for the device before the update: the kernel itself skips it."""
+        factor = factor * sums.correction()
         norm = grad_norm_tensor(grads, self._views.norm_group) * factor
+        finite = norm.isfinite() & sums.total.isfinite()
         if self._clip_norm is not None:
             factor = factor * (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
         scale = None
@@ -90,8 +91,9 @@ class Updater:
             scale = (1.0 / factor).float()
         elif factor != 1.0:
             scale = torch.full((), 1.0 / factor, device=self._device)
-        self._step(scale, (~norm.isfinite()).float() if self._skips else None)
-        return float(norm)
+        self._step(scale, (~finite).float() if self._skips else None)
+        value, is_finite = torch.stack((norm, finite)).tolist()
+        return value, bool(is_finite)
 
     def _step(self, scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Step a fused optimizer, which divides each gradient by `scale` as it reads it: no pass of its own."""
@@ -99,8 +101,12 @@ class Updater:
         if scale is not None and found_inf is None:
             found_inf = torch.zeros((), device=self._device)
         optimizer.grad_scale, optimizer.found_inf = scale, found_inf
-        optimizer.step()
+        self._update()
         optimizer.grad_scale = optimizer.found_inf = None
+
+    def _update(self) -> None:
+        with torch.no_grad():
+            self._bare_step()
         self._views.publish()
 
     def count_skip(self, skipped: bool, blame: str) -> None:
