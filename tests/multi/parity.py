@@ -14,7 +14,7 @@ from plait.spec import MicroBatch
 from plait.strategy import prepare_native
 from plait.world import open_world
 
-STEPS = 3
+STEPS = 5
 VOCAB, SEQ = 61, 12
 MODEL = {"type": "llama", "vocab_size": VOCAB, "dim": 24, "layers": 3, "heads": 4, "kv_heads": 2, "seq_len": SEQ}
 

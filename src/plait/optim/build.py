@@ -131,14 +131,13 @@ def _build(config: OptimConfig, groups: Sequence[ViewGroup]) -> Optimizer:
 def _implementation(
     config: AdamWConfig | AdamConfig | SGDConfig | AdagradConfig, groups: Sequence[ViewGroup]
 ) -> dict[str, bool]:
-    devices = _FUSED_DEVICES[config.type]
-    misfit = next((t for t in _views(groups) if t.device.type not in devices or not t.is_floating_point()), None)
+    misfit = next((t for t in _views(groups) if not _has_fused(config.type, t)), None)
     if config.implementation == "fused" and misfit is not None:
         raise ConfigError(
             Problem(
                 "optim.implementation",
-                f"'fused' {config.type} is offered on {' and '.join(devices)} for floating-point parameters; "
-                f"here one is {misfit.dtype} on {misfit.device.type}",
+                f"'fused' {config.type} is not offered for {str(misfit.dtype).removeprefix('torch.')} parameters on "
+                f"{misfit.device.type}",
                 "Use 'auto', which takes the fastest there is.",
             )
         )
@@ -146,6 +145,13 @@ def _implementation(
     if wanted == "auto":
         wanted = "fused" if misfit is None else "foreach"
     return {"fused": wanted == "fused", "foreach": wanted == "foreach"}
+
+
+def _has_fused(kind: str, tensor: Tensor) -> bool:
+    if tensor.device.type not in _FUSED_DEVICES[kind] or not tensor.is_floating_point():
+        return False
+    # torch 2.13's fused SGD on CPU gives wrong updates for 16-bit tensors of 16 or more elements.
+    return not (kind == "SGD" and tensor.device.type == "cpu" and tensor.dtype.itemsize < 4)
 
 
 def _prepare_momentum(optimizer: Optimizer) -> None:

@@ -126,6 +126,9 @@ def test_fused_steps_unscale_gradients_and_skip_on_overflow(config: OptimConfig,
     start, gradient = torch.randn(5, dtype=dtype), torch.randn(5, dtype=dtype)
     plain, scaled = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     reference, optimizer = build_optimizer(config, one(plain)), build_optimizer(config, one(scaled))
+    if config.type == "SGD" and dtype == torch.bfloat16:  # torch's kernel is wrong there, so it is not taken
+        assert not supports_grad_scale(optimizer)
+        return
     assert supports_grad_scale(optimizer)
 
     optimizer.grad_scale = torch.tensor(8.0)
@@ -148,3 +151,18 @@ def test_only_fused_steps_claim_to_honour_grad_scale(config: OptimConfig) -> Non
     if hasattr(config, "implementation"):
         config = config.model_copy(update={"implementation": "foreach"})
     assert not supports_grad_scale(build_optimizer(config, one(matrix)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sgd_on_16_bit_weights_equals_the_plain_loop(dtype: torch.dtype) -> None:
+    weight = torch.randn(64)
+    gradient = torch.randn(64).to(dtype)
+
+    def stepped(implementation: str) -> torch.Tensor:
+        view = torch.nn.Parameter(weight.to(dtype))
+        view.grad = gradient.clone()
+        config = SGDConfig(lr=0.1, implementation=implementation)
+        build_optimizer(config, [ViewGroup(["w"], [view])]).step()
+        return view.detach()
+
+    assert torch.equal(stepped("auto"), stepped("loop"))
