@@ -25,6 +25,9 @@ class _Bucket:
         pieces = self.flat.split_with_sizes([s.numel() for s in sizes])
         self.views = [piece.view(size) for piece, size in zip(pieces, sizes, strict=True)]
         self.waiting = len(sizes)
+        self.held: list[torch.Tensor] = []
+        """Gradients that were copied, until the step's end: on CPU, giving their memory back at once and taking it
+        anew costs more, in page faults, than the copy itself."""
 
 
 class GradientBuckets:
@@ -88,6 +91,7 @@ class GradientBuckets:
         bucket = self._buckets[bucket_index]
         view = bucket.views[position]
         same_dtype = view.dtype == self._params[index].dtype
+        on_cpu = view.device.type == "cpu"
 
         def collect(param: torch.Tensor) -> None:
             grad = param.grad
@@ -99,6 +103,8 @@ class GradientBuckets:
                     view.copy_(grad)
                 # Further micro-batches accumulate straight into the bucket where the dtype allows it.
                 param.grad = view if same_dtype else None
+                if on_cpu:
+                    bucket.held.append(grad)
             self._touched[index] = True
             if self._reducing and not self._ready[index]:
                 self._ready[index] = True
@@ -142,6 +148,7 @@ class GradientBuckets:
         self._ready = [False] * len(self._params)
         for bucket in self._buckets:
             bucket.waiting = len(bucket.views)
+            bucket.held.clear()
 
 
 @torch.no_grad()
