@@ -44,6 +44,8 @@ class Updater:
         self._device = device
         self._folds_scale = supports_grad_scale(optimizer) and config.clip_value is None
         self._skips = config.guard.enabled or scaler is not None
+        self.stays_on_device = device.type == "cuda" and self._folds_scale
+        """Whether a step is decided by the device itself, so that the host need not wait for it."""
         # Without torch's wrapper around `step`, which serves profilers and step hooks that nobody has here: for a
         # small model it costs as much as the update.
         self._bare_step = partial(inspect.unwrap(type(optimizer).step), optimizer)
@@ -53,7 +55,7 @@ class Updater:
         grads = self._views.gather_gradients()
         lr = self.schedule.apply(self.optimizer, step)
         scale = 1.0 if self.scaler is None else 1.0 / self.scaler.scale
-        if self._device.type == "cuda" and self._folds_scale:
+        if self.stays_on_device:
             norm, finite = self._apply_on_device(grads, sums, scale)
             loss, targets, stop = sums.read()
         else:
