@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from plait.optim.base import OwnOptimizer, with_gradient
-from plait.optim.shards import Rows, local, rows_of, sum_over_shards
+from plait.optim.shards import Rows, rows_of, sum_over_shards
+from plait.world import local_part
 
 
 @dataclass(slots=True)
@@ -24,12 +25,12 @@ class _Item:
 
     @property
     def own(self) -> Tensor:
-        return local(self.parameter)
+        return local_part(self.parameter)
 
     @property
     def grad(self) -> Tensor:
         assert self.parameter.grad is not None
-        return local(self.parameter.grad)
+        return local_part(self.parameter.grad)
 
     @property
     def factored(self) -> bool:
@@ -101,7 +102,7 @@ class Adafactor(OwnOptimizer):
                     column, scale = item.rows.take(column), item.rows.take(scale)
             estimate = (row @ column).div_(scale)
         else:
-            variance = local(self._moment(item.parameter, "variance"))
+            variance = local_part(self._moment(item.parameter, "variance"))
             estimate = variance.lerp_(item.grad.square(), weight).clone()
         return estimate.clamp_(min=eps * eps).rsqrt_().mul_(item.grad)
 

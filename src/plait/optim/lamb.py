@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from plait.optim.base import OwnOptimizer, with_gradient
-from plait.optim.shards import by_sharding, local, sum_over_shards
+from plait.optim.shards import by_sharding, sum_over_shards
+from plait.world import local_part
 
 
 class Lamb(OwnOptimizer):
@@ -48,21 +49,21 @@ class Lamb(OwnOptimizer):
         ]
         updates = [self._directions(group, params) for group, params, _ in parts]
         squares = [
-            torch.stack([*_norms([local(p) for p in params]), *_norms(directions)]).square_()
+            torch.stack([*_norms([local_part(p) for p in params]), *_norms(directions)]).square_()
             for (_, params, _), directions in zip(parts, updates, strict=True)
         ]
         totals = sum_over_shards(squares, [rows for *_, rows in parts])
         for (group, params, _), directions, total in zip(parts, updates, totals, strict=True):
             torch._foreach_mul_(directions, _trust(total.sqrt_(), group))
-            torch._foreach_add_([local(p) for p in params], directions, alpha=-group["lr"])
+            torch._foreach_add_([local_part(p) for p in params], directions, alpha=-group["lr"])
 
     def _directions(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
         beta1, beta2 = group["betas"]
         counts = [self._count(p) for p in params]
-        own = [local(p) for p in params]
-        grads = [local(p.grad) for p in params if p.grad is not None]
-        means = [local(self._moment(p, "exp_avg")) for p in params]
-        squares = [local(self._moment(p, "exp_avg_sq")) for p in params]
+        own = [local_part(p) for p in params]
+        grads = [local_part(p.grad) for p in params if p.grad is not None]
+        means = [local_part(self._moment(p, "exp_avg")) for p in params]
+        squares = [local_part(self._moment(p, "exp_avg_sq")) for p in params]
         torch._foreach_lerp_(means, grads, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)

@@ -14,7 +14,8 @@ from torch.optim.optimizer import ParamsT
 from plait.errors import ModelError
 from plait.optim.base import OwnOptimizer, with_gradient
 from plait.optim.exchange import map_whole
-from plait.optim.shards import local, rows_of
+from plait.optim.shards import rows_of
+from plait.world import local_part
 
 # The quintic that pulls singular values towards one fastest; they end between about 0.7 and 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -71,9 +72,9 @@ class Muon(OwnOptimizer):
 
     def _muon(self, group: dict[str, Any], params: list[Tensor]) -> None:
         momentum = group["momentum"]
-        own = [local(p) for p in params]
-        grads = [local(p.grad) for p in params if p.grad is not None]
-        buffers = [local(self._moment(p, "momentum_buffer")) for p in params]
+        own = [local_part(p) for p in params]
+        grads = [local_part(p.grad) for p in params if p.grad is not None]
+        buffers = [local_part(self._moment(p, "momentum_buffer")) for p in params]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         updates = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
         # Cast before they travel: half the bytes, and the very numbers that a whole matrix would start from.
@@ -90,10 +91,10 @@ class Muon(OwnOptimizer):
         for parameter in params:
             self.state[parameter].setdefault("step", torch.zeros((), dtype=torch.float32))
         adamw(
-            [local(p) for p in params],
-            [local(p.grad) for p in params if p.grad is not None],
-            [local(self._moment(p, "exp_avg")) for p in params],
-            [local(self._moment(p, "exp_avg_sq")) for p in params],
+            [local_part(p) for p in params],
+            [local_part(p.grad) for p in params if p.grad is not None],
+            [local_part(self._moment(p, "exp_avg")) for p in params],
+            [local_part(self._moment(p, "exp_avg_sq")) for p in params],
             [],
             [self.state[p]["step"] for p in params],
             foreach=True,

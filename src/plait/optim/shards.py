@@ -67,11 +67,6 @@ class Rows:
         return full.narrow(0, sum(counts[:rank]), counts[rank])
 
 
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds, sharing its memory. Call without gradients enabled."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def rows_of(tensor: Tensor) -> Rows | None:
     """How a tensor is cut; None where this rank has it whole."""
     if not isinstance(tensor, DTensor):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from plait.strategy.native.views import Views
+from plait.world import local_part
 
 
 class Culprit(NamedTuple):
@@ -54,11 +55,7 @@ def find_culprit(model: nn.Module, views: Views, forward_again: Callable[[], Any
 
 def _finite(value: Any) -> bool:
     return all(
-        bool(torch.isfinite(_local(leaf)).all())
+        bool(torch.isfinite(local_part(leaf)).all())
         for leaf in tree_leaves(value)
         if isinstance(leaf, Tensor) and leaf.is_floating_point()
     )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
