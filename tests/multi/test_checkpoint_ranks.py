@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait.checkpoint import load_into, read_manifest, save_checkpoint, verify
+from plait.checkpoint import load_into, open_checkpoint, save_checkpoint, verify
 from plait.config import parse_sections
 from plait.errors import CheckpointError
 from plait.world import open_world
@@ -25,11 +25,11 @@ def save(rank: int, size: int, target: str, extra: int = 0) -> str:
 
 def load(rank: int, size: int, target: str) -> list[float] | str:
     world = open_world(parse_sections(device="cpu").config)
-    manifest = read_manifest(Path(target))
+    checkpoint = open_checkpoint(Path(target))
     own = torch.zeros(3)
     try:
-        verify(Path(target), manifest, world=world)
-        load_into(Path(target), manifest, {f"rng.{rank}.own": own}, world=world, ignore=("model.", "rng."))
+        verify(checkpoint, world=world)
+        load_into(checkpoint, {f"rng.{rank}.own": own}, world=world, ignore=("model.", "rng."))
     except CheckpointError as error:
         return str(error)
     return own.tolist()
@@ -39,16 +39,16 @@ def test_the_manifest_knows_the_tensors_of_every_rank(two_ranks: RankPool, tmp_p
     target = tmp_path / "step-00000001"
     sizes = two_ranks.run(save, str(target))
     assert sizes[0] == sizes[1]
-    assert sorted(read_manifest(target).tensors) == ["model.shared", "rng.0.own", "rng.1.own"]
+    assert sorted(open_checkpoint(target).index.tensors) == ["model.shared", "rng.0.own", "rng.1.own"]
     assert two_ranks.run(load, str(target)) == [[0.0] * 3, [1.0] * 3]
 
 
 def test_damage_that_one_rank_finds_is_raised_on_all(two_ranks: RankPool, tmp_path: Path) -> None:
     target = tmp_path / "step-00000001"
     two_ranks.run(save, str(target))
-    victim = sorted(target.glob("__1_*"))[0]
+    victim = sorted(target.glob("rank-00001*"))[0]
     content = bytearray(victim.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[-1] ^= 1
     victim.write_bytes(content)
     first, second = two_ranks.run(load, str(target))
     assert first == second
@@ -80,7 +80,7 @@ def test_fewer_ranks_read_what_more_ranks_wrote(four_ranks: RankPool, two_ranks:
     assert two_ranks.run(load, str(target)) == [[0.0] * 3, [1.0] * 3]
 
 
-@pytest.mark.parametrize("leftover", ["__0_9.distcp", "garbage"])
+@pytest.mark.parametrize("leftover", ["rank-00009.safetensors", "garbage"])
 def test_files_of_an_interrupted_save_do_not_get_into_the_next(
     two_ranks: RankPool, tmp_path: Path, leftover: str
 ) -> None:

@@ -1,8 +1,36 @@
 """Checkpoints: logical names and whole shapes on disk, any layout in memory."""
 
+from plait.checkpoint.fingerprint import fingerprint
 from plait.checkpoint.folder import CheckpointFolder
-from plait.checkpoint.load import entries, load_into, verify
-from plait.checkpoint.manifest import Manifest, read_manifest
-from plait.checkpoint.save import save_checkpoint
+from plait.checkpoint.load import Fetch, entries, load_into, nothing_to_fetch, verify
+from plait.checkpoint.manifest import Checkpoint, Manifest, open_checkpoint, read_manifest
+from plait.checkpoint.misfits import Misfit, matches
+from plait.checkpoint.pieces import Shares, held_pieces
+from plait.checkpoint.save import CheckpointWriter, Saved, save_checkpoint, write_alone
+from plait.checkpoint.scattered import find_scattered
+from plait.checkpoint.together import attempt, together
 
-__all__ = ["CheckpointFolder", "Manifest", "entries", "load_into", "read_manifest", "save_checkpoint", "verify"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointFolder",
+    "CheckpointWriter",
+    "Fetch",
+    "Manifest",
+    "Misfit",
+    "Saved",
+    "Shares",
+    "attempt",
+    "entries",
+    "find_scattered",
+    "fingerprint",
+    "held_pieces",
+    "load_into",
+    "matches",
+    "nothing_to_fetch",
+    "open_checkpoint",
+    "read_manifest",
+    "save_checkpoint",
+    "together",
+    "verify",
+    "write_alone",
+]

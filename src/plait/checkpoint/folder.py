@@ -50,9 +50,16 @@ class CheckpointFolder:
             newest = CheckpointFolder(root).newest()
             if newest is not None:
                 return newest
-        raise CheckpointError(
-            f"there is no complete checkpoint at {wanted!r}; name a folder with a {NAME}, or the work_dir of a run"
-        )
+        raise nothing_at(wanted)
+
+    def candidates(self, wanted: str) -> list[Path]:
+        """Every checkpoint that `find` would choose from."""
+        if wanted == "auto":
+            return self.complete()
+        path = Path(wanted)
+        if (path / NAME).exists():
+            return [path.resolve()]
+        return CheckpointFolder(path).complete() or CheckpointFolder(path / "checkpoints").complete()
 
     def link(self, name: str, target: Path) -> None:
         """Point a link at a checkpoint, in one step."""
@@ -61,12 +68,13 @@ class CheckpointFolder:
         temporary.symlink_to(target.name)
         os.replace(temporary, self.root / name)
 
-    def prune(self, keep: int) -> None:
-        """Remove all but the newest `keep`; what `best` points at stays besides."""
+    def prune(self, keep: int, keep_every: int | None = None) -> None:
+        """Remove all but the newest `keep`; what `best` points at and every `keep_every`-th step stay besides."""
         best = self.root / "best"
         kept = {best.resolve().name} if best.exists() else set()
         for path in self.complete()[:-keep]:
-            if path.name not in kept:
+            milestone = keep_every is not None and _step_of(path) % keep_every == 0
+            if path.name not in kept and not milestone:
                 # Without its manifest it is no checkpoint any more, so a kill in between leaves nothing half.
                 (path / NAME).unlink()
                 shutil.rmtree(path)
@@ -79,7 +87,25 @@ class CheckpointFolder:
             home = self.root / path.name.removeprefix(".").removesuffix(".old.tmp")
             if (path / NAME).exists() and not (home / NAME).exists():
                 os.replace(path, home)
+        for path in self.root.glob(".*"):
+            if path.is_symlink():
+                path.unlink()  # one that was about to become `latest` or `best`
         for path in list(self.root.iterdir()):
-            unfinished = path.name.startswith(".step-") or (_STEP.match(path.name) and not (path / NAME).exists())
+            unfinished = path.name.startswith((".step-", ".fetched-")) or (
+                _STEP.match(path.name) and not (path / NAME).exists()
+            )
             if unfinished and path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
+
+
+def _step_of(path: Path) -> int:
+    found = _STEP.match(path.name)
+    assert found is not None
+    return int(found[1])
+
+
+def nothing_at(wanted: str) -> CheckpointError:
+    """The error for a place without a checkpoint."""
+    return CheckpointError(
+        f"there is no complete checkpoint at {wanted!r}; name a folder with a {NAME}, or the work_dir of a run"
+    )

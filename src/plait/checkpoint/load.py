@@ -2,92 +2,178 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from plait.checkpoint.manifest import Manifest, checksum
-from plait.checkpoint.quiet import quiet_single_process
+from plait.checkpoint.index import Index, Stored
+from plait.checkpoint.manifest import Checkpoint, remedy
+from plait.checkpoint.misfits import Misfit, matches, misfits, table
+from plait.checkpoint.pieces import Held, held_pieces
+from plait.checkpoint.read import PieceReader, try_to_read
+from plait.checkpoint.tensorfile import digest
 from plait.errors import CheckpointError
 from plait.world import World
 
-_SHOWN = 16
-"""Rows of the table of misfits: the whole message has to fit on a screen."""
+_THREADS = 8
+"""Per rank, where there are cores for it."""
 
 
-def verify(folder: Path, manifest: Manifest, *, world: World) -> None:
-    """Compare every file with what was written; ranks share the work, and all raise if one finds damage."""
-    problems = []
-    for index, (name, record) in enumerate(sorted(manifest.files.items())):
-        if index % world.size != world.rank:
-            continue
+class Part(NamedTuple):
+    """A rectangle that is to be read: where it lies in a stored piece, and where it goes."""
+
+    stored: Stored
+    dtype: torch.dtype
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+    target: Tensor
+
+
+Fetch = Callable[[list[Part]], AbstractContextManager[Mapping[str, Path]]]
+"""Gets hold of the files that are needed and not in the checkpoint's folder: their names, and where they are."""
+
+
+def nothing_to_fetch(parts: list[Part]) -> AbstractContextManager[Mapping[str, Path]]:
+    """All files are in the folder."""
+    return nullcontext({})
+
+
+def load_into(
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, Tensor],
+    *,
+    world: World,
+    ignore: Iterable[str] = (),
+    partial: Iterable[str] = (),
+    fetch: Fetch = nothing_to_fetch,
+) -> list[Misfit]:
+    """Fill the tensors from a checkpoint; each rank reads, and checks, only what its part needs.
+
+    Strict: every name must be on both sides, with the same shape. Entries of the checkpoint whose names start
+    with one of `ignore` may be left unread; a tensor that fits one of the patterns of `partial` may differ, and
+    is then left as it is. Returns what was left out by those patterns. If one rank finds damage, all raise.
+    """
+    left_out = agree_on_fit(checkpoint, tensors, ignore=ignore, partial=partial)
+    skipped = {row.name for row in left_out}
+    wanted = {name: tensor for name, tensor in tensors.items() if name not in skipped}
+    parts = parts_of(checkpoint.index, held_pieces(wanted))
+    with fetch(parts) as elsewhere, PieceReader(checkpoint.folder, elsewhere) as reader:
+        _raise_together(checkpoint.folder, _read(reader, parts, world), world)
+    return left_out
+
+
+def agree_on_fit(
+    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, ignore: Iterable[str], partial: Iterable[str]
+) -> list[Misfit]:
+    """The misfits that the patterns of `partial` allow; any other is an error, as is a pattern that fits nothing."""
+    patterns = tuple(partial)
+    names = tensors.keys() | checkpoint.index.tensors.keys()
+    idle = [pattern for pattern in patterns if not any(matches(name, (pattern,)) for name in names)]
+    if idle:
+        raise CheckpointError(
+            f"checkpoint.partial: {', '.join(map(repr, idle))} fits no tensor of {checkpoint.folder} or of the model; "
+            "names look like `model.<parameter>` and `optim.<parameter>.<key>`"
+        )
+    rows = misfits(checkpoint.index, tensors, ignore)
+    wrong = [row for row in rows if not matches(row.name, patterns)]
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint.folder} does not fit this model:\n{table(wrong)}\n"
+            "what may differ can be named: `checkpoint.partial: [pattern, …]`"
+        )
+    return rows
+
+
+def parts_of(index: Index, held: Iterable[Held]) -> list[Part]:
+    """What has to be read, and from where, to fill what this rank holds."""
+    parts = []
+    for each in held:
+        piece, record = each.piece, index.tensors[each.piece.name]
+        end = tuple(a + n for a, n in zip(piece.start, piece.shape, strict=True))
+        covered = 0
+        for stored in record.pieces:
+            low = tuple(map(max, piece.start, stored.start))
+            high = tuple(min(b, a + n) for b, a, n in zip(end, stored.start, stored.shape, strict=True))
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, piece.start, strict=True))
+            target = each.tensor[inside] if inside else each.tensor
+            covered += target.numel()
+            offset = stored.start
+            parts.append(
+                Part(
+                    stored,
+                    record.dtype,
+                    tuple(a - o for a, o in zip(low, offset, strict=True)),
+                    tuple(b - o for b, o in zip(high, offset, strict=True)),
+                    target,
+                )
+            )
+        if covered != each.tensor.numel():
+            raise CheckpointError(f"the pieces of {piece.name} in the checkpoint do not make up the whole tensor")
+    return parts
+
+
+def verify(checkpoint: Checkpoint, *, world: World) -> None:
+    """Compare every byte with what was written; ranks share the work, and all raise if one finds damage."""
+    problems: list[str] = []
+    folder = checkpoint.folder
+    files = sorted(checkpoint.manifest.files.items())
+    for name, record in files[world.rank :: world.size]:
         path = folder / name
         if not path.exists():
             problems.append(f"{path} is missing")
         elif path.stat().st_size != record.bytes:
             problems.append(f"{path} has {path.stat().st_size} bytes, {record.bytes} were written")
-        elif checksum(path) != record:
-            problems.append(f"{path} was changed after it was written (its checksum differs)")
-    found = [problem for part in world.gather(problems) for problem in part]
+        elif digest(_head(path)) != record.digest:
+            problems.append(f"{path} was changed after it was written (the checksum of its head differs)")
+    every = [(stored, record.dtype) for record in checkpoint.index.tensors.values() for stored in record.pieces]
+    with PieceReader(folder) as reader:
+        for stored, dtype in every[world.rank :: world.size] if not problems else ():
+            problem = try_to_read(lambda stored=stored, dtype=dtype: reader.check(stored, dtype))  # type: ignore[misc]
+            if problem is not None:
+                problems.append(problem)
+    _raise_together(folder, problems, world)
+
+
+def _head(path: Path) -> bytes:
+    """What a file's own digest is of: the head of a file of tensors, all of any other."""
+    if path.suffix != ".safetensors":
+        return path.read_bytes()
+    with path.open("rb") as file:
+        length = file.read(8)
+        return length + file.read(min(int.from_bytes(length, "little"), path.stat().st_size))
+
+
+def _read(reader: PieceReader, parts: list[Part], world: World) -> list[str]:
+    def copy(part: Part) -> str | None:
+        return try_to_read(lambda: reader.copy(*part))
+
+    threads = max(1, min(_THREADS, (os.cpu_count() or 1) // world.ranks.local_size))
+    if threads == 1:
+        found = [copy(part) for part in parts]
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            found = list(pool.map(copy, parts))
+    return [problem for problem in found if problem is not None]
+
+
+def _raise_together(folder: Path, problems: list[str], world: World) -> None:
+    found = dict.fromkeys(problem for part in world.gather(problems) for problem in part)
     if found:
-        raise CheckpointError(
-            "the checkpoint is damaged:\n  " + "\n  ".join(found) + f"\nremove {folder}, and `checkpoint.resume: auto` "
-            "goes on from the one before it"
-        )
+        raise CheckpointError("the checkpoint is damaged:\n  " + "\n  ".join(found) + f"\n{remedy(folder)}")
 
 
-def load_into(
-    folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor], *, world: World, ignore: Iterable[str] = ()
-) -> None:
-    """Fill the tensors from a checkpoint; each rank reads only what its part needs.
-
-    Strict: every name must be on both sides, with the same shape. Checkpoint entries whose names start with
-    one of `ignore` may be left unread.
-    """
-    wrong = _misfits(manifest, tensors, tuple(ignore))
-    if wrong:
-        raise CheckpointError(f"{folder} does not fit this model:\n" + _table(wrong))
-    # Late: [Note: DTensor is loaded late]
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    with quiet_single_process():
-        load(dict(tensors), storage_reader=FileSystemReader(folder), no_dist=world.size == 1)
-
-
-Misfit = tuple[str, str, str]
-"""A tensor's name, its shape in the checkpoint and its shape in the model; `-` where there is none."""
-
-
-def _misfits(manifest: Manifest, tensors: Mapping[str, Tensor], ignore: tuple[str, ...]) -> list[Misfit]:
-    found: list[Misfit] = []
-    for name in sorted(tensors.keys() | manifest.tensors.keys()):
-        here, there = tensors.get(name), manifest.tensors.get(name)
-        if here is None and name.startswith(ignore):
-            continue
-        ours = "-" if here is None else str(tuple(here.shape))
-        theirs = "-" if there is None else str(tuple(there["shape"]))
-        if ours != theirs:
-            found.append((name, theirs, ours))
-    # What the optimizer keeps follows the parameters: it is news only where they are right.
-    return [row for row in found if row[0].startswith("model.")] or found
-
-
-def _table(rows: list[Misfit]) -> str:
-    shown = [("tensor", "in the checkpoint", "in the model"), *rows[:_SHOWN]]
-    names, theirs = (max(len(row[column]) for row in shown) for column in (0, 1))
-    lines = [f"  {name:<{names}}  {there:<{theirs}}  {here}" for name, there, here in shown]
-    if len(rows) > _SHOWN:
-        lines.append(f"  … and {len(rows) - _SHOWN} more")
-    return "\n".join(lines)
-
-
-def entries(manifest: Manifest, prefix: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def entries(index: Index, prefix: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Shapes and dtypes of the entries under a prefix, which is taken off their names."""
     return {
-        name.removeprefix(prefix): (torch.Size(entry["shape"]), getattr(torch, entry["dtype"]))
-        for name, entry in manifest.tensors.items()
+        name.removeprefix(prefix): (torch.Size(record.shape), record.dtype)
+        for name, record in index.tensors.items()
         if name.startswith(prefix)
     }

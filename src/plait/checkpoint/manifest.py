@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from plait.checkpoint import index
+from plait.checkpoint.index import Index
+from plait.checkpoint.tensorfile import digest
 from plait.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 NAME = "manifest.json"
 
 
@@ -20,7 +22,8 @@ class FileRecord:
     """One file of a checkpoint, as it was written."""
 
     bytes: int
-    crc32: int
+    digest: str
+    """Of a file of tensors: of its head, for the blocks have their own. Of any other: of all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +33,6 @@ class Manifest:
     step: int
     world_size: int
     files: dict[str, FileRecord]
-    tensors: dict[str, dict[str, Any]]
-    """Name → global shape and dtype."""
     state: dict[str, Any]
     """Everything that is no tensor: counters, schedule, data position, hook state, config."""
     versions: dict[str, str]
@@ -39,14 +40,24 @@ class Manifest:
     """Seconds since 1970: of two checkpoints the later one is the newer, whatever their steps."""
     format: int = FORMAT
 
+    @property
+    def bytes(self) -> int:
+        """The size of all files that it names."""
+        return sum(record.bytes for record in self.files.values())
+
     def write(self, folder: Path) -> None:
-        """Write it with a checksum of its own, and make sure that it is on the disk."""
+        """Write it with a digest of its own, and make sure that it is on the disk."""
         content = json.loads(json.dumps(asdict(self)))  # as a reader will see it: texts as keys, lists for tuples
-        path = folder / NAME
-        with path.open("w") as file:
-            json.dump({**content, "crc32": _crc(content)}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        write_text(folder / NAME, json.dumps({**content, "digest": _digest(content)}, indent=1))
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint: where it is, what it says about itself, and what lies where in it."""
+
+    folder: Path
+    manifest: Manifest
+    index: Index
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -60,17 +71,27 @@ def read_manifest(folder: Path) -> Manifest:
         raw = json.loads(path.read_text())
         if raw["format"] != FORMAT:
             raise CheckpointError(f"{path}: format {raw['format']}, this version of Plait reads format {FORMAT}")
-        if raw.pop("crc32") != _crc(raw):
-            raise ValueError("its checksum differs")
+        if raw.pop("digest") != _digest(raw):
+            raise ValueError("its digest differs")
         files = {name: FileRecord(**record) for name, record in raw.pop("files").items()}
         return Manifest(files=files, **raw)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} is damaged ({type(error).__name__}: {error}); remove {folder}, "
-            "and `checkpoint.resume: auto` goes on from the one before it"
-        ) from error
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})\n{remedy(folder)}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Read what a checkpoint says about itself; its tensors stay on the disk."""
+    manifest = read_manifest(folder)
+    path = folder / index.NAME
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}\n{remedy(folder)}") from error
+    if digest(content) != manifest.files[index.NAME].digest:
+        raise CheckpointError(f"{path} is damaged: its digest differs\n{remedy(folder)}")
+    return Checkpoint(folder, manifest, Index.parse(content.decode()))
 
 
 def saved_at(folder: Path) -> float:
@@ -82,15 +103,23 @@ def saved_at(folder: Path) -> float:
         return path.stat().st_mtime
 
 
-def _crc(content: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+def remedy(damaged: Path) -> str:
+    """What to do about a damaged checkpoint: the newest of those saved before it is offered."""
+    moment = saved_at(damaged) if (damaged / NAME).exists() else float("inf")
+    others = [path.parent for path in damaged.parent.glob(f"step-*/{NAME}") if path.parent != damaged]
+    before = [path for path in others if not path.is_symlink() and saved_at(path) < moment]
+    if not before:
+        return "there is no checkpoint before it"
+    return f"the one before it can go on: `checkpoint.resume: {max(before, key=saved_at)}`"
 
 
-def checksum(path: Path) -> FileRecord:
-    """Size and CRC-32 of a file, read back from the disk."""
-    crc = size = 0
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            crc = zlib.crc32(chunk, crc)
-            size += len(chunk)
-    return FileRecord(size, crc)
+def write_text(path: Path, text: str) -> None:
+    """Write a file, and make sure that it is on the disk."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return digest(json.dumps(content, sort_keys=True).encode())

@@ -2,112 +2,312 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.checkpoint.manifest import FileRecord, Manifest, checksum
-from plait.checkpoint.quiet import quiet_single_process
+from plait.checkpoint import index as index_file
+from plait.checkpoint.disks import Disks, find_disks
+from plait.checkpoint.index import Index, Stored
+from plait.checkpoint.manifest import FileRecord, Manifest, write_text
+from plait.checkpoint.pieces import Held, Piece, Shares, held_pieces
+from plait.checkpoint.staging import Staging
+from plait.checkpoint.tensorfile import TensorFileWriter, digest, read_slots
+from plait.checkpoint.together import attempt, together
 from plait.errors import CheckpointError
-from plait.world import World
+from plait.world import Channel, World
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
+_THREADS = 4
+"""Per rank, where there are cores for it: one waits for the disk while another computes digests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that is complete on the disk."""
+
+    path: Path
+    bytes: int
+    seconds: float
+    """From the call to the end of the writing."""
+    blocked: float
+    """How long training waited."""
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one run, one at a time. Every rank must make it, and call it in the same order.
+
+    Everything goes to a hidden folder beside the target, reaches the disk, gets its manifest, and only then its
+    name. If one rank fails, all raise, and what was there before is untouched. With `background`, `save` returns
+    once this rank's pieces are copied; the outcome comes from `poll` or `wait`.
+    """
+
+    def __init__(
+        self, root: Path, world: World, *, background: bool = False, node_local: bool = False, reopen: bool = False
+    ) -> None:
+        """`reopen`: read every file again after it is written, and compare."""
+        self._root = root
+        self._world = world
+        self._node_local = node_local
+        self._reopen = reopen
+        # Files travel between nodes as tensors of the host, which not every backend carries.
+        self.channel = Channel(world, own=background or node_local)
+        self._shares = Shares(self.channel)
+        self._staging = Staging() if background else None
+        self._thread: threading.Thread | None = None
+        self._outcome: Saved | BaseException | None = None
+        self._disks: Disks | None = None
+
+    @property
+    def disks(self) -> Disks:
+        """Who sees which folder; every rank must ask for it first at the same moment."""
+        if self._disks is None:
+            self._disks = find_disks(self._root, self.channel, self._world.ranks, node_local=self._node_local)
+        return self._disks
+
+    def save(
+        self,
+        target: Path,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        *,
+        step: int,
+        tidy: Callable[[], None] | None = None,
+    ) -> Saved | None:
+        """Write a checkpoint; None while it is being written in the background.
+
+        `tidy` is called once it is complete, on one rank of each folder.
+        """
+        assert self._thread is None, "wait for the one before"
+        start = time.perf_counter()
+        disks = self.disks
+        mine = self._shares.mine(held_pieces(tensors))
+        job = _Job(target, dict(state), step, self._world.size, self.channel, disks, self._reopen, tidy)
+        if self._staging is None:
+            size = job.run(mine, threads=_threads(self._world))
+            seconds = time.perf_counter() - start
+            return Saved(target, size, seconds, blocked=seconds)
+        copies = self._staging.copy(mine)
+        blocked = time.perf_counter() - start
+
+        def work() -> None:
+            try:
+                size = job.run(copies, threads=1)
+                self._outcome = Saved(target, size, time.perf_counter() - start, blocked)
+            except BaseException as error:
+                self._outcome = error
+
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+        return None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written, or its outcome has not been asked for."""
+        return self._thread is not None
+
+    def poll(self) -> Saved | None:
+        """The outcome of a save in the background, if there is one by now."""
+        if self._thread is None or self._thread.is_alive():
+            return None
+        return self.wait()
+
+    def wait(self) -> Saved | None:
+        """The outcome of a save in the background, once it is over; None if there was none."""
+        if self._thread is None:
+            return None
+        self._thread.join()
+        self._thread = None
+        outcome, self._outcome = self._outcome, None
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def close(self) -> None:
+        """Wait for what is being written, whatever becomes of it, and let go of the channel."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.channel.close()
 
 
 def save_checkpoint(
     target: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, step: int, world: World
 ) -> int:
-    """Write all ranks' tensors to `target`; returns its size in bytes.
+    """Write one checkpoint and wait for it; returns its size in bytes. Every rank must call it."""
+    saved = CheckpointWriter(target.parent, world).save(target, tensors, state, step=step)
+    assert saved is not None
+    return saved.bytes
 
-    Everything goes to a hidden folder beside it, reaches the disk, gets its manifest, and only then its name.
-    Every rank must call it; if one fails, all raise, and what was there before is untouched.
-    """
+
+def write_alone(
+    target: Path,
+    tensors: Mapping[str, tuple[Sequence[int], torch.dtype]],
+    read: Callable[[str], Tensor],
+    state: Mapping[str, Any],
+    *,
+    step: int,
+) -> int:
+    """Write a checkpoint of tensors that are fetched one after another, from one process; returns its size."""
     staging = target.with_name(f".{target.name}.tmp")
     try:
-        _agree(world, _try(lambda: _make_staging(staging)) if world.is_main else None)
-        metadata = _write(staging, tensors, world)
-        written: dict[str, FileRecord] = {}
-        _agree(world, _try(lambda: written.update(_records(staging, world))))
-        files = {name: record for part in world.gather(written) for name, record in part.items()}
-        failure = None
-        if world.is_main:
-            manifest = _manifest(metadata, files, state, step=step, world=world)
-            failure = _try(lambda: _complete(staging, target, manifest))
-        _agree(world, failure)
-    except CheckpointError:
-        if world.is_main:
-            shutil.rmtree(staging, ignore_errors=True)  # on a full disk it would stand in the way of the next one
+        pieces = [
+            Piece(name, dtype, tuple(shape), (0,) * len(shape), tuple(shape))
+            for name, (shape, dtype) in tensors.items()
+        ]
+        _make_staging(staging, sum(piece.bytes for piece in pieces))
+        written = _write(staging / _file_name(0), ((piece, partial(read, piece.name)) for piece in pieces), pieces)
+        manifest, text = _describe([written], dict(state), step=step, world_size=1)
+        _seal(staging, manifest, text)
+        _name(staging, target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
         raise
-    return sum(record.bytes for record in files.values())
+    return manifest.bytes
 
 
-def _write(staging: Path, tensors: Mapping[str, Tensor], world: World) -> Metadata:
-    """Write this rank's part; returns what all ranks wrote together."""
-    # Late: [Note: DTensor is loaded late]
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What one rank wrote."""
 
-    failure = metadata = None
-    try:
-        with quiet_single_process():
-            writer = FileSystemWriter(staging, sync_files=True, overwrite=True)
-            metadata = save(dict(tensors), storage_writer=writer, no_dist=world.size == 1)
-    except (Exception, CheckpointException) as error:  # DCP's own is a BaseException, raised on every rank
-        failure = _reason(error) + _shortage(staging, tensors)
-    _agree(world, failure)
-    assert metadata is not None
-    return cast("Metadata", metadata)
+    file: str
+    record: FileRecord
+    pieces: list[tuple[Piece, Stored]]
 
 
-def _make_staging(staging: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One checkpoint on its way to the disk."""
+
+    target: Path
+    state: dict[str, Any]
+    step: int
+    world_size: int
+    channel: Channel
+    disks: Disks
+    reopen: bool
+    tidy: Callable[[], None] | None
+
+    def run(self, mine: Sequence[Held], *, threads: int) -> int:
+        """Write this rank's part and see the whole through; returns its size."""
+        channel, staging = self.channel, self.target.with_name(f".{self.target.name}.tmp")
+        try:
+            needed = sum(each.piece.bytes for each in mine)
+            parts_here = [
+                size for lead, size in channel.all_gather((self.disks.lead, needed)) if lead == self.disks.rank
+            ]
+            self._lead(lambda: _make_staging(staging, sum(parts_here)))
+            written: list[_Written] = []
+            together(channel, attempt(lambda: written.append(self._write_part(staging, mine, threads))))
+            parts = channel.gather(written[0])
+            described: list[tuple[Manifest, str]] = []
+            if parts is not None:
+                describe = partial(_describe, parts, self.state, step=self.step, world_size=self.world_size)
+                together(channel, attempt(lambda: described.append(describe())))
+            else:
+                together(channel, None)
+            manifest, text = described[0] if described else (None, None)
+            if not self.disks.shared:
+                manifest, text = channel.broadcast((manifest, text))
+            self._lead(lambda: _seal(staging, manifest, text))
+            self._lead(lambda: _name(staging, self.target))
+        except CheckpointError:
+            if self.disks.is_lead:
+                shutil.rmtree(staging, ignore_errors=True)  # on a full disk it would stand in the way of the next one
+            raise
+        if self.tidy is not None:
+            text = f"{self.target} is saved, but its folder cannot be kept in order"
+            together(channel, attempt(self.tidy) if self.disks.is_lead else None, text)
+        return int(channel.broadcast(None if manifest is None else manifest.bytes))
+
+    def _lead(self, action: Callable[[], None]) -> None:
+        together(self.channel, attempt(action) if self.disks.is_lead else None)
+
+    def _write_part(self, staging: Path, mine: Sequence[Held], threads: int) -> _Written:
+        path = staging / _file_name(self.channel.rank)
+        tensors: list[tuple[Piece, Callable[[], Tensor]]] = [(each.piece, _itself(each.tensor)) for each in mine]
+        written = _write(path, tensors, [each.piece for each in mine], threads=threads)
+        if self.reopen:
+            _compare(path, written)
+        return written
+
+
+def _itself(tensor: Tensor) -> Callable[[], Tensor]:
+    return lambda: tensor
+
+
+def _write(
+    path: Path, tensors: Iterable[tuple[Piece, Callable[[], Tensor]]], pieces: Sequence[Piece], *, threads: int = 1
+) -> _Written:
+    with TensorFileWriter(path, [(piece.key, piece.dtype, piece.shape) for piece in pieces]) as file:
+
+        def write(each: tuple[Piece, Callable[[], Tensor]]) -> tuple[Piece, Stored]:
+            piece, read = each
+            digests = tuple(file.write(piece.key, read()))
+            return piece, Stored(path.name, file.slots[piece.key].begin, piece.start, piece.shape, digests)
+
+        if threads == 1:
+            stored = [write(each) for each in tensors]
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                stored = list(pool.map(write, tensors))
+    return _Written(path.name, FileRecord(file.size, file.head), stored)
+
+
+def _compare(path: Path, written: _Written) -> None:
+    """Open a file again and find in it what was written: the names, the shapes, every block."""
+    # Late: reading needs what writing does not.
+    from plait.checkpoint.read import PieceReader
+
+    slots = read_slots(path)
+    wanted = {piece.key: (piece.dtype, piece.shape) for piece, _ in written.pieces}
+    if {key: (slot.dtype, slot.shape) for key, slot in slots.items()} != wanted:
+        raise OSError(f"{path} was written, but does not hold the names and shapes that it should")
+    with PieceReader(path.parent) as reader:
+        for piece, stored in written.pieces:
+            reader.check(stored, piece.dtype)
+
+
+def _describe(parts: Sequence[_Written], state: dict[str, Any], *, step: int, world_size: int) -> tuple[Manifest, str]:
+    text = Index.of(pair for part in parts for pair in part.pieces).text()
+    files = {part.file: part.record for part in parts}
+    files[index_file.NAME] = FileRecord(len(text.encode()), digest(text.encode()))
+    versions = {"plait": version("plait"), "torch": torch.__version__}
+    return Manifest(step, world_size, files, state, versions, time.time()), text
+
+
+def _file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _make_staging(staging: Path, needed: int) -> None:
     if staging.exists():
         shutil.rmtree(staging)
     staging.mkdir(parents=True)
+    free = shutil.disk_usage(staging).free
+    if free < needed:
+        raise OSError(f"the disk is full: {staging.parent} has {_mib(free)} left, the checkpoint takes {_mib(needed)}")
 
 
-def _records(staging: Path, world: World) -> dict[str, FileRecord]:
-    mine = f"__{world.rank}_"
-    return {
-        p.name: checksum(p)
-        for p in staging.iterdir()
-        if p.name.startswith(mine) or (world.is_main and p.name == ".metadata")
-    }
-
-
-def _manifest(
-    metadata: Metadata, files: dict[str, FileRecord], state: Mapping[str, Any], *, step: int, world: World
-) -> Manifest:
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    return Manifest(
-        step=step,
-        saved_at=time.time(),
-        world_size=world.size,
-        files=files,
-        # Ranks have tensors of their own (their random state), so the union is asked for, not this rank's part.
-        tensors={
-            name: {"shape": list(entry.size), "dtype": str(entry.properties.dtype).removeprefix("torch.")}
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        },
-        state=dict(state),
-        versions={"plait": version("plait"), "torch": torch.__version__},
-    )
-
-
-def _complete(staging: Path, target: Path, manifest: Manifest) -> None:
+def _seal(staging: Path, manifest: Manifest | None, text: str | None) -> None:
+    assert manifest is not None
+    assert text is not None
+    write_text(staging / index_file.NAME, text)
     manifest.write(staging)
     _sync(staging)
+
+
+def _name(staging: Path, target: Path) -> None:
     if target.exists():
         # The same step, saved again: the old one steps aside until the new one has its name.
         aside = target.with_name(f".{target.name}.old.tmp")
@@ -127,38 +327,9 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-def _try(action: Any) -> str | None:
-    try:
-        action()
-    except Exception as error:
-        return _reason(error)
-    return None
+def _threads(world: World) -> int:
+    return max(1, min(_THREADS, (os.cpu_count() or 1) // world.ranks.local_size))
 
 
-def _shortage(folder: Path, tensors: Mapping[str, Tensor]) -> str:
-    """What torch's writer does not say of a full disk."""
-    with contextlib.suppress(OSError):
-        free = shutil.disk_usage(folder).free
-        if free < sum(tensor.nbytes for tensor in tensors.values()):
-            return f" (the disk is full: {free / 2**20:.1f} MiB are left)"
-    return ""
-
-
-def _reason(error: BaseException) -> str:
-    """The first line that says something, from the innermost cause DCP passes on."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, wrapped = next(iter(failures.items()))
-        inner = wrapped[0] if isinstance(wrapped, tuple) else wrapped
-        return f"rank {rank}: {type(inner).__name__}: {inner}"
-    return f"{type(error).__name__}: {error}"
-
-
-def _agree(world: World, failure: str | None) -> None:
-    texts = [(rank, text) for rank, text in enumerate(world.gather(failure)) if text is not None]
-    # DCP tells every rank of the one that failed; it is enough to say it once.
-    reasons = dict.fromkeys(text if text.startswith("rank ") else f"rank {rank}: {text}" for rank, text in texts)
-    if reasons:
-        raise CheckpointError(
-            "the checkpoint was not written; the ones before it are untouched.\n  " + "\n  ".join(reasons)
-        )
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

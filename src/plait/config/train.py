@@ -60,11 +60,21 @@ class CheckpointConfig(Section):
     """In epochs or steps, as `train.by_epoch` says. Absent: only at the end."""
     keep: PositiveInt = 3
     """Newest ones kept; the best one is kept besides."""
+    keep_every: PositiveInt | None = None
+    """Checkpoints at multiples of so many steps are never removed."""
     last: bool = True
     """Save at the end of the run."""
     best: BestConfig | None = None
     resume: PathText | None = None
     """A checkpoint folder, or `auto`: the newest one of `work_dir`, if there is any."""
+    partial: Many[str] = ()
+    """Patterns of names (`model.head.*`, `optim.*`) that may be missing, superfluous or of another shape on resuming."""
+    async_save: bool = False
+    """Training waits only until the state is copied in host memory; it is written while training goes on."""
+    trainable_only: bool = False
+    """Leave out what is not trained; on resuming it comes from the `model` section again, and is compared."""
+    node_local: bool = False
+    """Each node keeps the shards of its own ranks in its own folder; on resuming they are fetched where needed."""
 
 
 class LogConfig(Section):

@@ -71,6 +71,7 @@ def _train_steps(runner: Runner, state: _LoopState) -> bool:
     engine, meter = runner.engine, state.meter
     before, after = runner.hooks.before_step, runner.hooks.after_step
     train_step, log_every, total = engine.train_step, state.log_every, state.total
+    poll = runner.saver.poll
     mark = perf_counter()
     for micro_batches in runner.loader.epoch(runner.epoch, runner.step_in_epoch):
         loaded = perf_counter()
@@ -85,6 +86,7 @@ def _train_steps(runner: Runner, state: _LoopState) -> bool:
         for hook in after:
             hook(runner, result)
         runner.tick(step)
+        poll()
         if step % log_every == 0 or step == total:
             _log(runner, state, result.lr)
         if not state.by_epoch:

@@ -12,7 +12,6 @@ from typing import Any
 from plait.config import Parsed, RunConfig, check, parse, parse_sections, to_yaml
 from plait.errors import ConfigError, Problem, TrainingError
 from plait.monitor import Monitor, build_monitor
-from plait.runner.agree import on_main
 from plait.runner.describe import describe_run
 from plait.runner.evaluate import evaluate
 from plait.runner.hooks import Hook, HookTable, build_hooks
@@ -24,6 +23,7 @@ from plait.runner.sources import batch_of, is_section, make_loader
 from plait.spec import Event, EventKind
 from plait.strategy import Engine, Length, prepare_native
 from plait.world import World, open_world
+from plait.world.agree import on_main
 
 
 class Runner:
@@ -210,7 +210,7 @@ class Runner:
         if self.config.train.max_steps is None and self.config.train.max_epochs is None:
             raise ConfigError(Problem("train", "there is no end", "set train.max_steps or train.max_epochs"))
         if self._engine is None or self._engine.steps == 0:
-            on_main(self.world, self.saver.refuse_to_overwrite)
+            self.saver.refuse_to_overwrite()
         engine = self.engine
         if self.has("val_data"):
             self._eval_loader("val_data")  # what is wrong with it shows now, not after the first epoch
@@ -223,7 +223,8 @@ class Runner:
                 train_loop(self)
                 reason = self.stop_reason or "finished"
                 if self.config.checkpoint.last:
-                    self.saver.save()
+                    self.saver.save(last=True)
+                self.saver.wait()
         except BaseException as error:
             reason = f"failed with {type(error).__name__}"
             raise
@@ -285,6 +286,7 @@ class Runner:
         for loader in (getattr(self, "loader", None), *self._eval_loaders.values()):
             if loader is not None:
                 loader.close()
+        self.saver.close()
         if self._monitor is not None:
             self._monitor.close()
         if self._world is not None:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from plait.checkpoint import CheckpointFolder, entries, load_into, read_manifest, save_checkpoint, verify
+from plait.checkpoint import CheckpointFolder, CheckpointWriter, Saved
 from plait.config import to_dict
 from plait.errors import CheckpointError
-from plait.runner.agree import on_main
 from plait.runner.best import Best
+from plait.runner.frozen import FrozenPart
 from plait.runner.hooks import Hook
+from plait.runner.resuming import resume
 from plait.spec import EventKind
-from plait.world import restore_rng_state, rng_state
+from plait.world import on_main, rng_state
 
 if TYPE_CHECKING:
     from plait.runner.runner import Runner
@@ -33,10 +34,28 @@ class Saver:
         self.best = None
         if config.best is not None:
             self.best = Best(config.best.metric, config.best.mode, path="checkpoint.best.metric")
+        self._writer: CheckpointWriter | None = None
+        self._frozen: FrozenPart | None = None
         self._saved_step: int | None = None
+
+    @property
+    def writer(self) -> CheckpointWriter:
+        """Made when first needed; every rank must ask for it first at the same moment."""
+        if self._writer is None:
+            self._writer = CheckpointWriter(
+                self.folder.root,
+                self._runner.world,
+                background=self._config.async_save,
+                node_local=self._config.node_local,
+                reopen=self._config.trainable_only,
+            )
+        return self._writer
 
     def refuse_to_overwrite(self) -> None:
         """A run that starts over must not mix its checkpoints with those of an earlier one."""
+        on_main(self._runner.world, self._refuse_to_overwrite)
+
+    def _refuse_to_overwrite(self) -> None:
         self.folder.sweep()
         newest = self.folder.newest()
         if newest is not None and self._config.resume is None:
@@ -45,53 +64,104 @@ class Saver:
                 "set checkpoint.resume=auto to go on with it, or choose another work_dir"
             )
 
-    def save(self, *, best: bool = False) -> None:
-        """Write a checkpoint of this moment, unless there is one; every rank must call it."""
+    # ---- writing
+
+    def save(self, *, best: bool = False, last: bool = False) -> None:
+        """Write a checkpoint of this moment, unless there is one; every rank must call it.
+
+        With `checkpoint.async_save` it is only begun. One that fails is told, and training goes on; but the `last` one
+        is waited for, and its failure is an error.
+        """
         runner, step = self._runner, self._runner.step
         target = self.folder.path_of(step)
-        if self._saved_step != step:
-            for hook in runner.hooks.before_save:
-                hook(runner)
-            start = time.perf_counter()
-            runner.engine.agree_on_buffers()
-            size = save_checkpoint(target, self._tensors(), self._state(), step=step, world=runner.world)
-            self._saved_step = step
-            runner.emit(EventKind.SAVE, path=str(target), seconds=time.perf_counter() - start, bytes=size)
+        if last or self._saved_step != step or best:
+            self.wait()
+        if self._saved_step == step:
+            if best:
+                on_main(runner.world, lambda: self.folder.link("best", target))
+            return
+        for hook in runner.hooks.before_save:
+            hook(runner)
+        runner.engine.agree_on_buffers()
+        tidy = partial(self._tidy, target, best=best)
+        self._saved_step = step
+        self._take(lambda: self.writer.save(target, self._tensors(), self._state(), step=step, tidy=tidy), must=last)
+        if last:
+            self.wait(must=True)
+        if self._saved_step == step:
             for hook in runner.hooks.after_save:
                 hook(runner)
-        on_main(runner.world, lambda: self._tidy(target, best=best))
+
+    def poll(self) -> None:
+        """Take note of a checkpoint in the background that is complete by now; costs nothing while there is none."""
+        if self._writer is not None and self._writer.busy:
+            self._take(self._writer.poll)
+
+    def wait(self, *, must: bool = False) -> None:
+        """Wait for a checkpoint in the background, if there is one; `must`: a failure is an error."""
+        if self._writer is not None and self._writer.busy:
+            self._take(self._writer.wait, must=must)
+
+    def _take(self, outcome: Callable[[], Saved | None], *, must: bool = False) -> None:
+        runner = self._runner
+        try:
+            saved = outcome()
+        except CheckpointError as error:
+            self._saved_step = None
+            if must:
+                raise
+            runner.emit(EventKind.MESSAGE, level="error", text=f"{error}\ntraining goes on without it")
+            return
+        if saved is not None:
+            sizes = {"seconds": saved.seconds, "blocked": saved.blocked, "bytes": saved.bytes}
+            runner.emit(EventKind.SAVE, path=str(saved.path), **sizes)
 
     def _tidy(self, target: Path, *, best: bool) -> None:
-        try:
-            self.folder.link("latest", target)
-            if best:
-                self.folder.link("best", target)
-            self.folder.prune(self._config.keep)
-        except OSError as error:
-            raise CheckpointError(
-                f"{target} is saved, but its folder cannot be kept in order: {error}; make it writable"
-            ) from error
+        self.folder.link("latest", target)
+        if best:
+            self.folder.link("best", target)
+        self.folder.prune(self._config.keep, self._config.keep_every)
 
     def validated(self, metrics: Mapping[str, float]) -> None:
         """After a validation: save it if it is the best one so far."""
         if self.best is not None and self.best.improved(metrics):
             self.save(best=True)
 
+    def close(self) -> None:
+        """See through what is being written."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    # ---- what is written
+
     def _tensors(self) -> dict[str, Tensor]:
         runner = self._runner
         tensors = runner.engine.state_tensors()
+        if self._config.trainable_only:
+            frozen = self.frozen.names
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in frozen}
         for name, tensor in rng_state(runner.world.device).items():
             tensors[f"rng.{runner.world.rank}.{name}"] = tensor
         for name, hook in runner.hooks.named().items():
-            tensors.update(self._hook_tensors(name, hook))
+            tensors.update(self.hook_tensors(name, hook))
         return tensors
 
-    def _hook_tensors(self, name: str, hook: Hook) -> dict[str, Tensor]:
+    @property
+    def frozen(self) -> FrozenPart:
+        """What is not trained, by name and by value; every rank must ask for it first at the same moment."""
+        if self._frozen is None:
+            names = [f"model.{name}" for name in self._runner.engine.frozen()]
+            self._frozen = FrozenPart.of(self._runner.engine, names, self.writer.channel)
+        return self._frozen
+
+    def hook_tensors(self, name: str, hook: Hook) -> dict[str, Tensor]:
+        """The tensors of a hook, under their names in a checkpoint."""
         return {f"hook.{name}.{key}": tensor for key, tensor in hook.tensors(self._runner).items()}
 
     def _state(self) -> dict[str, Any]:
         runner = self._runner
-        return {
+        state = {
             "engine": runner.engine.state(),
             "epoch": runner.epoch,
             "step_in_epoch": runner.step_in_epoch,
@@ -100,54 +170,15 @@ class Saver:
             "hooks": {name: hook.state() for name, hook in runner.hooks.named().items()},
             "config": to_dict(runner.config),
         }
+        if self._config.trainable_only:
+            state["frozen"] = self.frozen.state()
+        return state
+
+    # ---- going on
 
     def resume(self) -> Path | None:
         """Continue from the checkpoint that `checkpoint.resume` names; returns it, or None if there is none."""
-        runner, wanted = self._runner, self._config.resume
-        if wanted is None:
-            return None
-        path = on_main(runner.world, lambda: self._find(wanted))
-        if path is None:
-            return None
-        manifest = on_main(runner.world, lambda: read_manifest(path))
-        verify(path, manifest, world=runner.world)
-        state = manifest.state
-        self._refuse_another_optimizer(path, state)
-        runner.engine.allocate_optimizer_state(entries(manifest, "optim."))
-        tensors = runner.engine.state_tensors()
-        same_world = manifest.world_size == runner.world.size
-        generators = rng_state(runner.world.device)
-        if same_world:
-            tensors.update({f"rng.{runner.world.rank}.{name}": t for name, t in generators.items()})
-        hooks = runner.hooks.named()
-        for name in hooks.keys() & state["hooks"].keys():
-            tensors.update(self._hook_tensors(name, hooks[name]))
-            hooks[name].restore(state["hooks"][name])
-        left = sorted(state["hooks"].keys() - hooks.keys())
-        load_into(path, manifest, tensors, world=runner.world, ignore=("rng.", *(f"hook.{name}." for name in left)))
-        for name in left:
-            if state["hooks"][name] or any(key.startswith(f"hook.{name}.") for key in manifest.tensors):
-                text = f"{path.name} holds the state of the hook {name!r}, which this run does not have: it is left out"
-                runner.emit(EventKind.MESSAGE, level="warning", text=text)
-        if same_world:
-            restore_rng_state(generators, runner.world.device)
-        runner.engine.state_loaded()
-        runner.engine.restore(state["engine"])
-        runner.set_position(state["epoch"], state["step_in_epoch"], samples=state["batch_total"])
-        if self.best is not None:
-            self.best.value = state["best"]
-        if path.parent.resolve() == self.folder.root.resolve():
-            self._saved_step = runner.step
+        path = resume(self._runner, self)
+        if path is not None and path.parent.resolve() == self.folder.root.resolve():
+            self._saved_step = self._runner.step
         return path
-
-    def _find(self, wanted: str) -> Path | None:
-        self.folder.sweep()
-        return self.folder.find(wanted)
-
-    def _refuse_another_optimizer(self, path: Path, state: Mapping[str, Any]) -> None:
-        saved, wanted = state["config"]["optim"]["type"], self._runner.config.optim.type
-        if saved != wanted:
-            raise CheckpointError(
-                f"{path} was trained with {saved}, and optim.type is {wanted}: their states do not fit each other; "
-                f"write `optim.type: {saved}`"
-            )

@@ -96,6 +96,10 @@ class Engine(ABC):
         """Go on from `state`."""
 
     @abstractmethod
+    def frozen(self) -> frozenset[str]:
+        """Names of the parameters that are not trained."""
+
+    @abstractmethod
     def weights(self) -> dict[str, Tensor]:
         """The fp32 weights that the optimizer updates, this rank's part of each, as plain tensors."""
 

@@ -1,17 +1,21 @@
 """Ranks, devices, and the one mesh."""
 
+from plait.world.agree import on_main
+from plait.world.channel import Channel
 from plait.world.ranks import Ranks, detect_ranks
 from plait.world.seeding import make_deterministic, restore_rng_state, rng_state, seed_everything
 from plait.world.sharded import is_sharded, local_part
 from plait.world.world import World, open_world
 
 __all__ = [
+    "Channel",
     "Ranks",
     "World",
     "detect_ranks",
     "is_sharded",
     "local_part",
     "make_deterministic",
+    "on_main",
     "open_world",
     "restore_rng_state",
     "rng_state",

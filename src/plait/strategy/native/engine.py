@@ -218,6 +218,10 @@ class NativeEngine(Engine):
         if self.updater.scaler is not None and state["scaler"] is not None:
             self.updater.scaler.restore(state["scaler"])
 
+    def frozen(self) -> frozenset[str]:
+        """Names of the parameters that are not trained."""
+        return frozenset(name for name, _ in self.model.named_parameters()) - frozenset(self.views.names)
+
     def weights(self) -> dict[str, Tensor]:
         """The weights that the optimizer updates, this rank's part of each, as plain tensors."""
         return {name: self.views.local(index).detach() for index, name in enumerate(self.views.names)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from plait.errors import PlaitError, TrainingError
-from plait.world import World
+from plait.world.world import World
 
 T = TypeVar("T")
 

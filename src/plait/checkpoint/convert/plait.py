@@ -1,0 +1,56 @@
+"""Plait's own checkpoints, opened for conversion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.convert.source import Entry, Source
+from plait.checkpoint.folder import CheckpointFolder
+from plait.checkpoint.index import TensorRecord
+from plait.checkpoint.manifest import open_checkpoint, remedy
+from plait.checkpoint.read import PieceReader, try_to_read
+from plait.errors import CheckpointError
+
+
+class PlaitSource(Source):
+    """A checkpoint folder, a folder of them, or the work_dir of a run: then its newest."""
+
+    kind = "plait"
+
+    def __init__(self, path: Path) -> None:
+        folder = CheckpointFolder(path).find(str(path.absolute()))
+        assert folder is not None
+        checkpoint = open_checkpoint(folder)
+        manifest = checkpoint.manifest
+        self.path = folder
+        self._tensors = checkpoint.index.tensors
+        self._reader = PieceReader(folder)
+        self.entries = {name: Entry(torch.Size(r.shape), r.dtype) for name, r in self._tensors.items()}
+        self.state = manifest.state
+        self.facts = {
+            "written by": f"Plait {manifest.versions['plait']}, torch {manifest.versions['torch']}",
+            "step": str(manifest.step),
+            "ranks": str(manifest.world_size),
+        }
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor, joined from its pieces."""
+        record = self._tensors[name]
+        whole = torch.empty(record.shape, dtype=record.dtype)
+        problem = try_to_read(lambda: self._fill(whole, record))
+        if problem is not None:
+            raise CheckpointError(f"the checkpoint is damaged: {problem}\n{remedy(self.path)}")
+        return whole
+
+    def _fill(self, whole: Tensor, record: TensorRecord) -> None:
+        for stored in record.pieces:
+            inside = tuple(slice(a, a + n) for a, n in zip(stored.start, stored.shape, strict=True))
+            target = whole[inside] if inside else whole
+            self._reader.copy(stored, record.dtype, (0,) * len(inside), stored.shape, target)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._reader.close()

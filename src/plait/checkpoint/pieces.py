@@ -1,0 +1,119 @@
+"""Which rectangles of which tensors this rank holds, and which of them it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from plait.world import Channel, is_sharded
+
+
+class Piece(NamedTuple):
+    """A rectangle of a tensor, in words that travel cheaply between ranks."""
+
+    name: str
+    dtype: torch.dtype
+    whole: tuple[int, ...]
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        """Its name in a file: the tensor's own where it is all of it, else with its first index."""
+        return self.name if self.shape == self.whole else f"{self.name}@{','.join(map(str, self.start))}"
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A piece, and the memory in which this rank holds it."""
+
+    piece: Piece
+    tensor: Tensor
+
+
+def held_pieces(tensors: Mapping[str, Tensor]) -> list[Held]:
+    """What this rank holds of each tensor; a rank without a share of a tensor holds no piece of it."""
+    found = []
+    sharded: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if is_sharded(tensor):
+            sharded[name] = tensor
+            continue
+        shape = tuple(tensor.shape)
+        found.append(Held(Piece(name, tensor.dtype, shape, (0,) * len(shape), shape), tensor.detach()))
+    if sharded:
+        found.extend(_held_shards(sharded))
+    return found
+
+
+def _held_shards(tensors: Mapping[str, Tensor]) -> list[Held]:
+    # Late: [Note: DTensor is loaded late]
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    # Torch's own planner knows where a shard lies in the whole, for every placement there is.
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), is_coordinator=True)
+    found = []
+    for item in planner.create_local_plan().items:
+        data = item.tensor_data
+        assert data is not None
+        name = item.index.fqn
+        shape, start = tuple(data.chunk.sizes), tuple(data.chunk.offsets)
+        if 0 in shape and 0 not in data.size:
+            continue
+        local = planner.resolve_data(item)
+        assert isinstance(local, Tensor)
+        found.append(Held(Piece(name, data.properties.dtype, tuple(data.size), start, shape), local.detach()))
+    return found
+
+
+class Shares:
+    """Decides which rank writes a piece that several of them hold. The decision is kept while nothing changes."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._known: list[Piece] | None = None
+        self._mine: list[int] = []
+
+    def mine(self, held: Sequence[Held]) -> list[Held]:
+        """The pieces that this rank writes; together the ranks write every piece once. Every rank must call it."""
+        pieces = [each.piece for each in held]
+        if self._channel.any(pieces != self._known):
+            gathered = self._channel.gather(pieces)
+            self._mine = self._channel.scatter(None if gathered is None else share_out(gathered))
+            self._known = pieces
+        return [held[index] for index in self._mine]
+
+
+def share_out(held: Sequence[Sequence[Piece]]) -> list[list[int]]:
+    """For each rank, the numbers of those of its pieces that it writes; each rank gets about as many bytes."""
+    holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
+    for rank, pieces in enumerate(held):
+        for index, piece in enumerate(pieces):
+            holders.setdefault((piece.name, piece.start), []).append((rank, index))
+    load = [0] * len(held)
+    mine: list[list[int]] = [[] for _ in held]
+
+    def assign(rank: int, index: int) -> None:
+        mine[rank].append(index)
+        load[rank] += held[rank][index].bytes
+
+    shared = []
+    for places in holders.values():
+        if len(places) == 1:
+            assign(*places[0])
+        else:
+            shared.append(places)
+    shared.sort(key=lambda places: -held[places[0][0]][places[0][1]].bytes)
+    for places in shared:
+        assign(*min(places, key=lambda place: load[place[0]]))
+    return [sorted(numbers) for numbers in mine]

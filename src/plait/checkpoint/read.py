@@ -1,0 +1,157 @@
+"""Read any rectangle of a stored piece; every block that is read is compared with its digest."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.index import Stored
+from plait.checkpoint.tensorfile import BLOCK, as_bytes, digest, read_all, view_bytes
+
+_GROUP = 4 * BLOCK
+"""Bytes read at once where a rectangle has to be cut out of what is read."""
+
+
+class DamagedError(Exception):
+    """A file does not hold what was written; says which and how."""
+
+
+class Span:
+    """The bytes of a rectangle of a piece, as one range of rows of its first dimension."""
+
+    def __init__(self, stored: Stored, itemsize: int, low: Sequence[int], high: Sequence[int]) -> None:
+        shape = stored.shape or (1,)
+        self.row = itemsize
+        for length in shape[1:]:
+            self.row *= length
+        self.first, self.last = (low[0], high[0]) if stored.shape else (0, 1)
+        self.whole_rows = all((a, b) == (0, n) for a, b, n in zip(low[1:], high[1:], shape[1:], strict=True))
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """First byte of the piece that is needed, and the one behind the last."""
+        return self.first * self.row, self.last * self.row
+
+
+def blocks_of(stored: Stored, size: int, begin: int, end: int) -> tuple[int, int]:
+    """The range of bytes, in whole blocks of a piece of `size` bytes, that covers a range."""
+    assert 0 <= begin <= end <= size, (stored, size, begin, end)
+    return begin // BLOCK * BLOCK, min(-(-end // BLOCK) * BLOCK, size)
+
+
+class PieceReader:
+    """Reads from the files of one checkpoint; may be used by several threads."""
+
+    def __init__(self, folder: Path, elsewhere: Mapping[str, Path] | None = None) -> None:
+        """`elsewhere`: files that are not in the folder, by name."""
+        self._folder = folder
+        self._elsewhere = elsewhere or {}
+        self._files: dict[str, int] = {}
+        self._opening = threading.Lock()
+        self._bounce = threading.local()
+
+    def copy(self, stored: Stored, dtype: torch.dtype, low: Sequence[int], high: Sequence[int], target: Tensor) -> None:
+        """Copy the rectangle from `low` to `high`, in the piece's own indices, into a tensor of its shape."""
+        span = Span(stored, dtype.itemsize, low, high)
+        if target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype and span.whole_rows:
+            self._straight(stored, span.bytes, _size(stored, dtype), as_bytes(target))
+            return
+        inner = tuple(slice(a, b) for a, b in zip(low[1:], high[1:], strict=True))
+        if not stored.shape:
+            target, inner = target.reshape(1), ()
+        rows = max(1, _GROUP // max(span.row, 1))
+        for first in range(span.first, span.last, rows):
+            last = min(first + rows, span.last)
+            room = self._group(stored, dtype, first * span.row, last * span.row, pinned=target.is_cuda)
+            group = room.view(dtype).view(last - first, *stored.shape[1:])
+            target[first - span.first : last - span.first].copy_(group[(slice(None), *inner)])
+
+    def _straight(self, stored: Stored, wanted: tuple[int, int], size: int, target: memoryview) -> None:
+        """Whole blocks go where they belong without a stop in between."""
+        begin, end = wanted
+        for block in range(begin // BLOCK * BLOCK, end, BLOCK):
+            block_end = min(block + BLOCK, size)
+            if begin <= block and block_end <= end:
+                self._read(stored, block, target[block - begin : block_end - begin])
+                continue
+            room = memoryview(bytearray(block_end - block))
+            self._read(stored, block, room)
+            low, high = max(begin, block), min(end, block_end)
+            target[low - begin : high - begin] = room[low - block : high - block]
+
+    def _group(self, stored: Stored, dtype: torch.dtype, begin: int, end: int, *, pinned: bool) -> Tensor:
+        """The bytes from `begin` to `end`, in memory that the next call of this thread uses again."""
+        low, high = blocks_of(stored, _size(stored, dtype), begin, end)
+        room: Tensor | None = getattr(self._bounce, "room", None)
+        if room is None or room.numel() < high - low:
+            room = self._bounce.room = torch.empty(
+                max(high - low, _GROUP + 2 * BLOCK), dtype=torch.uint8, pin_memory=pinned
+            )
+        view = view_bytes(room)
+        for block in range(low, high, BLOCK):
+            self._read(stored, block, view[block - low : min(block + BLOCK, high) - low])
+        return room[begin - low : end - low]
+
+    def check(self, stored: Stored, dtype: torch.dtype) -> None:
+        """Read a whole piece only to compare it."""
+        size = _size(stored, dtype)
+        room = memoryview(bytearray(min(BLOCK, size)))
+        for block in range(0, size, BLOCK):
+            self._read(stored, block, room[: min(BLOCK, size - block)])
+
+    def _read(self, stored: Stored, block: int, room: memoryview) -> None:
+        """Fill `room` with one whole block of a piece, and compare it with its digest."""
+        file = self._open(stored.file)
+        if not read_all(file, room, stored.begin + block):
+            raise DamagedError(f"{self._path(stored.file)} is shorter than what was written")
+        if digest(room) != stored.digests[block // BLOCK]:
+            at = stored.begin + block
+            raise DamagedError(
+                f"{self._path(stored.file)} was changed after it was written (its checksum differs, "
+                f"in bytes {at} to {at + len(room)})"
+            )
+
+    def _path(self, name: str) -> Path:
+        return self._elsewhere.get(name, self._folder / name)
+
+    def _open(self, name: str) -> int:
+        with self._opening:
+            if name not in self._files:
+                try:
+                    self._files[name] = os.open(self._path(name), os.O_RDONLY)
+                except FileNotFoundError as error:
+                    raise DamagedError(f"{self._path(name)} is missing") from error
+            return self._files[name]
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for file in self._files.values():
+            os.close(file)
+        self._files = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _size(stored: Stored, dtype: torch.dtype) -> int:
+    return torch.Size(stored.shape).numel() * dtype.itemsize
+
+
+def try_to_read(action: Callable[[], None]) -> str | None:
+    """Read something; what is wrong with the file, if something is."""
+    try:
+        action()
+    except DamagedError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename or 'a file'} cannot be read: {error.strerror}"
+    return None

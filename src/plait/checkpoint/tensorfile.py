@@ -1,0 +1,193 @@
+"""One safetensors file, written straight from tensors and read in parts, with a digest of every block.
+
+The files are ordinary safetensors: any reader of that format opens them. What the library does not do is write a
+file larger than memory piece by piece, or say which of its bytes are damaged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import torch
+import xxhash
+from torch import Tensor
+
+BLOCK = 16 << 20
+"""Bytes under one digest. A part of a tensor is read and checked without reading the rest."""
+
+_WORDS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+DTYPES = {word: dtype for dtype, word in _WORDS.items()}
+"""The dtypes that safetensors knows, by its words."""
+
+
+class Slot(NamedTuple):
+    """Where one tensor lies in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    """Byte of the file at which it starts."""
+    bytes: int
+
+
+def lay_out(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], about: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, Slot]]:
+    """The head of a file that is to hold these tensors, and where each of them goes."""
+    # Wide dtypes first, so that every tensor is aligned to its own width.
+    ordered = sorted(tensors, key=lambda item: -item[1].itemsize)
+    fields: dict[str, object] = {} if about is None else {"__metadata__": dict(about)}
+    offset = 0
+    slots: dict[str, Slot] = {}
+    for key, dtype, shape in ordered:
+        assert key not in slots, f"two tensors are called {key}"
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        fields[key] = {"dtype": _WORDS[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        slots[key] = Slot(dtype, tuple(shape), offset, size)
+        offset += size
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return head, {key: slot._replace(begin=slot.begin + len(head)) for key, slot in slots.items()}
+
+
+def read_slots(path: Path) -> dict[str, Slot]:
+    """Where the tensors of a safetensors file lie."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        fields = json.loads(file.read(length))
+    fields.pop("__metadata__", None)
+    return {
+        key: Slot(
+            DTYPES[field["dtype"]],
+            tuple(field["shape"]),
+            8 + length + field["data_offsets"][0],
+            field["data_offsets"][1] - field["data_offsets"][0],
+        )
+        for key, field in fields.items()
+    }
+
+
+def digest(data: memoryview | bytes) -> str:
+    """The digest of one block: XXH3, 64 bits, in hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return view_bytes(tensor.detach().reshape(-1).view(torch.uint8))
+
+
+def view_bytes(flat: Tensor) -> memoryview:
+    """The memory of a flat CPU tensor of bytes."""
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+class TensorFileWriter:
+    """Writes a file whose names and shapes are known beforehand; tensors come in any order, from any thread."""
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]],
+        about: Mapping[str, str] | None = None,
+    ) -> None:
+        head, self.slots = lay_out(tensors, about)
+        self.head = digest(head)
+        self.size = len(head) + sum(slot.bytes for slot in self.slots.values())
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._bounce = threading.local()
+        try:
+            os.ftruncate(self._file, self.size)
+            _write_all(self._file, memoryview(head), 0)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def write(self, key: str, tensor: Tensor) -> list[str]:
+        """Write one tensor, from any device; returns the digests of its blocks."""
+        slot = self.slots[key]
+        assert tensor.dtype == slot.dtype, f"{key}: {tensor.dtype}, not {slot.dtype}"
+        assert tuple(tensor.shape) == slot.shape, f"{key}: {tuple(tensor.shape)}, not {slot.shape}"
+        digests = []
+        at = slot.begin
+        for block in self._blocks(tensor):
+            digests.append(digest(block))
+            _write_all(self._file, block, at)
+            at += len(block)
+        return digests
+
+    def _blocks(self, tensor: Tensor) -> Iterator[memoryview]:
+        flat = (
+            tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0).view(torch.uint8)
+        )
+        for begin in range(0, flat.numel(), BLOCK):
+            part = flat[begin : begin + BLOCK]
+            yield view_bytes(part if part.device.type == "cpu" else self._on_host(part))
+
+    def _on_host(self, part: Tensor) -> Tensor:
+        """A block on its way from the device; one per thread, so the memory this takes does not grow with the file."""
+        room: Tensor | None = getattr(self._bounce, "room", None)
+        if room is None:
+            room = self._bounce.room = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
+        return room[: part.numel()].copy_(part)
+
+    def close(self) -> None:
+        """Force everything to the disk. Call it only when all is written."""
+        try:
+            os.fsync(self._file)
+        finally:
+            os.close(self._file)
+
+    def abandon(self) -> None:
+        """Let go of a file that will not be completed."""
+        os.close(self._file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+
+def _write_all(file: int, data: memoryview, at: int) -> None:
+    while len(data):
+        written = os.pwrite(file, data, at)
+        data, at = data[written:], at + written
+
+
+def read_all(file: int, into: memoryview, at: int) -> bool:
+    """Fill `into` from a byte of the file on; whether there was enough to fill it."""
+    while len(into):
+        count = os.preadv(file, [into], at)
+        if count == 0:
+            return False
+        into, at = into[count:], at + count
+    return True

@@ -1,0 +1,28 @@
+"""Ranks that succeed or fail together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from plait.errors import CheckpointError
+from plait.world import Channel
+
+NOT_WRITTEN = "the checkpoint was not written; the ones before it are untouched"
+
+
+def attempt(action: Callable[[], Any]) -> str | None:
+    """Do something; the reason if it fails."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def together(channel: Channel, failure: str | None, what: str = NOT_WRITTEN) -> None:
+    """Raise on every rank if one has a failure to tell. Every rank must call it."""
+    if not channel.any(failure is not None):
+        return
+    told = [f"rank {rank}: {text}" for rank, text in enumerate(channel.all_gather(failure)) if text is not None]
+    raise CheckpointError(f"{what}.\n  " + "\n  ".join(told))

@@ -1,0 +1,161 @@
+"""How a run goes on from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from plait.checkpoint import (
+    Checkpoint,
+    Misfit,
+    attempt,
+    entries,
+    find_scattered,
+    load_into,
+    matches,
+    nothing_to_fetch,
+    open_checkpoint,
+    together,
+)
+from plait.errors import CheckpointError
+from plait.runner.frozen import check_left_out
+from plait.spec import EventKind
+from plait.world import on_main, restore_rng_state, rng_state
+
+if TYPE_CHECKING:
+    from plait.checkpoint import Fetch
+    from plait.runner.runner import Runner
+    from plait.runner.saving import Saver
+
+_SHOWN = 8
+
+
+def resume(runner: Runner, saver: Saver) -> Path | None:
+    """Continue from the checkpoint that `checkpoint.resume` names; returns it, or None if there is none."""
+    found = _find(runner, saver)
+    if found is None:
+        return None
+    checkpoint, fetch = found
+    state, engine, world = checkpoint.manifest.state, runner.engine, runner.world
+    patterns = _patterns(runner, checkpoint)
+    _refuse_another_optimizer(checkpoint.folder, state, runner.config.optim.type)
+    engine.allocate_optimizer_state(_fitting_entries(checkpoint, engine.state_tensors(), patterns))
+    tensors = engine.state_tensors()
+    if "frozen" in state:
+        left_out = check_left_out(checkpoint.folder, state["frozen"], engine, saver.writer.channel)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+    same_world = checkpoint.manifest.world_size == world.size and "engine" in state
+    generators = rng_state(world.device)
+    if same_world:
+        tensors.update({f"rng.{world.rank}.{name}": tensor for name, tensor in generators.items()})
+    hooks, saved_hooks = runner.hooks.named(), state.get("hooks", {})
+    for name in hooks.keys() & saved_hooks.keys():
+        tensors.update(saver.hook_tensors(name, hooks[name]))
+        hooks[name].restore(saved_hooks[name])
+    left = sorted(saved_hooks.keys() - hooks.keys())
+    ignore = ("rng.", *(f"hook.{name}." for name in left))
+    differing = load_into(checkpoint, tensors, world=world, ignore=ignore, partial=patterns, fetch=fetch)
+    _tell_left_out(runner, checkpoint, left, differing)
+    if same_world:
+        restore_rng_state(generators, world.device)
+    engine.state_loaded()
+    if "engine" in state:
+        engine.restore(state["engine"])
+    _set_position(runner, state)
+    if saver.best is not None:
+        saver.best.value = state.get("best")
+    return checkpoint.folder
+
+
+def _find(runner: Runner, saver: Saver) -> tuple[Checkpoint, Fetch] | None:
+    wanted = runner.config.checkpoint.resume
+    if wanted is None:
+        return None
+    if not runner.config.checkpoint.node_local:
+
+        def find() -> Path | None:
+            saver.folder.sweep()
+            return saver.folder.find(wanted)
+
+        path = on_main(runner.world, find)
+        if path is None:
+            return None
+        on_main(runner.world, lambda: open_checkpoint(path))  # what is wrong with it is said once
+        return open_checkpoint(path), nothing_to_fetch
+    channel, disks = saver.writer.channel, saver.writer.disks
+    together(channel, attempt(saver.folder.sweep) if disks.is_lead else None, "the checkpoint folder cannot be used")
+    scattered = find_scattered(saver.folder, wanted, channel, disks)
+    return None if scattered is None else (scattered.checkpoint, scattered.fetch)
+
+
+def _patterns(runner: Runner, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The names that may differ. A checkpoint of weights alone is taken only by somebody who says so."""
+    patterns = runner.config.checkpoint.partial
+    if "engine" in checkpoint.manifest.state:
+        return patterns
+    if not any(matches("optim.any.exp_avg", (pattern,)) for pattern in patterns):
+        raise CheckpointError(
+            f"{checkpoint.folder} holds weights alone, without the state of an optimizer: going on from it starts a "
+            'new one at step 0; if that is meant, write `checkpoint.partial: ["optim.*"]`'
+        )
+    return tuple(pattern for pattern in patterns if not pattern.startswith("optim."))
+
+
+def _fitting_entries(
+    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], patterns: tuple[str, ...]
+) -> dict[str, Any]:
+    """The optimizer's entries that are to be loaded: not those of a weight whose shape is another now."""
+    found = entries(checkpoint.index, "optim.")
+    if not patterns:
+        return found
+    reshaped = {
+        name.removeprefix("model.")
+        for name, tensor in tensors.items()
+        if name in checkpoint.index.tensors and checkpoint.index.tensors[name].shape != tuple(tensor.shape)
+    }
+    return {
+        name: entry
+        for name, entry in found.items()
+        if not matches(f"optim.{name}", patterns) and name.rpartition(".")[0] not in reshaped
+    }
+
+
+def _tell_left_out(runner: Runner, checkpoint: Checkpoint, hooks: list[str], differing: list[Misfit]) -> None:
+    def warn(text: str) -> None:
+        runner.emit(EventKind.MESSAGE, level="warning", text=text)
+
+    name = checkpoint.folder.name
+    for hook in hooks:
+        has_tensors = any(key.startswith(f"hook.{hook}.") for key in checkpoint.index.tensors)
+        if checkpoint.manifest.state["hooks"][hook] or has_tensors:
+            warn(f"{name} holds the state of the hook {hook!r}, which this run does not have: it is left out")
+    if differing:
+        names = ", ".join(row.name for row in differing[:_SHOWN])
+        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        warn(f"not loaded from {name}, as checkpoint.partial says: {names}{more}")
+
+
+def _set_position(runner: Runner, state: Mapping[str, Any]) -> None:
+    if "epoch" in state:
+        runner.set_position(state["epoch"], state["step_in_epoch"], samples=state["batch_total"])
+    elif "engine" in state:
+        # Written by another framework, which does not say where in the data it was.
+        whole = runner.steps_per_epoch
+        epoch, step = divmod(runner.step, whole) if whole else (0, runner.step)
+        runner.set_position(epoch, step, samples=runner.batch.total)
+        text = (
+            f"the checkpoint does not say where in the data it was: going on as after {runner.step} steps of this run"
+        )
+        runner.emit(EventKind.MESSAGE, level="warning", text=text)
+
+
+def _refuse_another_optimizer(path: Path, state: Mapping[str, Any], wanted: str) -> None:
+    saved = state.get("config", {}).get("optim", {}).get("type")
+    if saved is not None and saved != wanted:
+        raise CheckpointError(
+            f"{path} was trained with {saved}, and optim.type is {wanted}: their states do not fit each other; "
+            f"write `optim.type: {saved}`"
+        )

@@ -1,0 +1,82 @@
+"""A line between the ranks for words, not for gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.world.world import World
+
+
+class Channel:
+    """Small messages between all ranks. Every rank must make it, and use it in the same order.
+
+    With `own`, it has a process group of its own in host memory, so that a thread may talk over it while training
+    goes on over the other one, and so that it carries tensors of the host whatever the device is.
+    """
+
+    def __init__(self, world: World, *, own: bool = False) -> None:
+        self.rank = world.rank
+        self.size = world.size
+        self.is_main = world.is_main
+        self._group = None
+        if world.mesh is not None and own:
+            self._group = dist.new_group(backend="gloo")
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Every rank's value, on rank 0; None on the others."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.is_main else None
+        dist.gather_object(value, values, dst=0, group=self._group)
+        return values
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def scatter(self, values: list[Any] | None) -> Any:
+        """To each rank its own of the values that rank 0 has."""
+        if self.size == 1:
+            assert values is not None
+            return values[0]
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, values, src=0, group=self._group)
+        return box[0]
+
+    def pass_on(self, tensor: Tensor, *, source: int, target: int) -> None:
+        """Copy a tensor of the host from one rank to another; only those two call it."""
+        if self.rank == source:
+            dist.send(tensor, dst=target, group=self._group)
+        else:
+            dist.recv(tensor, src=source, group=self._group)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on at least one rank."""
+        if self.size == 1:
+            return flag
+        device = "cpu" if self._group is not None or dist.get_backend() != "nccl" else "cuda"
+        box = torch.tensor([flag], dtype=torch.int32, device=device)
+        dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(box.item())
+
+    def close(self) -> None:
+        """End the group that was made for it."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+            self._group = None

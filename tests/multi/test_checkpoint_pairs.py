@@ -1,0 +1,109 @@
+"""Promise 2, all of it: what any layout saves, any layout loads, to the bit, with the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from plait.checkpoint import entries, load_into, open_checkpoint, save_checkpoint
+from plait.config import parse_sections
+from plait.strategy import Engine, prepare_native
+from plait.world import open_world
+from tests.multi.parity import MODEL, token_batches
+from tests.multi.ranks import RankPool
+
+LAYOUTS: dict[str, tuple[int, Any]] = {
+    "one": (1, {}),
+    **{f"{name} on 2": (2, name) for name in ("ddp", "zero1", "zero2", "zero3")},
+    **{f"{name} on 4": (4, name) for name in ("ddp", "zero1", "zero2", "zero3")},
+    "hybrid on 4": (4, {"zero": 3, "layout": {"dp_replicate": 2, "dp_shard": 2}}),
+    "zero3 on 3": (3, "zero3"),
+}
+"""Name → number of ranks, strategy."""
+
+
+def make_engine(strategy: Any, seed: int) -> Engine:
+    sections = {"seed": seed, "optim": {"type": "AdamW", "lr": 1e-2}, "model": MODEL, "strategy": strategy}
+    config = parse_sections(device="cpu", **sections).config
+    return prepare_native(config, open_world(config))
+
+
+def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in tensors.items()}
+
+
+def train_and_save(rank: int, size: int, strategy: Any, target: str, seed: int) -> dict[str, Tensor]:
+    engine = make_engine(strategy, seed)
+    for step in token_batches(seed, 12)[:2]:
+        engine.train_step(step[rank::size])
+    save_checkpoint(Path(target), engine.state_tensors(), {}, step=engine.steps, world=engine.world)
+    return whole(engine.state_tensors())
+
+
+def load_all(rank: int, size: int, strategy: Any, targets: dict[str, str]) -> dict[str, dict[str, Tensor]]:
+    """Load one checkpoint after another into an engine with other weights."""
+    engine = make_engine(strategy, seed=99)
+    found = {}
+    for name, target in targets.items():
+        checkpoint = open_checkpoint(Path(target))
+        engine.allocate_optimizer_state(entries(checkpoint.index, "optim."))
+        tensors = engine.state_tensors()
+        for tensor in tensors.values():
+            tensor.zero_()
+        load_into(checkpoint, tensors, world=engine.world)
+        found[name] = whole(tensors)
+    return found
+
+
+@pytest.fixture(scope="module")
+def pools(two_ranks: RankPool, four_ranks: RankPool) -> Iterator[dict[int, RankPool]]:
+    three_ranks = RankPool(3)
+    yield {2: two_ranks, 3: three_ranks, 4: four_ranks}
+    three_ranks.close()
+
+
+def run(pools: dict[int, RankPool], size: int, function: Any, *args: Any) -> list[Any]:
+    return pools[size].run(function, *args) if size > 1 else [function(0, 1, *args)]
+
+
+@pytest.fixture(scope="module")
+def saved(pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Any]]:
+    """For every layout, a checkpoint of values that no other has, and those values."""
+    folder = tmp_path_factory.mktemp("pairs")
+    made = {}
+    for seed, (name, (size, strategy)) in enumerate(LAYOUTS.items()):
+        target = str(folder / f"step-{seed:08d}")
+        made[name] = target, run(pools, size, train_and_save, strategy, target, seed)[0]
+    return made
+
+
+@pytest.mark.parametrize("after", LAYOUTS)
+def test_what_any_layout_saved_is_loaded_to_the_bit(
+    pools: dict[int, RankPool], saved: dict[str, tuple[str, Any]], after: str
+) -> None:
+    size, strategy = LAYOUTS[after]
+    targets = {before: target for before, (target, _) in saved.items()}
+    for rank, found in enumerate(run(pools, size, load_all, strategy, targets)):
+        for before, (_, expected) in saved.items():
+            assert found[before].keys() == expected.keys()
+            assert any(name.startswith("optim.") for name in expected)
+            wrong = [name for name, tensor in expected.items() if not torch.equal(found[before][name], tensor)]
+            assert not wrong, f"{before} → {after}, rank {rank}: {wrong}"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_rank_writes_its_share_and_nothing_is_written_twice(saved: dict[str, tuple[str, Any]], name: str) -> None:
+    target, tensors = saved[name]
+    checkpoint = open_checkpoint(Path(target))
+    files = [record.bytes for file, record in checkpoint.manifest.files.items() if file.startswith("rank-")]
+    values = sum(tensor.nbytes for tensor in tensors.values())
+    heads = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in Path(target).glob("rank-*"))
+    assert len(files) == LAYOUTS[name][0]
+    assert sum(files) - heads == values
+    assert max(files) < 1.6 * min(files)
