@@ -96,7 +96,11 @@ def save_text(event: Event) -> str:
         cost.append(size(count))
     if (seconds := number(data.get("seconds"))) is not None:
         cost.append(duration(seconds))
-    return f"Saved {data.get('path', 'a checkpoint')}" + (f"  ({' in '.join(cost)})" if cost else "")
+    text = " in ".join(cost)
+    blocked = number(data.get("blocked"))
+    if seconds is not None and blocked is not None and blocked < seconds:
+        text += f"; training waited {duration(blocked)}"
+    return f"Saved {data.get('path', 'a checkpoint')}" + (f"  ({text})" if text else "")
 
 
 def _epoch(epoch: int, max_epochs: int | None) -> str:

@@ -69,7 +69,7 @@ class Hook:
         """A checkpoint is about to be written."""
 
     def after_save(self, runner: Runner) -> None:
-        """A checkpoint was written."""
+        """A checkpoint was written; with `checkpoint.async_save`, it was copied and is being written."""
 
     def tensors(self, runner: Runner) -> dict[str, Tensor]:
         """Tensors that belong in a checkpoint, by any names; on resuming they are filled in place."""
