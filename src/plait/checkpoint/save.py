@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -282,8 +282,15 @@ def _describe(parts: Sequence[_Written], state: dict[str, Any], *, step: int, wo
     text = Index.of(pair for part in parts for pair in part.pieces).text()
     files = {part.file: part.record for part in parts}
     files[index_file.NAME] = FileRecord(len(text.encode()), digest(text.encode()))
-    versions = {"plait": version("plait"), "torch": torch.__version__}
+    versions = {"plait": _own_version(), "torch": torch.__version__}
     return Manifest(step, world_size, files, state, versions, time.time()), text
+
+
+def _own_version() -> str:
+    try:
+        return version("plait")
+    except PackageNotFoundError:  # run from its sources, not installed
+        return "unknown"
 
 
 def _file_name(rank: int) -> str:
