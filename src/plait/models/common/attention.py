@@ -86,6 +86,8 @@ class Attention(nn.Module):
             )
         self.head_dim = dim // heads
         self.dropout = dropout
+        self.attend = attend
+        """How tokens are mixed. Where they are spread over ranks, another function takes its place."""
         self.q = nn.Linear(dim, dim, bias=bias)
         self.k = nn.Linear(dim, kv_heads * self.head_dim, bias=bias)
         self.v = nn.Linear(dim, kv_heads * self.head_dim, bias=bias)
@@ -96,7 +98,7 @@ class Attention(nn.Module):
         q, k, v = (self._split(project(x)) for project in (self.q, self.k, self.v))
         if shared.rotary is not None:
             q, k = shared.rotary.rotate(q), shared.rotary.rotate(k)
-        y = attend(q, k, v, shared.mask, self.dropout if self.training else 0.0)
+        y = self.attend(q, k, v, shared.mask, self.dropout if self.training else 0.0)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _split(self, x: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ class Gpt(nn.Module):
         self.blocks = nn.ModuleList(GptBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.dim, bias=config.bias)
         self.head = LMHead(config.dim, config.vocab_size, tied=config.tie_embeddings)
+        self.make_mask = packing_mask
+        """From document ids to what attention is given as a mask; goes with `Attention.attend`."""
         self.apply(self.init_weights)
 
     def forward(
@@ -50,7 +52,7 @@ class Gpt(nn.Module):
                 )
             positions = torch.arange(tokens, device=input_ids.device)[None]
         head_dim, dropout = self.config.dim // self.config.heads, self.config.dropout
-        shared = Shared(mask=packing_mask(document_ids, head_dim=head_dim, dropout=dropout))
+        shared = Shared(mask=self.make_mask(document_ids, head_dim=head_dim, dropout=dropout))
         x = self.embedding(input_ids) + self.position_embedding(positions)
         x = F.dropout(x, self.config.dropout, self.training)
         for block in self.blocks:

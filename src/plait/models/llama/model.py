@@ -29,6 +29,8 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = LMHead(config.dim, config.vocab_size, tied=config.tie_embeddings)
+        self.make_mask = packing_mask
+        """From document ids to what attention is given as a mask; goes with `Attention.attend`."""
         self.apply(self.init_weights)
 
     def forward(
@@ -44,7 +46,7 @@ class Llama(nn.Module):
         head_dim = self.config.dim // self.config.heads
         shared = Shared(
             rotary=Rotary.at(positions, head_dim, self.config.rope_base),
-            mask=packing_mask(document_ids, head_dim=head_dim),
+            mask=self.make_mask(document_ids, head_dim=head_dim),
         )
         x = self.embedding(input_ids)
         for block in self.blocks:
