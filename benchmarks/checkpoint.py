@@ -8,8 +8,8 @@
 round after round in one run, so that what the disk does hits all alike. Both force their files to the disk. Loading
 finds the files in the page cache. `blocked` is how long training has to wait.
 
-`convert`: real DeepSpeed trains one step and saves; its `zero_to_fp32.py` and `plait convert` each make safetensors
-of that in a process of their own, in turn; whole time of the process and the most memory it held.
+`convert`: real DeepSpeed trains one step and saves; its `zero_to_fp32.py` and `plait convert` each make a torch
+file of the fp32 weights, in a process of their own, in turn: its whole time, and the most memory it held.
 """
 
 from __future__ import annotations
@@ -199,15 +199,13 @@ def report_convert(given: argparse.Namespace) -> Result:
             ]
             env = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
             subprocess.run(torchrun, check=True, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            (folder / "zero_to_fp32.py").symlink_to(folder / "ds" / "zero_to_fp32.py")
             theirs = [
                 sys.executable,
                 str(folder / "ds" / "zero_to_fp32.py"),
                 str(folder / "ds"),
                 "{out}",
-                "--safe_serialization",
             ]
-            ours = [sys.executable, "-m", "plait.cli.main", "convert", str(folder / "ds"), "{out}", "--to", "hf"]
+            ours = [sys.executable, "-m", "plait.cli.main", "convert", str(folder / "ds"), "{out}", "--to", "torch"]
             ways = {"zero_to_fp32": theirs, "plait convert": ours}
             found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
             for number in range(given.rounds):

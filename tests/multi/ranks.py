@@ -71,6 +71,8 @@ class RankPool:
 
 def _serve(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    # A rank may have children, as a loader's workers are; it still ends with the tests, being a daemon to them.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     import torch
     import torch.distributed as dist
 

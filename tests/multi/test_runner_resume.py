@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from plait import Runner
 from tests.multi.ranks import RankPool
-from tests.multi.toys import Outcome, assert_close, fit, fit_with
+from tests.multi.toys import Classifier, Outcome, Points, Trace, assert_close, fit, fit_with
 
 SAMPLES = 22
 EMA = {"type": "ema", "decay": 0.8}
@@ -101,3 +103,37 @@ def test_the_average_is_restored_whole_under_another_layout(two_ranks: RankPool,
     for name in names:
         assert torch.equal(saved.tensors[name], loaded.tensors[name])
         assert not torch.equal(saved.tensors[name], saved.tensors[name.replace("hook.ema", "model")])
+
+
+def count_samples(rank: int, size: int, run: str, workers: int, stop: int) -> list[int]:
+    """Train on, from wherever the run is, with so many worker processes a rank; the samples this rank saw."""
+    loader = DataLoader(Points(SAMPLES), batch_size=4 // size, shuffle=True, num_workers=workers)
+    trace = Trace()
+    runner = Runner(
+        model=Classifier(),
+        data=loader,
+        strategy="ddp" if size == 1 else "zero3",
+        train={"max_epochs": 2, "stop_after": stop},
+        checkpoint={"resume": "auto"},
+        hooks=[trace],
+        work_dir=run,
+        device="cpu",
+        log={"console": "none", "sinks": []},
+    )
+    with runner:
+        runner.train()
+    return trace.numbers
+
+
+def test_no_sample_is_lost_or_repeated_when_ranks_and_workers_change(
+    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path
+) -> None:
+    run, seen = str(tmp_path), []
+    stops = sorted(random.sample(range(1, 12), 3))
+    print(f"stops at {stops}")
+    seen += [number for part in two_ranks.run(count_samples, run, 1, stops[0]) for number in part]
+    seen += count_samples(0, 1, run, 2, stops[1])
+    seen += [number for part in four_ranks.run(count_samples, run, 0, stops[2]) for number in part]
+    seen += count_samples(0, 1, run, 0, 12)
+    assert sorted(seen) == sorted([*range(SAMPLES)] * 2)
+    assert sorted(seen[:SAMPLES]) == [*range(SAMPLES)]  # one epoch, then the next

@@ -106,6 +106,14 @@ def _step_of(path: Path) -> int:
 
 def nothing_at(wanted: str) -> CheckpointError:
     """The error for a place without a checkpoint."""
+    from plait.checkpoint.convert.detect import kind_of  # late: it knows this module
+
+    kind = kind_of(Path(wanted))
+    if kind not in (None, "plait"):
+        return CheckpointError(
+            f"{wanted!r} is a checkpoint of the kind {kind!r}; `plait convert {wanted} NEW --to plait` makes one of it "
+            "that can be resumed"
+        )
     return CheckpointError(
         f"there is no complete checkpoint at {wanted!r}; name a folder with a {NAME}, or the work_dir of a run"
     )

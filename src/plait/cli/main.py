@@ -42,6 +42,34 @@ def train(
 
 
 @app.command()
+def convert(
+    src: Annotated[str | None, typer.Argument(help="A checkpoint of Plait, FSDP, DeepSpeed or Hugging Face.")] = None,
+    dst: Annotated[str | None, typer.Argument(help="Where to write: a folder, or a file with `--to torch`.")] = None,
+    to: Annotated[str | None, typer.Option("--to", help="What to write: hf, torch, plait or deepspeed.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights: keep, fp32, bf16 or fp16.")] = "keep",
+    model: Annotated[
+        str | None,
+        typer.Option(help="gpt or llama: take weights of transformers as Plait's own. With `--to hf`: its folder."),
+    ] = None,
+    weights: Annotated[str, typer.Option(help="model, or ema for the averages that the hook kept.")] = "model",
+    shard_size: Annotated[str, typer.Option(help="Largest file of an hf folder.")] = "5GB",
+    optimizer: Annotated[bool, typer.Option("--optimizer", help="With `--to torch`: its state too.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    inspect: Annotated[str | None, typer.Option(metavar="PATH", help="Show what is in a checkpoint instead.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="With --inspect: a row for each tensor.")] = False,
+) -> None:
+    """Turn a checkpoint into another kind, or look into it."""
+    from plait.cli import convert as commands
+
+    if inspect is not None:
+        commands.inspect(inspect, every=every)
+    else:
+        commands.convert(
+            src, dst, commands.Options(to, dtype, model, weights, shard_size, optimizer=optimizer, overwrite=overwrite)
+        )
+
+
+@app.command()
 def generate(
     run_dir: Annotated[str, typer.Argument(help="The work_dir of a run, or one of its checkpoints.")],
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to continue.")] = "def ",

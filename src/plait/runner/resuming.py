@@ -47,7 +47,8 @@ def resume(runner: Runner, saver: Saver) -> Path | None:
     if "frozen" in state:
         left_out = check_left_out(checkpoint.folder, state["frozen"], engine, saver.writer.channel)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
-    same_world = checkpoint.manifest.world_size == world.size and "engine" in state
+    has_generators = any(name.startswith("rng.") for name in checkpoint.index.tensors)  # not in a converted one
+    same_world = checkpoint.manifest.world_size == world.size and has_generators
     generators = rng_state(world.device)
     if same_world:
         tensors.update({f"rng.{world.rank}.{name}": tensor for name, tensor in generators.items()})

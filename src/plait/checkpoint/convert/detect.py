@@ -1,0 +1,86 @@
+"""What a path holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from plait.checkpoint.convert.dcp import METADATA, DcpSource
+from plait.checkpoint.convert.deepspeed import DeepSpeedSource, is_deepspeed
+from plait.checkpoint.convert.huggingface import HuggingFaceSource, is_huggingface
+from plait.checkpoint.convert.plait import PlaitSource
+from plait.checkpoint.convert.source import Source
+from plait.checkpoint.convert.torchfile import StateDictSource, TorchSource
+from plait.checkpoint.folder import CheckpointFolder
+from plait.checkpoint.manifest import NAME as MANIFEST
+from plait.errors import CheckpointError
+
+UNDERSTOOD = """  a Plait checkpoint, or the work_dir of a run
+  a Hugging Face folder: model.safetensors, or several with an index
+  a folder of torch.distributed.checkpoint (FSDP): .metadata and .distcp files
+  a DeepSpeed checkpoint: the folder with `latest`, or one of its tags
+  a state dict: a file of torch.save (.pt, .pth, .bin) or a .safetensors file"""
+
+_TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".th")
+
+
+def open_source(path: Path) -> Source:
+    """Open a checkpoint of any kind; a `CheckpointError` says what was found where it is none."""
+    if not path.exists():
+        raise CheckpointError(f"there is nothing at {path}")
+    if path.is_file():
+        return _open_file(path)
+    match kind_of(path):
+        case "plait":
+            return PlaitSource(path)
+        case "hf":
+            return HuggingFaceSource(path)
+        case "dcp":
+            return DcpSource(path)
+        case "deepspeed":
+            return DeepSpeedSource(path)
+    newest = _newest_of_run(path)
+    if newest is not None:
+        return PlaitSource(newest) if kind_of(newest) == "plait" else DcpSource(newest)
+    raise CheckpointError(f"{path} is no checkpoint: {_contents(path)}. What can be read:\n{UNDERSTOOD}")
+
+
+def kind_of(path: Path) -> str | None:
+    """`plait`, `hf`, `dcp`, `deepspeed` or `torch`, judged by names alone; None where it looks like none of them."""
+    if path.is_file():
+        return "torch" if path.suffix in (*_TORCH_ENDINGS, ".safetensors") else None
+    if (path / METADATA).is_file():
+        return "dcp"  # the first format of Plait's own among them
+    if (path / MANIFEST).is_file():
+        return "plait"
+    if is_huggingface(path):
+        return "hf"
+    if is_deepspeed(path):
+        return "deepspeed"
+    return None
+
+
+def _open_file(path: Path) -> Source:
+    if path.stat().st_size == 0:
+        raise CheckpointError(f"{path} is empty")
+    if path.suffix == ".safetensors":
+        return StateDictSource(path)
+    with path.open("rb") as file:
+        head = file.read(4)
+    if path.suffix in _TORCH_ENDINGS or head == b"PK\x03\x04":
+        return TorchSource(path)
+    raise CheckpointError(f"{path} is no checkpoint that is known by its name. What can be read:\n{UNDERSTOOD}")
+
+
+def _newest_of_run(path: Path) -> Path | None:
+    for root in (path, path / "checkpoints"):
+        newest = CheckpointFolder(root).newest()
+        if newest is not None:
+            return newest
+    return None
+
+
+def _contents(path: Path) -> str:
+    names = sorted(each.name + ("/" if each.is_dir() else "") for each in path.iterdir())
+    if not names:
+        return "the folder is empty"
+    return f"it holds {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")

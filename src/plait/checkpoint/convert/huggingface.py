@@ -1,0 +1,215 @@
+"""Folders of `transformers`: `config.json`, weights in safetensors files, an index where there are several."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.convert.files import SafetensorsFile, TorchFile
+from plait.checkpoint.convert.source import Entry, Source
+from plait.checkpoint.tensorfile import DTYPES, TensorFileWriter
+from plait.errors import CheckpointError
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+OLD_INDEX, OLD_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
+
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files that belong to a model beside its weights and its `config.json`."""
+
+
+def is_huggingface(folder: Path) -> bool:
+    """Whether a folder holds weights in this form."""
+    return any((folder / name).is_file() for name in (INDEX, SINGLE, OLD_INDEX, OLD_SINGLE))
+
+
+class HuggingFaceSource(Source):
+    """Weights of a `transformers` folder, in safetensors files or in the older files of `torch.save`."""
+
+    kind = "hf"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        places = _places(path)
+        self._files: dict[Path, SafetensorsFile | TorchFile] = {}
+        self._homes: dict[str, Path] = {}
+        self.entries: dict[str, Entry] = {}
+        try:
+            for file in dict.fromkeys(places.values()):
+                self._files[file] = TorchFile(file) if file.suffix == ".bin" else SafetensorsFile(file)
+            for name, file in places.items():
+                found = _entries(self._files[file])
+                if name not in found:
+                    raise CheckpointError(f"{path / INDEX} says that {name} lies in {file.name}, and it does not")
+                self.entries[f"model.{name}"] = found[name]
+                self._homes[f"model.{name}"] = file
+        except BaseException:
+            self.close()
+            raise
+        self.state = {}
+        self.facts = self._facts()
+
+    def _facts(self) -> dict[str, str]:
+        facts = {"files": str(len(self._files))}
+        description = read_description(self.path)
+        if description is None:
+            return {**facts, "config.json": "none"}
+        if description.get("architectures"):
+            facts["architecture"] = ", ".join(description["architectures"])
+        if description.get("model_type"):
+            facts["model type"] = str(description["model_type"])
+        return facts
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor."""
+        file, stored = self._files[self._homes[name]], name.removeprefix("model.")
+        return file.read_tensor(file.content[stored]) if isinstance(file, TorchFile) else file.read(stored)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for file in self._files.values():
+            file.close()
+
+
+def read_description(folder: Path) -> dict[str, Any] | None:
+    """The `config.json` of a folder, where there is one."""
+    path = folder / CONFIG
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON ({error}); copy it again") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds no settings: a JSON object was expected")
+    return found
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    """Which file holds each tensor."""
+    for name in (INDEX, OLD_INDEX):
+        index = folder / name
+        if index.is_file():
+            try:
+                places: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                found = {str(tensor): folder / file for tensor, file in places.items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"{index} is damaged ({type(error).__name__}: {error}); copy it again") from error
+            lost = sorted({file.name for file in found.values() if not file.is_file()})
+            if lost:
+                raise CheckpointError(f"{index} names files that are not there: {', '.join(lost)}; copy them too")
+            return found
+    single = next(folder / name for name in (SINGLE, OLD_SINGLE) if (folder / name).is_file())
+    file = TorchFile(single) if single.suffix == ".bin" else SafetensorsFile(single)
+    try:
+        return dict.fromkeys(_entries(file), single)
+    finally:
+        file.close()
+
+
+def _entries(file: SafetensorsFile | TorchFile) -> Mapping[str, Entry]:
+    if isinstance(file, SafetensorsFile):
+        return file.entries
+    if not isinstance(file.content, Mapping):
+        raise CheckpointError(f"{file.path} holds a {type(file.content).__name__}, and a state dict was expected")
+    return {str(k): Entry(t.shape, t.dtype) for k, t in file.content.items() if isinstance(t, Tensor)}
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a `transformers` folder has beside its weights."""
+
+    config: Mapping[str, Any]
+    """The contents of `config.json`; the dtype is put in when the weights are known."""
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """Files to copy, by the name they get."""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Files to write, by name."""
+
+
+def companions(folder: Path) -> dict[str, Path]:
+    """The files in a folder that belong to a model beside its weights."""
+    return {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
+
+
+def write_huggingface(source: Source, target: Path, description: Description, *, shard_size: int) -> int:
+    """Write the `model.` entries as a `transformers` folder; returns its size. One tensor is in memory at a time."""
+    entries = {name.removeprefix("model."): e for name, e in source.entries.items() if name.startswith("model.")}
+    odd = [name for name, entry in entries.items() if entry.dtype not in DTYPES.values()]
+    if odd:
+        raise CheckpointError(f"safetensors knows no {entries[odd[0]].dtype}, which {odd[0]} has; choose a --dtype")
+    target.mkdir()
+    shards = _shards(entries, shard_size)
+    width = len(shards)
+    files = (
+        [f"model-{number:05d}-of-{width:05d}.safetensors" for number in range(1, width + 1)] if width > 1 else [SINGLE]
+    )
+    for file, names in zip(files, shards, strict=True):
+        contents = [(name, entries[name].dtype, entries[name].shape) for name in names]
+        with TensorFileWriter(target / file, contents, about={"format": "pt"}) as writer:
+            for name in names:
+                writer.write(name, source.read(f"model.{name}").contiguous())
+    if width > 1:
+        index = {
+            "metadata": {"total_size": sum(entry.bytes for entry in entries.values())},
+            "weight_map": {name: file for file, names in zip(files, shards, strict=True) for name in names},
+        }
+        _write_json(target / INDEX, index)
+    for name, path in description.files.items():
+        shutil.copyfile(path, target / name)
+    for name, text in description.texts.items():
+        (target / name).write_text(text, encoding="utf-8")
+    # Under the name that all versions of transformers read.
+    _write_json(target / CONFIG, {**_without_dtype(description.config), "torch_dtype": _main_dtype(entries)})
+    return sum(file.stat().st_size for file in target.iterdir())
+
+
+def _without_dtype(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+
+
+def _main_dtype(entries: Mapping[str, Entry]) -> str:
+    """The dtype in which most of the weights are."""
+    sizes: dict[torch.dtype, int] = {}
+    for entry in entries.values():
+        if entry.dtype.is_floating_point:
+            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.shape.numel()
+    most = max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+    return str(most).removeprefix("torch.")
+
+
+def _shards(entries: Mapping[str, Entry], limit: int) -> list[list[str]]:
+    """Names for each file, in order; a tensor larger than the limit has a file to itself."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, entry in entries.items():
+        if shards[-1] and size + entry.bytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += entry.bytes
+    return shards
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

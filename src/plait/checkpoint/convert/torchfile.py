@@ -1,0 +1,210 @@
+"""Plain state dicts: files of `torch.save`, and single safetensors files. Reading any, writing the first."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.convert.files import SafetensorsFile, TorchFile, tensors_in
+from plait.checkpoint.convert.names import MODEL_WORDS, OPTIMIZER_WORDS, clean, engine_state, steps_of, without_wrapper
+from plait.checkpoint.convert.source import Entry, Source
+from plait.checkpoint.tensorfile import BLOCK, as_bytes
+from plait.errors import CheckpointError
+
+
+class StateDictSource(Source):
+    """A state dict in one safetensors file."""
+
+    kind = "torch"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = SafetensorsFile(path)
+        self.entries = {f"model.{name}": entry for name, entry in self._file.entries.items()}
+        self.state = {}
+        self.facts = {"holds": "a state dict, in a safetensors file"}
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor."""
+        return self._file.read(name.removeprefix("model."))
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+
+class TorchSource(Source):
+    """A file of `torch.save`: a state dict, or one with an optimizer's beside it under the usual keys."""
+
+    kind = "torch"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = TorchFile(path)
+        content = self._file.content
+        if not isinstance(content, Mapping) or not tensors_in(content):
+            raise CheckpointError(f"{path} holds {_kind_of(content)}, and a state dict was expected: names and tensors")
+        model = _model_in(content)
+        optimizer = next((content[word] for word in content if word in OPTIMIZER_WORDS), None)
+        names = without_wrapper({name: f"model.{clean(name)}" for name in model})
+        self._tensors: dict[str, Tensor] = {names[name]: tensor for name, tensor in model.items()}
+        self.facts = {"holds": "a state dict, in a file of torch.save"}
+        if optimizer is not None:
+            found = dict(_optimizer_state(model, names, optimizer))
+            self._tensors.update(found)
+            if not found:
+                self.facts["optimizer"] = "its parameters are numbered in an order that the file does not tell"
+        self.entries = {name: Entry(tensor.shape, tensor.dtype) for name, tensor in self._tensors.items()}
+        ours = content.get("state")
+        if isinstance(ours, Mapping) and "engine" in ours:
+            self.state = dict(ours)
+        else:
+            self.state = engine_state(self, steps_of(content))
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor."""
+        return self._file.read_tensor(self._tensors[name])
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+
+def _kind_of(content: Any) -> str:
+    if isinstance(content, Tensor):
+        return "a single tensor"
+    return f"a {type(content).__name__}" + (" without tensors" if isinstance(content, Mapping) else "")
+
+
+def _model_in(content: Mapping[Any, Any]) -> dict[str, Tensor]:
+    for word in content:
+        if word in MODEL_WORDS and isinstance(content[word], Mapping) and tensors_in(content[word]):
+            return _model_in(content[word])
+    return {str(name): tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
+
+
+def _optimizer_state(
+    model: Mapping[str, Tensor], names: Mapping[str, str], optimizer: Any
+) -> Iterator[tuple[str, Tensor]]:
+    """`optim.<parameter>.<key>`: by name where the file has names, by number where the order is beyond doubt."""
+    if not isinstance(optimizer, Mapping) or not isinstance(optimizer.get("state"), Mapping):
+        return
+    per_parameter: Mapping[Any, Any] = optimizer["state"]
+    owner = {name: name for name in model}
+    if any(isinstance(key, int) for key in per_parameter):
+        owner = _numbered(model, optimizer)
+    for key, pieces in per_parameter.items():
+        if key in owner and isinstance(pieces, Mapping):
+            parameter = names[owner[key]].removeprefix("model.")
+            yield from ((f"optim.{parameter}.{k}", t) for k, t in pieces.items() if isinstance(t, Tensor))
+
+
+def _numbered(model: Mapping[str, Tensor], optimizer: Mapping[Any, Any]) -> dict[Any, str]:
+    """The name of each number: as the groups tell it, or in the model's order where there is one group of all."""
+    groups = optimizer.get("param_groups") or []
+    numbers = [number for group in groups for number in group.get("params", ())]
+    if all("param_names" in group for group in groups):
+        names = [str(name) for group in groups for name in group["param_names"]]
+    else:
+        names = list(model) if len(groups) == 1 else []
+    found = dict(zip(numbers, names, strict=True)) if len(numbers) == len(names) else {}
+    for number, pieces in optimizer["state"].items():
+        average = pieces.get("exp_avg", pieces.get("momentum_buffer"))
+        name = found.get(number)
+        if name is None or name not in model or (isinstance(average, Tensor) and average.shape != model[name].shape):
+            return {}
+    return found
+
+
+def write_torch(source: Source, target: Path, *, optimizer: bool) -> int:
+    """Write one file of `torch.save`; returns its size.
+
+    `{name: tensor}`, or with `optimizer` `{"model": …, "optim": {"state": {name: {key: tensor}}, "param_groups":
+    …}, "state": …}`, where `optim` is what `torch.distributed.checkpoint.state_dict.set_optimizer_state_dict` takes.
+    torch writes the archive with room for the tensors, which are then put in one after another.
+    """
+    names = [name for name in source.entries if name.startswith("model.")]
+    if optimizer:
+        names += [name for name in source.entries if name.startswith("optim.")]
+    _write_frame(source, target, names, optimizer=optimizer)
+    with target.open("r+b") as file, zipfile.ZipFile(target) as archive:
+        records = [info for info in archive.infolist() if info.filename.split("/")[1] == "data"]
+        assert [int(info.filename.rpartition("/")[2]) for info in records] == list(range(len(names)))
+        checksums = dict(zip((r.filename for r in records), _fill(source, file, records, names), strict=True))
+        _correct_directory(file, archive, checksums)
+    return target.stat().st_size
+
+
+def _write_frame(source: Source, target: Path, names: list[str], *, optimizer: bool) -> None:
+    """The archive as torch writes it, without a byte of the tensors, which lie in it in the order of `names`."""
+    # Late: tracing machinery, which takes longer to load than all else here.
+    from torch._subclasses import FakeTensorMode
+
+    model: dict[str, Tensor] = {}
+    state: dict[str, dict[str, Tensor]] = {}
+    with FakeTensorMode():
+        for name in names:
+            part, _, rest = name.partition(".")
+            tensor = torch.empty(source.entries[name].shape, dtype=source.entries[name].dtype)
+            if part == "model":
+                model[rest] = tensor
+            else:
+                parameter, _, key = rest.rpartition(".")
+                state.setdefault(parameter, {})[key] = tensor
+        content: Any = model
+        if optimizer:
+            groups = [{**_hyperparameters(source.state), "params": list(state)}]
+            content = {"model": model, "optim": {"state": state, "param_groups": groups}, "state": dict(source.state)}
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(content, target)
+
+
+def _hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the run description says of the optimizer, under torch's keys."""
+    described = (state.get("config") or {}).get("optim") or {}
+    found = {key: described[key] for key in ("lr", "betas", "eps", "weight_decay") if described.get(key) is not None}
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+
+
+def _fill(source: Source, file: BinaryIO, records: list[zipfile.ZipInfo], names: list[str]) -> Iterator[int]:
+    for record, name in zip(records, names, strict=True):
+        assert record.file_size == source.entries[name].bytes, name
+        file.seek(record.header_offset + 26)
+        lengths = file.read(4)
+        begin = (
+            record.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+        )
+        crc, at = 0, begin
+        data = as_bytes(source.read(name).contiguous()) if record.file_size else memoryview(b"")
+        for start in range(0, len(data), BLOCK):
+            block = data[start : start + BLOCK]
+            crc = zlib.crc32(block, crc)
+            file.seek(at)
+            file.write(block)
+            at += len(block)
+        if len(data):
+            file.seek(at + 4)  # behind the mark of the descriptor that follows the data
+            file.write(crc.to_bytes(4, "little"))
+        yield crc
+
+
+def _correct_directory(file: BinaryIO, archive: zipfile.ZipFile, checksums: Mapping[str, int]) -> None:
+    """Put the checksums into the directory at the end: torch does not look at them, other readers of archives do."""
+    at = archive.start_dir
+    for info in archive.infolist():
+        file.seek(at)
+        head = file.read(46)
+        assert head[:4] == b"PK\x01\x02"
+        if info.filename in checksums:
+            file.seek(at + 16)
+            file.write(checksums[info.filename].to_bytes(4, "little"))
+        at += 46 + sum(int.from_bytes(head[place : place + 2], "little") for place in (28, 30, 32))
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,128 @@
+"""Which names and which description a checkpoint gets in its new form. Models, data and checkpoints meet here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from plait.checkpoint.convert import Description, Kind, Source, companions, read_description, translated, with_state
+from plait.config import parse
+from plait.config.data import JsonlData, TextData
+from plait.data import load_tokenizer, tokenizer_path
+from plait.errors import CheckpointError, ConfigError, DataError, ModelError, PlaitError, Problem
+from plait.models.portable import from_transformers, to_transformers
+
+FAMILIES = ("gpt", "llama")
+"""Models of Plait's own that weights of `transformers` fit."""
+
+
+def prepared(source: Source, to: Kind, model: str | None) -> tuple[Source, Description | None]:
+    """The source under the names that the target wants, and what stands beside the weights of an `hf` folder."""
+    if to == "hf":
+        return _for_transformers(source, model)
+    if model is None:
+        return (_as_hf_model(source), None) if source.kind == "hf" and to == "plait" else (source, None)
+    if model not in FAMILIES:
+        raise ConfigError(
+            Problem("--model", f"{model!r} is no model that names are known of", f"use {' or '.join(FAMILIES)}")
+        )
+    return _adopted(source, model), None
+
+
+def _adopted(source: Source, family: str) -> Source:
+    """Weights in the names of `transformers` as a model of Plait's own."""
+    description = read_description(source.path) if source.kind == "hf" else None
+    shapes = {n.removeprefix("model."): e.shape for n, e in source.entries.items() if n.startswith("model.")}
+    adopted = from_transformers(family, description, shapes)
+    renamed = translated(source, adopted.made, unused=adopted.unused)
+    if adopted.config is None:
+        return renamed
+    return with_state(renamed, _with_model(source.state, adopted.config.model_dump(mode="json")))
+
+
+def _as_hf_model(source: Source) -> Source:
+    model = {"type": "hf", "path": str(source.path.absolute())}
+    return with_state(source, _with_model(source.state, model))
+
+
+def _with_model(state: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    return {**state, "config": {**state.get("config", {}), "model": dict(model)}}
+
+
+def _for_transformers(source: Source, model: str | None) -> tuple[Source, Description]:
+    described = source.state.get("config", {}).get("model")
+    _refuse_a_part(source)
+    if described is not None:
+        portable = to_transformers(_parsed("model", described))
+        if portable.made is not None:
+            source = translated(source, portable.made)
+        folder = portable.folder if model is None else Path(model)
+        description = portable.description if model is None else _description(Path(model))
+        return source, _with_tokenizer(description, folder, source.state["config"].get("data"))
+    if model is None and source.kind != "hf":
+        raise ConfigError(
+            Problem(
+                "--model",
+                f"{source.path} does not say which model it is of",
+                "give the folder of a transformers model with its config.json: the names must be those of that model",
+            )
+        )
+    folder = source.path if model is None else Path(model)
+    return source, Description(_description(folder), companions(folder))
+
+
+def _refuse_a_part(source: Source) -> None:
+    frozen = source.state.get("frozen")
+    if frozen:
+        raise CheckpointError(
+            f"{source.path} holds only what was trained: {len(frozen['names'])} other tensors, such as "
+            f"{frozen['names'][0]}, are not in it, so it makes no whole model"
+        )
+
+
+def _description(folder: Path) -> dict[str, Any]:
+    found = read_description(folder) if folder.is_dir() else None
+    if found is None:
+        raise ConfigError(Problem("--model", f"{str(folder)!r} has no config.json", "give a transformers folder"))
+    return found
+
+
+def _with_tokenizer(description: Mapping[str, Any], folder: Path | None, data: Any) -> Description:
+    """The tokenizer is the one of the data; where these have none, the one in the model's own folder."""
+    files = {} if folder is None or not folder.is_dir() else companions(folder)
+    found = None if data is None else _tokenizer(_parsed("data", data))
+    if found is None:
+        return Description(description, files)
+    if folder is not None and "tokenizer.json" in files and files["tokenizer.json"].read_bytes() == found.read_bytes():
+        return Description(description, files)
+    end = load_tokenizer(found).end
+    known = json.loads(found.read_text(encoding="utf-8")).get("added_tokens", [])
+    words = [token["content"] for token in known if token["id"] == end]
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": words[0]} if words else {})}
+    kept = {name: path for name, path in files.items() if name == "generation_config.json"}
+    return Description(
+        {**description, "bos_token_id": end, "eos_token_id": end},
+        {**kept, "tokenizer.json": found},
+        {"tokenizer_config.json": json.dumps(settings, indent=2) + "\n"},
+    )
+
+
+def _tokenizer(data: Any) -> Path | None:
+    if not isinstance(data, (TextData, JsonlData)):
+        return None
+    if data.tokenizer is not None:
+        return Path(data.tokenizer) if Path(data.tokenizer).is_file() else None
+    try:
+        return tokenizer_path(data)
+    except (DataError, OSError):
+        return None  # the texts are somewhere else; the weights are worth having without them
+
+
+def _parsed(section: str, value: Any) -> Any:
+    """A section of the run description that a checkpoint holds."""
+    try:
+        return getattr(parse({section: value}).config, section)
+    except PlaitError as error:
+        raise ModelError(f"the run description in the checkpoint cannot be read by this version: {error}") from error

@@ -1,0 +1,159 @@
+"""`plait convert`."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from plait.config.words import choose
+from plait.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from plait.checkpoint.convert import Source
+
+_DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_TARGETS = ("hf", "torch", "plait", "deepspeed")
+_WEIGHTS = ("model", "ema")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for on the command line."""
+
+    to: str | None
+    dtype: str
+    model: str | None
+    weights: str
+    shard_size: str
+    optimizer: bool
+    overwrite: bool
+
+
+def convert(src: str | None, dst: str | None, options: Options) -> None:
+    """Write a checkpoint in another form; everything that can be wrong with the options is said at once."""
+    shard_size, problems = _check(src, dst, options)
+    if problems:
+        raise ConfigError(problems)
+    assert src is not None
+    assert dst is not None
+
+    import torch
+
+    from plait.checkpoint import convert as room
+    from plait.cli.conversion import prepared
+    from plait.monitor.units import duration, size
+
+    start = time.perf_counter()
+    to: Any = options.to
+    with room.open_source(Path(src)) as opened:
+        source = room.averaged(opened) if options.weights == "ema" else opened
+        source, description = prepared(room.part_for(source, to, optimizer=options.optimizer), to, options.model)
+        dtype = _DTYPES[options.dtype]
+        if dtype is not None:
+            source = room.cast(source, getattr(torch, dtype))
+        with _progress(source) as told:
+            written = room.convert(
+                room.Watched(source, told),
+                Path(dst),
+                to,
+                description=description,
+                shard_size=shard_size,
+                optimizer=options.optimizer,
+                overwrite=options.overwrite,
+            )
+    seconds = time.perf_counter() - start
+    tensors = f"{written.tensors} tensor{'' if written.tensors == 1 else 's'}"
+    took = f"{size(written.bytes)} in {duration(seconds)}, {size(_peak_memory())} of memory at most"
+    typer.echo(f"{dst}: {tensors}, {took}")
+
+
+def inspect(path: str, *, every: bool) -> None:
+    """Show what is inside a checkpoint of any kind."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from plait.checkpoint.convert import open_source
+    from plait.checkpoint.convert.summary import parts, rows
+    from plait.monitor.units import compact, size
+
+    with open_source(Path(path)) as source:
+        facts = Table(box=None, show_header=False, pad_edge=False)
+        facts.add_row("path", str(source.path))
+        facts.add_row("kind", source.kind)
+        for label, fact in source.facts.items():
+            facts.add_row(label, fact)
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for heading, side in (("tensor", "left"), ("count", "right"), ("shape", "left"), ("dtype", "left")):
+            table.add_column(heading, justify=side, no_wrap=True)  # type: ignore[arg-type]  # both are justifications
+        table.add_column("size", justify="right", no_wrap=True)
+        for row in rows(source.entries, every=every):
+            count = "" if row.tensors == 1 else f"× {row.tensors}"
+            table.add_row(row.name, count, " × ".join(map(str, row.shape)) or "scalar", row.dtype, size(row.bytes))
+        totals = Table(box=None, pad_edge=False, header_style="bold")
+        totals.add_column("part")
+        for heading in ("tensors", "elements", "size"):
+            totals.add_column(heading, justify="right")
+        for part in parts(source.entries):
+            totals.add_row(part.name, str(part.tensors), compact(part.elements), size(part.bytes))
+    # A pipe has no width: rows stay whole there.
+    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 400, highlight=False)
+    for each in (facts, "", table, "", totals):
+        console.print(each)
+
+
+def _check(src: str | None, dst: str | None, options: Options) -> tuple[int, list[Problem]]:
+    problems = []
+    if src is None or dst is None:
+        missing = "SRC and DST" if src is None else "DST"
+        problems.append(Problem(missing, "not given", "write `plait convert SRC DST --to …`, or --inspect PATH"))
+    for key, value, choices in (
+        ("--to", options.to, _TARGETS),
+        ("--dtype", options.dtype, tuple(_DTYPES)),
+        ("--weights", options.weights, _WEIGHTS),
+    ):
+        if value is None:
+            problems.append(Problem(key, "not given", f"say what to write: {', '.join(choices)}"))
+        elif value not in choices:
+            problems.append(Problem(key, f"{value!r} is not known", choose(value, choices, "choice")))
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", options.shard_size.upper())
+    shard_size = int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
+    if shard_size <= 0:
+        problems.append(Problem("--shard-size", f"{options.shard_size!r} is no size", "write 5GB or 500MiB"))
+    if options.optimizer and options.to != "torch":
+        instead = "hf has no place for it" if options.to == "hf" else "the others take it anyway"
+        problems.append(Problem("--optimizer", f"goes with `--to torch` alone; {instead}", "leave it out"))
+    return shard_size, problems
+
+
+@contextmanager
+def _progress(source: Source) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, nothing in a pipe."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(bar_width=None), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=sum(entry.bytes for entry in source.entries.values()))
+        yield lambda count: progress.advance(task, count)
+
+
+def _peak_memory() -> int:
+    """The most memory that this process had; Linux's usual answer would be that of its parent, if that had more."""
+    status = Path("/proc/self/status")
+    if status.exists() and (found := re.search(r"VmHWM:\s*(\d+) kB", status.read_text())):
+        return int(found[1]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

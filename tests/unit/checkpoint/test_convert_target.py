@@ -1,0 +1,123 @@
+"""A conversion leaves all of its target or nothing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from tests.unit.checkpoint.samples import some_state, write_hf, write_plait
+from torch import Tensor
+
+from plait.checkpoint.convert import Description, Source, Watched, convert, open_source
+from plait.errors import CheckpointError
+
+TARGETS = ["hf", "torch", "plait", "deepspeed"]
+
+
+class Failing(Watched):
+    """A source whose third tensor cannot be read."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source, lambda _: None)
+        self.reads = 0
+
+    def read(self, name: str) -> Tensor:
+        self.reads += 1
+        if self.reads == 3:
+            raise KeyboardInterrupt
+        return super().read(name)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write_plait(tmp_path / "from", some_state())
+
+
+def run(path: Path, target: Path, to: str, *, overwrite: bool = False) -> None:
+    with open_source(path) as source:
+        convert(source, target, to, description=Description({}), overwrite=overwrite)  # type: ignore[arg-type]
+
+
+def files(folder: Path) -> set[str]:
+    return {str(each.relative_to(folder)) for each in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_a_failure_leaves_nothing_and_what_was_there_as_it_was(tmp_path: Path, path: Path, to: str) -> None:
+    before = files(tmp_path)
+    for overwrite in (False, True):
+        with open_source(path) as source, pytest.raises(KeyboardInterrupt):
+            convert(Failing(source), tmp_path / "to", to, description=Description({}), overwrite=overwrite)  # type: ignore[arg-type]
+        assert files(tmp_path) == before
+        if not overwrite:
+            run(path, tmp_path / "to", "hf")
+            before = files(tmp_path)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_an_existing_target_is_refused_unless_it_may_be_replaced(tmp_path: Path, path: Path, to: str) -> None:
+    target = tmp_path / "to"
+    run(path, target, "torch")
+    old = target.read_bytes()
+    with pytest.raises(CheckpointError, match="--overwrite"):
+        run(path, target, to)
+    assert target.read_bytes() == old
+    run(path, target, to, overwrite=True)
+    run(path, target, to, overwrite=True)
+    with open_source(target) as made:
+        assert made.kind == to
+    assert {each.name for each in tmp_path.iterdir()} == {"from", "to"}
+
+
+def test_a_folder_of_other_things_is_never_replaced(tmp_path: Path, path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match="other things than a checkpoint"):
+        run(path, tmp_path / "home", "hf", overwrite=True)
+    assert (tmp_path / "home/thesis.tex").exists()
+
+
+def test_a_folder_that_holds_the_source_is_never_replaced(tmp_path: Path) -> None:
+    outer = write_hf(tmp_path / "outer", some_state())
+    inner = write_plait(outer / "inner", some_state())
+    with pytest.raises(CheckpointError, match="which is to be converted"):
+        run(inner, outer, "hf", overwrite=True)
+    assert inner.exists()
+
+
+def test_a_checkpoint_may_be_replaced_by_another_form_of_itself(tmp_path: Path, path: Path) -> None:
+    run(path, path, "hf", overwrite=True)
+    with open_source(path) as source:
+        assert source.kind == "hf"
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(2**20, 2**20 - 100, 100))
+    with pytest.raises(CheckpointError, match=r"to needs .* MiB, and .* has 0\.0 MiB free"):
+        run(path, tmp_path / "to", "hf")
+    assert {each.name for each in tmp_path.iterdir()} == {"from"}
+
+
+def test_a_target_that_cannot_be_made_is_an_error_in_plain_words(tmp_path: Path, path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="was not written"):
+        run(path, tmp_path / "file" / "to", "torch")
+
+
+def test_an_empty_checkpoint_is_nothing_to_convert(tmp_path: Path) -> None:
+    from plait.checkpoint.convert import part_for
+
+    write_plait(tmp_path / "from", {"rng.0.torch": torch.zeros(3)})
+    with open_source(tmp_path / "from") as source, pytest.raises(CheckpointError, match="holds no weights"):
+        part_for(source, "hf", optimizer=False)
