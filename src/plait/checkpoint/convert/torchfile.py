@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -144,15 +145,12 @@ def write_torch(source: Source, target: Path, *, optimizer: bool) -> int:
 
 def _write_frame(source: Source, target: Path, names: list[str], *, optimizer: bool) -> None:
     """The archive as torch writes it, without a byte of the tensors, which lie in it in the order of `names`."""
-    # Late: tracing machinery, which takes longer to load than all else here.
-    from torch._subclasses import FakeTensorMode
-
     model: dict[str, Tensor] = {}
     state: dict[str, dict[str, Tensor]] = {}
-    with FakeTensorMode():
+    with _hollow(target, max((source.entries[name].bytes for name in names), default=0)) as make:
         for name in names:
             part, _, rest = name.partition(".")
-            tensor = torch.empty(source.entries[name].shape, dtype=source.entries[name].dtype)
+            tensor = make(source.entries[name])
             if part == "model":
                 model[rest] = tensor
             else:
@@ -162,8 +160,27 @@ def _write_frame(source: Source, target: Path, names: list[str], *, optimizer: b
         if optimizer:
             groups = [{**_hyperparameters(source.state), "params": list(state)}]
             content = {"model": model, "optim": {"state": state, "param_groups": groups}, "state": dict(source.state)}
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
+        with torch.serialization.skip_data():
             torch.save(content, target)
+
+
+@contextmanager
+def _hollow(beside: Path, size: int) -> Iterator[Callable[[Entry], Tensor]]:
+    """Makes tensors of any size that take no memory: each is a map of one file that is nothing but a hole."""
+    hole = beside.with_name(f".{beside.name}.hole")
+    try:
+        hole.touch()
+        os.truncate(hole, size)
+
+        def make(entry: Entry) -> Tensor:
+            count = entry.shape.numel()
+            if count == 0:
+                return torch.empty(entry.shape, dtype=entry.dtype)
+            return torch.from_file(str(hole), shared=True, size=count, dtype=entry.dtype).view(entry.shape)
+
+        yield make
+    finally:
+        hole.unlink(missing_ok=True)
 
 
 def _hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
