@@ -68,7 +68,7 @@ class CheckpointConfig(Section):
     resume: PathText | None = None
     """A checkpoint folder, or `auto`: the newest one of `work_dir`, if there is any."""
     partial: Many[str] = ()
-    """Patterns of names (`model.head.*`, `optim.*`) that may be missing, superfluous or of another shape on resuming."""
+    """Patterns of names (`model.head.*`, `optim.*`) that may be missing, superfluous or of another shape."""
     async_save: bool = False
     """Training waits only until the state is copied in host memory; it is written while training goes on."""
     trainable_only: bool = False
