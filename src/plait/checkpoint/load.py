@@ -59,7 +59,7 @@ def load_into(
     with one of `ignore` may be left unread; a tensor that fits one of the patterns of `partial` may differ, and
     is then left as it is. Returns what was left out by those patterns. If one rank finds damage, all raise.
     """
-    left_out = agree_on_fit(checkpoint, tensors, ignore=ignore, partial=partial)
+    left_out = agree_on_fit(checkpoint, _shapes(tensors, world), ignore=ignore, partial=partial)
     skipped = {row.name for row in left_out}
     wanted = {name: tensor for name, tensor in tensors.items() if name not in skipped}
     parts = parts_of(checkpoint.index, held_pieces(wanted))
@@ -68,19 +68,27 @@ def load_into(
     return left_out
 
 
+def _shapes(tensors: Mapping[str, Tensor], world: World) -> dict[str, tuple[int, ...]]:
+    """The whole shapes of the model's tensors; each rank of a pipeline has others, and all of them count."""
+    mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if world.layout.pp == 1:
+        return mine
+    return {name: shape for part in world.gather(mine) for name, shape in part.items()}
+
+
 def agree_on_fit(
-    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, ignore: Iterable[str], partial: Iterable[str]
+    checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], *, ignore: Iterable[str], partial: Iterable[str]
 ) -> list[Misfit]:
     """The misfits that the patterns of `partial` allow; any other is an error, as is a pattern that fits nothing."""
     patterns = tuple(partial)
-    names = tensors.keys() | checkpoint.index.tensors.keys()
+    names = shapes.keys() | checkpoint.index.tensors.keys()
     idle = [pattern for pattern in patterns if not any(matches(name, (pattern,)) for name in names)]
     if idle:
         raise CheckpointError(
             f"checkpoint.partial: {', '.join(map(repr, idle))} fits no tensor of {checkpoint.folder} or of the model; "
             "names look like `model.<parameter>` and `optim.<parameter>.<key>`"
         )
-    rows = misfits(checkpoint.index, tensors, ignore)
+    rows = misfits(checkpoint.index, shapes, ignore)
     wrong = [row for row in rows if not matches(row.name, patterns)]
     if wrong:
         raise CheckpointError(

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from torch import Tensor
-
 from plait.checkpoint.index import Index
 
 _SHOWN = 16
@@ -22,18 +20,18 @@ class Misfit(NamedTuple):
     here: str
 
 
-def misfits(index: Index, tensors: Mapping[str, Tensor], ignore: Iterable[str] = ()) -> list[Misfit]:
-    """Every tensor that is on one side only or has two shapes.
+def misfits(index: Index, shapes: Mapping[str, tuple[int, ...]], ignore: Iterable[str] = ()) -> list[Misfit]:
+    """Every tensor that is on one side only or has two shapes; `shapes` are those of the model.
 
     Entries of the checkpoint whose names start with one of `ignore` may be left unread.
     """
     found = []
     starts = tuple(ignore)
-    for name in sorted(tensors.keys() | index.tensors.keys()):
-        here, there = tensors.get(name), index.tensors.get(name)
+    for name in sorted(shapes.keys() | index.tensors.keys()):
+        here, there = shapes.get(name), index.tensors.get(name)
         if here is None and name.startswith(starts):
             continue
-        ours = "-" if here is None else str(tuple(here.shape))
+        ours = "-" if here is None else str(here)
         theirs = "-" if there is None else str(there.shape)
         if ours != theirs:
             found.append(Misfit(name, theirs, ours))

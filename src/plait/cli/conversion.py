@@ -14,7 +14,7 @@ from plait.data import load_tokenizer, tokenizer_path
 from plait.errors import CheckpointError, ConfigError, DataError, ModelError, PlaitError, Problem
 from plait.models.portable import from_transformers, to_transformers
 
-FAMILIES = ("gpt", "llama")
+FAMILIES = ("gpt", "llama", "moe")
 """Models of Plait's own that weights of `transformers` fit."""
 
 

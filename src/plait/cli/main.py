@@ -49,7 +49,7 @@ def convert(
     dtype: Annotated[str, typer.Option(help="Of the weights: keep, fp32, bf16 or fp16.")] = "keep",
     model: Annotated[
         str | None,
-        typer.Option(help="gpt or llama: take weights of transformers as Plait's own. With `--to hf`: its folder."),
+        typer.Option(help="gpt, llama, moe: take weights of transformers as Plait's own. With `--to hf`: its folder."),
     ] = None,
     weights: Annotated[str, typer.Option(help="model, or ema for the averages that the hook kept.")] = "model",
     shard_size: Annotated[str, typer.Option(help="Largest file of an hf folder.")] = "5GB",

@@ -44,7 +44,7 @@ def _check(parsed: Parsed, ranks: int) -> None:
     if problems:
         raise ConfigError(problems)
     layout = resolve_layout(config.strategy, size=ranks, local_size=ranks)
-    resolve_batch(config.batch, layout.data_parallel)
+    resolve_batch(config.batch, layout.data_parallel, micro_batches=config.strategy.pipeline.micro_batches)
 
 
 def _show(parsed: Parsed) -> None:

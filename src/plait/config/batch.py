@@ -18,13 +18,14 @@ class ResolvedBatch:
     accumulation: int
 
 
-def resolve_batch(batch: BatchConfig, data_parallel_size: int) -> ResolvedBatch:
+def resolve_batch(batch: BatchConfig, data_parallel_size: int, *, micro_batches: int | None = None) -> ResolvedBatch:
     """The three sizes from those given: two give the third; of one alone, or none, the others are 1 where free.
 
-    Raises `ConfigError` where the sizes contradict each other, or `total` cannot be cut evenly.
+    `micro_batches`, the pipeline's, is another word for the accumulation. Raises `ConfigError` where the sizes
+    contradict each other, or `total` cannot be cut evenly.
     """
     assert data_parallel_size >= 1
-    total, micro, accumulation = batch.total, batch.micro, batch.accumulation
+    total, micro, accumulation = batch.total, batch.micro, batch.accumulation or micro_batches
     if total is None:
         micro, accumulation = micro or 1, accumulation or 1
         return ResolvedBatch(micro * accumulation * data_parallel_size, micro, accumulation)

@@ -92,6 +92,17 @@ _WORDS = {
     "metrics": "log",
     "data_parallel_shard_degree": "strategy.layout.dp_shard",
     "data_parallel_replicate_degree": "strategy.layout.dp_replicate",
+    "tensor_parallel_degree": "strategy.layout.tp",
+    "pipeline_parallel_degree": "strategy.layout.pp",
+    "context_parallel_degree": "strategy.layout.cp",
+    "expert_parallel_degree": "strategy.layout.ep",
+    "pipeline_parallel_schedule": "strategy.pipeline.schedule",
+    # Megatron
+    "tensor_model_parallel_size": "strategy.layout.tp",
+    "pipeline_model_parallel_size": "strategy.layout.pp",
+    "context_parallel_size": "strategy.layout.cp",
+    "expert_model_parallel_size": "strategy.layout.ep",
+    "sequence_parallel": "strategy.tensor.sequence_parallel",
 }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from math import prod
 
 from plait.config.strategy import StrategyConfig
 from plait.errors import ConfigError, Problem
@@ -10,37 +11,62 @@ from plait.errors import ConfigError, Problem
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of the mesh axes; their product is the number of ranks."""
+    """Sizes of the mesh axes, outermost first; their product is the number of ranks."""
 
-    dp_replicate: int
-    dp_shard: int
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    ep: int = 1
+    cp: int = 1
+    tp: int = 1
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that see different data."""
-        return self.dp_replicate * self.dp_shard
+        """Ranks that see different samples."""
+        return self.dp_replicate * self.dp_shard * self.ep
+
+    @property
+    def replicas(self) -> int:
+        """Ranks whose gradients of one dense parameter are added up."""
+        return self.data_parallel * self.cp
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return prod(asdict(self).values())
+
+    def sizes(self) -> dict[str, int]:
+        """Axis → size, outermost first."""
+        return asdict(self)
 
 
 def resolve_layout(strategy: StrategyConfig, *, size: int, local_size: int) -> Layout:
     """Fill in the axes that are absent, and refuse sizes that do not multiply to the number of ranks."""
-    replicate, shard = strategy.layout.dp_replicate, strategy.layout.dp_shard
+    wanted = strategy.layout
+    replicate, shard = wanted.dp_replicate, wanted.dp_shard
+    others = {"pp": wanted.pp, "ep": wanted.ep, "cp": wanted.cp, "tp": wanted.tp}
+    model = prod(others.values())
+    left = max(size // model, 1)
     if strategy.stage == 0:
         shard = shard or 1
     elif replicate is None and shard is None:
         hybrid = strategy.sharding is not None and "HYBRID" in strategy.sharding
         # FSDP's hybrid sharding means: shard inside a host, replicate between hosts.
-        shard = min(local_size, size) if hybrid else size
+        shard = min(max(local_size // model, 1), left) if hybrid else left
     if replicate is None:
         assert shard is not None
-        replicate = max(size // shard, 1)
+        replicate = max(left // shard, 1)
     elif shard is None:
-        shard = max(size // replicate, 1)
-    if replicate * shard != size:
-        raise ConfigError(
-            Problem(
-                "strategy.layout",
-                f"dp_replicate × dp_shard = {replicate} × {shard} = {replicate * shard}, but there are {size} ranks",
-                f"start {replicate * shard} processes, or leave one axis out to let it take the ranks that are left",
-            )
+        shard = max(left // replicate, 1)
+    layout = Layout(others["pp"], replicate, shard, others["ep"], others["cp"], others["tp"])
+    if layout.size != size:
+        axes = {axis: n for axis, n in layout.sizes().items() if n > 1 or axis.startswith("dp_")}
+        message = (
+            f"{' × '.join(axes)} = {' × '.join(map(str, axes.values()))} = {layout.size}, but there are {size} ranks"
         )
-    return Layout(replicate, shard)
+        remedy = f"start {layout.size} processes, or leave one of dp_replicate and dp_shard out to let it take the rest"
+        if size % model:
+            named = " × ".join(f"{axis} {n}" for axis, n in others.items() if n > 1)
+            remedy = f"{named} needs a multiple of {model} processes, for example {size // model * model or model}"
+        raise ConfigError(Problem("strategy.layout", message, remedy))
+    return layout

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from plait.config.base import PathText, PositiveInt, Section
+from plait.config.base import NonNegativeInt, PathText, PositiveInt, Section
 
 
 class GptConfig(Section):
@@ -42,6 +42,35 @@ class LlamaConfig(Section):
     tie_embeddings: bool = False
 
 
+class MoeConfig(LlamaConfig):
+    """A Llama whose feed-forwards are mixtures of experts."""
+
+    type: Literal["moe"] = "moe"  # type: ignore[assignment]  # a Llama of another kind
+    experts: PositiveInt = 8
+    """Experts of each mixture."""
+    top_k: PositiveInt = 2
+    """Experts that each token is sent to."""
+    expert_dim: PositiveInt | None = None
+    """Width of one expert; absent means that of the dense feed-forward."""
+    shared_experts: NonNegativeInt = 0
+    """Experts that every token goes through, besides those it is sent to."""
+    moe_every: PositiveInt = 1
+    """Every how many layers the feed-forward is a mixture; the others are dense, the first ones of each group."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router's numbers become scores: of all experts together, or of each alone."""
+    normalize: bool = True
+    """Divide the weights of a token's experts by their sum. With `top_k: 1` that would leave 1, whatever the score."""
+    balance_loss: float = Field(0.0, ge=0.0)
+    """Weight of the loss that evens out the experts' load within each row of a batch. Training only."""
+    z_loss: float = Field(0.0, ge=0.0)
+    """Weight of the loss that keeps the router's numbers small. Training only."""
+    bias_rate: float = Field(0.0, ge=0.0)
+    """Balance without a loss: how far each step moves an expert's bias for being chosen, against its load."""
+    capacity_factor: PositiveFloat | None = None
+    """Choices that an expert takes of one row, as a multiple of an even share; further ones are dropped, in the
+    order of the row. Absent, and outside of training, nothing is dropped."""
+
+
 class ResNetConfig(Section):
     """A residual network for image classification."""
 
@@ -73,4 +102,6 @@ class ImportedModel(Section):
     args: dict[str, Any] = Field(default_factory=dict)
 
 
-ModelConfig = Annotated[GptConfig | LlamaConfig | ResNetConfig | HFConfig | ImportedModel, Field(discriminator="type")]
+ModelConfig = Annotated[
+    GptConfig | LlamaConfig | MoeConfig | ResNetConfig | HFConfig | ImportedModel, Field(discriminator="type")
+]

@@ -29,10 +29,54 @@ DATA_PARALLEL_ANSWER = (
 
 
 class LayoutConfig(Section):
-    """Sizes of the mesh axes. At most one may be absent: it takes the ranks that are left."""
+    """Sizes of the mesh axes; their product is the number of ranks.
 
+    Of the two data-parallel axes, one that is absent takes the ranks that are left; any other is 1.
+    """
+
+    pp: PositiveInt = 1
+    """Pipeline parallel: the layers are spread over so many ranks."""
     dp_replicate: PositiveInt | None = None
+    """Data parallel: so many copies of the model, each on its own samples."""
     dp_shard: PositiveInt | None = None
+    """Data parallel: so many ranks share one copy, each on its own samples."""
+    ep: PositiveInt = 1
+    """Expert parallel: so many ranks, each on its own samples, share the experts; all else they hold together."""
+    cp: PositiveInt = 1
+    """Context parallel: each sequence is spread over so many ranks."""
+    tp: PositiveInt = 1
+    """Tensor parallel: each layer is spread over so many ranks."""
+
+
+class TensorConfig(Section):
+    """How layers are cut where `layout.tp` is more than 1."""
+
+    sequence_parallel: bool = False
+    """Between the cut layers, activations are spread along the sequence rather than repeated on every rank."""
+    plan: dict[str, str] = Field(default_factory=dict)
+    """Patterns of module names and how each is cut (`layers.*.mlp.up: colwise`). Absent: the model's own plan."""
+    async_tp: bool = False
+    """Overlap collectives with the matrix products beside them; needs CUDA and `compile`."""
+
+
+class PipelineConfig(Section):
+    """How layers follow each other where `layout.pp` is more than 1."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"] = "1f1b"
+    """Who works on which micro-batch when; see docs/parallelism.md."""
+    micro_batches: PositiveInt | None = None
+    """Micro-batches a step; the same number as `batch.accumulation`."""
+    stages_per_rank: PositiveInt | None = None
+    """Absent: 1, or 2 where the schedule needs several."""
+    split: Literal["parameters", "time"] | Many[str] = "parameters"
+    """Balanced by parameters or by measured time; or the names of the first layers of all stages but the first."""
+
+
+class ContextConfig(Section):
+    """How attention sees the whole sequence where `layout.cp` is more than 1."""
+
+    kind: Literal["ring", "ulysses", "allgather"] = "ring"
+    """`ring`: keys and values travel round; `ulysses`: heads are swapped for tokens; `allgather`: all are gathered."""
 
 
 class WrapConfig(Section):
@@ -92,6 +136,12 @@ class StrategyConfig(Shorthand):
     sharding: ShardingWord | None = None
     """FSDP's own words for the same thing."""
     layout: LayoutConfig = Field(default_factory=LayoutConfig)
+    tensor: TensorConfig = Field(default_factory=TensorConfig)
+    """Goes with `layout.tp`."""
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
+    """Goes with `layout.pp`."""
+    context: ContextConfig = Field(default_factory=ContextConfig)
+    """Goes with `layout.cp`."""
     wrap: WrapConfig = Field(default_factory=WrapConfig)
     reshard_after_forward: bool | PositiveInt | None = None
     """Absent: as the stage says. A number reshards to groups of that many ranks."""

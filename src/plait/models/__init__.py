@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from plait.config.model import GptConfig, HFConfig, ImportedModel, LlamaConfig, ModelConfig, ResNetConfig
+from plait.config.model import GptConfig, HFConfig, ImportedModel, LlamaConfig, ModelConfig, MoeConfig, ResNetConfig
 from plait.errors import ModelError
 
 __all__ = ["build_model", "preset"]
@@ -25,6 +25,10 @@ def build_model(config: ModelConfig) -> nn.Module:
             from plait.models.gpt import Gpt
 
             return Gpt(config)
+        case MoeConfig():  # before the Llama that it extends
+            from plait.models.moe import Moe
+
+            return Moe(config)
         case LlamaConfig():
             from plait.models.llama import Llama
 
@@ -48,6 +52,7 @@ def preset(family: str, name: str, **changes: Any) -> ModelConfig:
     families: dict[str, type[GptConfig | LlamaConfig | ResNetConfig | HFConfig]] = {
         "gpt": GptConfig,
         "llama": LlamaConfig,
+        "moe": MoeConfig,
         "resnet": ResNetConfig,
         "hf": HFConfig,
     }

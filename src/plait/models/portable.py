@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from plait.config.model import GptConfig, HFConfig, ImportedModel, LlamaConfig, ModelConfig, ResNetConfig
+from plait.config.model import GptConfig, HFConfig, ImportedModel, LlamaConfig, ModelConfig, MoeConfig, ResNetConfig
 from plait.errors import ModelError
 from plait.models.common.exchange import Made, by_translation
 
@@ -42,6 +42,10 @@ def to_transformers(config: ModelConfig) -> Portable:
             from plait.models.gpt import weights as gpt
 
             return Portable(gpt.describe(config), gpt.to_transformers(config))
+        case MoeConfig():  # before the Llama that it extends
+            from plait.models.moe import weights as moe
+
+            return Portable(moe.describe(config), moe.to_transformers(config))
         case LlamaConfig():
             from plait.models.llama import weights as llama
 
@@ -52,8 +56,8 @@ def to_transformers(config: ModelConfig) -> Portable:
             return Portable(describe(config), None, None if config.path is None else Path(config.path))
         case ResNetConfig() | ImportedModel():
             raise ModelError(
-                f"`model.type: {config.type}` has no counterpart in transformers, which knows hf, gpt and llama of "
-                "Plait's; write a plain state dict with `--to torch`, or a checkpoint with `--to plait`"
+                f"`model.type: {config.type}` has no counterpart in transformers, which knows hf, gpt, llama "
+                "and moe of Plait's; write a plain state dict with `--to torch`, or a checkpoint with `--to plait`"
             )
 
 
@@ -61,6 +65,7 @@ def from_transformers(family: str, description: Mapping[str, Any] | None, shapes
     """Our `family` for a `transformers` model: its `config.json`, if there is one, and the shapes of its tensors."""
     from plait.models.gpt import weights as gpt
     from plait.models.llama import weights as llama
+    from plait.models.moe import weights as moe
 
     config: GptConfig | LlamaConfig | None = None
     unused: tuple[str, ...]
@@ -71,10 +76,14 @@ def from_transformers(family: str, description: Mapping[str, Any] | None, shapes
         elif family == "llama":
             translate, unused = llama.from_transformers, llama.UNUSED
             config = None if description is None else llama.from_description(description)
+        elif family == "moe":
+            translate, unused = moe.from_transformers, moe.UNUSED
+            config = None if description is None else moe.from_description(description)
         else:
-            raise ModelError(f"no family {family!r} takes weights of transformers; there are gpt and llama")
+            raise ModelError(f"no family {family!r} takes weights of transformers; there are gpt, llama and moe")
     except KeyError as error:
         raise ModelError(f"config.json has no {error}, which a {family} needs") from error
     if config is not None and config.tie_embeddings:
         unused = (*unused, r"^lm_head\.weight$")  # the embedding's own values, stored twice
-    return Adopted(config, by_translation(translate, shapes), unused)
+    made = moe.made_from_transformers(shapes) if family == "moe" else by_translation(translate, shapes)
+    return Adopted(config, made, unused)

@@ -13,22 +13,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def grad_norm(tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> float:
+def grad_norm(
+    tensors: list[Tensor], group: dist.ProcessGroup | None = None, weights: Sequence[float] | None = None
+) -> float:
     """The 2-norm of all gradients together, the same number on every rank.
 
-    With a `group` this rank holds its part of each gradient, perhaps none; without one it holds them whole.
+    With a `group` this rank holds its part of each gradient, perhaps none; without one it holds them whole. `weights`
+    say how much each part counts: a half, say, where two ranks of the group hold the same one.
     Accumulated in fp32 or wider, so that half-precision gradients do not overflow.
     """
     if group is None and all(tensor.device.type == "cpu" for tensor in tensors):
         # Without torch operations on top: for a small model they would cost more than the norms themselves.
         return math.sqrt(sum(norm.item() ** 2 for norm in _norms(tensors)))
-    return float(grad_norm_tensor(tensors, group))
+    return float(grad_norm_tensor(tensors, group, weights))
 
 
-def grad_norm_tensor(tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
+def grad_norm_tensor(
+    tensors: list[Tensor], group: dist.ProcessGroup | None = None, weights: Sequence[float] | None = None
+) -> Tensor:
     """The same as a tensor, without waiting for the device."""
     norms = _norms(tensors)
-    squares = torch.stack(list(norms)).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    if norms:
+        each = torch.stack(list(norms)).double().square()
+        squares = (each if weights is None else each * each.new_tensor(weights)).sum()
+    else:
+        squares = torch.zeros((), dtype=torch.float64)
     if group is not None:
         dist.all_reduce(squares, group=group)
     return squares.sqrt()

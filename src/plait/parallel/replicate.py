@@ -9,18 +9,23 @@ neither, and cost the same: one copy of each gradient, and one all-reduce a buck
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from plait.world import is_sharded, local_part, settled_part
+
 
 class _Bucket:
     """A flat buffer, and the parameters whose gradients it holds."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, sizes: Sequence[torch.Size]) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None, sizes: Sequence[torch.Size]
+    ) -> None:
+        self.group = group
         self.flat = torch.zeros(sum(s.numel() for s in sizes), dtype=dtype, device=device)
         pieces = self.flat.split_with_sizes([s.numel() for s in sizes])
         self.views = [piece.view(size) for piece, size in zip(pieces, sizes, strict=True)]
@@ -31,25 +36,25 @@ class _Bucket:
 
 
 class GradientBuckets:
-    """Collects each parameter's gradient in the reduce dtype, and sums it over the ranks of `group`.
+    """Collects each parameter's gradient in the reduce dtype, and sums it over the ranks that hold the same part.
 
-    A parameter's gradient lands in its view of a bucket (`view_of`). Buckets are reduced strictly in order,
-    so ranks whose parameters become ready in different order, or not at all, still agree.
+    This rank's part of a parameter's gradient lands in its view of a bucket (`view_of`). Buckets are reduced strictly
+    in order, so ranks whose parameters become ready in different order, or not at all, still agree.
     """
 
     def __init__(
         self,
         params: Sequence[nn.Parameter],
         *,
-        dtype_of: Any,
-        group: dist.ProcessGroup | None,
+        dtype_of: Callable[[nn.Parameter], torch.dtype],
+        group_of: Callable[[nn.Parameter], dist.ProcessGroup | None],
         bucket_bytes: int,
     ) -> None:
+        """`group_of` names the ranks over which a parameter's gradient is summed; None: this one alone."""
         self._params = list(params)
-        self._group = group
         self._buckets: list[_Bucket] = []
         self._place: list[tuple[int, int]] = [(0, 0)] * len(self._params)
-        self._fill_buckets(dtype_of, bucket_bytes)
+        self._fill_buckets(dtype_of, group_of, bucket_bytes)
         self._touched = [False] * len(self._params)
         self._ready = [False] * len(self._params)
         self._reducing = False
@@ -63,40 +68,46 @@ class GradientBuckets:
         bucket, position = self._place[index]
         return self._buckets[bucket].views[position]
 
-    def _fill_buckets(self, dtype_of: Any, bucket_bytes: int) -> None:
+    def _fill_buckets(self, dtype_of: Any, group_of: Any, bucket_bytes: int) -> None:
         # The backward pass meets the last parameters first, so they share the first bucket.
         pending: list[int] = []
         size = 0
+        before: Any = None
         for index in reversed(range(len(self._params))):
             param = self._params[index]
-            kind = (dtype_of(param), param.device)
-            if pending and (
-                size >= bucket_bytes or kind != (dtype_of(self._params[pending[0]]), self._params[pending[0]].device)
-            ):
-                self._close_bucket(pending, dtype_of)
+            kind = (dtype_of(param), param.device, group_of(param))
+            if pending and (size >= bucket_bytes or kind != before):
+                self._close_bucket(pending, *before)
                 pending, size = [], 0
+            before = kind
             pending.append(index)
-            size += param.numel() * dtype_of(param).itemsize
+            size += local_part(param.detach()).numel() * kind[0].itemsize
         if pending:
-            self._close_bucket(pending, dtype_of)
+            self._close_bucket(pending, *before)
 
-    def _close_bucket(self, indices: list[int], dtype_of: Any) -> None:
-        first = self._params[indices[0]]
+    def _close_bucket(
+        self, indices: list[int], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
+    ) -> None:
         for position, index in enumerate(indices):
             self._place[index] = (len(self._buckets), position)
-        self._buckets.append(_Bucket(dtype_of(first), first.device, [self._params[i].shape for i in indices]))
+        sizes = [local_part(self._params[index].detach()).shape for index in indices]
+        self._buckets.append(_Bucket(dtype, device, group, sizes))
 
     def _hook(self, index: int) -> Any:
         bucket_index, position = self._place[index]
         bucket = self._buckets[bucket_index]
         view = bucket.views[position]
-        same_dtype = view.dtype == self._params[index].dtype
+        spread = is_sharded(self._params[index])
+        same_dtype = view.dtype == self._params[index].dtype and not spread
         on_cpu = view.device.type == "cpu"
 
         def collect(param: torch.Tensor) -> None:
             grad = param.grad
             if grad is not view:
                 assert grad is not None
+                if spread:
+                    with torch.no_grad():
+                        grad = settled_part(grad, param)
                 if self._touched[index]:
                     view.add_(grad)
                 else:
@@ -116,7 +127,7 @@ class GradientBuckets:
 
     def before_backward(self, *, last: bool) -> None:
         """Prepare for one micro-batch; on the `last` one gradients are reduced as they become ready."""
-        self._reducing = last and self._group is not None
+        self._reducing = last
 
     def _launch_in_order(self) -> None:
         while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
@@ -124,7 +135,9 @@ class GradientBuckets:
 
     def _launch(self, bucket: _Bucket) -> None:
         self._next += 1
-        work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        if bucket.group is None:
+            return
+        work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
         assert work is not None
         self._works.append(work)
 
@@ -136,11 +149,10 @@ class GradientBuckets:
         for index, touched in enumerate(self._touched):
             if not touched:
                 self.view_of(index).zero_()
-        if self._group is not None:
-            while self._next < len(self._buckets):
-                self._launch(self._buckets[self._next])
-            for work in self._works:
-                work.wait()
+        while self._next < len(self._buckets):
+            self._launch(self._buckets[self._next])
+        for work in self._works:
+            work.wait()
         self._works.clear()
         self._next = 0
         self._reducing = False
@@ -165,4 +177,4 @@ def average_buffers(model: nn.Module, group: dist.ProcessGroup, ranks: int) -> N
             dist.all_reduce(buffer, group=group)
             buffer /= ranks
         else:
-            dist.broadcast(buffer, src=0, group=group)
+            dist.broadcast(buffer, group_src=0, group=group)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from plait.parallel.units import Unit
 from plait.precision import FP32_MODULES, Policy
@@ -30,6 +31,16 @@ class ShardingOptions:
     reshard_after_forward: bool | int | None
     forward_prefetch: int
     backward_prefetch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Modules whose parameters are spread over ranks already, and which fewer ranks have in common."""
+
+    modules: Sequence[nn.Module]
+    mesh: DeviceMesh
+    placement: Callable[[nn.Parameter], Shard | None]
+    """Along which dimension each of their parameters is cut."""
 
 
 class ShardedGradients:
@@ -67,11 +78,15 @@ class ShardedGradients:
 
 
 def shard(
-    model: nn.Module, units: Sequence[Unit], *, mesh: DeviceMesh, policy: Policy, options: ShardingOptions
+    model: nn.Module,
+    units: Sequence[Unit],
+    *,
+    mesh: DeviceMesh,
+    policy: Policy,
+    options: ShardingOptions,
+    experts: Experts | None = None,
 ) -> ShardedGradients:
-    """Shard the units, then the rest of the model, over the mesh's `dp_shard` axis."""
-    if mesh["dp_replicate"].size() == 1:
-        mesh = mesh["dp_shard"]
+    """Shard the units, then the rest of the model, over the last axis of the mesh; copies along the first of two."""
     reshard = options.stage == 3 if options.reshard_after_forward is None else options.reshard_after_forward
     common: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
     casting = MixedPrecisionPolicy(
@@ -82,6 +97,15 @@ def shard(
         cast_forward_inputs=False,
     )
     _shard_fp32_modules(model, common, policy)
+    if experts is not None:
+        for module in experts.modules:
+            fully_shard(
+                module,
+                mp_policy=casting,
+                mesh=experts.mesh,
+                reshard_after_forward=reshard,
+                shard_placement_fn=experts.placement,
+            )
     for unit in units:
         fully_shard(unit.module, mp_policy=casting, **common)
     root = fully_shard(model, mp_policy=casting, **common)

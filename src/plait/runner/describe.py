@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from plait.config.layout import Layout
+from plait.config.strategy import StrategyConfig
 from plait.world import World
 
 if TYPE_CHECKING:
@@ -25,9 +27,8 @@ def describe_run(runner: Runner) -> dict[str, Any]:
     """The rows of the opening table, and the short name of this part of the run (`zero3 · 2 ranks`)."""
     config, world, batch = runner.config, runner.world, runner.batch
     model = runner.engine.model
-    total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    stage = config.strategy.stage if world.layout.data_parallel > 1 else None
+    total, trained = runner.engine.parameter_count()
+    stage = config.strategy.stage if world.layout.replicas > 1 else None
     rows = [
         (
             "model",
@@ -51,7 +52,7 @@ def describe_run(runner: Runner) -> dict[str, Any]:
     ]
     if runner.resumed_from is not None:
         rows.append(("resumed", f"{runner.resumed_from.name}, epoch {runner.epoch + 1}, step {runner.step}"))
-    name = "single" if stage is None else "ddp" if stage == 0 else f"zero{stage}"
+    name = _segment(stage, world.layout)
     return {
         "title": f"plait · {_model_name(model)}",
         "rows": rows,
@@ -61,9 +62,36 @@ def describe_run(runner: Runner) -> dict[str, Any]:
     }
 
 
+def _segment(stage: int | None, layout: Layout) -> str:
+    """`ddp`, `zero3`, `tp2`, `zero1 × pp2 × tp2`."""
+    axes = [f"{axis}{size}" for axis, size in layout.sizes().items() if size > 1 and not axis.startswith("dp_")]
+    word = [] if stage is None and axes else ["single" if stage is None else "ddp" if stage == 0 else f"zero{stage}"]
+    return " × ".join([*word, *axes])
+
+
+_AXES = {
+    "pp": "pipeline of {} ({})",
+    "ep": "experts over {}",
+    "cp": "sequences over {} ({})",
+    "tp": "layers over {}{}",
+}
+
+
+def _axes(strategy: StrategyConfig, layout: Layout) -> list[str]:
+    details = {
+        "pp": strategy.pipeline.schedule,
+        "ep": "",
+        "cp": strategy.context.kind,
+        "tp": " (with the sequence)" if strategy.tensor.sequence_parallel else "",
+    }
+    sizes = layout.sizes()
+    return [text.format(sizes[axis], details[axis]) for axis, text in _AXES.items() if sizes[axis] > 1]
+
+
 def _strategy(runner: Runner, stage: int | None) -> str:
     strategy, layout = runner.config.strategy, runner.world.layout
-    parts = ["one process" if stage is None else _STAGES[stage]]
+    axes = _axes(strategy, layout)
+    parts = [*axes, *([] if stage is None else [_STAGES[stage]])] or ["one process"]
     if layout.dp_replicate > 1 and layout.dp_shard > 1:
         parts.append(f"{layout.dp_replicate} replicas × {layout.dp_shard} shards (HSDP)")
     if strategy.recompute.mode != "none":

@@ -32,15 +32,15 @@ def evaluate(
             found = engine.evaluate(batch)
             totals[0] += found.loss_sum
             totals[1] += found.loss_count
-            if batch.samples:
+            if batch.samples and found.outputs is not None:
                 for metric, mine in zip(metrics, records, strict=True):
                     mine.extend(metric.measure(found.outputs, batch.inputs))
     if batches == 0:
         raise DataError("the data ended before the first batch: there is nothing to measure on")
     world = engine.world
-    if world.data_group is not None:
+    if world.everyone is not None:
         box = torch.tensor(totals, dtype=torch.float64, device=world.device)
-        dist.all_reduce(box, group=world.data_group)
+        dist.all_reduce(box, group=world.everyone)
         totals = box.tolist()
     results = {"loss": totals[0] / totals[1] if totals[1] else math.nan}
     for metric, mine in zip(metrics, records, strict=True):

@@ -174,7 +174,9 @@ class Runner:
             raise ConfigError(Problem("work_dir", message, "Choose another one.")) from error
 
     def _example(self) -> Any:
-        if self.config.strategy.recompute.mode != "auto" or self.loader is None:
+        strategy = self.config.strategy
+        measured = strategy.recompute.mode == "auto" or strategy.pipeline.split == "time"
+        if not measured or self.loader is None:
             return None
         return next(iter(self.loader.epoch(0, 0)))[0].inputs
 

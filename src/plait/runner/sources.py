@@ -31,7 +31,8 @@ def batch_of(config: RunConfig, world: World, given: Any) -> ResolvedBatch:
         and (section.total is None or section.accumulation is None)
     ):
         section = BatchConfig(total=section.total, micro=adopt(given).micro, accumulation=section.accumulation)
-    return resolve_batch(section, world.layout.data_parallel)
+    micro_batches = config.strategy.pipeline.micro_batches
+    return resolve_batch(section, world.layout.data_parallel, micro_batches=micro_batches)
 
 
 def make_loader(
@@ -45,7 +46,7 @@ def make_loader(
     training = role == "data"
     section = getattr(config, role)
     common: dict[str, Any] = {
-        "rank": world.rank,
+        "rank": world.data_rank,
         "ranks": world.layout.data_parallel,
         "seed": config.seed,
         "batch": batch,

@@ -31,7 +31,7 @@ class StepResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a model said about one micro-batch, without gradients."""
+    """What a model said about one micro-batch, without gradients. Zeros and None on a rank that only helped."""
 
     loss_sum: float
     loss_count: float
@@ -94,6 +94,10 @@ class Engine(ABC):
     @abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`."""
+
+    @abstractmethod
+    def parameter_count(self) -> tuple[int, int]:
+        """How many numbers the whole model has, and how many of them are trained. Every rank must ask."""
 
     @abstractmethod
     def frozen(self) -> frozenset[str]:

@@ -59,7 +59,9 @@ def prepare(
         model=model,
         loss_function=loss_fn,
         length=Length(total_steps, steps_per_epoch),
-        accumulation=resolve_batch(config.batch, world.layout.data_parallel).accumulation,
+        accumulation=resolve_batch(
+            config.batch, world.layout.data_parallel, micro_batches=config.strategy.pipeline.micro_batches
+        ).accumulation,
         example=example,
         say=print if world.is_main else lambda _text: None,
     )

@@ -4,7 +4,7 @@ from plait.world.agree import on_main
 from plait.world.channel import Channel
 from plait.world.ranks import Ranks, detect_ranks
 from plait.world.seeding import make_deterministic, restore_rng_state, rng_state, seed_everything
-from plait.world.sharded import is_sharded, local_part
+from plait.world.sharded import is_sharded, local_part, same_kind, settled_part
 from plait.world.world import World, open_world
 
 __all__ = [
@@ -19,5 +19,7 @@ __all__ = [
     "open_world",
     "restore_rng_state",
     "rng_state",
+    "same_kind",
     "seed_everything",
+    "settled_part",
 ]

@@ -25,3 +25,27 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor. Call it without gradients enabled."""
     return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def same_kind(local: Tensor, whole: Tensor) -> Tensor:
+    """A local tensor as the whole that it is a part of, given a tensor that is spread in the same way."""
+    if not is_sharded(whole):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def settled_part(gradient: Tensor, param: Tensor) -> Tensor:
+    """What this rank holds of a gradient, spread as its parameter is.
+
+    Where a parameter is repeated, each rank may have computed a share of the sum only.
+    """
+    if not is_sharded(gradient):
+        return gradient
+    assert is_sharded(param)
+    if gradient.placements != param.placements:
+        gradient = gradient.redistribute(placements=param.placements)
+    return gradient.to_local()

@@ -6,6 +6,7 @@ import atexit
 import datetime
 import time
 from dataclasses import dataclass
+from math import prod
 from types import TracebackType
 from typing import Any
 
@@ -36,7 +37,7 @@ class World:
     device: torch.device
     layout: Layout
     mesh: DeviceMesh | None
-    """Axes `dp_replicate` and `dp_shard`; absent with one process."""
+    """`dp_replicate`, `dp_shard`, and every other axis with more than one rank; absent with one process."""
     owns_processes: bool
     """Whether closing ends the process group; false where the caller had one already."""
 
@@ -56,9 +57,47 @@ class World:
         return self.ranks.rank == 0
 
     @property
-    def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks that see different data; absent with one process."""
+    def everyone(self) -> dist.ProcessGroup | None:
+        """All ranks; absent with one process."""
         return None if self.mesh is None else dist.group.WORLD
+
+    def coordinate(self, axis: str) -> int:
+        """Where this rank is along an axis of the layout."""
+        inner = list(self.layout.sizes().items())
+        inner = inner[[name for name, _ in inner].index(axis) :]
+        stride = prod(size for _, size in inner[1:])
+        return self.rank // stride % inner[0][1]
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the samples this rank sees, of `layout.data_parallel`."""
+        layout = self.layout
+        replica = self.coordinate("dp_replicate") * layout.dp_shard + self.coordinate("dp_shard")
+        return replica * layout.ep + self.coordinate("ep")
+
+    def submesh(self, *axes: str) -> DeviceMesh | None:
+        """The ranks that differ from this one along these axes only, as one axis; None where it is alone there."""
+        wanted = [axis for axis in self.layout.sizes() if axis in axes and self.layout.sizes()[axis] > 1]
+        if not wanted:
+            return None
+        assert self.mesh is not None
+        if len(wanted) == 1:
+            return self.mesh[wanted[0]]
+        part = self.mesh[tuple(wanted)]
+        return part._flatten("_".join(wanted))
+
+    def sharding_mesh(self, *axes: str) -> DeviceMesh:
+        """For `fully_shard`: the ranks along these axes share one copy; with several copies, an axis of those first."""
+        assert self.mesh is not None
+        shards = self.submesh(*axes) or self.mesh["dp_shard"]
+        if self.layout.dp_replicate == 1:
+            return shards
+        return DeviceMesh._concatenate([self.mesh["dp_replicate"], shards])
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The same ranks as a process group. Every rank must ask for it first at the same moment."""
+        found = self.submesh(*axes)
+        return None if found is None else found.get_group()
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -116,9 +155,8 @@ def open_world(config: RunConfig) -> World:
     owns = not dist.is_initialized()
     if owns:
         _join(ranks, device, choose_backend(config.backend, device), config.timeout_s)
-    mesh = init_device_mesh(
-        device.type, (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
-    )
+    axes = {axis: n for axis, n in layout.sizes().items() if n > 1 or axis in ("dp_replicate", "dp_shard")}
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     world = World(ranks, device, layout, mesh, owns_processes=owns)
     if owns and device.type == "cpu":
         atexit.register(world.close)  # for those who never close it; see [Note: leaving in peace]

@@ -147,7 +147,7 @@ def test_a_model_without_a_counterpart_is_refused_with_the_alternatives(
     path = write_plait(tmp_path / "from", some_state(), config={"model": model})
     code, _, err = plait(path, tmp_path / "out", "--to", "hf")
     assert code == 2
-    assert all(words in err for words in (model["type"], "--to torch", "--to plait", "hf, gpt and llama"))
+    assert all(words in err for words in (model["type"], "--to torch", "--to plait", "hf, gpt, llama and moe"))
 
 
 def test_a_checkpoint_of_the_trained_part_alone_is_no_whole_model(plait: Any, tmp_path: Path) -> None:

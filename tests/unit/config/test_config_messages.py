@@ -192,7 +192,7 @@ class TestChoices:
         assert f"`{meant}`" in problems({section: {"type": word}})[f"{section}.type"].remedy
 
     def test_a_missing_type_gets_all_of_them(self):
-        assert "gpt, llama, resnet, hf or import" in problems({"model": {"dim": 3}})["model.type"].remedy
+        assert "gpt, llama, moe, resnet, hf or import" in problems({"model": {"dim": 3}})["model.type"].remedy
 
     def test_a_missing_key_says_who_needs_it(self):
         problem = problems({"data": {"type": "text"}})["data.path"]

@@ -16,7 +16,7 @@ def made(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> l
 
 
 def buckets_of(params: list[nn.Parameter], reduce: torch.dtype = torch.float32, size: int = 64) -> GradientBuckets:
-    return GradientBuckets(params, dtype_of=lambda _param: reduce, group=None, bucket_bytes=size)
+    return GradientBuckets(params, dtype_of=lambda _param: reduce, group_of=lambda _param: None, bucket_bytes=size)
 
 
 @pytest.mark.parametrize("size", [1, 64, 10**9])

@@ -68,7 +68,7 @@ def test_a_layout_that_does_not_fit_is_refused_before_joining(launched: pytest.M
 
 def test_one_process_joins_nobody() -> None:
     with open_world(parse_sections(device="cpu").config) as world:
-        assert (world.rank, world.size, world.is_main, world.mesh, world.data_group) == (0, 1, True, None, None)
+        assert (world.rank, world.size, world.is_main, world.mesh, world.everyone) == (0, 1, True, None, None)
         assert world.gather("x") == ["x"]
         assert world.broadcast("x") == "x"
         assert world.any(True) is True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from plait.config.model import GptConfig, HFConfig, LlamaConfig
+from plait.config.model import GptConfig, HFConfig, LlamaConfig, MoeConfig
 from plait.config.rules.facts import Facts, given, idle
 from plait.errors import Problem
 
@@ -55,4 +55,26 @@ def hf_model_has_one_source(facts: Facts) -> Iterator[Problem]:
         yield from idle("model", model, ("pretrained",), reason, remedy)
 
 
-RULES = (heads_divide_the_width, kv_heads_divide_the_heads, rotary_heads_are_even, hf_model_has_one_source)
+def choices_are_experts(facts: Facts) -> Iterator[Problem]:
+    """A token is sent to some of the experts, and what they say about it depends on their scores."""
+    model = facts.config.model
+    if not isinstance(model, MoeConfig):
+        return
+    if model.top_k > model.experts:
+        message = f"a token is to be sent to {model.top_k} experts, and there are {model.experts} (`model.experts`)"
+        yield Problem("model.top_k", message, f"Write at most {model.experts}.")
+    elif model.top_k == 1 < model.experts and model.normalize:
+        message = "with `model.top_k: 1` a weight divided by the sum of weights is 1: the router would learn nothing"
+        yield Problem("model.normalize", message, "Write `model.normalize: false`.")
+    if model.moe_every > model.layers:
+        message = f"every {model.moe_every}th of {model.layers} layers is none: there would be no experts"
+        yield Problem("model.moe_every", message, f"Write at most {model.layers}, or use `model.type: llama`.")
+
+
+RULES = (
+    heads_divide_the_width,
+    kv_heads_divide_the_heads,
+    rotary_heads_are_even,
+    hf_model_has_one_source,
+    choices_are_experts,
+)

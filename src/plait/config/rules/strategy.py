@@ -68,6 +68,33 @@ def sharded_layout_needs_sharding(facts: Facts) -> Iterator[Problem]:
         yield Problem("strategy.layout.dp_shard", message, remedy)
 
 
+def options_need_their_axis(facts: Facts) -> Iterator[Problem]:
+    """Options of an axis of one rank have nothing to act on."""
+    strategy = facts.config.strategy
+    for section, axis in (("tensor", "tp"), ("pipeline", "pp"), ("context", "cp")):
+        if getattr(strategy.layout, axis) == 1:
+            found = getattr(strategy, section)
+            reason = f"`strategy.layout.{axis}` is 1"
+            remedy = f"Leave it out, or write `strategy.layout.{axis}: 2`."
+            yield from idle(f"strategy.{section}", found, tuple(type(found).model_fields), reason, remedy)
+
+
+def micro_batches_are_accumulation(facts: Facts) -> Iterator[Problem]:
+    """`pipeline.micro_batches` and `batch.accumulation` are two words for one number."""
+    micro_batches, accumulation = facts.config.strategy.pipeline.micro_batches, facts.config.batch.accumulation
+    if micro_batches is not None and accumulation is not None and micro_batches != accumulation:
+        message = f"{micro_batches}, but `batch.accumulation` is {accumulation}; both are the micro-batches of a step"
+        yield Problem("strategy.pipeline.micro_batches", message, "Leave one of them out.")
+
+
+def async_tensor_parallel_needs_compile(facts: Facts) -> Iterator[Problem]:
+    """The compiler is what puts collectives and matrix products into one kernel."""
+    strategy = facts.config.strategy
+    if strategy.tensor.async_tp and not strategy.compile.enabled:
+        message = "true needs `strategy.compile`: it is the compiler that overlaps collectives with matrix products"
+        yield Problem("strategy.tensor.async_tp", message, "Write `strategy.compile: true`, or leave it out.")
+
+
 def recompute_options_fit_the_mode(facts: Facts) -> Iterator[Problem]:
     """Each option of `recompute` belongs to one mode."""
     recompute = facts.config.strategy.recompute
@@ -115,6 +142,9 @@ RULES = (
     reshard_fits_the_stage,
     buckets_are_for_replicas,
     sharded_layout_needs_sharding,
+    options_need_their_axis,
+    micro_batches_are_accumulation,
+    async_tensor_parallel_needs_compile,
     recompute_options_fit_the_mode,
     compile_options_need_compile,
     wrap_needs_a_use,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from plait.models.common.loss import linear_cross_entropy
+from plait.models.common.loss import linear_cross_entropy, linear_logits
 from plait.spec import LossTerm
 
 
@@ -16,6 +15,9 @@ class LMHead(nn.Module):
     A tied head has no parameter: it is called with the embedding's. So there is one name and one tensor, and
     no tie that a build on the meta device could break. Head and embedding both belong to the root's shard
     group, whose parameters are whole while the root's forward runs.
+
+    The weight may be a DTensor of which each rank has some words. Then the loss is computed without gathering
+    logits, and logits, where asked for, are gathered.
     """
 
     def __init__(self, dim: int, vocab_size: int, *, tied: bool) -> None:
@@ -29,5 +31,5 @@ class LMHead(nn.Module):
         weight = self.weight if embedding is None else embedding
         assert weight is not None, "a tied head is called with the embedding's weight"
         if labels is None:
-            return F.linear(hidden, weight)
+            return linear_logits(hidden, weight)
         return linear_cross_entropy(hidden, weight, labels)

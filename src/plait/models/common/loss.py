@@ -1,4 +1,9 @@
-"""Cross-entropy as (sum, count): from logits, or from hidden states without ever holding all logits."""
+"""Cross-entropy as (sum, count): from logits, or from hidden states without ever holding all logits.
+
+Logits or the head's weight may be DTensors of which each rank has some words of the vocabulary. Then the loss is
+computed from the parts; see [Note: a loss over parts of the vocabulary] in `chunked_loss`. The gradient with respect
+to the hidden states is then this rank's summand: who calls it this way has to sum them over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from plait.models.common.chunked_loss import chunked_linear_cross_entropy
+from plait.models.common.chunked_loss import (
+    Words,
+    chunked_linear_cross_entropy,
+    split_cross_entropy,
+    split_linear_cross_entropy,
+)
 from plait.models.common.protocol import IGNORE_INDEX
 from plait.spec import LossTerm
+from plait.world import is_sharded
 
 PLAIN_BYTES = 2**27
 """Logits that take no more than this are held whole, for the plain form; it needs several copies of them."""
@@ -18,7 +29,14 @@ CHUNK_BYTES = 2**30
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> LossTerm:
     """Loss from logits (…, vocabulary) and labels (…), in fp32."""
-    total = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    if is_sharded(logits):
+        words, own = _words_of(logits, -1), logits.to_local()
+        rows = max(1, PLAIN_BYTES // (4 * words.most))
+        total = split_cross_entropy(own.flatten(0, -2), labels.flatten(), words, rows)
+    else:
+        total = F.cross_entropy(
+            logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
     return LossTerm(total, (labels != IGNORE_INDEX).sum())
 
 
@@ -29,13 +47,48 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chun
     differentiated once only. See [Note: chunked loss].
     """
     dtype = _compute_dtype(hidden)
-    row_bytes = weight.shape[0] * dtype.itemsize
+    words = None
+    if is_sharded(weight):
+        words, weight = _words_of(weight, 0), weight.to_local()
+    row_bytes = (weight.shape[0] if words is None else words.most) * dtype.itemsize
     if labels.numel() * row_bytes <= min(PLAIN_BYTES, chunk_bytes):
-        return cross_entropy(F.linear(hidden, weight), labels)
+        logits = F.linear(hidden, weight)
+        if words is None:
+            return cross_entropy(logits, labels)
+        total = split_cross_entropy(logits.flatten(0, -2), labels.flatten(), words, labels.numel())
+        return LossTerm(total, (labels != IGNORE_INDEX).sum())
     rows = max(1, chunk_bytes // row_bytes)
     rows = rows // 128 * 128 or rows  # whole tiles of a matrix unit
-    total = chunked_linear_cross_entropy(hidden.flatten(0, -2), weight, labels.flatten(), rows, dtype)
+    flat, targets = hidden.flatten(0, -2), labels.flatten()
+    if words is None:
+        total = chunked_linear_cross_entropy(flat, weight, targets, rows, dtype)
+    else:
+        total = split_linear_cross_entropy(flat, weight, targets, rows, dtype, words)
     return LossTerm(total, (labels != IGNORE_INDEX).sum())
+
+
+def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """The logits `hidden @ weight.T`, whole even where the weight is not."""
+    if not is_sharded(weight):
+        return F.linear(hidden, weight)
+    from torch.distributed.tensor import DTensor, Shard
+
+    own = F.linear(hidden, weight.to_local())
+    shape = torch.Size((*own.shape[:-1], weight.shape[0]))
+    stride = torch.empty(shape, device="meta").stride()
+    split = DTensor.from_local(
+        own, weight.device_mesh, [Shard(own.ndim - 1)], run_check=False, shape=shape, stride=stride
+    )
+    return split.full_tensor()
+
+
+def _words_of(tensor: Tensor, dim: int) -> Words:
+    """Which words this rank has, of a DTensor that is split along the vocabulary."""
+    assert is_sharded(tensor)
+    mesh, (placement,) = tensor.device_mesh, tensor.placements
+    assert placement.is_shard(dim % tensor.ndim), f"{placement} is not along the vocabulary"
+    share = -(-tensor.shape[dim] // mesh.size())  # parts are as torch.chunk cuts them
+    return Words(mesh.get_local_rank() * share, share, mesh.get_group())
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

@@ -1,4 +1,7 @@
-"""The Triton twin of `chunked_loss.loss_and_slopes`: one pass for the sum, one to overwrite the logits."""
+"""The Triton twins of what `chunked_loss` does with logits: one pass for the sum, one to overwrite the logits.
+
+Where a rank has a part of the vocabulary, the ranks exchange the rows' sums in between, so the passes are two kernels.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +48,70 @@ if HAS_TRITON:
             slope = tl.exp(x - log_total) - tl.where(at == label, 1.0, 0.0)
             tl.store(logits + at, slope.to(logits.dtype.element_ty), mask=at < columns)
 
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def _statistics_kernel(logits, places, maxima, sums, targets, columns, stride, block: tl.constexpr):  # type: ignore[no-untyped-def]
+        """One program a row."""
+        row = tl.program_id(0).to(tl.int64)
+        logits += row * stride
+        place = tl.maximum(tl.load(places + row), 0)
+        tl.store(targets + row, tl.load(logits + place).to(tl.float32))
+        maximum = float("-inf")
+        total = 0.0
+        for start in range(0, columns, block):
+            at = start + tl.arange(0, block)
+            x = tl.load(logits + at, mask=at < columns, other=float("-inf")).to(tl.float32)
+            larger = tl.maximum(maximum, tl.max(x, 0))
+            total = total * tl.exp(maximum - larger) + tl.sum(tl.exp(x - larger), 0)
+            maximum = larger
+        tl.store(maxima + row, maximum)
+        tl.store(sums + row, total)
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def _slopes_kernel(logits, places, log_totals, columns, stride, block: tl.constexpr):  # type: ignore[no-untyped-def]
+        """One program a row."""
+        row = tl.program_id(0).to(tl.int64)
+        logits += row * stride
+        place = tl.load(places + row)
+        log_total = tl.load(log_totals + row)
+        for start in range(0, columns, block):
+            at = start + tl.arange(0, block)
+            x = tl.load(logits + at, mask=at < columns, other=float("-inf")).to(tl.float32)
+            slope = tl.exp(x - log_total) - tl.where(at == place, 1.0, 0.0)
+            tl.store(logits + at, slope.to(logits.dtype.element_ty), mask=at < columns)
+
 
 def loss_and_slopes_triton(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Loss of each row, and its gradient in the place of the logits (rows, columns)."""
     rows, columns = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    block = min(8192, triton.next_power_of_2(columns))
+    block = _block(columns)
     with torch.cuda.device(logits.device):
         _kernel[(rows,)](
             logits, labels, losses, columns, logits.stride(0), ignored=IGNORE_INDEX, block=block, num_warps=16
         )
     return losses, logits
+
+
+def row_statistics_triton(logits: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The twin of `chunked_loss.row_statistics`."""
+    rows, columns = logits.shape
+    found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+    with torch.cuda.device(logits.device):
+        _statistics_kernel[(rows,)](
+            logits, place, found[0], found[1], found[2], columns, logits.stride(0), block=_block(columns), num_warps=16
+        )
+    return found[0], found[1], found[2]
+
+
+def slopes_triton(logits: Tensor, place: Tensor, log_total: Tensor) -> Tensor:
+    """The twin of `chunked_loss.slopes_of`; overwrites the logits."""
+    rows, columns = logits.shape
+    with torch.cuda.device(logits.device):
+        _slopes_kernel[(rows,)](
+            logits, place, log_total, columns, logits.stride(0), block=_block(columns), num_warps=16
+        )
+    return logits
+
+
+def _block(columns: int) -> int:
+    return min(8192, int(triton.next_power_of_2(columns)))

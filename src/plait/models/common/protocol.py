@@ -5,6 +5,9 @@ Each member adds one ability:
 
 - `block_classes` lets the strategy shard, recompute and compile block by block;
 - `init_weights` lets it build on the meta device and fill one module at a time;
+- `tensor_plan` lets ranks share the work of its layers;
+- `forward` with an argument `hidden` lets it be cut into pipeline stages;
+- `after_step(group, updated=…)` is called after every optimizer step, with the ranks that saw other data;
 - `flops_per_token` lets reports speak of hardware use.
 
 Inputs of a language model, all of shape (batch, tokens):
@@ -49,6 +52,14 @@ class Initializable(Protocol):
         random state only, so modules may be filled in any order, on any rank, each under its own seed.
         It has to be called for every module with direct parameters *or buffers*.
         """
+
+
+@runtime_checkable
+class TensorPlanned(Protocol):
+    """A model whose layers the ranks of a tensor-parallel group can share."""
+
+    def tensor_plan(self) -> dict[str, str]:
+        """Words for patterns of module names, as `parallel.tensor.plan.WORDS` knows them."""
 
 
 @runtime_checkable

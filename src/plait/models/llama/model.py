@@ -39,8 +39,12 @@ class Llama(nn.Module):
         labels: Tensor | None = None,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor | LossTerm:
-        """Loss where labels are given, logits where not."""
+        """Loss where labels are given, logits where not.
+
+        A model without its first layers starts from `hidden`; one without its head answers with hidden states.
+        """
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         head_dim = self.config.dim // self.config.heads
@@ -48,15 +52,36 @@ class Llama(nn.Module):
             rotary=Rotary.at(positions, head_dim, self.config.rope_base),
             mask=self.make_mask(document_ids, head_dim=head_dim),
         )
-        x = self.embedding(input_ids)
+        x = self.embedding(input_ids) if hidden is None else hidden
         for block in self.blocks:
             x = block(x, shared)
+        if self.head is None:
+            return x
         tied = self.embedding.weight if self.config.tie_embeddings else None
         return self.head(self.norm(x), labels, tied)  # type: ignore[no-any-return]
 
     def init_weights(self, module: nn.Module) -> None:
         """Fill one module."""
         init_lm_module(module)
+
+    def tensor_plan(self) -> dict[str, str]:
+        """How ranks share its layers: attention by heads, feed-forward by features, the vocabulary by words."""
+        return {
+            "embedding": "vocab_embedding",
+            "blocks.*": "block",
+            "blocks.*.attention_norm": "sequence",
+            "blocks.*.attention": "region",
+            "blocks.*.attention.q": "heads",
+            "blocks.*.attention.k": "kv_heads",
+            "blocks.*.attention.v": "kv_heads",
+            "blocks.*.attention.out": "rowwise",
+            "blocks.*.ffn_norm": "sequence",
+            "blocks.*.ffn": "region",
+            "blocks.*.ffn.gate": "colwise",
+            "blocks.*.ffn.up": "colwise",
+            "blocks.*.ffn.down": "rowwise",
+            "head": "vocab_head",
+        }
 
     def flops_per_token(self, seq_len: int) -> float:
         """Model FLOPs of forward and backward for one token."""

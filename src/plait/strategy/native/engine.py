@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from plait.errors import TrainingError
+from plait.errors import ModelError, TrainingError
 from plait.parallel.replicate import average_buffers
 from plait.precision import Policy
 from plait.spec import MicroBatch
@@ -20,6 +20,9 @@ from plait.strategy.native.loss import LossFunction, LossNormalizer, WeightedLos
 from plait.strategy.native.update import Updater
 from plait.strategy.native.views import Views
 from plait.world import World
+
+if TYPE_CHECKING:
+    from plait.strategy.native.staged import StagedSteps
 
 
 class Gradients(Protocol):
@@ -50,6 +53,8 @@ class NativeEngine(Engine):
         loss_function: LossFunction | None,
         accumulation: int,
         compiled: Sequence[nn.Module],
+        cut: Callable[[Any], Any] | None = None,
+        staged: StagedSteps | None = None,
         say: Say,
     ) -> None:
         self.model = model
@@ -60,12 +65,18 @@ class NativeEngine(Engine):
         self.updater = updater
         self._gradients = gradients
         self._loss_function = loss_function
-        self._normalizer = LossNormalizer(world.data_group, world.device)
-        self._forward = Forward(model, world.device, policy, compiled=compiled, say=say)
+        self._staged = staged
+        # Ranks along `tp` compute the same losses; they are counted once. In a pipeline, the last stage has them.
+        self._counts = world.coordinate("tp") == 0 and (staged is None or staged.pipeline.has_last)
+        self._normalizer = LossNormalizer(world.everyone, world.device, counts=self._counts)
+        self._forward = Forward(model, world.device, policy, compiled=compiled, cut=cut, say=say)
         self._say = say
         self._pending = 0
         self._awaits_backward = False
         self._last_batch: Any = None
+        self._peers = world.group("dp_replicate", "dp_shard", "ep", "cp")
+        """The ranks that see other data for the same parameters."""
+        self._after_step = [part.after_step for part in getattr(model, "parts", [model]) if hasattr(part, "after_step")]
         model.train()
 
     # ---- one step
@@ -75,6 +86,9 @@ class NativeEngine(Engine):
         count = len(micro_batches)
         if count == 0:
             raise TrainingError("train_step was called without micro-batches; every rank needs at least one")
+        if self._staged is not None:
+            self._train_staged(self._staged, micro_batches)
+            return self._finish_step()
         for index, batch in enumerate(micro_batches):
             if self._gradients is not None:
                 self._gradients.before_backward(last=index == count - 1)
@@ -83,16 +97,37 @@ class NativeEngine(Engine):
             self._backward(self._normalizer.scaled(loss))
         return self._finish_step()
 
+    def _train_staged(self, staged: StagedSteps, micro_batches: Sequence[Any]) -> None:
+        self._last_batch = micro_batches[-1]
+        given = [_inputs_and_samples(batch) for batch in micro_batches]
+        ready = [self._forward.ready(inputs) for inputs, _ in given]
+        scaler = self.updater.scaler
+
+        def read(outputs: Any, index: int) -> WeightedLoss:
+            return self._read_loss(outputs, ready[index], given[index][1])
+
+        def scale(loss: Tensor) -> Tensor:
+            return loss if scaler is None else loss * scaler.scale
+
+        with self._forward.context():
+            staged.train(ready, read, self._normalizer, scale, self.world.layout.replicas)
+
     def _forward_loss(self, batch: Any) -> WeightedLoss:
         self._last_batch = batch
-        if type(batch) is MicroBatch:
-            inputs, samples = batch.inputs, batch.samples
-        else:
-            inputs, samples = batch, 1
+        inputs, samples = _inputs_and_samples(batch)
         forward = self._forward
         if not forward.plain:
             inputs = forward.ready(inputs)
-        return read_loss(forward(inputs), inputs, samples, self._loss_function)
+        return self._read_loss(forward(inputs), inputs, samples)
+
+    def _read_loss(self, outputs: Any, inputs: Any, samples: float) -> WeightedLoss:
+        loss = read_loss(outputs, inputs, samples, self._loss_function)
+        if loss.is_mean and self.world.layout.cp > 1:
+            raise ModelError(
+                "the model returned a mean over its tokens, but each rank of strategy.layout.cp has another number of "
+                "them: return a LossTerm(sum, count)"
+            )
+        return loss
 
     def _backward(self, loss: Tensor) -> None:
         scaler = self.updater.scaler
@@ -101,12 +136,16 @@ class NativeEngine(Engine):
     def _finish_step(self) -> StepResult:
         if self._gradients is not None:
             self._gradients.finish()
+        if self._staged is not None:
+            self._staged.finish()
         result = self.updater.apply(self._normalizer.finish(), self.steps)
         if result.skipped:
             self._report_skip()
         elif self.updater.skips_in_a_row:
             self.updater.count_skip(False, "")
         self.views.clear_gradients()
+        for after_step in self._after_step:
+            after_step(self._peers, updated=not result.skipped)
         self.steps += 1
         return result
 
@@ -114,13 +153,19 @@ class NativeEngine(Engine):
         scaler = self.updater.scaler
         if scaler is not None and not scaler.at_minimum:
             return  # an overflow is part of the search for a scale, which ends by itself
-        inputs = self._last_batch.inputs if isinstance(self._last_batch, MicroBatch) else self._last_batch
-        ready = self._forward.ready(inputs)
-        culprits = self.world.gather(find_culprit(self.model, self.views, lambda: self._forward(ready)))
+        ready = self._forward.ready(_inputs_and_samples(self._last_batch)[0])
+        culprits = self.world.gather(find_culprit(self.model, self.views, lambda: self._answer(ready)))
         self._after_forward_alone()
         blame = str(min(culprits))
         self._say(f"step {self.steps} skipped on every rank: not finite, first seen in {blame}")
         self.updater.count_skip(True, blame)
+
+    def _answer(self, ready: Any) -> Any:
+        """What the model says; in a pipeline, None on ranks without the last stage."""
+        if self._staged is None:
+            return self._forward(ready)
+        with self._forward.context():
+            return self._staged.answer(ready)
 
     def _after_forward_alone(self) -> None:
         if self._gradients is not None:
@@ -130,6 +175,11 @@ class NativeEngine(Engine):
 
     def __call__(self, batch: Any) -> Tensor:
         """Forward one micro-batch; returns its mean loss."""
+        if self._staged is not None:
+            raise TrainingError(
+                "engine(batch) cannot be used with strategy.layout.pp: a pipeline has several micro-batches under way; "
+                "call engine.train_step(micro_batches)"
+            )
         if self._awaits_backward:
             raise TrainingError(
                 "engine(batch) was called twice without engine.backward(loss) in between; "
@@ -169,18 +219,20 @@ class NativeEngine(Engine):
 
     def agree_on_buffers(self) -> None:
         """Average running statistics over the ranks; other buffers become rank 0's."""
-        if self.world.data_group is not None:
-            average_buffers(self.model, self.world.data_group, self.world.size)
+        if self._peers is not None:
+            average_buffers(self.model, self._peers, self.world.layout.replicas)
 
     def evaluate(self, batch: Any) -> Evaluation:
         """Forward one micro-batch without gradients, in evaluation mode."""
-        inputs, samples = (batch.inputs, batch.samples) if isinstance(batch, MicroBatch) else (batch, 1)
+        inputs, samples = _inputs_and_samples(batch)
         inputs = self._forward.ready(inputs)
         training = self.model.training
         self.model.eval()
         try:
             with torch.no_grad():
-                outputs = self._forward(inputs)
+                outputs = self._answer(inputs)
+                if not self._counts:
+                    return Evaluation(0.0, 0.0, None)
                 loss = read_loss(outputs, inputs, samples, self._loss_function)
                 return Evaluation(float(loss.total()), float(loss.weight), outputs)
         finally:
@@ -218,6 +270,13 @@ class NativeEngine(Engine):
         if self.updater.scaler is not None and state["scaler"] is not None:
             self.updater.scaler.restore(state["scaler"])
 
+    def parameter_count(self) -> tuple[int, int]:
+        """How many numbers the whole model has, and how many of them are trained."""
+        sizes = {name: (param.numel(), param.requires_grad) for name, param in self.model.named_parameters()}
+        if self.world.layout.pp > 1:
+            sizes = {name: entry for part in self.world.gather(sizes) for name, entry in part.items()}
+        return sum(size for size, _ in sizes.values()), sum(size for size, trained in sizes.values() if trained)
+
     def frozen(self) -> frozenset[str]:
         """Names of the parameters that are not trained."""
         return frozenset(name for name, _ in self.model.named_parameters()) - frozenset(self.views.names)
@@ -233,3 +292,8 @@ class NativeEngine(Engine):
     def weights_changed(self) -> None:
         """Bring the model up to date with `weights`."""
         self.views.publish()
+
+
+def _inputs_and_samples(batch: Any) -> tuple[Any, int]:
+    """What the model is called with, and how many samples that is; a bare batch counts as one."""
+    return (batch.inputs, batch.samples) if type(batch) is MicroBatch else (batch, 1)

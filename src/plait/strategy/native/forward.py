@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,22 +19,37 @@ class Forward:
     """The model as the engine calls it. What a call needs is decided once, not on every step."""
 
     def __init__(
-        self, model: nn.Module, device: torch.device, policy: Policy, *, compiled: Sequence[nn.Module], say: Say
+        self,
+        model: nn.Module,
+        device: torch.device,
+        policy: Policy,
+        *,
+        compiled: Sequence[nn.Module],
+        cut: Callable[[Any], Any] | None = None,
+        say: Say,
     ) -> None:
+        """`cut` makes this rank's part of a micro-batch, where ranks share one."""
         self._model = model
         self._device = device if device.type != "cpu" else None
         self._cast_to = policy.compute if policy.mixed and policy.cast_inputs else None
         self._context = policy.context(device) if policy.mixed else None
         self._compiled = list(compiled)
+        self._cut = cut
         self._say = say
-        self.plain = self._device is None and self._context is None and not compiled
+        self.plain = self._device is None and self._context is None and cut is None and not compiled
         """Whether nothing has to be done to inputs, nor around a call."""
 
     def ready(self, inputs: Any) -> Any:
-        """Inputs on the device, in the compute format."""
+        """Inputs on the device, in the compute format; of a micro-batch that ranks share, this rank's part."""
+        if self._cut is not None:
+            inputs = self._cut(inputs)
         if self._device is not None:
             inputs = _move(inputs, self._device)
         return inputs if self._cast_to is None else cast_floats(inputs, self._cast_to)
+
+    def context(self) -> AbstractContextManager[Any]:
+        """What a call runs under."""
+        return nullcontext() if self._context is None else self._context
 
     def __call__(self, inputs: Any) -> Any:
         """What the model says to inputs that are ready."""

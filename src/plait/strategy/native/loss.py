@@ -104,8 +104,10 @@ class LossNormalizer:
     The sum over ranks is on its way while the last backward pass runs.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, counts: bool = True) -> None:
+        """`counts`: whether this rank's losses count; not where another rank has the same ones."""
         self._group = group
+        self._counts = counts
         self._device = device
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._divisor: float | None = None
@@ -124,6 +126,16 @@ class LossNormalizer:
         self._parts.append(WeightedLoss(loss.value.detach(), loss.weight, loss.is_mean))
         if len(self._parts) == micro_batches and not self._exact:
             self._start_sum()
+
+    def expect(self, count: float) -> None:
+        """Take a guess at the step's targets, where a rank may not see any; the same on every rank."""
+        if self._divisor is None:
+            self._divisor = _power_of_two(count)
+
+    def add_nothing(self) -> None:
+        """Take part in a step whose losses other ranks have."""
+        zero = torch.zeros((), dtype=self._dtype, device=self._device)
+        self._sum(zero, zero)
 
     def scaled(self, loss: WeightedLoss) -> Tensor:
         """What to call backward on."""
@@ -150,9 +162,11 @@ class LossNormalizer:
 
     def _choose_divisor(self, weight: Tensor | float, micro_batches: int) -> float:
         count = torch.as_tensor(weight, dtype=self._dtype, device=self._device).reshape(1).clone()
+        if not self._counts:
+            count.zero_()
         if self._group is not None:
             dist.all_reduce(count, group=self._group)
-        return 2.0 ** round(math.log2(max(float(count) * micro_batches, 1.0)))
+        return _power_of_two(float(count) * micro_batches)
 
     def _start_sum(self) -> None:
         total: Any = 0.0
@@ -160,9 +174,16 @@ class LossNormalizer:
         for part in self._parts:
             total = total + part.total().to(self._dtype)
             count = count + part.weight
-        count = torch.as_tensor(count, dtype=self._dtype, device=total.device)
+        self._sum(total, torch.as_tensor(count, dtype=self._dtype, device=total.device))
+
+    def _sum(self, total: Tensor, count: Tensor) -> None:
         flag = torch.full((), float(self.flag), dtype=self._dtype, device=total.device)
         self.flag = False  # it is on its way; set from now on, it is meant for the next step
-        self._box = torch.stack((total, count, flag))
+        self._box = torch.stack((total, count, flag)) if self._counts else torch.stack((total * 0, count * 0, flag))
         if self._group is not None:
             self._work = dist.all_reduce(self._box, group=self._group, async_op=True)
+
+
+def _power_of_two(count: float) -> float:
+    """The nearest one."""
+    return float(2.0 ** round(math.log2(max(count, 1.0))))

@@ -1,14 +1,17 @@
 """All techniques on one page, in the order in which they must be applied.
 
-build on meta → units → recompute → compile → shard or replicate → give values → optimizer
+build on meta → pipeline stages → tensor and sequence → context → experts → recompute → compile → shard or
+replicate → give values → optimizer
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +28,13 @@ from plait.precision import FP32_MODULES, LossScaler, Policy, make_policy
 from plait.strategy.native.engine import Gradients, NativeEngine
 from plait.strategy.native.forward import Say
 from plait.strategy.native.loss import LossFunction
+from plait.strategy.native.spread import Several, joined, rebound, shard_part, split_stages, spread_axes, staged_steps
 from plait.strategy.native.update import Updater
 from plait.strategy.native.views import BucketViews, DirectViews, ShardViews, Views
-from plait.world import World, make_deterministic, seed_everything
+from plait.world import World, is_sharded, make_deterministic, seed_everything
+
+if TYPE_CHECKING:
+    from plait.parallel.pipeline import Stage
 
 ModelSource = nn.Module | Callable[[], nn.Module] | None
 
@@ -57,52 +64,63 @@ def prepare_native(
     one micro-batch's inputs; only `recompute: auto` looks at it.
     """
     strategy, policy, device = config.strategy, make_policy(config.precision), world.device
-    sharded = strategy.stage > 0 and world.layout.dp_shard > 1
+    shards = world.layout.dp_shard * world.layout.ep * world.layout.cp
+    sharded = strategy.stage > 0 and shards > 1
     length = length or Length()
     if config.deterministic:
         make_deterministic()
     torch.set_float32_matmul_precision("high" if policy.tf32 else "highest")
 
     module, initializer = _build(config, model)
-    units = find_units(module, strategy.wrap)
+    if initializer is None and world.everyone is not None:
+        materialize.copy_from_main(module, world.everyone, device)
+    specs = split_groups(module, config.optim)  # of the whole model: a pattern may fit what other ranks hold
+    skeleton = copy.deepcopy(module) if world.layout.pp > 1 and initializer is not None else module
+    stages = split_stages(module, config, world, example)
+    parts = [stage.module for stage in stages] or [module]
+    spread = [spread_axes(part, config, world, stage=bool(stages)) for part in parts]
+    all_units = [find_units(part, strategy.wrap) for part in parts]
     auto_count = 0
     if strategy.recompute.mode == "auto":
         from plait.parallel import activations
 
-        auto_count = activations.units_to_recompute(module, units, example, config=config, world=world)
-    recompute.apply_recompute(units, strategy.recompute, auto_count=auto_count)
-    compiled = _compile(module, units, config, device, sharded=sharded, say=say)
+        auto_count = activations.units_to_recompute(module, all_units[0], example, config=config, world=world)
+    compiled = []
+    for part, units in zip(parts, all_units, strict=True):
+        recompute.apply_recompute(units, strategy.recompute, auto_count=auto_count)
+        compiled += _compile(part, units, config, device, sharded=sharded or bool(stages), say=say)
 
-    if initializer is None and world.data_group is not None:
-        materialize.copy_from_main(module, world.data_group, device)
-    if not policy.master:
-        _cast(module, policy.compute)
-    if sharded:
-        from plait.parallel import zero  # [Note: DTensor is loaded late]
-
-        assert world.mesh is not None
-        options = zero.ShardingOptions(
-            strategy.stage, strategy.reshard_after_forward, strategy.forward_prefetch, strategy.backward_prefetch
-        )
-        gradients: Gradients | None = zero.shard(module, units, mesh=world.mesh, policy=policy, options=options)
-    if initializer is None:
-        module.to(device)
-    else:
-        materialize.give_storage(module, device)
-        materialize.initialize(module, initializer, seed=config.seed, device=device)
+    collectors: list[Gradients] = []
+    for part, units, (_, experts) in zip(parts, all_units, spread, strict=True):
+        if not policy.master:
+            _cast(part, policy.compute)
+        if sharded:
+            collectors.append(shard_part(part, units, experts, config, policy, world))
+        if initializer is None:
+            part.to(device)
+        else:
+            materialize.give_storage(part, device)
+            materialize.initialize(part, rebound(initializer, part), seed=config.seed, device=device)
+    whole = parts[0] if len(parts) == 1 else joined(parts)
     if model is None:
-        _load_pretrained(module, config)
+        _load_pretrained(skeleton, whole, config)
+    if stages and hasattr(skeleton, "flops_per_token"):
+        whole.flops_per_token = skeleton.flops_per_token  # of the model, not of a stage
     if sharded:
-        views = _shard_views(module, config, world)
+        views: Views = ShardViews(*_trainable(whole), elementwise=is_elementwise(config.optim))
+        gradients: Gradients | None = collectors[0] if len(collectors) == 1 else Several(collectors)
     else:
-        gradients, views = _replicate(module, policy, config, world)
+        gradients, views = _replicate(whole, policy, config, world)
+    staged = staged_steps(stages, collectors, views, config, world) if stages else None
+    _measure_norm(views, world, stages)
 
     by_name = dict(zip(views.names, views.tensors, strict=True))
     groups = [
-        ViewGroup(spec.names, [by_name[name] for name in spec.names], spec.options)
-        for spec in split_groups(module, config.optim)
+        ViewGroup(names, [by_name[name] for name in names], spec.options)
+        for spec in specs
+        if (names := tuple(name for name in spec.names if name in by_name))
     ]
-    seed_everything(config.seed, world.rank)
+    seed_everything(config.seed, world.rank // world.layout.tp)  # those along `tp` must drop the same elements
     updater = Updater(
         views,
         build_optimizer(config.optim, groups),
@@ -117,7 +135,7 @@ def prepare_native(
         device=device,
     )
     return NativeEngine(
-        module,
+        whole,
         world,
         policy=policy,
         gradients=gradients,
@@ -126,6 +144,8 @@ def prepare_native(
         loss_function=loss_function,
         accumulation=accumulation,
         compiled=compiled,
+        cut=spread[0][0],
+        staged=staged,
         say=say,
     )
 
@@ -172,13 +192,19 @@ def _initializer_of(module: nn.Module) -> Initializer | None:
     return initializer
 
 
-def _load_pretrained(module: nn.Module, config: RunConfig) -> None:
+def _load_pretrained(skeleton: nn.Module, module: nn.Module, config: RunConfig) -> None:
+    """Fill a model from a folder of `transformers`; of a stage, what it has. The skeleton has all names and shapes."""
     if config.model is None or config.model.type != "hf" or config.model.path is None or not config.model.pretrained:
         return
     from plait.models.hf import load_pretrained
 
     tensors: dict[str, Tensor] = {**dict(module.named_buffers()), **dict(module.named_parameters())}
-    load_pretrained(module, config.model.path, lambda name, whole: materialize.assign_whole(tensors[name], whole))
+
+    def put(name: str, whole: Tensor) -> None:
+        if name in tensors:
+            materialize.assign_whole(tensors[name], whole)
+
+    load_pretrained(skeleton, config.model.path, put)
 
 
 def _compile(
@@ -208,29 +234,55 @@ def _trainable(module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
     return [name for name, _ in pairs], [param for _, param in pairs]
 
 
-def _shard_views(module: nn.Module, config: RunConfig, world: World) -> Views:
-    assert world.mesh is not None
-    names, params = _trainable(module)
-    group = world.mesh.get_group("dp_shard")
-    return ShardViews(names, params, group=group, elementwise=is_elementwise(config.optim))
-
-
 def _replicate(module: nn.Module, policy: Policy, config: RunConfig, world: World) -> tuple[Gradients | None, Views]:
     names, params = _trainable(module)
-    if world.data_group is None and not (policy.mixed and policy.master):
+    layout, elementwise = world.layout, is_elementwise(config.optim)
+    rounds = policy.mixed and policy.master
+    if layout.replicas == 1 and not rounds:
+        if any(is_sharded(param) for param in params):
+            return None, ShardViews(names, params, elementwise=elementwise)
         return None, DirectViews(names, params)
     rounded: dict[nn.Parameter, Tensor] = {}
-    if policy.mixed and policy.master:
+    if rounds:
         whole = {param: param.data for param in module.parameters()}
         _cast(module, policy.compute)
         rounded = {param: data for param, data in whole.items() if param.dtype != data.dtype}
+    dense = world.group("dp_replicate", "dp_shard", "ep", "cp")
     buckets = GradientBuckets(
         params,
         dtype_of=lambda param: policy.reduce if param.dtype == policy.compute else param.dtype,
-        group=world.data_group,
+        group_of=lambda param: world.group("dp_replicate", "dp_shard", "cp") if _is_expert(param) else dense,
         bucket_bytes=int(config.strategy.bucket_mb * 2**20),
     )
     masters = [rounded.get(param) for param in params]
     # A checkpoint holds them as they were, on every layout alike.
     frozen = {param: data for param, data in rounded.items() if not param.requires_grad}
-    return buckets, BucketViews(names, params, buckets, masters, frozen)
+    return buckets, BucketViews(names, params, buckets, masters, frozen, elementwise=elementwise)
+
+
+def _is_expert(param: nn.Parameter) -> bool:
+    """Whether a parameter is one of the experts that ranks share out among them."""
+    return is_sharded(param) and "ep" in (param.device_mesh.mesh_dim_names or ())
+
+
+def _measure_norm(views: Views, world: World, stages: Sequence[Stage]) -> None:
+    """Tell the views how the squares of all ranks' gradients add up."""
+    layout = world.layout
+    if layout.tp == layout.ep == layout.pp == 1:
+        spread = any(is_sharded(param) for param in views.params)
+        views.norm_group = world.group("dp_shard", "cp") if spread else None
+        return
+    views.norm_group = world.everyone
+    elsewhere = {name for stage in stages for name in stage.tied if not stage.owns(name)}
+    views.norm_weights = [
+        0.0 if name in elsewhere else _parts(param) * layout.pp / layout.size
+        for name, param in zip(views.names, views.params, strict=True)
+    ]
+
+
+def _parts(param: nn.Parameter) -> int:
+    """Into how many parts a parameter is cut."""
+    if not is_sharded(param):
+        return 1
+    cut = zip(param.device_mesh.shape, param.placements, strict=True)
+    return prod(size for size, placement in cut if not placement.is_replicate())

@@ -61,7 +61,7 @@ class Updater:
         else:
             loss, targets, stop = sums.read()
             factor = scale if sums.divisor is None else scale * sums.divisor / (targets or 1.0)
-            norm = grad_norm(grads, self._views.norm_group) * factor
+            norm = grad_norm(grads, self._views.norm_group, self._views.norm_weights) * factor
             finite = math.isfinite(norm) and math.isfinite(loss)
             if finite or not self._skips:
                 self._apply(grads, norm, factor)
@@ -84,7 +84,7 @@ class Updater:
     def _apply_on_device(self, grads: list[Tensor], sums: Sums, factor: Tensor | float) -> tuple[float, bool]:
         """The same without waiting for the device before the update: the kernel itself skips it."""
         factor = factor * sums.correction()
-        norm = grad_norm_tensor(grads, self._views.norm_group) * factor
+        norm = grad_norm_tensor(grads, self._views.norm_group, self._views.norm_weights) * factor
         finite = norm.isfinite() & sums.total.isfinite()
         if self._clip_norm is not None:
             factor = factor * (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)

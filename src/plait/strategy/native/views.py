@@ -12,17 +12,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.parallel.replicate import GradientBuckets
-from plait.world import is_sharded, local_part
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from plait.world import is_sharded, local_part, same_kind, settled_part
 
 
 class Views(ABC):
@@ -30,16 +26,27 @@ class Views(ABC):
 
     norm_group: dist.ProcessGroup | None = None
     """Over which ranks the squares of local gradients add up to the whole."""
+    norm_weights: list[float] | None = None
+    """How much each of them counts; see `optim.grad_norm`."""
     frozen: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
     """Parameters that do not train and are rounded for computing: what they were before."""
 
-    def __init__(self, names: Sequence[str], params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, names: Sequence[str], params: Sequence[nn.Parameter], *, elementwise: bool = True) -> None:
+        """`elementwise`: the optimizer is content with this rank's part of a parameter."""
         self.names = list(names)
         self.params = list(params)
+        self._elementwise = elementwise
         self.tensors = self._make_tensors()
 
     @abstractmethod
     def _make_tensors(self) -> list[nn.Parameter]: ...
+
+    def _view(self, tensor: Tensor) -> nn.Parameter:
+        """What the optimizer sees of a parameter, or of the fp32 weights behind it."""
+        if self._elementwise and is_sharded(tensor):
+            with torch.no_grad():
+                return nn.Parameter(tensor.to_local())
+        return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
 
     @abstractmethod
     def gather_gradients(self) -> list[Tensor]:
@@ -65,7 +72,7 @@ class Views(ABC):
 
     def logical(self, index: int, local: Tensor) -> Tensor:
         """Wrap a local tensor, shaped like this view, as the whole that it is a part of."""
-        return local
+        return same_kind(local, self.params[index])
 
 
 class DirectViews(Views):
@@ -95,19 +102,23 @@ class BucketViews(Views):
         buckets: GradientBuckets,
         masters: Sequence[Tensor | None],
         frozen: Mapping[nn.Parameter, Tensor],
+        *,
+        elementwise: bool = True,
     ) -> None:
         """`masters` holds, for each parameter in a smaller format, its fp32 weights; None for the others."""
         self.frozen = frozen
         self._buckets = buckets
         self._masters = masters
-        super().__init__(names, params)
+        super().__init__(names, params, elementwise=elementwise)
         self._copied = [
-            (param, tensor) for param, tensor in zip(self.params, self.tensors, strict=True) if tensor is not param
+            (local_part(param.detach()), local_part(tensor.detach()))
+            for param, tensor, master in zip(self.params, self.tensors, masters, strict=True)
+            if master is not None
         ]
 
     def _make_tensors(self) -> list[nn.Parameter]:
         return [
-            param if master is None else nn.Parameter(master)
+            self._view(param if master is None else master)
             for param, master in zip(self.params, self._masters, strict=True)
         ]
 
@@ -116,9 +127,20 @@ class BucketViews(Views):
         grads = []
         for index, tensor in enumerate(self.tensors):
             # Where gradients are summed in a smaller format, the optimizer still wants its own.
-            tensor.grad = self._buckets.view_of(index).to(tensor.dtype)
-            grads.append(tensor.grad)
+            local = self._buckets.view_of(index).to(tensor.dtype)
+            tensor.grad = local if self._elementwise else same_kind(local, tensor)
+            grads.append(local)
         return grads
+
+    def gradient_of(self, name: str) -> Tensor:
+        """This rank's part of a gradient, where it is collected."""
+        return self._buckets.view_of(self.names.index(name))
+
+    def clear_gradients(self) -> None:
+        """Forget the wholes and the parts."""
+        super().clear_gradients()
+        for tensor in self.tensors:
+            tensor.grad = None
 
     def publish(self) -> None:
         """Round the fp32 weights to what the model computes with."""
@@ -129,25 +151,10 @@ class BucketViews(Views):
 
 
 class ShardViews(Views):
-    """Sharded parameters: this rank's part of each."""
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        params: Sequence[nn.Parameter],
-        *,
-        group: dist.ProcessGroup,
-        elementwise: bool,
-    ) -> None:
-        self.norm_group = group
-        self._elementwise = elementwise
-        super().__init__(names, params)
+    """Parameters of which some are spread over ranks, and whose gradients are complete: this rank's part of each."""
 
     def _make_tensors(self) -> list[nn.Parameter]:
-        if not self._elementwise:
-            return self.params
-        with torch.no_grad():
-            return [nn.Parameter(_dtensor(p).to_local()) for p in self.params]
+        return [self._view(param) for param in self.params]
 
     def gather_gradients(self) -> list[Tensor]:
         """This rank's part of each gradient."""
@@ -156,29 +163,13 @@ class ShardViews(Views):
             for param, tensor in zip(self.params, self.tensors, strict=True):
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
-                local = _dtensor(param.grad).to_local()
-                if self._elementwise:
-                    tensor.grad = local
+                local = settled_part(param.grad, param)
+                tensor.grad = local if self._elementwise else same_kind(local, param)
                 grads.append(local)
         return grads
 
     def clear_gradients(self) -> None:
         """Forget the wholes and the parts."""
         super().clear_gradients()
-        if self._elementwise:
-            for tensor in self.tensors:
-                tensor.grad = None
-
-    def logical(self, index: int, local: Tensor) -> Tensor:
-        """The DTensor that a part belongs to."""
-        from torch.distributed.tensor import DTensor
-
-        whole = _dtensor(self.params[index])
-        return DTensor.from_local(
-            local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-
-
-def _dtensor(tensor: Tensor) -> DTensor:
-    assert is_sharded(tensor)
-    return tensor
+        for tensor in self.tensors:
+            tensor.grad = None

@@ -1,0 +1,130 @@
+"""The whole of a mixture-of-experts Llama."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from plait.config.model import MoeConfig
+from plait.models.common.attention import Shared, packing_mask
+from plait.models.common.flops import decoder_flops_per_token
+from plait.models.common.head import LMHead
+from plait.models.common.init import init_lm_module
+from plait.models.common.protocol import IGNORE_INDEX
+from plait.models.common.rope import Rotary
+from plait.models.moe.block import MoeBlock, Stream, is_mixture
+from plait.models.moe.experts import Experts
+from plait.models.moe.router import Router, balance
+from plait.spec import LossTerm
+
+
+class Moe(nn.Module):
+    """A decoder with mixtures of experts; keeps the protocol of `models.common.protocol.LanguageModel`.
+
+    In training the loss has the routers' penalties in it, each row's as often as the row has targets; see
+    [Note: balance does not depend on how a batch was cut]. In evaluation it is the cross-entropy alone.
+    """
+
+    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (MoeBlock,)
+
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(MoeBlock(config, layer) for layer in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = LMHead(config.dim, config.vocab_size, tied=config.tie_embeddings)
+        self.make_mask = packing_mask
+        """From document ids to what attention is given as a mask; goes with `Attention.attend`."""
+        self.apply(self.init_weights)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        hidden: Tensor | tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | Stream | LossTerm:
+        """Loss where labels are given, logits where not.
+
+        A model without its first layers starts from `hidden`; one without its head answers with its `Stream`.
+        """
+        if positions is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        head_dim = self.config.dim // self.config.heads
+        shared = Shared(
+            rotary=Rotary.at(positions, head_dim, self.config.rope_base),
+            mask=self.make_mask(document_ids, head_dim=head_dim),
+        )
+        x, penalty = Stream.of(self.embedding(input_ids) if hidden is None else hidden)
+        for block in self.blocks:
+            x, penalty = block(x, shared, penalty)
+        if self.head is None:
+            return Stream(x, penalty)
+        tied = self.embedding.weight if self.config.tie_embeddings else None
+        answer: Tensor | LossTerm = self.head(self.norm(x), labels, tied)
+        if labels is None or not isinstance(answer, LossTerm):
+            return answer
+        targets = (labels != IGNORE_INDEX).sum(1)
+        return answer._replace(sum=answer.sum + (penalty * targets).sum())
+
+    def init_weights(self, module: nn.Module) -> None:
+        """Fill one module."""
+        if isinstance(module, Experts):
+            module.reset_parameters()
+        else:
+            init_lm_module(module)
+        for buffer in module.buffers(recurse=False):  # of a router
+            nn.init.zeros_(buffer)
+
+    def tensor_plan(self) -> dict[str, str]:
+        """How ranks share its layers: those of a Llama as there; a mixture's work they all do."""
+        plan = {
+            "embedding": "vocab_embedding",
+            "blocks.*": "block",
+            "blocks.*.attention_norm": "sequence",
+            "blocks.*.attention": "region",
+            "blocks.*.attention.q": "heads",
+            "blocks.*.attention.k": "kv_heads",
+            "blocks.*.attention.v": "kv_heads",
+            "blocks.*.attention.out": "rowwise",
+            "blocks.*.ffn_norm": "sequence",
+            "head": "vocab_head",
+        }
+        dense = {"": "region", ".gate": "colwise", ".up": "colwise", ".down": "rowwise"}
+        for layer in range(self.config.layers):
+            words = {"": "whole_sequence"} if is_mixture(self.config, layer) else dense
+            plan |= {f"blocks.{layer}.ffn{part}": word for part, word in words.items()}
+        return plan
+
+    @torch.no_grad()
+    def after_step(self, group: dist.ProcessGroup | None, *, updated: bool = True) -> None:
+        """Move the routers' biases against the load of the step just done, if it `updated` the weights.
+
+        To be called on every rank after every step, with the group of all ranks that see other tokens for the
+        same parameters; None where there is one rank. Afterwards the biases are the same on all of them.
+        """
+        routers = [module for module in self.modules() if isinstance(module, Router) and module.load is not None]
+        if not routers:
+            return
+        loads = torch.stack([router.load for router in routers if router.load is not None])
+        for router in routers:
+            assert router.load is not None
+            router.load.zero_()
+        if not updated:
+            return
+        if group is not None:
+            dist.all_reduce(loads, group=group)
+        balance(routers, loads)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Model FLOPs of forward and backward for one token, which goes through `top_k` experts of a mixture."""
+        config = self.config
+        lookups = [] if config.tie_embeddings else [self.embedding]
+        total = decoder_flops_per_token(self, lookups, layers=config.layers, dim=config.dim, seq_len=seq_len)
+        routed = sum(p.numel() for m in self.modules() if isinstance(m, Experts) for p in m.parameters())
+        return total - 6.0 * routed * (config.experts - config.top_k) / config.experts

@@ -1,0 +1,139 @@
+"""From a model to the stages of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from plait.parallel.pipeline.balance import Bounds, balance, cut_at
+from plait.parallel.pipeline.layers import Layer
+from plait.parallel.pipeline.outline import Call, Extent, Outline, outline_of
+from plait.parallel.pipeline.schedule import placement_of
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of the model that is on this rank."""
+
+    index: int
+    count: int
+    """Stages of the whole pipeline."""
+    module: nn.Module
+    """The model, without what other stages hold."""
+    call: Call
+    """Runs it: (module, inputs, what the stage before handed over) → what goes to the next, or the model's answer."""
+    tied: Mapping[str, tuple[int, ...]]
+    """Parameters here that other stages hold too, by name, with the stages that do; the first of them owns it."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it takes the inputs."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it gives the model's answer."""
+        return self.index == self.count - 1
+
+    def owns(self, name: str) -> bool:
+        """Whether a parameter of this stage is to be counted (in a norm, in a checkpoint) here.
+
+        False for one that an earlier stage holds too: same name, same values, same gradient.
+        """
+        return name not in self.tied or self.tied[name][0] == self.index
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which stage holds which layers, and which rank holds which stage; the same on every rank."""
+
+    outline: Outline
+    schedule: str
+    ranks: int
+    virtual: int
+    bounds: Bounds
+    placement: tuple[int, ...]
+    tied: Mapping[str, tuple[int, ...]]
+
+    @property
+    def stages(self) -> int:
+        """How many there are in all."""
+        return len(self.placement)
+
+    def layers_of(self, stage: int) -> Sequence[str]:
+        """Names of the layers of a stage."""
+        return self.outline.layers[self.bounds[stage] : self.bounds[stage + 1]]
+
+
+def plan_stages(
+    model: nn.Module | Sequence[Layer],
+    *,
+    ranks: int,
+    schedule: str,
+    virtual: int | None = None,
+    split: str | Sequence[str] = "parameters",
+    costs: Sequence[float] | None = None,
+    take_input: Callable[[Any], Any] | None = None,
+) -> Plan:
+    """Decide who holds what; nothing is changed or built.
+
+    `split` is "parameters", "time" (with the `costs` that `measure_layers` found, agreed on by all ranks) or the
+    names of the first layers of all stages but the first.
+    """
+    placement = placement_of(schedule, ranks, virtual)
+    outline = outline_of(model, take_input)
+    if split == "parameters":
+        bounds = balance(outline.costs(), len(placement))
+    elif split == "time":
+        assert costs is not None, "a split by time needs measured costs"
+        bounds = balance(costs, len(placement))
+    else:
+        names = [split] if isinstance(split, str) else split
+        bounds = cut_at(names, outline.layers, len(placement))
+    return Plan(
+        outline,
+        schedule,
+        ranks,
+        len(placement) // ranks,
+        bounds,
+        placement,
+        outline.shared(_extents(bounds)),
+    )
+
+
+def make_stages(plan: Plan, rank: int) -> list[Stage]:
+    """The stages of one rank, in order; the model is reduced to the last of them, in place.
+
+    Works on the meta device and with values; no tensor is copied, except a shared one that two stages of this
+    rank hold.
+    """
+    mine = [index for index, owner in enumerate(plan.placement) if owner == rank]
+    extents = _extents(plan.bounds)
+    stages = []
+    held: set[int] = set()
+    for index, (module, call) in zip(mine, plan.outline.make([extents[index] for index in mine]), strict=True):
+        _own_parameters(module, held)
+        tied = {name: holders for name, holders in plan.tied.items() if index in holders}
+        stages.append(Stage(index, plan.stages, module, call, tied))
+    return stages
+
+
+def _extents(bounds: Bounds) -> list[Extent]:
+    return [Extent(first, end, bounds[-1]) for first, end in pairwise(bounds)]
+
+
+def _own_parameters(module: nn.Module, held: set[int]) -> None:
+    """Copy parameters that an earlier stage of this rank has too; a tie inside the stage stays one."""
+    copied: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None and id(parameter) in held:
+                if id(parameter) not in copied:
+                    fresh = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                    copied[id(parameter)] = fresh
+                part._parameters[key] = copied[id(parameter)]
+    held.update(id(parameter) for parameter in module.parameters())

@@ -1,0 +1,97 @@
+"""Weights that several stages hold: one name, one value, one gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from plait.parallel.pipeline.split import Stage
+from plait.world import is_sharded
+
+Find = Callable[[Stage, str], Tensor]
+"""The tensor of a parameter of a stage that is meant: its gradient, say, wherever that is kept."""
+
+
+class TiedWeights:
+    """What this rank's stages share with those of others (or with each other).
+
+    Ranks that hold the same parameter and the same part of it (where it is sharded as well) are those of one
+    pipeline, so its own group is enough.
+    """
+
+    def __init__(self, stages: Sequence[Stage], placement: Sequence[int], group: dist.ProcessGroup) -> None:
+        self._stages = {stage.index: stage for stage in stages}
+        self._placement = placement
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self.holders = {name: holders for stage in stages for name, holders in stage.tied.items()}
+        """Name → stages that hold it, in order; the first owns it."""
+
+    def sum(self, find: Find | None = None) -> None:
+        """Make every holder's tensor the sum over all holders, in place; to be called by all ranks, once a step.
+
+        Without `find` these are the `.grad` of parameters, zeros where there is none. The sum is taken in the
+        order of the stages everywhere, so all holders get the same bits, and go on having the same weights.
+        """
+        for name, holders in sorted(self.holders.items()):
+            if not self._trained(name):
+                continue
+            own = {index: self._local(index, name, find) for index in holders if index in self._stages}
+            parts = self._exchange(own, holders)
+            total = torch.stack(parts).sum(0) if len(parts) > 2 else parts[0] + parts[1]
+            for tensor in own.values():
+                tensor.copy_(total)
+
+    @torch.no_grad()
+    def equalize(self) -> None:
+        """Give every holder the owner's values; for models whose first values are not a function of names."""
+        for name, holders in sorted(self.holders.items()):
+            own = {
+                index: _local(self._stages[index].module.get_parameter(name))
+                for index in holders
+                if index in self._stages
+            }
+            first = self._exchange(own, holders)[0].clone()
+            for tensor in own.values():
+                tensor.copy_(first)
+
+    def _trained(self, name: str) -> bool:
+        stage = next(self._stages[index] for index in self.holders[name] if index in self._stages)
+        return stage.module.get_parameter(name).requires_grad
+
+    def _local(self, index: int, name: str, find: Find | None) -> Tensor:
+        stage = self._stages[index]
+        return _local(_gradient(stage.module.get_parameter(name)) if find is None else find(stage, name))
+
+    @torch.no_grad()
+    def _exchange(self, own: dict[int, Tensor], holders: Sequence[int]) -> list[Tensor]:
+        """Everybody's tensors, in the order of the stages."""
+        example = next(iter(own.values()))
+        parts: dict[int, Tensor] = {index: tensor.contiguous() for index, tensor in own.items()}
+        peers = sorted({self._placement[index] for index in holders} - {self._rank})
+        operations = []
+        for index in holders:
+            if index in own:
+                operations += [self._operation(dist.isend, parts[index], peer) for peer in peers]
+            else:
+                parts[index] = torch.empty_like(example, memory_format=torch.contiguous_format)
+                operations.append(self._operation(dist.irecv, parts[index], self._placement[index]))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        return [parts[index] for index in holders]
+
+    def _operation(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(operation, tensor, group=self._group, group_peer=peer)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if is_sharded(tensor) else tensor.detach()

@@ -1,0 +1,100 @@
+"""Tensor and sequence parallelism: applying a plan to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from plait.errors import ConfigError, ModelError, Problem
+from plait.parallel.tensor.async_tp import enable_async
+from plait.parallel.tensor.linear import is_linear
+from plait.parallel.tensor.parameters import Placed
+from plait.parallel.tensor.plan import WORDS, check_sequence_plan, read_plan, under
+from plait.parallel.tensor.style import PLAN_KEY, Site, Style
+from plait.parallel.tensor.transformers_plan import is_transformers_model, transformers_words
+from plait.parallel.tensor.vocabulary import answer_whole
+
+
+def apply_tensor_parallel(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    plan: Mapping[str, str] | None = None,
+    sequence: bool = False,
+    async_tp: bool = False,
+    stage: bool = False,
+) -> None:
+    """Share the work of a model's layers among the ranks of a 1-D mesh, in place.
+
+    `plan` gives words (see `plan.WORDS`) to patterns of module names; absent, it is the model's own `tensor_plan()`,
+    or made from the plan of `transformers`. `sequence` splits activations along the sequence between the regions.
+    `stage`: the module is a part of the model the plan was written for, so patterns may match nothing.
+
+    Works on the meta device and on real ones; where parameters have values, all ranks must have the same. Afterwards
+    parameters that are split, or whose gradients are summed over ranks, are DTensors on `mesh`; the others are plain
+    and, like their gradients, the same on every rank. Names do not change. Input and answer of the model are whole
+    and the same on every rank of the mesh; so is the loss, which must not be summed over it.
+    """
+    assert mesh.ndim == 1, "tensor parallelism goes along one mesh axis"
+    if async_tp:
+        enable_async(mesh, sequence=sequence)
+    if mesh.size() == 1:
+        return
+    words = words_of(module, plan, stage=stage)
+    if sequence and not stage:
+        check_sequence_plan(words)
+    placed = Placed(mesh)
+    styles = {name: _style(name, module, words, mesh, placed, sequence=sequence) for name in words}
+    problems = [problem for style in styles.values() for problem in style.problems()]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    parallelize_module(module, mesh, dict(styles), src_data_rank=None)
+    loose = list(placed.left_behind(module))
+    if loose:
+        raise ConfigError(
+            Problem(
+                PLAN_KEY,
+                f"{', '.join(loose)} shares its tensor with a layer of the plan, and has no word itself",
+                "give both the same kind of word, such as vocab_embedding and vocab_head",
+            )
+        )
+    if any(words[name] == "vocab_head" and is_linear(module.get_submodule(name)) for name in words):
+        answer_whole(module)
+
+
+def words_of(module: nn.Module, plan: Mapping[str, str] | None = None, *, stage: bool = False) -> dict[str, str]:
+    """The word of each module that takes part, by name; from the given plan, or the model's, or `transformers`'."""
+    if plan is not None:
+        return read_plan(module, plan, stage=stage)
+    declared = getattr(module, "tensor_plan", None)
+    if callable(declared):
+        return read_plan(module, declared(), stage=True)
+    if is_transformers_model(module):
+        return transformers_words(module)
+    raise ModelError(
+        f"nothing says how the ranks share the layers of a {type(module).__name__}: give it a method `tensor_plan()`, "
+        f"write a plan as {PLAN_KEY}, or use layout.tp: 1"
+    )
+
+
+def _style(
+    name: str, model: nn.Module, words: dict[str, str], mesh: DeviceMesh, placed: Placed, *, sequence: bool
+) -> Style:
+    site = Site(
+        name=name,
+        module=model.get_submodule(name),
+        parent=model.get_submodule(name.rpartition(".")[0]),
+        words=words,
+        mesh=mesh,
+        group=mesh.get_group(),
+        size=mesh.size(),
+        rank=mesh.get_local_rank(),
+        placed=placed,
+        sequence=sequence,
+        split=sequence and under(name, words, "block") and not under(name, words, "whole_sequence"),
+        in_region=under(name, words, "region"),
+    )
+    return WORDS[words[name]](site)

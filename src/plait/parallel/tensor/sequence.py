@@ -1,0 +1,135 @@
+"""Between the tensor-parallel regions: activations whole on every rank, or split along the sequence.
+
+[Note: where the sequence is split]
+Sequence parallelism begins where the first block is entered and ends where the last one is left. Embedding, final
+norm and head see whole sequences, so positions, masks and losses are what they always are, whoever computes them,
+and so does a pipeline's next stage. Inside, norms, dropout and the residual stream work on parts: a region gathers
+at its entry and scatters its sum at its exit, which sends as much as the one all-reduce it replaces.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from plait.errors import ModelError, Problem
+from plait.parallel.tensor import moves
+from plait.parallel.tensor.dropout import drops
+from plait.parallel.tensor.linear import enter_region
+from plait.parallel.tensor.parameters import read_shared
+from plait.parallel.tensor.style import PLAN_KEY, SEQUENCE_KEY, Style, around, own_random_within
+
+
+class Region(Style):
+    """A module, such as attention, whose inside is tensor-parallel: its input is brought in once, for all layers."""
+
+    def problems(self) -> list[Problem]:
+        """Each rank has a summand of the gradients in here, so nothing may be left to do whole work."""
+        names = [key for key, part in self.site.module.named_modules() if part._parameters]
+        forgotten = [name for key in names if (name := f"{self.site.name}.{key}".rstrip(".")) not in self._known()]
+        if not forgotten:
+            return []
+        message = f"{', '.join(map(repr, forgotten))}: layers of the region {self.site.name!r} without a word"
+        return [Problem(PLAN_KEY, message, "give each of them a word; `inner` keeps parameters whole")]
+
+    def _known(self) -> set[str]:
+        """Every module that has a word, or lies in an `inner`, which takes all it holds."""
+        words, site = self.site.words, self.site
+        held = (
+            f"{name}.{key}"
+            for name, word in words.items()
+            if word == "inner" and name.startswith(f"{site.name}.")
+            for key, _ in site.module.get_submodule(name[len(site.name) + 1 :]).named_modules()
+        )
+        return {name for name, word in words.items() if word != "region"} | set(held)
+
+    def place(self) -> None:
+        """Change the main input, and the random numbers inside."""
+        site = self.site
+        # In a split block all random numbers are a rank's own already.
+        random = own_random_within(site) if drops(site.module) and not site.split else None
+        around(site.module, enter=partial(enter_region, site), context=random)
+
+
+class Block(Style):
+    """One layer of the model: the blocks of one list pass the residual stream on to each other."""
+
+    def place(self) -> None:
+        """With sequence parallelism, split where the first begins and join where the last ends."""
+        site = self.site
+        if not site.sequence:
+            return
+        listed = [name for name, word in site.words.items() if word == "block" and _list(name) == _list(site.name)]
+        around(
+            site.module,
+            enter=self._cut if site.name == listed[0] else None,
+            leave=self._join if site.name == listed[-1] else None,
+            context=own_random_within(site) if drops(site.module) else None,
+        )
+
+    def _cut(self, x: Tensor) -> Tensor:
+        check_sequence(x.shape[1], self.site.size)
+        return moves.cut(x, 1, self.site.group)
+
+    def _join(self, x: Tensor) -> Tensor:
+        return moves.join(x, 1, self.site.group)
+
+
+class Sequence(Style):
+    """A norm between regions: on a part of the sequence its parameters' gradients are summands."""
+
+    def place(self) -> None:
+        """Repeat the parameters, where the sequence is split; elsewhere there is nothing to do."""
+        if self.site.split:
+            _use_for_own_part(self)
+
+
+class Inner(Style):
+    """A module inside a region with parameters that all ranks have, such as a norm of each head."""
+
+    def place(self) -> None:
+        """Repeat the parameters; each rank's gradients are summands."""
+        _use_for_own_part(self)
+
+
+class WholeSequence(Style):
+    """A module that must see all tokens, such as a mixture of experts: all ranks do the same work in it."""
+
+    def problems(self) -> list[Problem]:
+        """Its ranks would drop different elements of the same activations."""
+        if self.site.split and drops(self.site.module):
+            message = f"{self.site.name!r} works on the whole sequence and draws random numbers (dropout, jitter)"
+            return [Problem(SEQUENCE_KEY, message, "set them to 0, or leave sequence parallelism off")]
+        return []
+
+    def place(self) -> None:
+        """Join before, cut after."""
+        site = self.site
+        if site.split:
+            around(
+                site.module,
+                enter=lambda x: moves.join(x, 1, site.group),
+                leave=lambda x: moves.cut(x, 1, site.group),
+            )
+
+
+def check_sequence(length: int, size: int) -> None:
+    """Refuse a sequence that the ranks cannot share evenly."""
+    if length % size:
+        longer = -(-length // size) * size
+        raise ModelError(
+            f"sequence parallelism over {size} ranks cannot split rows of {length} tokens evenly: make them "
+            f"{longer} or {longer - size} tokens long (pad with label -100), or set {SEQUENCE_KEY}: false"
+        )
+
+
+def _use_for_own_part(style: Style) -> None:
+    for module in style.site.module.modules():
+        for key in list(module._parameters):
+            style.site.placed.repeat(module, key)
+        read_shared(module, style.site.group)
+
+
+def _list(name: str) -> str:
+    return name.rpartition(".")[0]

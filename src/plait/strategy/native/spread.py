@@ -1,0 +1,183 @@
+"""How a model is taken apart over the axes of a layout. Each technique is called from here, and knows no other.
+
+[Note: techniques are imported where they are used]
+Most of them bring DTensor, which a run that does not spread its model never needs: [Note: DTensor is loaded late].
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from plait.config.run import RunConfig
+from plait.errors import ConfigError, Problem
+from plait.parallel.initializer import Initializer
+from plait.parallel.units import Unit
+from plait.precision import Policy
+from plait.strategy.native.engine import Gradients
+from plait.strategy.native.views import BucketViews, Views
+from plait.world import World
+
+if TYPE_CHECKING:
+    from plait.parallel.pipeline import Stage
+    from plait.strategy.native.staged import StagedSteps
+
+
+def split_stages(module: nn.Module, config: RunConfig, world: World, example: Any) -> list[Stage]:
+    """This rank's stages of a pipeline; none where there is no pipeline. The module is reduced to the last of them."""
+    group = world.group("pp")
+    if group is None:
+        return []
+    from plait.parallel.pipeline import agree, make_stages, measure_layers, plan_stages
+
+    options = config.strategy.pipeline
+    costs = None
+    if options.split == "time":
+        if example is None:
+            message = "'time' needs one micro-batch to measure, and there is none"
+            remedy = "Pass example=… to plait.prepare, or write `split: parameters`."
+            raise ConfigError(Problem("strategy.pipeline.split", message, remedy))
+        costs = agree(measure_layers(module, example, device=world.device), world.device, group)
+    plan = plan_stages(
+        module,
+        ranks=world.layout.pp,
+        schedule=options.schedule,
+        virtual=options.stages_per_rank,
+        split=options.split,
+        costs=costs,
+    )
+    stages = make_stages(plan, world.coordinate("pp"))
+    twice = [name for stage in stages for name, holders in stage.tied.items() if _here(holders, stages) > 1]
+    if twice:
+        message = f"{options.schedule} puts the first and the last stage on one rank, and both hold {twice[0]}"
+        remedy = "Use another schedule, such as interleaved_1f1b, or a model whose embedding and head are not tied."
+        raise ConfigError(Problem("strategy.pipeline.schedule", message, remedy))
+    return stages
+
+
+def _here(holders: Sequence[int], stages: Sequence[Stage]) -> int:
+    return sum(stage.index in holders for stage in stages)
+
+
+def joined(parts: Sequence[nn.Module]) -> nn.Module:
+    """Several stages of this rank as one module."""
+    from plait.strategy.native.staged import StageSet
+
+    return StageSet(parts)
+
+
+def staged_steps(
+    stages: Sequence[Stage], collectors: Sequence[Gradients], views: Views, config: RunConfig, world: World
+) -> StagedSteps:
+    """What runs the stages; every rank must make it."""
+    from plait.parallel.pipeline import Pipeline
+    from plait.strategy.native.staged import StagedSteps
+
+    options, group = config.strategy.pipeline, world.group("pp")
+    assert group is not None
+    # Recomputation runs a block again in its backward pass; in halves it would run twice.
+    splits = config.strategy.recompute.mode == "none"
+    pipeline = Pipeline(stages, schedule=options.schedule, group=group, device=world.device, splits_backward=splits)
+    of_stage = {stage.index: collector for stage, collector in zip(stages, collectors, strict=False)}
+    find = views.gradient_of if isinstance(views, BucketViews) else None
+    return StagedSteps(pipeline, of_stage, None if find is None else lambda _stage, name: find(name))
+
+
+def shard_part(
+    part: nn.Module, units: list[Unit], experts: list[nn.Module], config: RunConfig, policy: Policy, world: World
+) -> Gradients:
+    """Shard a model, or a stage of one, as the ZeRO stage says."""
+    from plait.parallel import zero
+
+    strategy = config.strategy
+    options = zero.ShardingOptions(
+        strategy.stage, strategy.reshard_after_forward, strategy.forward_prefetch, strategy.backward_prefetch
+    )
+    shared = None
+    if experts:
+        from plait.parallel.expert import expert_placement
+
+        mesh = world.sharding_mesh("dp_shard", "cp")
+        shared = zero.Experts(experts, mesh, expert_placement(mesh.shape[-1]))
+    return zero.shard(
+        part,
+        units,
+        mesh=world.sharding_mesh("dp_shard", "ep", "cp"),
+        policy=policy,
+        options=options,
+        experts=shared,
+    )
+
+
+class Several:
+    """What collects the gradients of several stages."""
+
+    def __init__(self, each: Sequence[Gradients]) -> None:
+        self._each = each
+
+    def before_backward(self, *, last: bool) -> None:
+        """Prepare for one micro-batch."""
+        for one in self._each:
+            one.before_backward(last=last)
+
+    def finish(self) -> None:
+        """Complete the step's gradients."""
+        for one in self._each:
+            one.finish()
+
+    def after_forward_alone(self) -> None:
+        """A forward pass is over that no backward pass follows."""
+        for one in self._each:
+            one.after_forward_alone()
+
+
+def rebound(initializer: Initializer, part: nn.Module) -> Initializer:
+    """An initializer that is a model's own method, as that of a copy of it."""
+    owner = getattr(initializer, "__self__", None)
+    if isinstance(owner, nn.Module) and owner is not part and type(owner) is type(part):
+        return getattr(part, initializer.__name__)  # type: ignore[no-any-return]
+    return initializer
+
+
+Cut = Callable[[Any], Any]
+
+
+def spread_axes(
+    module: nn.Module, config: RunConfig, world: World, *, stage: bool
+) -> tuple[Cut | None, list[nn.Module]]:
+    """Spread layers, sequences and experts over ranks; returns what cuts a micro-batch, and what holds experts."""
+    strategy = config.strategy
+    tensor, context, expert = (world.submesh(axis) for axis in ("tp", "cp", "ep"))
+    cut: Cut | None = None
+    experts: list[nn.Module] = []
+    if tensor is not None:
+        from plait.parallel.tensor import apply_tensor_parallel
+
+        options = strategy.tensor
+        apply_tensor_parallel(
+            module,
+            tensor,
+            plan=options.plan or None,
+            sequence=options.sequence_parallel,
+            async_tp=options.async_tp,
+            stage=stage,
+        )
+    if context is not None:
+        from plait.parallel.context import apply_context_parallel, split_batch
+        from plait.parallel.expert import share_rows
+
+        kind = strategy.context.kind
+        apply_context_parallel(module, context, kind=kind)
+        share_rows(module, context)
+        named = "positions" if "positions" in inspect.signature(module.forward).parameters else "position_ids"
+        rank, size = world.coordinate("cp"), world.layout.cp
+        cut = partial(split_batch, rank=rank, size=size, kind=kind, positions_as=named)
+    if expert is not None:
+        from plait.parallel.expert import apply_expert_parallel
+
+        experts = list(apply_expert_parallel(module, expert).values())
+    return cut, experts

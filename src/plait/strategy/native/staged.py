@@ -1,0 +1,87 @@
+"""Steps of a model whose layers follow each other over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from plait.parallel.pipeline import Pipeline, Stage
+from plait.strategy.native.loss import LossNormalizer, WeightedLoss
+
+ReadLoss = Callable[[Any, int], WeightedLoss]
+"""(the model's answer, the number of the micro-batch) → its loss."""
+
+
+class StageSet(nn.Module):
+    """Several stages of one model on one rank, under the names that their tensors have in the whole model."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of all stages."""
+        for part in self.parts:
+            yield from part.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of all stages."""
+        for part in self.parts:
+            yield from part.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Of all stages."""
+        return {name: value for part in self.parts for name, value in part.state_dict(*args, **kwargs).items()}
+
+
+class StagedSteps:
+    """Runs micro-batches through a pipeline, and sees to their losses."""
+
+    def __init__(self, pipeline: Pipeline, collectors: dict[int, Any], find_gradient: Any) -> None:
+        """`collectors`: for each stage, what collects its gradients, where that wants to be told of passes."""
+        self.pipeline = pipeline
+        self._collectors = collectors
+        self._find_gradient = find_gradient
+
+    def train(
+        self,
+        ready: Sequence[Any],
+        read_loss: ReadLoss,
+        normalizer: LossNormalizer,
+        scale: Callable[[Tensor], Tensor],
+        data_parallel: int,
+    ) -> None:
+        """Forward and backward over all micro-batches of a step."""
+        count = len(ready)
+        normalizer.expect(_targets(ready[0]) * count * data_parallel)
+
+        def loss_of(outputs: Any, _inputs: Any, index: int) -> Tensor:
+            loss = read_loss(outputs, index)
+            normalizer.add(loss, micro_batches=count)
+            return scale(normalizer.scaled(loss))
+
+        def before_backward(stage: Stage, last: bool) -> None:
+            self._collectors[stage.index].before_backward(last=last)
+
+        self.pipeline.step(ready, loss_of, before_backward if self._collectors else None)
+        if not self.pipeline.has_last:
+            normalizer.add_nothing()
+
+    def finish(self) -> None:
+        """Add up the gradients of weights that several stages hold."""
+        self.pipeline.tied.sum(self._find_gradient)
+
+    def answer(self, ready: Any) -> Any:
+        """What the model says to one micro-batch, where the last stage is; None elsewhere."""
+        answers = self.pipeline.forward([ready])
+        return answers[0] if answers else None
+
+
+def _targets(inputs: Any) -> int:
+    """About how many targets a micro-batch has: as many as its largest tensor of whole numbers, or its first's rows."""
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+    whole = [leaf.numel() for leaf in tensors if not leaf.is_floating_point()]
+    return max(whole, default=len(tensors[0]) if tensors else 1)

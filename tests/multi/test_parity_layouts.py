@@ -1,0 +1,193 @@
+"""Promise 1 for every axis and their products: any layout equals one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.multi.parity import MODEL, Trace, assert_same, run_steps, token_batches
+from tests.multi.ranks import RankPool
+
+TOLERANCE = {"fp32": 1e-5, "bf16": 8e-2}
+"""Of each tensor's largest value. In bf16 a layer that is cut rounds other partial sums than a whole one."""
+
+
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[RankPool]:
+    pool = RankPool(8, timeout_s=240)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def pools(two_ranks: RankPool, four_ranks: RankPool) -> dict[int, RankPool]:
+    return {2: two_ranks, 4: four_ranks}
+
+
+MOE = {
+    **{key: value for key, value in MODEL.items() if key != "type"},
+    "type": "moe",
+    "experts": 4,
+    "top_k": 2,
+    "expert_dim": 16,
+}
+
+
+def compare(
+    pool: RankPool,
+    sections: dict[str, Any],
+    *,
+    data_parallel: int,
+    precision: str = "fp32",
+    seed: int = 0,
+    steps: Any = None,
+    tolerance: float | None = None,
+    noise: str = "",
+) -> None:
+    """Train the same micro-batches on one process and on all ranks."""
+    steps = steps or token_batches(seed, 4)
+    sections = {**sections, "precision": precision}
+    alone = {key: value for key, value in sections.items() if key != "strategy"}
+    expected = run_steps(0, 1, alone, steps)
+    traces = pool.run(run_layout, sections, steps, data_parallel)
+    # Each rank of a pipeline has its own layers; all of them together are the model.
+    everything = {name: tensor for trace in traces for name, tensor in trace.tensors.items()}
+    for found in traces:
+        found.tensors = {**everything, **found.tensors}
+        assert_same(found, expected, tolerance=tolerance or TOLERANCE[precision], noise=noise)
+
+
+def run_layout(rank: int, size: int, sections: dict[str, Any], steps: Any, data_parallel: int) -> Trace:
+    """`run_steps` for ranks of which several see the same samples."""
+    from plait.config import parse_sections
+    from plait.world import open_world
+
+    config = parse_sections(**sections).config
+    share = open_world(config).data_rank
+    return run_steps(share, data_parallel, sections, steps)
+
+
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "tp2": (2, 1, {"layout": {"tp": 2}}),
+    "tp2 sp": (2, 1, {"layout": {"tp": 2}, "tensor": {"sequence_parallel": True}}),
+    "cp2 ring": (2, 1, {"layout": {"cp": 2}}),
+    "cp2 ulysses": (2, 1, {"layout": {"cp": 2}, "context": {"kind": "ulysses"}}),
+    "cp2 zero3": (2, 1, {"layout": {"cp": 2}, "zero": 3}),
+    "dp2 tp2": (4, 2, {"layout": {"tp": 2}}),
+    "dp2 tp2 zero1": (4, 2, {"layout": {"tp": 2}, "zero": 1}),
+    "dp2 tp2 zero3": (4, 2, {"layout": {"tp": 2}, "zero": 3}),
+    "dp2 tp2 sp zero3": (4, 2, {"layout": {"tp": 2}, "zero": 3, "tensor": {"sequence_parallel": True}}),
+    "cp2 tp2": (4, 1, {"layout": {"cp": 2, "tp": 2}}),
+    "cp2 tp2 zero3": (4, 1, {"layout": {"cp": 2, "tp": 2}, "zero": 3}),
+    "dp2 cp2 zero1": (4, 2, {"layout": {"cp": 2}, "zero": 1}),
+    **{
+        f"pp2 {schedule}": (2, 1, {"layout": {"pp": 2}, "pipeline": {"schedule": schedule}})
+        for schedule in ("gpipe", "1f1b", "interleaved_zb")
+    },
+    "dp2 pp2": (4, 2, {"layout": {"pp": 2}}),
+    "dp2 pp2 zero1": (4, 2, {"layout": {"pp": 2}, "zero": 1}),
+    "dp2 pp2 zero3": (4, 2, {"layout": {"pp": 2}, "zero": 3}),
+    "tp2 pp2": (4, 1, {"layout": {"pp": 2, "tp": 2}}),
+    "tp2 sp pp2": (4, 1, {"layout": {"pp": 2, "tp": 2}, "tensor": {"sequence_parallel": True}}),
+}
+"""Name → ranks, data-parallel ranks, strategy."""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_equals_one_process(pools: dict[int, RankPool], name: str, precision: str) -> None:
+    size, data_parallel, strategy = LAYOUTS[name]
+    sections = {"model": MODEL, "strategy": strategy}
+    compare(pools[size], sections, data_parallel=data_parallel, precision=precision, seed=hash(name) % 1000)
+
+
+EXPERTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "ep2": (2, 2, {"layout": {"ep": 2}}),
+    "ep2 zero3": (2, 2, {"layout": {"ep": 2}, "zero": 3}),
+    "ep2 dp2": (4, 4, {"layout": {"ep": 2}}),
+    "ep2 dp2 zero1": (4, 4, {"layout": {"ep": 2}, "zero": 1}),
+    "ep2 dp2 zero3": (4, 4, {"layout": {"ep": 2}, "zero": 3}),
+    "ep2 pp2": (4, 2, {"layout": {"ep": 2, "pp": 2}}),
+    "ep2 cp2 zero3": (4, 2, {"layout": {"ep": 2, "cp": 2}, "zero": 3}),
+    "tp2": (2, 1, {"layout": {"tp": 2}}),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_that_are_spread_equal_one_process(pools: dict[int, RankPool], name: str, precision: str) -> None:
+    size, data_parallel, strategy = EXPERTS[name]
+    sections = {"model": MOE, "strategy": strategy}
+    # In bf16 a token whose two best experts are nearly equal may choose the other one: only the losses and norms agree.
+    noise = "." if precision == "bf16" else ""
+    seed = hash(name) % 1000
+    compare(pools[size], sections, data_parallel=data_parallel, precision=precision, seed=seed, noise=noise)
+
+
+DEEP = {**MODEL, "layers": 8}
+WIDE: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2 tp2 pp2": (2, {"layout": {"pp": 2, "tp": 2}}),
+    "dp2 tp2 pp2 zero1": (2, {"layout": {"pp": 2, "tp": 2}, "zero": 1}),
+    "dp2 tp2 pp2 zero3": (2, {"layout": {"pp": 2, "tp": 2}, "zero": 3}),
+    "pp4 interleaved dp2": (2, {"layout": {"pp": 4}, "pipeline": {"schedule": "interleaved_1f1b"}}),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_three_axes_on_eight_ranks_equal_one_process(eight_ranks: RankPool, name: str) -> None:
+    data_parallel, strategy = WIDE[name]
+    steps = token_batches(hash(name) % 1000, 8)
+    sections = {"model": DEEP, "strategy": strategy}
+    compare(eight_ranks, sections, data_parallel=data_parallel, steps=steps, tolerance=1e-4)  # deep
+
+
+COMMON = {"vocab_size": 61, "num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 4}
+HF: dict[str, dict[str, Any]] = {
+    "llama": {
+        **COMMON,
+        "model_type": "llama",
+        "intermediate_size": 32,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "attention_dropout": 0.0,
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 61,
+        "n_layer": 2,
+        "n_embd": 24,
+        "n_head": 4,
+        "n_positions": 32,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    },
+    "mixtral": {
+        **COMMON,
+        "model_type": "mixtral",
+        "intermediate_size": 16,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 32,
+        "sliding_window": None,
+    },
+}
+HF_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (1, {"layout": {"tp": 2}}),
+    "pp2": (1, {"layout": {"pp": 2}}),
+    "cp2": (1, {"layout": {"cp": 2}}),
+    "ep2": (2, {"layout": {"ep": 2}}),
+}
+
+
+@pytest.mark.parametrize("layout", HF_LAYOUTS)
+@pytest.mark.parametrize("model", HF)
+def test_unedited_transformers_models_equal_one_process(two_ranks: RankPool, model: str, layout: str) -> None:
+    if layout == "ep2" and model != "mixtral":
+        pytest.skip("it has no experts")
+    data_parallel, strategy = HF_LAYOUTS[layout]
+    sections = {"model": {"type": "hf", "config": HF[model]}, "strategy": strategy}
+    compare(two_ranks, sections, data_parallel=data_parallel, seed=hash((model, layout)) % 1000)
