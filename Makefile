@@ -23,8 +23,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Tests of one process share the cores; those of several ranks need them all.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/architecture tests/golden tests/unit
+	$(BIN)/python -m pytest tests/multi
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

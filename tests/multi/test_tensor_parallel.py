@@ -43,6 +43,8 @@ MODELS: dict[str, Any] = {
     "gpt": GptConfig(vocab_size=VOCAB, dim=32, layers=2, heads=4, seq_len=SEQ, bias=True, tie_embeddings=True),
     "hf-llama": HFConfig(config={"model_type": "llama", **HF_SIZES}),
     "hf-qwen": HFConfig(config={"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True, **HF_SIZES}),
+    # Its projections are fused and put together again behind the product.
+    "hf-phi": HFConfig(config={"model_type": "phi3", "pad_token_id": 0, "tie_word_embeddings": True, **HF_SIZES}),
     "hf-mixtral": HFConfig(
         config={
             "model_type": "mixtral",
@@ -394,6 +396,24 @@ def test_recomputed_blocks_drop_what_they_dropped_before(two_ranks: RankPool, se
     kept = two_ranks.run(run_dropout, sequence, False)
     for found, expected in zip(two_ranks.run(run_dropout, sequence, True), kept, strict=True):
         torch.testing.assert_close(found.gradients, expected.gradients)
+
+
+def run_hf_dropout(rank: int, size: int, sequence: bool) -> tuple[float, dict[str, Tensor]]:
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.4)
+    torch.manual_seed(2)
+    model = build_model(HFConfig(config={**MODELS["hf-gpt2"].config, **rates})).train()
+    apply_tensor_parallel(model, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)), sequence=sequence)
+    torch.manual_seed(7)
+    loss = model(**batch(0)).sum
+    loss.backward()
+    return loss.item(), {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_dropout_behind_a_row_parallel_layer_is_the_same_on_all_ranks(two_ranks: RankPool, sequence: bool) -> None:
+    one, other = two_ranks.run(run_hf_dropout, sequence)
+    assert one[0] == other[0]
+    torch.testing.assert_close(one[1], other[1], rtol=0, atol=0)
 
 
 # ---- what is sent

@@ -8,7 +8,7 @@ from plait.config.model import GptConfig
 from plait.errors import ModelError
 from plait.models.common.chunked_loss import row_statistics, slopes_of
 from plait.parallel.tensor import check_sequence, shared_seed, tensor_traffic, why_no_async
-from plait.parallel.tensor.dropout import drops, own_random
+from plait.parallel.tensor.dropout import OwnRandom, drops
 from plait.parallel.tensor.linear import kv_heads_of
 from plait.parallel.tensor.parameters import part_of
 
@@ -45,7 +45,7 @@ def test_random_numbers_of_ones_own_leave_the_common_ones_in_step() -> None:
         torch.manual_seed(4)
         own, common = [], []
         for count in (1 + rank, 2 + 3 * rank):
-            with own_random(rank, torch.device("cpu")):
+            with OwnRandom(rank).within(torch.device("cpu")):
                 own.append(float(torch.rand(count)[0]))
             common.append(float(torch.rand(())))
         return own, common
@@ -58,11 +58,11 @@ def test_random_numbers_of_ones_own_leave_the_common_ones_in_step() -> None:
 
 def test_the_common_numbers_go_on_after_an_error() -> None:
     torch.manual_seed(4)
-    with pytest.raises(ZeroDivisionError), own_random(1, torch.device("cpu")):
+    with pytest.raises(ZeroDivisionError), OwnRandom(1).within(torch.device("cpu")):
         raise ZeroDivisionError
     after = torch.rand(())
     torch.manual_seed(4)
-    with own_random(1, torch.device("cpu")):
+    with OwnRandom(1).within(torch.device("cpu")):
         torch.rand(5)
     assert torch.equal(torch.rand(()), after)
 

@@ -10,9 +10,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from plait.errors import ConfigError, ModelError, Problem
 from plait.parallel.tensor.async_tp import enable_async
+from plait.parallel.tensor.dropout import OwnRandom
 from plait.parallel.tensor.linear import is_linear
 from plait.parallel.tensor.parameters import Placed
-from plait.parallel.tensor.plan import WORDS, check_sequence_plan, read_plan, under
+from plait.parallel.tensor.plan import WORDS, check_sequence_plan, outer, read_plan
 from plait.parallel.tensor.style import PLAN_KEY, Site, Style
 from plait.parallel.tensor.transformers_plan import is_transformers_model, transformers_words
 from plait.parallel.tensor.vocabulary import answer_whole
@@ -46,8 +47,8 @@ def apply_tensor_parallel(
     words = words_of(module, plan, stage=stage)
     if sequence and not stage:
         check_sequence_plan(words)
-    placed = Placed(mesh)
-    styles = {name: _style(name, module, words, mesh, placed, sequence=sequence) for name in words}
+    placed, random = Placed(mesh), dict[str, OwnRandom]()
+    styles = {name: _style(name, module, words, mesh, placed, random, sequence=sequence) for name in words}
     problems = [problem for style in styles.values() for problem in style.problems()]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -81,7 +82,14 @@ def words_of(module: nn.Module, plan: Mapping[str, str] | None = None, *, stage:
 
 
 def _style(
-    name: str, model: nn.Module, words: dict[str, str], mesh: DeviceMesh, placed: Placed, *, sequence: bool
+    name: str,
+    model: nn.Module,
+    words: dict[str, str],
+    mesh: DeviceMesh,
+    placed: Placed,
+    random: dict[str, OwnRandom],
+    *,
+    sequence: bool,
 ) -> Style:
     site = Site(
         name=name,
@@ -94,7 +102,8 @@ def _style(
         rank=mesh.get_local_rank(),
         placed=placed,
         sequence=sequence,
-        split=sequence and under(name, words, "block") and not under(name, words, "whole_sequence"),
-        in_region=under(name, words, "region"),
+        split=sequence and outer(name, words, "block") is not None and outer(name, words, "whole_sequence") is None,
+        region=outer(name, words, "region"),
+        random=random,
     )
     return WORDS[words[name]](site)

@@ -39,21 +39,38 @@ def drops(module: nn.Module) -> bool:
     )
 
 
-@contextmanager
-def own_random(rank: int, device: torch.device) -> Iterator[None]:
-    """Random numbers of this rank's own, until the end of the block. See [Note: whose dropout is whose]."""
-    if device.type == "cuda":
-        generator = torch.cuda.default_generators[device.index]
-        offset = generator.get_offset()
-        drawn = (generator.initial_seed(), offset)
-        generator.set_offset(offset + 4)  # so that the next draw is another one; offsets go in fours
-    else:
-        generator = torch.default_generator
-        drawn = (int(torch.randint(2**62, (), generator=generator)), 0)
-    common = generator.get_state()
-    entropy = [abs(drawn[0]), drawn[1], rank]
-    generator.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1))
-    try:
-        yield
-    finally:
-        generator.set_state(common)
+class OwnRandom:
+    """Random numbers of this rank's own, from `begin` to `end`. See [Note: whose dropout is whose]."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._common: tuple[torch.Generator, torch.Tensor] | None = None
+
+    def begin(self, device: torch.device) -> None:
+        """From here on the default generator gives numbers of this rank's own."""
+        if device.type == "cuda":
+            generator = torch.cuda.default_generators[device.index]
+            drawn, offset = generator.initial_seed(), generator.get_offset()
+            generator.set_offset(offset + 4)  # so that the next draw is another one; offsets go in fours
+        else:
+            generator = torch.default_generator
+            drawn, offset = int(torch.randint(2**62, (), generator=generator)), 0
+        self._common = generator, generator.get_state()
+        seeds = np.random.SeedSequence([abs(drawn), offset, self._rank])
+        generator.manual_seed(int(seeds.generate_state(1, np.uint64)[0] >> 1))
+
+    def end(self) -> None:
+        """From here on the common numbers go on, wherever that is said first."""
+        if self._common is not None:
+            generator, state = self._common
+            generator.set_state(state)
+            self._common = None
+
+    @contextmanager
+    def within(self, device: torch.device) -> Iterator[None]:
+        """From `begin` to `end`, also where something goes wrong in between."""
+        self.begin(device)
+        try:
+            yield
+        finally:
+            self.end()

@@ -26,7 +26,7 @@ class LinearStyle(Style):
 
     def enter(self, x: Tensor) -> Tensor:
         """Bring a layer's input into tensor-parallel work, unless an outer module has done so."""
-        return x if self.site.in_region else enter_region(self.site, x)
+        return enter_region(self.site, x) if self.site.region is None else x
 
 
 class Colwise(LinearStyle):
@@ -74,6 +74,9 @@ class Rowwise(LinearStyle):
 
     def _forward(self, x: Tensor) -> Tensor:
         module = self.site.module
+        random = self.site.random.get(self.site.region or "")
+        if random is not None:
+            random.end()
         y = leave_region(self.site, _multiply(module, x, own(module, "weight"), None))
         # On a part of the sequence each rank has a summand of the bias's gradient; on the whole, all of it.
         bias = shared(module, "bias", self.site.group)

@@ -90,10 +90,12 @@ def check_sequence_plan(words: Mapping[str, str]) -> None:
         )
 
 
-def under(name: str, words: Mapping[str, str], word: str) -> bool:
-    """Whether a module lies inside one that has a word."""
-    parts = name.split(".")
-    return any(words.get(".".join(parts[:count])) == word for count in range(1, len(parts)))
+def outer(name: str, words: Mapping[str, str], word: str) -> str | None:
+    """The innermost module around another that has a word, if any."""
+    while name := name.rpartition(".")[0]:
+        if words.get(name) == word:
+            return name
+    return None
 
 
 def _examples(names: list[str]) -> str:

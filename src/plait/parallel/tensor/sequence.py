@@ -15,10 +15,10 @@ from torch import Tensor
 
 from plait.errors import ModelError, Problem
 from plait.parallel.tensor import moves
-from plait.parallel.tensor.dropout import drops
+from plait.parallel.tensor.dropout import OwnRandom, drops
 from plait.parallel.tensor.linear import enter_region
 from plait.parallel.tensor.parameters import read_shared
-from plait.parallel.tensor.style import PLAN_KEY, SEQUENCE_KEY, Style, around, own_random_within
+from plait.parallel.tensor.style import PLAN_KEY, SEQUENCE_KEY, Style, around, while_training
 
 
 class Region(Style):
@@ -26,12 +26,20 @@ class Region(Style):
 
     def problems(self) -> list[Problem]:
         """Each rank has a summand of the gradients in here, so nothing may be left to do whole work."""
+        if self.site.split and self._gathers() and drops(self.site.module):
+            message = f"{self.site.name!r} puts features together again and draws random numbers (dropout)"
+            return [Problem(SEQUENCE_KEY, message, "set dropout to 0, or leave sequence parallelism off")]
         names = [key for key, part in self.site.module.named_modules() if part._parameters]
         forgotten = [name for key in names if (name := f"{self.site.name}.{key}".rstrip(".")) not in self._known()]
         if not forgotten:
             return []
         message = f"{', '.join(map(repr, forgotten))}: layers of the region {self.site.name!r} without a word"
         return [Problem(PLAN_KEY, message, "give each of them a word; `inner` keeps parameters whole")]
+
+    def _gathers(self) -> bool:
+        """Whether all ranks do the same work in between, and so must drop the same."""
+        inside = f"{self.site.name}."
+        return any(word == "colwise_gather" and name.startswith(inside) for name, word in self.site.words.items())
 
     def _known(self) -> set[str]:
         """Every module that has a word, or lies in an `inner`, which takes all it holds."""
@@ -42,14 +50,18 @@ class Region(Style):
             if word == "inner" and name.startswith(f"{site.name}.")
             for key, _ in site.module.get_submodule(name[len(site.name) + 1 :]).named_modules()
         )
-        return {name for name, word in words.items() if word != "region"} | set(held)
+        return {name for name, word in words.items() if word not in ("region", "replicate")} | set(held)
 
     def place(self) -> None:
         """Change the main input, and the random numbers inside."""
         site = self.site
+        context = None
         # In a split block all random numbers are a rank's own already.
-        random = own_random_within(site) if drops(site.module) and not site.split else None
-        around(site.module, enter=partial(enter_region, site), context=random)
+        if drops(site.module) and not site.split and not self._gathers():
+            # Shared work ends in the row-parallel layer, and so do they: what follows it may be dropped out again.
+            site.random[site.name] = OwnRandom(site.rank)
+            context = while_training(site, site.random[site.name])
+        around(site.module, enter=partial(enter_region, site), context=context)
 
 
 class Block(Style):
@@ -65,7 +77,7 @@ class Block(Style):
             site.module,
             enter=self._cut if site.name == listed[0] else None,
             leave=self._join if site.name == listed[-1] else None,
-            context=own_random_within(site) if drops(site.module) else None,
+            context=while_training(site, OwnRandom(site.rank)) if drops(site.module) else None,
         )
 
     def _cut(self, x: Tensor) -> Tensor:

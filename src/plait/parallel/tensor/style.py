@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from plait.errors import Problem
-from plait.parallel.tensor.dropout import own_random
+from plait.parallel.tensor.dropout import OwnRandom
 from plait.parallel.tensor.parameters import SIZE_KEY, Placed
 
 PLAN_KEY = "strategy.tensor.plan"
@@ -46,8 +46,10 @@ class Site:
     """Whether sequence parallelism was asked for."""
     split: bool
     """Whether activations are split along the sequence here."""
-    in_region: bool
-    """Whether an outer module has brought the input into tensor-parallel work already."""
+    region: str | None
+    """The outer module that has brought the input into tensor-parallel work already, if any."""
+    random: dict[str, OwnRandom]
+    """The random numbers of regions that need their own, by name."""
 
     def siblings(self, word: str) -> list[nn.Module]:
         """The parent's direct children that the plan gives a word to."""
@@ -134,11 +136,10 @@ def around(
     module.forward = forward
 
 
-def own_random_within(site: Site) -> Callable[[Tensor], AbstractContextManager[Any]]:
-    """The context of `dropout.own_random` for a module of the plan, while it trains."""
-    rank, module = site.rank, site.module
+def while_training(site: Site, random: OwnRandom) -> Callable[[Tensor], AbstractContextManager[Any]]:
+    """The context of a rank's own random numbers for a module of the plan, while it trains."""
 
     def context(given: Tensor) -> AbstractContextManager[Any]:
-        return own_random(rank, given.device) if module.training else nullcontext()
+        return random.within(given.device) if site.module.training else nullcontext()
 
     return context

@@ -116,7 +116,7 @@ def _add_regions(model: nn.Module, words: dict[str, str]) -> None:
     """Modules that consist of layers with words only, columns first and rows last."""
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
-        inside = {key: word for key, word in words.items() if key.startswith(prefix)}
+        inside = {key: word for key, word in words.items() if key.startswith(prefix) and word != "replicate"}
         with_parameters = {f"{prefix}{key}" for key, part in module.named_modules() if part._parameters}
         direct = {word for key, word in inside.items() if "." not in key[len(prefix) :]}
         if name and direct & _COLUMNS and direct & _ROWS and with_parameters <= inside.keys():

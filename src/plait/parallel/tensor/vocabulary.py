@@ -6,6 +6,7 @@ stored shape stays what it is.
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import torch
@@ -116,6 +117,7 @@ def answer_whole(model: nn.Module) -> None:
     """Have the model's callers see whole tensors where it would answer with DTensors (logits, without labels)."""
     inner = model.forward
 
+    @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         return tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, inner(*args, **kwargs))
 
