@@ -44,7 +44,14 @@ def _check(parsed: Parsed, ranks: int) -> None:
     if problems:
         raise ConfigError(problems)
     layout = resolve_layout(config.strategy, size=ranks, local_size=ranks)
-    resolve_batch(config.batch, layout.data_parallel, micro_batches=config.strategy.pipeline.micro_batches)
+    pipeline = config.strategy.pipeline
+    batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=pipeline.micro_batches)
+    if layout.pp > 1:
+        # Late: it brings torch, which the launcher otherwise does without.
+        from plait.parallel.pipeline import check_micro_batches, resolve_virtual
+
+        resolve_virtual(pipeline.schedule, pipeline.stages_per_rank)
+        check_micro_batches(pipeline.schedule, layout.pp, batch.accumulation)
 
 
 def _show(parsed: Parsed) -> None:

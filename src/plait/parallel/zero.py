@@ -84,11 +84,15 @@ def shard(
     mesh: DeviceMesh,
     policy: Policy,
     options: ShardingOptions,
+    placement: Callable[[nn.Parameter], Shard | None] | None = None,
     experts: Experts | None = None,
 ) -> ShardedGradients:
-    """Shard the units, then the rest of the model, over the last axis of the mesh; copies along the first of two."""
+    """Shard the units, then the rest of the model, over the last axis of the mesh; copies along the first of two.
+
+    `placement` says along which dimension a parameter is cut; absent: the first.
+    """
     reshard = options.stage == 3 if options.reshard_after_forward is None else options.reshard_after_forward
-    common: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
+    common: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard, "shard_placement_fn": placement}
     casting = MixedPrecisionPolicy(
         param_dtype=policy.compute if policy.mixed and policy.master else None,
         reduce_dtype=policy.reduce,

@@ -95,6 +95,15 @@ def async_tensor_parallel_needs_compile(facts: Facts) -> Iterator[Problem]:
         yield Problem("strategy.tensor.async_tp", message, "Write `strategy.compile: true`, or leave it out.")
 
 
+def compiled_tensor_parallel_keeps_activations(facts: Facts) -> Iterator[Problem]:
+    """A block that is cut over ranks, compiled and recomputed at once fails inside torch."""
+    strategy = facts.config.strategy
+    if strategy.layout.tp > 1 and strategy.compile.enabled and strategy.recompute.mode != "none":
+        message = f"{strategy.recompute.mode} cannot go with `strategy.compile` where `layout.tp` is more than 1"
+        remedy = "Leave one of the three out: torch fails on blocks with all of them."
+        yield Problem("strategy.recompute.mode", message, remedy)
+
+
 def recompute_options_fit_the_mode(facts: Facts) -> Iterator[Problem]:
     """Each option of `recompute` belongs to one mode."""
     recompute = facts.config.strategy.recompute
@@ -145,6 +154,7 @@ RULES = (
     options_need_their_axis,
     micro_batches_are_accumulation,
     async_tensor_parallel_needs_compile,
+    compiled_tensor_parallel_keeps_activations,
     recompute_options_fit_the_mode,
     compile_options_need_compile,
     wrap_needs_a_use,

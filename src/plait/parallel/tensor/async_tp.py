@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait.errors import ConfigError, Problem
 
-ASYNC_KEY = "strategy.tensor.async"
+ASYNC_KEY = "strategy.tensor.async_tp"
 
 
 def why_no_async(device_type: str, *, sequence: bool) -> str | None:

@@ -21,7 +21,7 @@ from plait.parallel.tensor.parameters import SIZE_KEY, Placed
 
 PLAN_KEY = "strategy.tensor.plan"
 """The setting that holds a user's own plan."""
-SEQUENCE_KEY = "strategy.tensor.sequence"
+SEQUENCE_KEY = "strategy.tensor.sequence_parallel"
 """The setting that asks for sequence parallelism."""
 
 

@@ -101,12 +101,21 @@ def shard_part(
     if experts:
         from plait.parallel.expert import expert_placement
 
-        mesh = world.sharding_mesh("dp_shard", "cp")
-        shared = zero.Experts(experts, mesh, expert_placement(mesh.shape[-1]))
+        peers = world.sharding_mesh("dp_shard", "cp")
+        shared = zero.Experts(experts, peers, expert_placement(peers.shape[-1]))
+    mesh, placement = world.sharding_mesh("dp_shard", "ep", "cp"), None
+    if world.layout.tp > 1:
+        from torch.distributed.tensor import Shard
+
+        from plait.parallel.tensor import sharding_dim
+
+        shards = mesh.shape[-1]
+        placement = lambda param: Shard(sharding_dim(param, shards))  # noqa: E731
     return zero.shard(
         part,
         units,
-        mesh=world.sharding_mesh("dp_shard", "ep", "cp"),
+        mesh=mesh,
+        placement=placement,
         policy=policy,
         options=options,
         experts=shared,
