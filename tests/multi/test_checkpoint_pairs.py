@@ -24,6 +24,11 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
     **{f"{name} on 4": (4, name) for name in ("ddp", "zero1", "zero2", "zero3")},
     "hybrid on 4": (4, {"zero": 3, "layout": {"dp_replicate": 2, "dp_shard": 2}}),
     "zero3 on 3": (3, "zero3"),
+    "tp2": (2, {"layout": {"tp": 2}}),
+    "pp2": (2, {"layout": {"pp": 2}}),
+    "zero3 × tp2": (4, {"zero": 3, "layout": {"tp": 2}}),
+    "zero1 × pp2": (4, {"zero": 1, "layout": {"pp": 2}}),
+    "tp2 × pp2": (4, {"layout": {"tp": 2, "pp": 2}}),
 }
 """Name → number of ranks, strategy."""
 
@@ -41,7 +46,7 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def train_and_save(rank: int, size: int, strategy: Any, target: str, seed: int) -> dict[str, Tensor]:
     engine = make_engine(strategy, seed)
     for step in token_batches(seed, 12)[:2]:
-        engine.train_step(step[rank::size])
+        engine.train_step(step[engine.world.data_rank :: engine.world.layout.data_parallel])
     save_checkpoint(Path(target), engine.state_tensors(), {}, step=engine.steps, world=engine.world)
     return whole(engine.state_tensors())
 
@@ -79,7 +84,9 @@ def saved(pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) 
     made = {}
     for seed, (name, (size, strategy)) in enumerate(LAYOUTS.items()):
         target = str(folder / f"step-{seed:08d}")
-        made[name] = target, run(pools, size, train_and_save, strategy, target, seed)[0]
+        # Each rank of a pipeline has its own layers.
+        parts = run(pools, size, train_and_save, strategy, target, seed)
+        made[name] = target, {key: tensor for part in parts for key, tensor in part.items()}
     return made
 
 
@@ -89,11 +96,12 @@ def test_what_any_layout_saved_is_loaded_to_the_bit(
 ) -> None:
     size, strategy = LAYOUTS[after]
     targets = {before: target for before, (target, _) in saved.items()}
-    for rank, found in enumerate(run(pools, size, load_all, strategy, targets)):
-        for before, (_, expected) in saved.items():
-            assert found[before].keys() == expected.keys()
-            assert any(name.startswith("optim.") for name in expected)
-            wrong = [name for name, tensor in expected.items() if not torch.equal(found[before][name], tensor)]
+    ranks = run(pools, size, load_all, strategy, targets)
+    for before, (_, expected) in saved.items():
+        assert any(name.startswith("optim.") for name in expected)
+        assert {name for found in ranks for name in found[before]} == expected.keys()
+        for rank, found in enumerate(ranks):
+            wrong = [name for name, tensor in found[before].items() if not torch.equal(tensor, expected[name])]
             assert not wrong, f"{before} → {after}, rank {rank}: {wrong}"
 
 
@@ -106,4 +114,4 @@ def test_every_rank_writes_its_share_and_nothing_is_written_twice(saved: dict[st
     heads = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in Path(target).glob("rank-*"))
     assert len(files) == LAYOUTS[name][0]
     assert sum(files) - heads == values
-    assert max(files) < 1.6 * min(files)
+    assert max(files) < 2.5 * min(files)  # the stages of a pipeline are not alike
