@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -74,9 +75,10 @@ def test_sharded_in_bf16_equals_whole_in_bf16(tied, one_rank, monkeypatch):
     whole = build_model(model.config).to(torch.bfloat16)
     whole.load_state_dict(model.state_dict())
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (1,))  # on a machine with a GPU, too
     for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(block, mp_policy=policy, mesh=mesh)
+    fully_shard(model, mp_policy=policy, mesh=mesh)
     tokens = torch.randint(256, (2, 16))
     losses = [m(tokens, tokens) for m in (model, whole)]
     assert torch.equal(losses[0].sum, losses[1].sum)

@@ -22,6 +22,7 @@ from plait.errors import MissingExtraError, ModelError
 from plait.models.common.attention import document_mask
 from plait.models.common.loss import cross_entropy
 from plait.models.hf.block import find_block_classes
+from plait.spec import LossTerm
 
 AUTO_CLASSES: Mapping[str, str] = MappingProxyType(
     {
@@ -143,7 +144,7 @@ class CausalLM(Adapter):
             return loss
         # A mixture of experts adds a mean; times the count it is a sum like the rest.
         weight: Any = self.router_aux_loss_coef
-        return loss._replace(sum=loss.sum + weight * balance * loss.count)
+        return LossTerm(loss.sum + weight * balance * loss.count, loss.count)
 
     def _require(self, parameter: str, given: str) -> None:
         if parameter not in self.accepts:

@@ -70,7 +70,7 @@ class Moe(nn.Module):
         if labels is None or not isinstance(answer, LossTerm):
             return answer
         targets = (labels != IGNORE_INDEX).sum(1)
-        return answer._replace(sum=answer.sum + (penalty * targets).sum())
+        return LossTerm(answer.sum + (penalty * targets).sum(), answer.count)
 
     def init_weights(self, module: nn.Module) -> None:
         """Fill one module."""

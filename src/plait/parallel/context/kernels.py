@@ -197,12 +197,12 @@ def _efficient_backward(
     padded[:, :, : lse.shape[2]] = lse
     state = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
     of_q, of_k, of_v, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        gradient,
+        _by_token(gradient),
         q,
         _spread(k, q),
         _spread(v, q),
         _for_every_head(bias, q),
-        output,
+        _by_token(output),
         padded,
         *state,
         0.0,
@@ -211,6 +211,14 @@ def _efficient_backward(
         scale=scale,
     )
     return of_q, _fold(of_k, k), _fold(of_v, v)
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """The same tensor with the heads of a token side by side in memory, as the kernel's own output has it.
+
+    In 16 bits the kernel takes that for granted, and reads beyond the end of anything else.
+    """
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _for_every_head(bias: Tensor | None, q: Tensor) -> Tensor | None:
