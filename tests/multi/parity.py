@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from plait.config import parse_sections
 from plait.spec import MicroBatch
 from plait.strategy import prepare_native
-from plait.world import open_world
+from plait.world import World, open_world
 
 STEPS = 5
 VOCAB, SEQ = 61, 12
@@ -46,14 +46,20 @@ def token_batches(seed: int, micro_batches: int) -> list[list[dict[str, Tensor]]
 
 
 def run_steps(
-    rank: int, size: int, sections: dict[str, Any], steps: list[list[Any]], model: Any = None, loss_fn: Any = None
+    rank: int,
+    size: int,
+    sections: dict[str, Any],
+    steps: list[list[Any]],
+    model: Any = None,
+    loss_fn: Any = None,
+    world: World | None = None,
 ) -> Trace:
     """Train on this rank's share: rank r takes micro-batches r, r + size, …; `model` is a function that makes one."""
     sections = {"seed": 3, "optim": {"type": "AdamW", "lr": 1e-2, "eps": 1e-3}, "model": MODEL, **sections}
     if model is not None:
         sections.pop("model")
     config = parse_sections(**sections).config
-    engine = prepare_native(config, open_world(config), model=model, loss_function=loss_fn)
+    engine = prepare_native(config, world or open_world(config), model=model, loss_function=loss_fn)
     trace = Trace([], [], [], {})
     for step in steps:
         mine = step[rank::size]
@@ -67,8 +73,8 @@ def run_steps(
     return trace
 
 
-def assert_same(found: Trace, expected: Trace, *, tolerance: float, noise: str = "") -> None:
-    """Losses, norms, parameters and optimizer state agree, each relative to its own largest value.
+def assert_same(found: Trace, expected: Trace, *, tolerance: float, noise: str = "", by_norm: bool = False) -> None:
+    """Losses, norms, parameters and optimizer state agree, each relative to its own largest value, or to its norm.
 
     `noise` is part of the names of parameters whose true gradient is zero: of those there is nothing to compare.
     """
@@ -78,7 +84,7 @@ def assert_same(found: Trace, expected: Trace, *, tolerance: float, noise: str =
         "loss": _error(torch.tensor(found.losses), torch.tensor(expected.losses)),
         "grad_norm": _error(torch.tensor(found.norms), torch.tensor(expected.norms)),
         **{
-            name: _error(found.tensors[name], tensor)
+            name: _error(found.tensors[name], tensor, by_norm=by_norm)
             for name, tensor in expected.tensors.items()
             if not noise or noise not in name
         },
@@ -89,11 +95,13 @@ def assert_same(found: Trace, expected: Trace, *, tolerance: float, noise: str =
     assert errors[worst] <= tolerance, f"{worst} differs by {errors[worst]:.2e} of its largest value"
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
+def _error(found: Tensor, expected: Tensor, *, by_norm: bool = False) -> float:
     assert found.shape == expected.shape
     assert found.dtype == expected.dtype
     finite = expected.isfinite()
     assert torch.equal(finite, found.isfinite())
+    if by_norm:
+        return float((found - expected)[finite].norm() / expected[finite].norm().clamp_min(1e-12))
     scale = float(expected[finite].abs().max()) if finite.any() else 0.0
     difference = float((found - expected)[finite].abs().max()) if finite.any() else 0.0
     return difference / scale if scale else difference

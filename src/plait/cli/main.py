@@ -42,6 +42,25 @@ def train(
 
 
 @app.command()
+def plan(
+    config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
+    overrides: Overrides = None,
+    schedule: Annotated[
+        bool, typer.Option("--schedule", help="Draw the pipeline: who works on which micro-batch, when.")
+    ] = False,
+    nproc: Annotated[int | None, typer.Option("--nproc", "-n", help="Processes; absent: as few as will do.")] = None,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="Where to write; absent: schedule.svg.")] = None,
+) -> None:
+    """Show what a run will do before it starts. For now: the schedule of its pipeline."""
+    from plait.cli.plan import draw_pipeline
+    from plait.errors import ConfigError, Problem
+
+    if not schedule:
+        raise ConfigError(Problem("--schedule", "not given", "it is the only plan there is so far"))
+    draw_pipeline(config, overrides or [], out, nproc=nproc)
+
+
+@app.command()
 def convert(
     src: Annotated[str | None, typer.Argument(help="A checkpoint of Plait, FSDP, DeepSpeed or Hugging Face.")] = None,
     dst: Annotated[str | None, typer.Argument(help="Where to write: a folder, or a file with `--to torch`.")] = None,
