@@ -143,6 +143,39 @@ def test_on_another_base_it_is_refused(two_ranks: RankPool, tmp_path: Path) -> N
     assert isinstance(two_ranks.run(fit_lora, {**resume, "strategy": "zero3"}, 5)[0], dict)
 
 
+def test_each_rank_of_a_pipeline_leaves_out_its_own(two_ranks: RankPool, tmp_path: Path) -> None:
+    run = {"work_dir": tmp_path, "strategy": {"layout": {"pp": 2}}, "checkpoint": {"trainable_only": True}}
+    before = two_ranks.run(fit_pipeline, {**run, "train": {"max_steps": 2}}, 5)
+    saved = open_checkpoint(checkpoint_of(tmp_path, 2))
+    assert {name for name in saved.index.tensors if name.startswith("model.")} == {"model.1.weight", "model.2.weight"}
+    assert saved.manifest.state["frozen"]["names"] == ["model.0.weight", "model.3.weight"]
+    resume = {**run, "train": {"max_steps": 4}, "checkpoint": {"trainable_only": True, "resume": "auto"}}
+    assert all("are not the ones it was trained on" in told for told in two_ranks.run(fit_pipeline, resume, 6))
+    after = two_ranks.run(fit_pipeline, resume, 5)
+    assert after[0].keys() == before[0].keys()
+
+
+def fit_pipeline(rank: int, size: int, sections: dict[str, Any], seed: int) -> dict[str, Tensor] | str:
+    """Four layers in a row, of which the outer two do not train."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+    model[0].requires_grad_(False)
+    model[3].requires_grad_(False)
+    settings: dict[str, Any] = {"seed": 3, "device": "cpu", "batch": {"total": 4, "accumulation": 2}}
+    settings["log"] = {"console": "none", "sinks": []}
+    data = Points(24)
+    try:
+        with Runner(model=model, data=data, loss_fn=mean_square, **settings, **sections) as runner:
+            runner.train()
+            return whole_tensors(runner)
+    except CheckpointError as error:
+        return str(error)
+
+
+def mean_square(outputs: Tensor, _batch: Any) -> Tensor:
+    return outputs.square().mean()
+
+
 # ---- another model, by explicit rule
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from plait.checkpoint.folder import CheckpointFolder, nothing_at
 from plait.checkpoint.load import Part
 from plait.checkpoint.manifest import Checkpoint, Manifest, open_checkpoint, read_manifest
 from plait.checkpoint.read import Span, blocks_of
-from plait.checkpoint.tensorfile import BLOCK, read_all, view_bytes
+from plait.checkpoint.tensorfile import BLOCK, read_all, view_bytes, write_all
 from plait.checkpoint.together import attempt, together
 from plait.errors import CheckpointError
 from plait.world import Channel
@@ -91,18 +91,27 @@ def find_scattered(folder: CheckpointFolder, wanted: str, channel: Channel, disk
         lacking[name] = sorted(manifest.files.keys() - owners.keys())
         if lacking[name]:
             continue
-        home = owners[index_file.NAME]
-        paths = {path.name: path for path in folder.candidates(wanted)} if disks.is_lead else {}
-        opened = channel.all_gather(open_checkpoint(paths[name]) if channel.rank == home else None)[home]
         # A rank's own folder has the name of the others', under its own root, whether there is something in it or not.
-        here = channel.all_gather(paths.get(name, folder.path_of(manifest.step)) if disks.is_lead else None)[disks.lead]
+        paths = {path.name: path for path in folder.candidates(wanted)} if disks.is_lead else {}
+        path = paths.get(name, folder.path_of(manifest.step))
+        opened = _open_at(owners[index_file.NAME], path, channel)
+        here = channel.all_gather(path)[disks.lead]
         return Scattered(Checkpoint(here, opened.manifest, opened.index), owners, channel)
     told = "\n  ".join(f"{name}: no node has {', '.join(files)}" for name, files in lacking.items())
     raise CheckpointError(f"of no checkpoint at {wanted!r} all files are there:\n  {told}")
 
 
+def _open_at(home: int, path: Path, channel: Channel) -> Checkpoint:
+    """What the rank that has the index says a checkpoint holds. Every rank must call it."""
+    found: list[Checkpoint] = []
+    failure = attempt(lambda: found.append(open_checkpoint(path))) if channel.rank == home else None
+    together(channel, failure, "the checkpoint cannot be opened")
+    opened: Checkpoint = channel.all_gather(found[0] if found else None)[home]
+    return opened
+
+
 def _copies(folder: CheckpointFolder, wanted: str) -> dict[str, _Copy]:
-    found: dict[str, Any] = {}
+    found: dict[str, _Copy] = {}
     for path in folder.candidates(wanted):
         try:
             manifest = read_manifest(path)
@@ -135,9 +144,6 @@ def _read_range(path: Path, at: int, into: torch.Tensor) -> None:
 def _write_range(path: Path, at: int, data: torch.Tensor) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
-        view = view_bytes(data)
-        while len(view):
-            written = os.pwrite(file, view, at)
-            view, at = view[written:], at + written
+        write_all(file, view_bytes(data), at)
     finally:
         os.close(file)

@@ -123,7 +123,7 @@ class TensorFileWriter:
         self._bounce = threading.local()
         try:
             os.ftruncate(self._file, self.size)
-            _write_all(self._file, memoryview(head), 0)
+            write_all(self._file, memoryview(head), 0)
         except BaseException:
             os.close(self._file)
             raise
@@ -137,7 +137,7 @@ class TensorFileWriter:
         at = slot.begin
         for block in self._blocks(tensor):
             digests.append(digest(block))
-            _write_all(self._file, block, at)
+            write_all(self._file, block, at)
             at += len(block)
         return digests
 
@@ -177,7 +177,8 @@ class TensorFileWriter:
             self.abandon()
 
 
-def _write_all(file: int, data: memoryview, at: int) -> None:
+def write_all(file: int, data: memoryview, at: int) -> None:
+    """Write all of `data` from a byte of the file on."""
     while len(data):
         written = os.pwrite(file, data, at)
         data, at = data[written:], at + written

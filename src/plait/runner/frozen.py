@@ -21,11 +21,15 @@ class FrozenPart:
 
     @classmethod
     def of(cls, engine: Engine, names: Iterable[str], channel: Channel) -> FrozenPart:
-        """As it is now. Every rank must call it."""
+        """Those of the names that are somewhere, as they are now. Every rank must call it.
+
+        Each rank of a pipeline has some of them, and may know no others.
+        """
         tensors = engine.state_tensors()
-        names = frozenset(names)
-        held = held_pieces({name: tensors[name] for name in sorted(names)})
-        return cls(names, fingerprint(Shares(channel).mine(held), channel))
+        here = sorted(tensors.keys() & set(names))
+        held = held_pieces({name: tensors[name] for name in here})
+        everywhere = frozenset(name for part in channel.all_gather(here) for name in part)
+        return cls(everywhere, fingerprint(Shares(channel).mine(held), channel))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
@@ -38,13 +42,14 @@ def check_left_out(path: object, saved: Mapping[str, Any], engine: Engine, chann
     Every rank must call it.
     """
     names = frozenset(saved["names"])
-    missing = sorted(names - engine.state_tensors().keys())
+    found = FrozenPart.of(engine, names, channel)
+    missing = sorted(names - found.names)
     if missing:
         raise CheckpointError(
             f"{path} holds only what was trained, on top of a model with {missing[0]}"
             f"{f' and {len(missing) - 1} more tensors' if len(missing) > 1 else ''}, which this model does not have"
         )
-    if FrozenPart.of(engine, names, channel).fingerprint != saved["fingerprint"]:
+    if found.fingerprint != saved["fingerprint"]:
         raise CheckpointError(
             f"{path} holds only what was trained, and the {len(names)} other tensors of this model are not the ones "
             "it was trained on; start from the same `model` section, weights and `seed` as then"

@@ -22,8 +22,7 @@ from plait.runner.signals import StopSignals
 from plait.runner.sources import batch_of, is_section, make_loader
 from plait.spec import Event, EventKind
 from plait.strategy import Engine, Length, prepare_native
-from plait.world import World, open_world
-from plait.world.agree import on_main
+from plait.world import World, on_main, open_world
 
 
 class Runner:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from plait.checkpoint import CheckpointFolder, CheckpointWriter, Saved
+from plait.checkpoint import CheckpointFolder, CheckpointWriter, Saved, attempt, together
 from plait.config import to_dict
 from plait.errors import CheckpointError
 from plait.runner.best import Best
@@ -78,7 +78,9 @@ class Saver:
             self.wait()
         if self._saved_step == step:
             if best:
-                on_main(runner.world, lambda: self.folder.link("best", target))
+                link = partial(self.folder.link, "best", target)
+                failure = attempt(link) if self.writer.disks.is_lead else None
+                together(self.writer.channel, failure, f"{target} cannot be linked as the best one")
             return
         for hook in runner.hooks.before_save:
             hook(runner)
@@ -110,7 +112,7 @@ class Saver:
             self._saved_step = None
             if must:
                 raise
-            runner.emit(EventKind.MESSAGE, level="error", text=f"{error}\ntraining goes on without it")
+            runner.emit(EventKind.MESSAGE, level="error", text=f"{error}\ntraining goes on")
             return
         if saved is not None:
             sizes = {"seconds": saved.seconds, "blocked": saved.blocked, "bytes": saved.bytes}

@@ -13,8 +13,7 @@ from plait.config.data import DataConfig, JsonlData, TextData
 from plait.config.train import BatchConfig
 from plait.data import Loader, adopt, build_dataset, is_stream, prepare, tokenizer_path
 from plait.errors import ConfigError, Problem
-from plait.world import World
-from plait.world.agree import on_main
+from plait.world import World, on_main
 
 
 def is_section(value: Any) -> bool:

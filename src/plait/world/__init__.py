@@ -2,6 +2,7 @@
 
 from plait.world.agree import on_main
 from plait.world.channel import Channel
+from plait.world.collectives import all_gather_flat, reduce_scatter_flat
 from plait.world.ranks import Ranks, detect_ranks
 from plait.world.seeding import make_deterministic, restore_rng_state, rng_state, seed_everything
 from plait.world.sharded import is_sharded, local_part, same_kind, settled_part
@@ -11,12 +12,14 @@ __all__ = [
     "Channel",
     "Ranks",
     "World",
+    "all_gather_flat",
     "detect_ranks",
     "is_sharded",
     "local_part",
     "make_deterministic",
     "on_main",
     "open_world",
+    "reduce_scatter_flat",
     "restore_rng_state",
     "rng_state",
     "same_kind",

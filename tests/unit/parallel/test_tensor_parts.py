@@ -7,7 +7,7 @@ from torch import nn
 from plait.config.model import GptConfig
 from plait.errors import ModelError
 from plait.models.common.chunked_loss import row_statistics, slopes_of
-from plait.parallel.tensor import check_sequence, shared_seed, tensor_traffic, why_no_async
+from plait.parallel.tensor import check_sequence, tensor_traffic, why_no_async
 from plait.parallel.tensor.dropout import OwnRandom, drops
 from plait.parallel.tensor.linear import kv_heads_of
 from plait.parallel.tensor.parameters import part_of
@@ -74,10 +74,6 @@ def test_dropout_is_found_in_layers_and_in_settings() -> None:
     assert not drops(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)))
     assert drops(GptBlock(GptConfig(dim=8, heads=2, dropout=0.1)).attention)
     assert not drops(GptBlock(GptConfig(dim=8, heads=2)))
-
-
-def test_neighbouring_ranks_of_a_group_are_seeded_alike() -> None:
-    assert [shared_seed(3, rank=rank, tensor_size=2) for rank in range(4)] == [(3, 0), (3, 0), (3, 1), (3, 1)]
 
 
 def test_a_sequence_length_is_checked_before_a_run() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.errors import WorldError
+from plait.world import all_gather_flat, reduce_scatter_flat
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +64,15 @@ class Hop:
 def gather_from_all(x: Tensor, line: Line) -> Tensor:
     """The tensors of all ranks, stacked in rank order; without gradients."""
     everyone = x.new_empty(line.size * x.numel())
-    _all_gather(everyone, x.reshape(-1), group=line.group)
+    all_gather_flat(everyone, x.reshape(-1), group=line.group)
     return everyone.view(line.size, *x.shape)
 
 
 def scatter_sum(x: Tensor, line: Line) -> Tensor:
     """The i-th part of the sum over all ranks, for rank i; `x` has one part for each rank. Without gradients."""
     mine = x.new_empty(x[0].numel())
-    _reduce_scatter(mine, x.reshape(-1), group=line.group)
+    reduce_scatter_flat(mine, x.reshape(-1), group=line.group)
     return mine.view(x.shape[1:])
-
-
-# torch 2.13 has them under new names and warns of the old ones, which are all that 2.11 knows.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def pack(*tensors: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -37,16 +37,18 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if _holds_experts(module)}
 
 
-def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> dict[str, nn.Module]:
+def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, *, stage: bool = False) -> dict[str, nn.Module]:
     """Spread the experts of a model over the ranks of a 1-D mesh, in place; returns the modules that hold them.
 
     Their parameters become `DTensor`s, `Shard(0)` on the mesh, and keep their names. The modules' forward sends
     rows to the experts they chose and brings the answers back; what an expert computes is the module's own code.
-    Works on the meta device and on real ones, where the parameters must be equal on all ranks already.
+    Works on the meta device and on real ones, where the parameters must be equal on all ranks already. A `stage` is
+    a part of a model that `check_experts` has seen whole; it may have no experts.
     """
     assert mesh.ndim == 1, "experts are spread over one axis"
+    if not stage:
+        check_experts(model, mesh.size())
     found = expert_modules(model)
-    _check(model, found, mesh.size())
     for module in found.values():
         compute = type(module).forward
         for name, param in list(module.named_parameters(recurse=False)):
@@ -78,7 +80,9 @@ def _holds_experts(module: nn.Module) -> TypeGuard[nn.Module]:
     )
 
 
-def _check(model: nn.Module, found: dict[str, nn.Module], ranks: int) -> None:
+def check_experts(model: nn.Module, ranks: int) -> None:
+    """Refuse a model whose experts cannot be spread over so many ranks, or which has none."""
+    found = expert_modules(model)
     if not found:
         message = f"experts are to be spread over {ranks} ranks, and a {type(model).__name__} has none that are known"
         raise ConfigError(Problem("strategy.layout.ep", message, "leave it out, or use a mixture of experts"))

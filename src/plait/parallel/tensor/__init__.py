@@ -2,7 +2,6 @@
 
 from plait.parallel.tensor.apply import apply_tensor_parallel, words_of
 from plait.parallel.tensor.async_tp import why_no_async
-from plait.parallel.tensor.dropout import shared_seed
 from plait.parallel.tensor.parameters import sharding_dim
 from plait.parallel.tensor.plan import WORDS, read_plan
 from plait.parallel.tensor.sequence import check_sequence
@@ -15,7 +14,6 @@ __all__ = [
     "check_sequence",
     "read_plan",
     "sharding_dim",
-    "shared_seed",
     "tensor_traffic",
     "why_no_async",
     "words_of",

@@ -19,14 +19,6 @@ import torch
 from torch import nn
 
 
-def shared_seed(seed: int, *, rank: int, tensor_size: int) -> tuple[int, int]:
-    """What `world.seed_everything(*…)` is to be called with: (seed, number of the group this rank is in).
-
-    The tensor axis is the innermost of the mesh, so its groups are runs of `tensor_size` neighbouring ranks.
-    """
-    return seed, rank // tensor_size
-
-
 def drops(module: nn.Module) -> bool:
     """Whether a module draws random numbers while training: a dropout layer, or a number above 0 of that name."""
     return any(

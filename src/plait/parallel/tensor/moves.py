@@ -23,9 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Torch 2.13 gave them new names, and warns of the old ones.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from plait.world import all_gather_flat, reduce_scatter_flat
 
 Way = Callable[[Tensor, int, dist.ProcessGroup], Tensor]
 
@@ -102,7 +100,7 @@ def _sum_in_fp32(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 def _gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     parts = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-    _all_gather(parts, x.contiguous(), group=group)
+    all_gather_flat(parts, x.contiguous(), group=group)
     if dim == 0:
         return parts
     if x.shape[0] == 1 and dim == 1:
@@ -113,7 +111,7 @@ def _gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def _scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     parts = x.contiguous() if dim == 0 else torch.cat(x.chunk(group.size(), dim))
     own = parts.new_empty((parts.shape[0] // group.size(), *parts.shape[1:]))
-    _reduce_scatter(own, parts, group=group)
+    reduce_scatter_flat(own, parts, group=group)
     return own
 
 

@@ -247,11 +247,13 @@ def _replicate(module: nn.Module, policy: Policy, config: RunConfig, world: Worl
         whole = {param: param.data for param in module.parameters()}
         _cast(module, policy.compute)
         rounded = {param: data for param, data in whole.items() if param.dtype != data.dtype}
+    # Both are made here, on every rank: a stage of a pipeline may have no experts, where another has some.
     dense = world.group("dp_replicate", "dp_shard", "ep", "cp")
+    of_experts = world.group("dp_replicate", "dp_shard", "cp")
     buckets = GradientBuckets(
         params,
         dtype_of=lambda param: policy.reduce if param.dtype == policy.compute else param.dtype,
-        group_of=lambda param: world.group("dp_replicate", "dp_shard", "cp") if _is_expert(param) else dense,
+        group_of=lambda param: of_experts if _is_expert(param) else dense,
         bucket_bytes=int(config.strategy.bucket_mb * 2**20),
     )
     masters = [rounded.get(param) for param in params]

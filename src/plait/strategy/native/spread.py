@@ -34,6 +34,10 @@ def split_stages(module: nn.Module, config: RunConfig, world: World, example: An
         return []
     from plait.parallel.pipeline import agree, make_stages, measure_layers, plan_stages
 
+    if world.layout.ep > 1:
+        from plait.parallel.expert import check_experts
+
+        check_experts(module, world.layout.ep)  # while it is whole: a stage may have none
     options = config.strategy.pipeline
     costs = None
     if options.split == "time":
@@ -98,9 +102,10 @@ def shard_part(
         strategy.stage, strategy.reshard_after_forward, strategy.forward_prefetch, strategy.backward_prefetch
     )
     shared = None
-    if experts:
+    if world.layout.ep > 1:
         from plait.parallel.expert import expert_placement
 
+        # Made on every rank: a stage of a pipeline may have no experts, where another has some.
         peers = world.sharding_mesh("dp_shard", "cp")
         shared = zero.Experts(experts, peers, expert_placement(peers.shape[-1]))
     mesh, placement = world.sharding_mesh("dp_shard", "ep", "cp"), None
@@ -188,5 +193,5 @@ def spread_axes(
     if expert is not None:
         from plait.parallel.expert import apply_expert_parallel
 
-        experts = list(apply_expert_parallel(module, expert).values())
+        experts = list(apply_expert_parallel(module, expert, stage=stage).values())
     return cut, experts
