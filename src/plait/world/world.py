@@ -155,12 +155,16 @@ def open_world(config: RunConfig) -> World:
     owns = not dist.is_initialized()
     if owns:
         _join(ranks, device, choose_backend(config.backend, device), config.timeout_s)
-    axes = {axis: n for axis, n in layout.sizes().items() if n > 1 or axis in ("dp_replicate", "dp_shard")}
-    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    world = World(ranks, device, layout, mesh, owns_processes=owns)
+    world = World(ranks, device, layout, make_mesh(layout, device), owns_processes=owns)
     if owns and device.type == "cpu":
         atexit.register(world.close)  # for those who never close it; see [Note: leaving in peace]
     return world
+
+
+def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    """The mesh of a world; see `World.mesh`."""
+    axes = {axis: n for axis, n in layout.sizes().items() if n > 1 or axis in ("dp_replicate", "dp_shard")}
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def _ranks_of_running_group() -> Ranks:

@@ -14,6 +14,7 @@ from plait.models.common.attention import Shared, packing_mask
 from plait.models.common.flops import decoder_flops_per_token
 from plait.models.common.head import LMHead
 from plait.models.common.init import init_lm_module
+from plait.models.common.plan import decoder_plan
 from plait.models.gpt.block import GptBlock
 from plait.spec import LossTerm
 
@@ -74,21 +75,8 @@ class Gpt(nn.Module):
 
     def tensor_plan(self) -> dict[str, str]:
         """How ranks share its layers: attention by heads, feed-forward by features, the vocabulary by words."""
-        return {
-            "embedding": "vocab_embedding",
-            "blocks.*": "block",
-            "blocks.*.attention_norm": "sequence",
-            "blocks.*.attention": "region",
-            "blocks.*.attention.q": "heads",
-            "blocks.*.attention.k": "kv_heads",
-            "blocks.*.attention.v": "kv_heads",
-            "blocks.*.attention.out": "rowwise",
-            "blocks.*.ffn_norm": "sequence",
-            "blocks.*.ffn": "region",
-            "blocks.*.ffn.up": "colwise",
-            "blocks.*.ffn.down": "rowwise",
-            "head": "vocab_head",
-        }
+        feed_forward = {"blocks.*.ffn": "region", "blocks.*.ffn.up": "colwise", "blocks.*.ffn.down": "rowwise"}
+        return decoder_plan(feed_forward)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Model FLOPs of forward and backward for one token."""

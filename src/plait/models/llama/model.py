@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -12,9 +13,13 @@ from plait.models.common.attention import Shared, packing_mask
 from plait.models.common.flops import decoder_flops_per_token
 from plait.models.common.head import LMHead
 from plait.models.common.init import init_lm_module
+from plait.models.common.plan import decoder_plan
 from plait.models.common.rope import Rotary
 from plait.models.llama.block import LlamaBlock
 from plait.spec import LossTerm
+
+DENSE = MappingProxyType({"": "region", ".gate": "colwise", ".up": "colwise", ".down": "rowwise"})
+"""How ranks share a dense feed-forward: itself, and its layers."""
 
 
 class Llama(nn.Module):
@@ -26,12 +31,16 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(self.make_block(layer) for layer in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = LMHead(config.dim, config.vocab_size, tied=config.tie_embeddings)
         self.make_mask = packing_mask
         """From document ids to what attention is given as a mask; goes with `Attention.attend`."""
         self.apply(self.init_weights)
+
+    def make_block(self, layer: int) -> nn.Module:
+        """One layer; all are alike."""
+        return LlamaBlock(self.config)
 
     def forward(
         self,
@@ -45,13 +54,7 @@ class Llama(nn.Module):
 
         A model without its first layers starts from `hidden`; one without its head answers with hidden states.
         """
-        if positions is None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        head_dim = self.config.dim // self.config.heads
-        shared = Shared(
-            rotary=Rotary.at(positions, head_dim, self.config.rope_base),
-            mask=self.make_mask(document_ids, head_dim=head_dim),
-        )
+        shared = self.shared(input_ids, positions, document_ids)
         x = self.embedding(input_ids) if hidden is None else hidden
         for block in self.blocks:
             x = block(x, shared)
@@ -60,28 +63,23 @@ class Llama(nn.Module):
         tied = self.embedding.weight if self.config.tie_embeddings else None
         return self.head(self.norm(x), labels, tied)  # type: ignore[no-any-return]
 
+    def shared(self, input_ids: Tensor, positions: Tensor | None, document_ids: Tensor | None) -> Shared:
+        """What all blocks of one forward need: the rotary table and the mask."""
+        if positions is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        head_dim = self.config.dim // self.config.heads
+        return Shared(
+            rotary=Rotary.at(positions, head_dim, self.config.rope_base),
+            mask=self.make_mask(document_ids, head_dim=head_dim),
+        )
+
     def init_weights(self, module: nn.Module) -> None:
         """Fill one module."""
         init_lm_module(module)
 
     def tensor_plan(self) -> dict[str, str]:
         """How ranks share its layers: attention by heads, feed-forward by features, the vocabulary by words."""
-        return {
-            "embedding": "vocab_embedding",
-            "blocks.*": "block",
-            "blocks.*.attention_norm": "sequence",
-            "blocks.*.attention": "region",
-            "blocks.*.attention.q": "heads",
-            "blocks.*.attention.k": "kv_heads",
-            "blocks.*.attention.v": "kv_heads",
-            "blocks.*.attention.out": "rowwise",
-            "blocks.*.ffn_norm": "sequence",
-            "blocks.*.ffn": "region",
-            "blocks.*.ffn.gate": "colwise",
-            "blocks.*.ffn.up": "colwise",
-            "blocks.*.ffn.down": "rowwise",
-            "head": "vocab_head",
-        }
+        return decoder_plan({f"blocks.*.ffn{part}": word for part, word in DENSE.items()})
 
     def flops_per_token(self, seq_len: int) -> float:
         """Model FLOPs of forward and backward for one token."""

@@ -9,20 +9,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.config.model import MoeConfig
-from plait.models.common.attention import Shared, packing_mask
 from plait.models.common.flops import decoder_flops_per_token
-from plait.models.common.head import LMHead
 from plait.models.common.init import init_lm_module
+from plait.models.common.plan import decoder_plan
 from plait.models.common.protocol import IGNORE_INDEX
-from plait.models.common.rope import Rotary
+from plait.models.llama.model import DENSE, Llama
 from plait.models.moe.block import MoeBlock, Stream, is_mixture
 from plait.models.moe.experts import Experts
 from plait.models.moe.router import Router, balance
 from plait.spec import LossTerm
 
 
-class Moe(nn.Module):
-    """A decoder with mixtures of experts; keeps the protocol of `models.common.protocol.LanguageModel`.
+class Moe(Llama):
+    """A Llama with mixtures of experts; keeps the protocol of `models.common.protocol.LanguageModel`.
 
     In training the loss has the routers' penalties in it, each row's as often as the row has targets; see
     [Note: balance does not depend on how a batch was cut]. In evaluation it is the cross-entropy alone.
@@ -30,18 +29,16 @@ class Moe(nn.Module):
 
     block_classes: ClassVar[tuple[type[nn.Module], ...]] = (MoeBlock,)
 
-    def __init__(self, config: MoeConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(MoeBlock(config, layer) for layer in range(config.layers))
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.head = LMHead(config.dim, config.vocab_size, tied=config.tie_embeddings)
-        self.make_mask = packing_mask
-        """From document ids to what attention is given as a mask; goes with `Attention.attend`."""
-        self.apply(self.init_weights)
+    config: MoeConfig
 
-    def forward(
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__(config)
+
+    def make_block(self, layer: int) -> nn.Module:
+        """One layer, with a mixture or without."""
+        return MoeBlock(self.config, layer)
+
+    def forward(  # type: ignore[override]
         self,
         input_ids: Tensor,
         labels: Tensor | None = None,
@@ -53,13 +50,7 @@ class Moe(nn.Module):
 
         A model without its first layers starts from `hidden`; one without its head answers with its `Stream`.
         """
-        if positions is None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        head_dim = self.config.dim // self.config.heads
-        shared = Shared(
-            rotary=Rotary.at(positions, head_dim, self.config.rope_base),
-            mask=self.make_mask(document_ids, head_dim=head_dim),
-        )
+        shared = self.shared(input_ids, positions, document_ids)
         x, penalty = Stream.of(self.embedding(input_ids) if hidden is None else hidden)
         for block in self.blocks:
             x, penalty = block(x, shared, penalty)
@@ -83,23 +74,11 @@ class Moe(nn.Module):
 
     def tensor_plan(self) -> dict[str, str]:
         """How ranks share its layers: those of a Llama as there; a mixture's work they all do."""
-        plan = {
-            "embedding": "vocab_embedding",
-            "blocks.*": "block",
-            "blocks.*.attention_norm": "sequence",
-            "blocks.*.attention": "region",
-            "blocks.*.attention.q": "heads",
-            "blocks.*.attention.k": "kv_heads",
-            "blocks.*.attention.v": "kv_heads",
-            "blocks.*.attention.out": "rowwise",
-            "blocks.*.ffn_norm": "sequence",
-            "head": "vocab_head",
-        }
-        dense = {"": "region", ".gate": "colwise", ".up": "colwise", ".down": "rowwise"}
+        feed_forward: dict[str, str] = {}
         for layer in range(self.config.layers):
-            words = {"": "whole_sequence"} if is_mixture(self.config, layer) else dense
-            plan |= {f"blocks.{layer}.ffn{part}": word for part, word in words.items()}
-        return plan
+            words = {"": "whole_sequence"} if is_mixture(self.config, layer) else DENSE
+            feed_forward |= {f"blocks.{layer}.ffn{part}": word for part, word in words.items()}
+        return decoder_plan(feed_forward)
 
     @torch.no_grad()
     def after_step(self, group: dist.ProcessGroup | None, *, updated: bool = True) -> None:

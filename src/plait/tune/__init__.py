@@ -1,0 +1,1 @@
+"""`plait tune`: the fastest settings, found by measuring."""

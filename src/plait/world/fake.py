@@ -1,0 +1,90 @@
+"""A world of any size in one process: this one plays a rank, and the others are not there.
+
+Under a fake world tensors have shapes, dtypes and devices but no values, and collectives return at once. The code
+that runs in it is the code that trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+
+from plait.config.layout import resolve_layout
+from plait.config.run import RunConfig
+from plait.errors import WorldError
+from plait.world.ranks import Ranks
+from plait.world.world import World, make_mesh
+
+
+@contextmanager
+def fake_world(
+    config: RunConfig, *, rank: int = 0, size: int = 1, per_host: int = 8, device: str = "cpu"
+) -> Iterator[World]:
+    """Play `rank` of `size`, as `config.strategy` lays them out, until the block ends."""
+    if dist.is_initialized():
+        raise WorldError("a fake world cannot be opened in a process that has joined a real one")
+    local = min(per_host, size)
+    ranks = Ranks(rank, size, rank % local, local, launcher="fake")
+    layout = resolve_layout(config.strategy, size=size, local_size=local)
+    kind = torch.device(device)
+    with ExitStack() as stack:
+        mesh = None
+        if size > 1:
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+            stack.callback(dist.destroy_process_group)
+            stack.enter_context(_meshes_have_values())
+            mesh = make_mesh(layout, kind)
+        stack.enter_context(Valueless(allow_non_fake_inputs=True))
+        yield World(ranks, kind, layout, mesh, owns_processes=False)
+
+
+class Valueless(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Tensors without values: whoever asks for one gets a 1, or true."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        if not types and _on_meta(args, kwargs or {}):
+            # What is built on the meta device is no fake: it turns into one when it is given storage.
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _on_meta(args: Any, kwargs: Any) -> bool:
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device).type == "meta"
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+    return bool(tensors) and all(each.is_meta for each in tensors)
+
+
+@contextmanager
+def _meshes_have_values() -> Iterator[None]:
+    """A mesh looks at the numbers of its ranks when it is made, so these must not be fake."""
+    make = DeviceMesh.__init__
+
+    def with_values(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        with unset_fake_temporarily():
+            make(self, *args, **kwargs)
+
+    with replaced(DeviceMesh, "__init__", with_values):
+        yield
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Callable[..., Any] | Any) -> Iterator[None]:
+    """Another value for an attribute, until the block ends."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
