@@ -267,3 +267,11 @@ def test_a_step_that_one_node_lost_is_passed_over_and_a_folder_that_is_not_share
         assert "no node has rank-00000.safetensors" in told
     for told in two_ranks.run(on_its_own_node, str(tmp_path / "b"), {"strategy": "zero3"}, {}):
         assert "checkpoint.node_local: true" in told
+
+
+def test_a_run_that_any_node_holds_is_not_written_over(two_ranks: RankPool, tmp_path: Path) -> None:
+    sections = {"strategy": "zero3", "checkpoint": NODE_LOCAL}
+    two_ranks.run(on_its_own_node, str(tmp_path), sections, {"stop_at": 2})
+    shutil.rmtree(tmp_path / "node-0")
+    for told in two_ranks.run(on_its_own_node, str(tmp_path), sections, {}):
+        assert "already holds a run, saved at step-00000002 on the node of rank 1" in told

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.config.model import GptConfig, HFConfig, LlamaConfig
 from plait.config.strategy import CompileConfig, RecomputeConfig, WrapConfig
@@ -29,6 +28,7 @@ from plait.parallel.context.ways import make_way
 from plait.parallel.recompute import apply_recompute
 from plait.parallel.units import find_units
 from tests.multi.ranks import RankPool
+from tests.traffic import SentBytes
 
 VOCAB = 37
 
@@ -345,42 +345,18 @@ def test_a_line_may_be_one_axis_of_a_mesh(four_ranks: RankPool) -> None:
 # What is sent.
 
 
-class Counter(TorchDispatchMode):
-    """Adds up what this rank sends, each collective as its best algorithm does it."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
-        self.sent = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op.namespace == "c10d":
-            self.sent += self._sent(op._opname, args)
-        return op(*args, **(kwargs or {}))
-
-    def _sent(self, name: str, args: Any) -> int:
-        if name == "send":
-            return int(args[0][0].nbytes)
-        if name == "recv_":
-            return 0
-        if name == "alltoall_base_":
-            return int(args[1].nbytes) // self.size * (self.size - 1)
-        part = {"_allgather_base_": 1, "_reduce_scatter_base_": 0}[name]
-        return int(args[part].nbytes) * (self.size - 1)
-
-
-def count_on_ranks(rank: int, size: int, runs: list[Run]) -> list[tuple[int, int]]:
+def count_on_ranks(rank: int, size: int, runs: list[Run]) -> list[tuple[float, float]]:
     counted = []
     for run in runs:
         assert run.kind is not None
         model = build(run)
         apply_context_parallel(model, dist.group.WORLD, kind=run.kind)  # type: ignore[arg-type]
         apply_recompute(find_units(model, WrapConfig()), RecomputeConfig(mode=run.recompute))  # type: ignore[arg-type]
-        with Counter(size) as forward:
+        with SentBytes() as forward:
             term = model(**split_batch(make_batch(run), rank, size, kind=run.kind))
-        with Counter(size) as backward:
+        with SentBytes() as backward:
             term.sum.backward()
-        counted.append((forward.sent, backward.sent))
+        counted.append((forward.bytes, backward.bytes))
     return counted
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from plait.config import parse_sections
@@ -29,6 +28,7 @@ from plait.parallel.materialize import give_storage, initialize
 from plait.parallel.recompute import apply_recompute
 from plait.parallel.units import find_units
 from tests.multi.ranks import RankPool
+from tests.traffic import SentBytes
 
 STEPS, MICRO_BATCHES, ROWS, SEQ, VOCAB = 3, 4, 2, 12, 61
 OURS = {"type": "moe", "vocab_size": VOCAB, "dim": 32, "layers": 2, "heads": 4, "experts": 4, "expert_dim": 16}
@@ -355,30 +355,15 @@ def test_the_penalty_of_a_row_that_ranks_share_is_that_of_the_whole_row(two_rank
 # ---- what is sent
 
 
-class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What one rank hands to others in all-to-alls."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.rank, self.bytes = rank, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops._c10d_functional.all_to_all_single.default:
-            rows, _, sent, *_ = args
-            away = sum(sent) - sent[self.rank]
-            self.bytes += away * rows[:1].numel() * rows.element_size() if len(rows) else 0
-        return func(*args, **(kwargs or {}))
-
-
 def evenly(choices: Tensor) -> Tensor:
     return torch.arange(choices.numel()).view_as(choices) % 4
 
 
-def counted(rank: int, size: int, recompute: bool) -> int:
+def counted(rank: int, size: int, recompute: bool) -> float:
     module = made_experts("ours")
     apply_expert_parallel(module, init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)))
     given = inputs(rank, 8, evenly)
-    with SentBytes(rank) as sent:
+    with SentBytes() as sent:
         call = partial(checkpoint, module, use_reentrant=False) if recompute else module
         result = call(*given)
         result.square().sum().backward()
@@ -411,7 +396,7 @@ def test_a_step_can_be_played_without_values_and_is_balanced_there(played_world:
         model = build_model(parse_sections(model=sizes).config.model)
         apply_expert_parallel(model, played_world)
         ids = torch.zeros(2, 64, dtype=torch.int64)
-        with SentBytes(3) as sent:
+        with SentBytes() as sent:
             model(ids, ids).sum.backward()
     assert sent.bytes == bytes_sent(
         tokens=128, dim=32, itemsize=4, top_k=8, experts=1024, ep=played_world.size(), mixtures=2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from plait.parallel.pipeline import Pipeline, agree, bytes_sent, make_stages, pl
 from plait.parallel.pipeline.transport import form_of_inputs
 from tests.multi.pipelines import SEQ, SIZES, VOCAB, batches, build, loss_of
 from tests.multi.ranks import RankPool
+from tests.traffic import SentBytes
 
 CPU = torch.device("cpu")
 
@@ -78,29 +78,12 @@ def test_first_values_do_not_depend_on_the_split(two_ranks: RankPool, tied: bool
         assert torch.equal(together[name], value)
 
 
-def counted_bytes(rank: int, size: int, schedule: str, count: int) -> tuple[int, int]:
+def counted_bytes(rank: int, size: int, schedule: str, count: int) -> tuple[float, int]:
     """What a rank sends in a second step, and what it should."""
     pipeline = make_pipeline(build("llama-tied"), schedule)
     steps = batches("llama-tied", count)
     pipeline.step(steps[0], loss_of)
-    sent = 0
-
-    def counting(send: Any) -> Any:
-        def isend(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            nonlocal sent
-            sent += tensor.numel() * tensor.element_size()
-            return send(tensor, *args, **kwargs)
-
-        return isend
-
-    isend, operation = dist.isend, dist.P2POp
-
-    def counted_operation(op: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        nonlocal sent
-        sent += tensor.numel() * tensor.element_size() if op is isend or op is dist.isend else 0
-        return operation(isend if op is dist.isend else op, tensor, *args, **kwargs)
-
-    with patch.object(dist, "isend", counting(isend)), patch.object(dist, "P2POp", counted_operation):
+    with SentBytes() as sent:
         pipeline.step(steps[1], loss_of)
         pipeline.tied.sum()
     dim = SIZES["dim"]
@@ -112,7 +95,7 @@ def counted_bytes(rank: int, size: int, schedule: str, count: int) -> tuple[int,
         activation_bytes=2 * SEQ * dim * 4,
         tied_bytes=VOCAB * dim * 4,
     )
-    return sent, expected
+    return sent.bytes, expected
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv"])
@@ -164,7 +147,7 @@ def grows(rank: int, size: int) -> str:
     inputs = [torch.randn(2, 6), torch.randn(2, 6)]
     message = ""
     if rank == 1:
-        pipeline._transport.receive(0, (0, form_of_inputs(inputs[0]), True)).wait()
+        pipeline.transport.receive(0, (0, form_of_inputs(inputs[0]), True)).wait()
     else:
         with pytest.raises(ModelError) as caught:
             pipeline.step(inputs, lambda answer, _inputs, _index: answer.sum())

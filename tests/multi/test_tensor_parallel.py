@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.config.model import GptConfig, HFConfig, LlamaConfig
 from plait.config.strategy import RecomputeConfig, WrapConfig
@@ -26,6 +24,7 @@ from plait.parallel.recompute import apply_recompute
 from plait.parallel.tensor import Traffic, apply_tensor_parallel, sharding_dim, tensor_traffic
 from plait.parallel.units import find_units
 from tests.multi.ranks import RankPool
+from tests.traffic import SentBytes
 
 VOCAB, SEQ, STEPS = 61, 8, 3
 HF_SIZES = {
@@ -419,34 +418,14 @@ def test_dropout_behind_a_row_parallel_layer_is_the_same_on_all_ranks(two_ranks:
 # ---- what is sent
 
 
-class Sent(TorchDispatchMode):
-    """Bytes that go through each kind of collective."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kinds = {
-            "c10d::allreduce_": ("all_reduce", lambda: args[0][0]),
-            "c10d::_allgather_base_": ("all_gather", lambda: args[0]),
-            "c10d::_reduce_scatter_base_": ("reduce_scatter", lambda: args[1]),
-            "c10d::alltoall_base_": ("all_to_all", lambda: args[1]),
-        }
-        if func.name() in kinds:
-            kind, tensor = kinds[func.name()]
-            self.bytes[kind] += tensor().nbytes
-        return func(*args, **(kwargs or {}))
-
-
 def run_counted(rank: int, size: int, name: str, options: Options) -> Traffic:
     model = make(name)
     apply_tensor_parallel(model, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)), sequence=options.sequence)
     if options.recompute:
         apply_recompute(find_units(model, WrapConfig()), RecomputeConfig(mode="full"))
-    with Sent() as sent:
+    with SentBytes() as sent:
         model(**batch(0)).sum.backward()
-    return Traffic(**sent.bytes)
+    return Traffic(**sent.through())
 
 
 def expect(**sizes: Any) -> Traffic:

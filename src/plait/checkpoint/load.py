@@ -128,12 +128,16 @@ def parts_of(index: Index, held: Iterable[Held]) -> list[Part]:
     return parts
 
 
-def verify(checkpoint: Checkpoint, *, world: World) -> None:
-    """Compare every byte with what was written; ranks share the work, and all raise if one finds damage."""
+def verify(checkpoint: Checkpoint, *, world: World | None = None) -> None:
+    """Compare every byte with what was written; ranks share the work, and all raise if one finds damage.
+
+    Without a world this process does all of it.
+    """
     problems: list[str] = []
+    rank, size = (0, 1) if world is None else (world.rank, world.size)
     folder = checkpoint.folder
     files = sorted(checkpoint.manifest.files.items())
-    for name, record in files[world.rank :: world.size]:
+    for name, record in files[rank::size]:
         path = folder / name
         if not path.exists():
             problems.append(f"{path} is missing")
@@ -143,7 +147,7 @@ def verify(checkpoint: Checkpoint, *, world: World) -> None:
             problems.append(f"{path} was changed after it was written (the checksum of its head differs)")
     every = [(stored, record.dtype) for record in checkpoint.index.tensors.values() for stored in record.pieces]
     with PieceReader(folder) as reader:
-        for stored, dtype in every[world.rank :: world.size] if not problems else ():
+        for stored, dtype in every[rank::size] if not problems else ():
             problem = try_to_read(lambda stored=stored, dtype=dtype: reader.check(stored, dtype))  # type: ignore[misc]
             if problem is not None:
                 problems.append(problem)
@@ -172,8 +176,9 @@ def _read(reader: PieceReader, parts: list[Part], world: World) -> list[str]:
     return [problem for problem in found if problem is not None]
 
 
-def _raise_together(folder: Path, problems: list[str], world: World) -> None:
-    found = dict.fromkeys(problem for part in world.gather(problems) for problem in part)
+def _raise_together(folder: Path, problems: list[str], world: World | None) -> None:
+    everyones = [problems] if world is None else world.gather(problems)
+    found = dict.fromkeys(problem for part in everyones for problem in part)
     if found:
         raise CheckpointError("the checkpoint is damaged:\n  " + "\n  ".join(found) + f"\n{remedy(folder)}")
 

@@ -134,7 +134,7 @@ class CheckpointWriter:
         return outcome
 
     def close(self) -> None:
-        """Wait for what is being written, whatever becomes of it, and let go of the channel."""
+        """Let go of the channel; whoever wants to know what became of a save in the background calls `wait` first."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -7,14 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from plait.config.words import choose
-from plait.errors import ConfigError, Problem
+from plait.errors import CheckpointError, ConfigError, Problem
 
 if TYPE_CHECKING:
     from plait.checkpoint.convert import Source
@@ -36,6 +36,30 @@ class Options:
     shard_size: str
     optimizer: bool
     overwrite: bool
+
+
+PLAIN = Options(None, "keep", None, "model", "5GB", optimizer=False, overwrite=False)
+"""What is asked for by saying nothing."""
+
+
+def check_use(src: str | None, options: Options, *, inspect: str | None, every: bool, verify: bool) -> None:
+    """Refuse words that would have no effect: those of a conversion while looking, and the other way round."""
+    if inspect is None:
+        remedy = "write `plait convert --inspect PATH` with it, or leave it out"
+        alone = {"--all": every, "--verify": verify}
+        problems = [Problem(key, "goes with --inspect alone", remedy) for key, given in alone.items() if given]
+    else:
+        message = "would convert, and --inspect only looks: nothing is written"
+        words: dict[str, Any] = {} if src is None else {"SRC": src}
+        for key, value in asdict(options).items():
+            if value != getattr(PLAIN, key):
+                words[f"--{key.replace('_', '-')}"] = value
+        remedy = "leave out --inspect to convert, or this to look"
+        problems = [
+            Problem(key, message if value is True else f"{value!r} {message}", remedy) for key, value in words.items()
+        ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def convert(src: str | None, dst: str | None, options: Options) -> None:
@@ -76,8 +100,21 @@ def convert(src: str | None, dst: str | None, options: Options) -> None:
     typer.echo(f"{dst}: {tensors}, {took}")
 
 
-def inspect(path: str, *, every: bool) -> None:
-    """Show what is inside a checkpoint of any kind."""
+def inspect(path: str, *, every: bool, verify: bool) -> None:
+    """Show what is inside a checkpoint of any kind; with `verify`, read all of it first, and exit with 1 if damaged."""
+    if not verify:
+        _show(path, every=every, verify=False)
+        return
+    try:
+        _show(path, every=every, verify=True)
+    except CheckpointError as error:
+        from plait.launch import tell
+
+        tell(error)
+        raise typer.Exit(1) from error
+
+
+def _show(path: str, *, every: bool, verify: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -86,11 +123,14 @@ def inspect(path: str, *, every: bool) -> None:
     from plait.monitor.units import compact, size
 
     with open_source(Path(path)) as source:
+        verified = source.verify() if verify else None
         facts = Table(box=None, show_header=False, pad_edge=False)
         facts.add_row("path", str(source.path))
         facts.add_row("kind", source.kind)
         for label, fact in source.facts.items():
             facts.add_row(label, fact)
+        if verified is not None:
+            facts.add_row("verified", verified)
         table = Table(box=None, pad_edge=False, header_style="bold")
         for heading, side in (("tensor", "left"), ("count", "right"), ("shape", "left"), ("dtype", "left")):
             table.add_column(heading, justify=side, no_wrap=True)  # type: ignore[arg-type]  # both are justifications

@@ -2,58 +2,53 @@
 
 from __future__ import annotations
 
-import platform
-import shutil
-from importlib.metadata import PackageNotFoundError, version
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
-import psutil
-import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from plait.launch import cpu_count
+from plait.config import dialect
+from plait.errors import ConfigError, Problem
+from plait.launch.environment import report
 
 
-def doctor() -> None:
-    """One table of what is here."""
+def doctor(out: str | None = None, *, as_json: bool = False) -> None:
+    """What is here, a verdict on each line. `out` is refused: there is nothing to write without measuring."""
+    if out is not None:
+        raise ConfigError(Problem("--out", f"{out!r}: nothing was measured", "Add --measure."))
+    lines = report()
+    if as_json:
+        print(json.dumps([asdict(line) for line in lines], indent=1))
+        return
     table = Table(box=None, show_header=False, pad_edge=False)
-    for label, value in _rows():
-        table.add_row(label, value)
+    for line in lines:
+        value = f"{line.value}; {line.remedy}" if line.remedy else line.value
+        table.add_row(_MARKS[line.verdict], line.name, Text(value))
     Console(soft_wrap=True).print(table)
 
 
-def _rows() -> list[tuple[str, str]]:
-    distributed = torch.distributed
-    backends = [
-        name
-        for name, there in (
-            ("gloo", distributed.is_gloo_available()),
-            ("nccl", distributed.is_nccl_available()),
-            ("mpi", distributed.is_mpi_available()),
-        )
-        if there
-    ]
-    rows = [
-        ("plait", _version("plait")),
-        ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        ("torch", torch.__version__),
-        ("collectives", ", ".join(backends) or "none"),
-        ("cpu", f"{cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB memory"),
-    ]
-    for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        rows.append((f"gpu {index}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB"))
-    if not torch.cuda.is_available():
-        rows.append(("gpu", "none that torch can see"))
-    compiler = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
-    rows.append(("compile on cpu", f"yes, with {compiler}" if compiler else "no: no C++ compiler"))
-    for extra in ("transformers", "tensorboard", "wandb", "deepspeed", "colossalai"):
-        rows.append((extra, _version(extra)))
-    return rows
+_MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[red]bad[/]"}
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+def measure(out: str | None, folder: str) -> None:
+    """Measure this machine, print the figures, and write them where `plait plan --gpu FILE` can read them."""
+    if out is not None and Path(out).suffix not in (".yaml", ".yml"):
+        raise ConfigError(Problem("--out", f"{out!r} is no YAML file", "Write a name that ends in .yaml."))
+    from plait.plan.measure import measure_hardware
+
+    found = measure_hardware(folder=folder)
+    _print(found.rows)
+    if out is not None:
+        Path(out).write_text(dialect.dump(found.hardware.to_dict()), encoding="utf-8")
+        Console(soft_wrap=True).print(f"{out}: give it to `plait plan --gpu {out}`", markup=False)
+
+
+def _print(rows: Sequence[tuple[str, str]]) -> None:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for label, value in rows:
+        table.add_row(label, value)
+    Console(soft_wrap=True).print(table)

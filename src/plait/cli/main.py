@@ -6,6 +6,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from plait.errors import PlaitError
 
@@ -61,6 +62,26 @@ def plan(
 
 
 @app.command()
+def prove(
+    config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option("--steps", "-s", min=1, help="Optimizer steps to compare.")] = 5,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", "-r", min=1, help="Processes; absent: as many as the layout fixes, at least two."),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option("--layers", min=1, help="Shrink the model to so many layers, on both sides.")
+    ] = None,
+    out: Annotated[str, typer.Option("--out", "-o", help="Folder for certificate.json and certificate.html.")] = ".",
+) -> None:
+    """Compare a few steps of a run under its strategy with the same steps on one process."""
+    from plait.cli.prove import prove as run
+
+    run(config, overrides or [], steps=steps, ranks=ranks, layers=layers, out=out)
+
+
+@app.command()
 def convert(
     src: Annotated[str | None, typer.Argument(help="A checkpoint of Plait, FSDP, DeepSpeed or Hugging Face.")] = None,
     dst: Annotated[str | None, typer.Argument(help="Where to write: a folder, or a file with `--to torch`.")] = None,
@@ -76,16 +97,19 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     inspect: Annotated[str | None, typer.Option(metavar="PATH", help="Show what is in a checkpoint instead.")] = None,
     every: Annotated[bool, typer.Option("--all", help="With --inspect: a row for each tensor.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="With --inspect: read all, compare checksums; exit code 1 if damaged.")
+    ] = False,
 ) -> None:
     """Turn a checkpoint into another kind, or look into it."""
     from plait.cli import convert as commands
 
+    options = commands.Options(to, dtype, model, weights, shard_size, optimizer=optimizer, overwrite=overwrite)
+    commands.check_use(src, options, inspect=inspect, every=every, verify=verify)
     if inspect is not None:
-        commands.inspect(inspect, every=every)
+        commands.inspect(inspect, every=every, verify=verify)
     else:
-        commands.convert(
-            src, dst, commands.Options(to, dtype, model, weights, shard_size, optimizer=optimizer, overwrite=overwrite)
-        )
+        commands.convert(src, dst, options)
 
 
 @app.command()
@@ -116,11 +140,93 @@ def report(
 
 
 @app.command()
-def doctor() -> None:
-    """Show what this machine offers to training."""
-    from plait.cli.doctor import doctor as run
+def tune(
+    config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
+    overrides: Overrides = None,
+    tuner: Annotated[
+        str | None, typer.Option(help="Order of trials: grid, random, or model (the plan's ranking first; default).")
+    ] = None,
+    trials: Annotated[int | None, typer.Option(help="Measured at most; 20 if absent.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="For the whole search.")] = None,
+    trial_seconds: Annotated[float | None, typer.Option(help="For each trial; 600 if absent.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Of each trial; 10 if absent.")] = None,
+    warmup: Annotated[int | None, typer.Option(help="First steps that are not measured; 3 if absent.")] = None,
+    nproc: Annotated[int | None, typer.Option("--nproc", "-n", help="Processes of each trial; 1 if absent.")] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="throughput (default), tokens_per_s, samples_per_s or step_time.")
+    ] = None,
+    early_stop: Annotated[int | None, typer.Option(help="End after so many trials without a better one.")] = None,
+    space: Annotated[
+        list[str] | None, typer.Option(help="Values to try for a key: `'strategy.zero=[0, 3]'`. May be repeated.")
+    ] = None,
+    settings: Annotated[str | None, typer.Option("--search", help="A file with all of these, and more.")] = None,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="Folder for results; absent: WORK_DIR-tune.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Throw away what an earlier search found there.")] = False,
+    then_train: Annotated[bool, typer.Option("--train", help="Train with the best settings afterwards.")] = False,
+) -> None:
+    """Find the fastest settings of a run by measuring short runs, each in processes of its own."""
+    from plait.cli.tune import search
 
-    run()
+    options = {
+        "tuner": tuner,
+        "trials": trials,
+        "minutes": minutes,
+        "trial_seconds": trial_seconds,
+        "steps": steps,
+        "warmup": warmup,
+        "nproc": nproc,
+        "metric": metric,
+        "early_stop": early_stop,
+    }
+    search(
+        config,
+        overrides or [],
+        options=options,
+        space=space or [],
+        settings=settings,
+        out=out,
+        fresh=fresh,
+        then_train=then_train,
+    )
+
+
+class _AsItIs(TyperCommand):
+    """Hands its words over unread: what follows the script is the script's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take them all."""
+        ctx.args = list(args)
+        return list(args)
+
+
+@app.command(cls=_AsItIs)
+def launch(ctx: typer.Context) -> None:
+    """Start a script on every slot of one or several hosts: `plait launch [flags] script.py [its arguments]`."""
+    from plait.cli.launch import launch as run
+
+    run(ctx.args)
+
+
+@app.command()
+def doctor(
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure arithmetic, memory, disk and collectives; takes seconds.")
+    ] = False,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", help="With --measure: a YAML file for `plait plan --gpu`.")
+    ] = None,
+    folder: Annotated[str, typer.Option(help="With --measure: where the disk is measured.")] = ".",
+    as_json: Annotated[bool, typer.Option("--json", help="The report as JSON; not with --measure.")] = False,
+) -> None:
+    """Show what this machine offers to training."""
+    from plait.cli import doctor as commands
+
+    if measure and as_json:
+        raise typer.BadParameter("--json shows the report, --measure figures; give one of them")
+    if measure:
+        commands.measure(out, folder)
+    else:
+        commands.doctor(out, as_json=as_json)
 
 
 @app.callback(invoke_without_command=True)

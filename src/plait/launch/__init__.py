@@ -1,6 +1,21 @@
-"""Starting processes. Imports no torch."""
+"""Starting processes, here and on other hosts. Imports no torch."""
 
+from plait.launch.binding import cpu_count
 from plait.launch.failure import tell
-from plait.launch.local import cpu_count, free_port, gpu_count, launched_size, run_ranks
+from plait.launch.job import Job, Node, Place
+from plait.launch.local import gpu_count, launched_size, run_ranks
+from plait.launch.ports import free_port
+from plait.launch.records import Record
 
-__all__ = ["cpu_count", "free_port", "gpu_count", "launched_size", "run_ranks", "tell"]
+__all__ = [
+    "Job",
+    "Node",
+    "Place",
+    "Record",
+    "cpu_count",
+    "free_port",
+    "gpu_count",
+    "launched_size",
+    "run_ranks",
+    "tell",
+]

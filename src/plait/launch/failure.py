@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -51,11 +52,21 @@ class Messages:
         """What a rank must find in its environment."""
         return {FOLDER: self._folder.name}
 
+    def raw(self) -> dict[int, str]:
+        """Rank → what it left."""
+        paths = sorted(Path(self._folder.name).iterdir(), key=lambda path: int(path.name))
+        return {int(path.name): path.read_text() for path in paths}
+
     def texts(self) -> list[str]:
         """Each message once, with the ranks that left it where not all said the same."""
-        ranks: dict[str, list[int]] = {}
-        for path in sorted(Path(self._folder.name).iterdir(), key=lambda path: int(path.name)):
-            ranks.setdefault(path.read_text(), []).append(int(path.name))
-        if len(ranks) == 1:
-            return list(ranks)
-        return [f"rank {', '.join(map(str, who))}: {text}" for text, who in ranks.items()]
+        return merged(self.raw())
+
+
+def merged(messages: Mapping[int, str]) -> list[str]:
+    """Each message once, with the ranks that left it where not all said the same."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in sorted(messages.items()):
+        ranks.setdefault(text, []).append(rank)
+    if len(ranks) == 1:
+        return list(ranks)
+    return [f"rank {', '.join(map(str, who))}: {text}" for text, who in ranks.items()]

@@ -1,37 +1,30 @@
-"""Several processes on this machine. Imports no torch, so errors in a run description show at once."""
+"""The ranks of one host: started together, ended together. Imports no torch, so errors show at once."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from plait.errors import WorldError
+from plait.launch.binding import available_cores, cpu_count
 from plait.launch.failure import Messages
+from plait.launch.job import Job, Node, Place
+from plait.launch.ports import free_port
+from plait.launch.records import Record, causes, deaths, exit_code, new_records, note_end
 
 _SAY_S = 2.0
 """How long the other ranks may go on once one has failed: they may have something to say about it."""
 _GRACE_S = 10.0
 """How long they may take to leave after SIGTERM. A step cannot be finished without the one that is gone."""
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def cpu_count() -> int:
-    """How many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_POLL_S = 0.05
 
 
 def gpu_count() -> int:
@@ -53,77 +46,188 @@ def launched_size() -> int | None:
 
 
 def run_ranks(command: Sequence[str], count: int) -> int:
-    """Run `command` once for each rank and wait; returns 0, or the exit code of the rank that failed.
+    """Run `command` once for each rank on this host and wait; returns 0, or the exit code of the rank that failed.
 
     The ranks find each other through the same variables that torchrun sets. When one fails, the others, which
     would wait for it, are ended. Ctrl-C, SIGTERM and a closed terminal reach every rank, which then saves and
     leaves; a second Ctrl-C ends all at once.
     """
-    port = free_port()
-    ranks: list[subprocess.Popen[bytes]] = []
-    with Messages() as messages, _Signals(ranks) as signals:
-        try:
-            for rank in range(count):
-                environment = {**_environment(rank, count, port), **messages.environment}
-                ranks.append(_start(command, environment))
-        except OSError as error:
-            _end(ranks)
-            raise WorldError(f"rank {len(ranks)} of {count} could not be started: {error}") from error
-        failed = _wait(ranks)
-        if signals.interrupts > 1:
-            return 128 + signal.SIGINT
-        # Said last, so that it stands below whatever the ranks themselves printed.
-        for text in [*messages.texts(), *_deaths(failed)]:
-            print(f"plait: {text}", file=sys.stderr, flush=True)
-        return _exit_code(failed)
+    return run_job(Job(tuple(command), (Node("localhost", tuple(range(count))),), port=free_port()), 0, patience=None)
 
 
-def _environment(rank: int, count: int, port: int) -> dict[str, str]:
-    return {
-        "OMP_NUM_THREADS": str(max(cpu_count() // count, 1)),
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+def run_job(job: Job, node: int, *, patience: float | None) -> int:
+    """Run this host's ranks of a job to their end; returns the exit code of the worst.
 
-
-def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start a rank in a process group of its own.
-
-    A terminal sends Ctrl-C to its foreground group. With the ranks outside of it each signal reaches them once,
-    through `_Signals`, wherever it came from.
+    `patience` is how many seconds ranks may take to leave after the first Ctrl-C; None: as long as they like.
     """
-    return subprocess.Popen(list(command), env=environment, process_group=0, preexec_fn=_follow_the_launcher)
+    with Messages() as messages:
+        group = LocalRanks(job, node, more=messages.environment)
+        with Signals(group.send) as signals:
+            group.start()
+            _wait(group, signals, patience)
+            if signals.interrupts > 1:
+                return 128 + signal.SIGINT
+            # Said last, so that it stands below whatever the ranks themselves printed.
+            for text in [*messages.texts(), *deaths(group.records, several_hosts=len(job.nodes) > 1)]:
+                print(f"plait: {text}", file=sys.stderr, flush=True)
+            return exit_code(group.records)
 
 
-def _follow_the_launcher() -> None:
+def _wait(group: LocalRanks, signals: Signals, patience: float | None) -> None:
+    while group.poll():
+        if causes(group.records):
+            group.end(say=_SAY_S, grace=_GRACE_S)
+        elif patience is not None and signals.waited > patience:
+            group.end(say=0.0, grace=_GRACE_S)
+        else:
+            time.sleep(_POLL_S)
+
+
+class LocalRanks:
+    """The processes of one host, and the record of each.
+
+    With `capture` their output goes into pipes, `outputs` says which; otherwise to their log, or to the console.
+    """
+
+    def __init__(self, job: Job, node: int, *, more: dict[str, str] | None = None, capture: bool = False) -> None:
+        self.job = job
+        self.records = new_records(job, job.started_on(node))
+        self._more = more or {}
+        self._capture = capture
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._told = False
+
+    def start(self) -> None:
+        """Start all of them, or none."""
+        cores = available_cores()
+        # Before the first one starts, so that a wrong slot or core is an error and not a torn job.
+        bound = [self.job.cores_for(record.place, cores) for record in self.records]
+        environments = [self._environment(record.place, mine) for record, mine in zip(self.records, bound, strict=True)]
+        for record, environment, mine in zip(self.records, environments, bound, strict=True):
+            try:
+                process = self._start(record, environment, mine)
+            except OSError as error:
+                self.end(say=0.0, grace=_GRACE_S)
+                message = f"rank {record.place.rank} of {self.job.size} could not be started: {error}"
+                raise WorldError(message) from error
+            self._processes.append(process)
+            record.pid, record.started = process.pid, time.time()
+
+    def _environment(self, place: Place, bound: tuple[int, ...] | None) -> dict[str, str]:
+        threads = len(bound) if bound else max(cpu_count() // place.local_size, 1)
+        present = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        if bound:
+            present["OMP_NUM_THREADS"] = str(threads)
+        return {**present, **self.job.variables(place, present), **self._more}
+
+    def _start(
+        self, record: Record, environment: dict[str, str], cores: tuple[int, ...] | None
+    ) -> subprocess.Popen[bytes]:
+        """Start a rank in a process group of its own.
+
+        A terminal sends Ctrl-C to its foreground group. With the ranks outside of it each signal reaches them once,
+        through `Signals`, wherever it came from.
+        """
+
+        def prepare() -> None:
+            follow_the_launcher()
+            if cores:
+                os.sched_setaffinity(0, cores)
+
+        output = self._output(record)
+        try:
+            return subprocess.Popen(
+                self.job.argv(record.place),
+                env=environment,
+                cwd=self.job.folder,
+                stdin=subprocess.DEVNULL if self._capture else None,
+                stdout=output,
+                stderr=subprocess.STDOUT if output not in (None, subprocess.PIPE) else output,
+                process_group=0,
+                preexec_fn=prepare,
+            )
+        finally:
+            if not isinstance(output, int) and output is not None:
+                output.close()
+
+    def _output(self, record: Record) -> IO[bytes] | int | None:
+        if record.log is not None:
+            path = Path(self.job.folder or ".", record.log)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            record.log = str(path.absolute())
+            return path.open("wb")
+        return subprocess.PIPE if self._capture else None
+
+    def outputs(self) -> list[tuple[Record, str, IO[bytes]]]:
+        """The pipes of captured ranks: whose, `out` or `err`, and the pipe."""
+        pairs = zip(self.records, self._processes, strict=True)
+        found = [(record, name, pipe) for record, p in pairs for name, pipe in (("out", p.stdout), ("err", p.stderr))]
+        return [(record, name, pipe) for record, name, pipe in found if pipe is not None]
+
+    def poll(self) -> bool:
+        """Note who has ended; whether somebody still runs."""
+        for record, process in zip(self.records, self._processes, strict=False):
+            if record.exit_code is None and (code := process.poll()) is not None:
+                note_end(record, code, by_us=self._told and code != 0)
+                if code:
+                    _sweep(process.pid)  # its data workers
+        return any(record.exit_code is None for record in self.records[: len(self._processes)])
+
+    def send(self, number: int) -> None:
+        """Pass a signal on to every rank that runs."""
+        self.poll()
+        for record, process in zip(self.records, self._processes, strict=False):
+            if record.exit_code is None:
+                _send(process, number)
+
+    def end(self, *, say: float, grace: float) -> None:
+        """See to it that all are gone: time to say something, SIGTERM, time to leave, SIGKILL for them and theirs."""
+        self._wait_until(time.monotonic() + say)
+        self.poll()
+        self._told = True
+        self.send(signal.SIGTERM)
+        self._wait_until(time.monotonic() + grace)
+        self.send(signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+            _sweep(process.pid)
+        self.poll()
+
+    def _wait_until(self, deadline: float) -> None:
+        while self.poll() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+
+def follow_the_launcher() -> None:
     """Ask the kernel for SIGTERM when the launcher is gone, so that `kill -9` of it leaves no orphans."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
-class _Signals:
-    """While open, passes signals on to the ranks instead of dying of them."""
+class Signals:
+    """While open, passes signals on instead of dying of them."""
 
-    def __init__(self, ranks: list[subprocess.Popen[bytes]]) -> None:
-        self._ranks = ranks
+    def __init__(self, send: Callable[[int], None]) -> None:
+        self._send = send
+        self._first: float | None = None
         self.interrupts = 0
 
+    @property
+    def waited(self) -> float:
+        """Seconds since the first signal; 0 before it."""
+        return 0.0 if self._first is None else time.monotonic() - self._first
+
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        self._first = self._first or time.monotonic()
         self.interrupts += number == signal.SIGINT
         if self.interrupts > 1:
             number = signal.SIGKILL  # checkpoints survive it, and a rank inside a collective hears nothing else
         elif number == signal.SIGHUP:
             number = signal.SIGTERM
-        for rank in self._ranks:
-            _send(rank, number)
+        self._send(number)
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> Signals:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         # A shell's `nohup` ignores SIGHUP, and that is to stay so.
         wanted = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
@@ -135,49 +239,17 @@ class _Signals:
             signal.signal(number, handler)
 
 
-def _send(rank: subprocess.Popen[bytes], number: int) -> None:
+def _send(process: subprocess.Popen[bytes], number: int) -> None:
     """To the rank alone, or, as it is killed, to its whole group: data workers must not outlive it."""
-    if rank.poll() is not None:
-        return
     if number == signal.SIGKILL:
-        os.killpg(rank.pid, number)
+        _sweep(process.pid)
     else:
-        rank.send_signal(number)
+        process.send_signal(number)
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]]) -> dict[int, int]:
-    """Wait until all are gone. Returns the ranks that failed first, with their codes; those after them are
-    victims, of the missing rank or of `_end`."""
-    while True:
-        codes = [rank.poll() for rank in ranks]
-        if failed := {rank: code for rank, code in enumerate(codes) if code}:
-            _end(ranks)
-            return failed
-        if None not in codes:
-            return {}
-        time.sleep(0.05)
-
-
-def _exit_code(failed: dict[int, int]) -> int:
-    """As a shell has it: 128 and the signal. A rank that a signal ended is the cause; one that missed it is not."""
-    code = min(failed.values(), default=0)
-    return 128 - code if code < 0 else code
-
-
-def _deaths(failed: dict[int, int]) -> list[str]:
-    return [f"rank {rank} was ended by {signal.Signals(-code).name}" for rank, code in failed.items() if code < 0]
-
-
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    _wait_until(time.monotonic() + _SAY_S, ranks)
-    for rank in ranks:
-        _send(rank, signal.SIGTERM)
-    _wait_until(time.monotonic() + _GRACE_S, ranks)
-    for rank in ranks:
-        _send(rank, signal.SIGKILL)
-        rank.wait()
-
-
-def _wait_until(deadline: float, ranks: list[subprocess.Popen[bytes]]) -> None:
-    while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
-        time.sleep(0.05)
+def _sweep(group: int) -> None:
+    """End what is left of a process group."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return  # nobody is left, or on macOS only a zombie

@@ -35,7 +35,9 @@ def grad_norm_tensor(
     norms = _norms(tensors)
     if norms:
         each = torch.stack(list(norms)).double().square()
-        squares = (each if weights is None else each * each.new_tensor(weights)).sum()
+        squares = (
+            each if weights is None else each * torch.tensor(weights, dtype=each.dtype, device=each.device)
+        ).sum()
     else:
         squares = torch.zeros((), dtype=torch.float64)
     if group is not None:

@@ -6,6 +6,7 @@ import atexit
 import gc
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -219,10 +220,12 @@ class Runner:
         self.stop_reason = None
         self.emit(EventKind.RUN_START, **describe_run(self))
         start, first, reason = time.perf_counter(), engine.steps, "failed"
+        measured: dict[str, Any] = {}
         try:
             with StopSignals(self.stop):
                 train_loop(self)
                 reason = self.stop_reason or "finished"
+                measured = self._measured()
                 if self.config.checkpoint.last:
                     self.saver.save(last=True)
                 self.saver.wait()
@@ -231,7 +234,16 @@ class Runner:
             raise
         finally:
             seconds = time.perf_counter() - start
-            self.emit(EventKind.RUN_END, reason=reason, seconds=seconds, steps=engine.steps - first)
+            self.emit(EventKind.RUN_END, reason=reason, seconds=seconds, steps=engine.steps - first, **measured)
+
+    def _measured(self) -> dict[str, Any]:
+        """What is known of a run at its end; every rank must ask."""
+        bubble = self.engine.bubble()
+        if bubble is None:
+            return {}
+        if self.world.is_main:
+            self.emit(EventKind.MESSAGE, level="info", text=str(bubble))
+        return {"pipeline": asdict(bubble)}
 
     def validate(self) -> dict[str, float]:
         """Measure on `val_data`."""

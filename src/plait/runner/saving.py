@@ -53,16 +53,30 @@ class Saver:
 
     def refuse_to_overwrite(self) -> None:
         """A run that starts over must not mix its checkpoints with those of an earlier one."""
-        on_main(self._runner.world, self._refuse_to_overwrite)
-
-    def _refuse_to_overwrite(self) -> None:
-        self.folder.sweep()
-        newest = self.folder.newest()
-        if newest is not None and self._config.resume is None:
+        if not self._config.node_local:
+            held = on_main(self._runner.world, self._newest_of_earlier_run)
+            where = ""
+        else:
+            held, where = self._newest_of_any_node()
+        if held is not None and self._config.resume is None:
             raise CheckpointError(
-                f"work_dir {self._runner.config.work_dir!r} already holds a run, saved at {newest.name}; "
+                f"work_dir {self._runner.config.work_dir!r} already holds a run, saved at {held}{where}; "
                 "set checkpoint.resume=auto to go on with it, or choose another work_dir"
             )
+
+    def _newest_of_earlier_run(self) -> str | None:
+        self.folder.sweep()
+        newest = self.folder.newest()
+        return None if newest is None else newest.name
+
+    def _newest_of_any_node(self) -> tuple[str | None, str]:
+        """What the folders hold that are not shared, and where; every rank must ask."""
+        channel, found = self.writer.channel, [""]
+        look = lambda: found.append(self._newest_of_earlier_run() or "")  # noqa: E731
+        failure = attempt(look) if self.writer.disks.is_lead else None
+        together(channel, failure, "the folder of checkpoints cannot be looked into")
+        held = [(name, rank) for rank, name in enumerate(channel.all_gather(found[-1])) if name]
+        return (held[0][0], f" on the node of rank {held[0][1]}") if held else (None, "")
 
     # ---- writing
 
@@ -104,7 +118,9 @@ class Saver:
         if self._writer is not None and self._writer.busy:
             self._take(self._writer.wait, must=must)
 
-    def _take(self, outcome: Callable[[], Saved | None], *, must: bool = False) -> None:
+    def _take(
+        self, outcome: Callable[[], Saved | None], *, must: bool = False, after: str = "training goes on"
+    ) -> None:
         runner = self._runner
         try:
             saved = outcome()
@@ -112,7 +128,7 @@ class Saver:
             self._saved_step = None
             if must:
                 raise
-            runner.emit(EventKind.MESSAGE, level="error", text=f"{error}\ntraining goes on")
+            runner.emit(EventKind.MESSAGE, level="error", text=f"{error}\n{after}")
             return
         if saved is not None:
             sizes = {"seconds": saved.seconds, "blocked": saved.blocked, "bytes": saved.bytes}
@@ -130,10 +146,16 @@ class Saver:
             self.save(best=True)
 
     def close(self) -> None:
-        """See through what is being written."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        """See through what is being written, and tell what became of it."""
+        if self._writer is None:
+            return
+        try:
+            self._take(self._writer.wait, after="the run is over")
+        except Exception as error:  # others may be gone already, and what ended the run is more worth telling
+            text = f"the checkpoint that was being written is lost: {type(error).__name__}: {error}"
+            self._runner.emit(EventKind.MESSAGE, level="error", text=text)
+        self._writer.close()
+        self._writer = None
 
     # ---- what is written
 

@@ -1,14 +1,15 @@
-"""The vocabulary that the rooms share: loss terms, batches, events."""
+"""The vocabulary that the rooms share: loss terms, batches, events, phases."""
 
 from typing import TYPE_CHECKING, Any
 
 from plait.spec.batch import MicroBatch
 from plait.spec.event import Event, EventKind, Sink
+from plait.spec.phase import Phase
 
 if TYPE_CHECKING:
     from plait.spec.loss import LossTerm
 
-__all__ = ["Event", "EventKind", "LossTerm", "MicroBatch", "Sink"]
+__all__ = ["Event", "EventKind", "LossTerm", "MicroBatch", "Phase", "Sink"]
 
 
 def __getattr__(name: str) -> Any:

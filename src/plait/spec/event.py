@@ -25,7 +25,7 @@ class EventKind(StrEnum):
     MESSAGE = "message"
     """data: level (info, warning, error), text."""
     RUN_END = "run_end"
-    """data: reason, seconds, steps."""
+    """data: reason, seconds, steps; of a pipeline also how idle it was (`pipeline`)."""
 
 
 @dataclass(frozen=True, slots=True)

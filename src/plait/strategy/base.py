@@ -5,12 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from plait.world import World
+
+if TYPE_CHECKING:
+    from plait.parallel.pipeline import Bubble
 
 
 class StepResult(NamedTuple):
@@ -74,6 +77,10 @@ class Engine(ABC):
     @abstractmethod
     def evaluate(self, batch: Any) -> Evaluation:
         """Forward one micro-batch without gradients, in evaluation mode."""
+
+    def bubble(self) -> Bubble | None:
+        """How idle the ranks of this rank's pipeline were; None where there is none. Every rank must ask."""
+        return None
 
     @abstractmethod
     def state_tensors(self) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from plait.world.collectives import all_gather_flat, reduce_scatter_flat
 from plait.world.ranks import Ranks, detect_ranks
 from plait.world.seeding import make_deterministic, restore_rng_state, rng_state, seed_everything
 from plait.world.sharded import is_sharded, local_part, same_kind, settled_part
+from plait.world.values import has_values
 from plait.world.world import World, open_world
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "World",
     "all_gather_flat",
     "detect_ranks",
+    "has_values",
     "is_sharded",
     "local_part",
     "make_deterministic",

@@ -6,34 +6,48 @@ that runs in it is the code that trains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.config.layout import resolve_layout
 from plait.config.run import RunConfig
 from plait.errors import WorldError
+from plait.world.patch import replaced
+from plait.world.pretend import pretended_cuda
 from plait.world.ranks import Ranks
 from plait.world.world import World, make_mesh
 
 
 @contextmanager
 def fake_world(
-    config: RunConfig, *, rank: int = 0, size: int = 1, per_host: int = 8, device: str = "cpu"
+    config: RunConfig,
+    *,
+    rank: int = 0,
+    size: int = 1,
+    per_host: int = 8,
+    device: str = "cpu",
+    memory: int = 80 * 2**30,
 ) -> Iterator[World]:
-    """Play `rank` of `size`, as `config.strategy` lays them out, until the block ends."""
+    """Play `rank` of `size`, as `config.strategy` lays them out, until the block ends.
+
+    `device` is `cpu`, or `cuda`, for which no GPU need be there; `memory` is what one of those has.
+    """
     if dist.is_initialized():
         raise WorldError("a fake world cannot be opened in a process that has joined a real one")
     local = min(per_host, size)
     ranks = Ranks(rank, size, rank % local, local, launcher="fake")
     layout = resolve_layout(config.strategy, size=size, local_size=local)
-    kind = torch.device(device)
     with ExitStack() as stack:
+        if device == "cuda":
+            stack.enter_context(pretended_cuda(devices=local, memory=memory))
+        kind = torch.device(device, 0) if device == "cuda" else torch.device(device)
         mesh = None
         if size > 1:
             from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -42,6 +56,7 @@ def fake_world(
             stack.callback(dist.destroy_process_group)
             stack.enter_context(_meshes_have_values())
             mesh = make_mesh(layout, kind)
+        stack.enter_context(replaced(nn.Module, "_apply", _apply))
         stack.enter_context(Valueless(allow_non_fake_inputs=True))
         yield World(ranks, kind, layout, mesh, owns_processes=False)
 
@@ -52,6 +67,10 @@ class Valueless(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        if func._schema.name.startswith("aten::_fused_") and func._schema.name.endswith("_"):
+            return None  # an optimizer's update in place; torch does not know all of them without values
+        if func._schema.name == "aten::addmm" and func._overloadname == "dtype_out":
+            return kwargs["out"]  # which torch 2.11 gets wrong
         if not types and _on_meta(args, kwargs or {}):
             # What is built on the meta device is no fake: it turns into one when it is given storage.
             return func(*args, **(kwargs or {}))
@@ -66,6 +85,20 @@ def _on_meta(args: Any, kwargs: Any) -> bool:
     return bool(tensors) and all(each.is_meta for each in tensors)
 
 
+def _apply(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
+    """`Module.to` and its like. torch's own swaps the insides of two tensors, which fake ones do not allow."""
+    for child in module.children() if recurse else ():
+        child._apply(change)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for key, param in module._parameters.items():
+            if param is not None:
+                module._parameters[key] = nn.Parameter(change(param), requires_grad=param.requires_grad)
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = change(buffer)
+    return module
+
+
 @contextmanager
 def _meshes_have_values() -> Iterator[None]:
     """A mesh looks at the numbers of its ranks when it is made, so these must not be fake."""
@@ -77,14 +110,3 @@ def _meshes_have_values() -> Iterator[None]:
 
     with replaced(DeviceMesh, "__init__", with_values):
         yield
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Callable[..., Any] | Any) -> Iterator[None]:
-    """Another value for an attribute, until the block ends."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,36 @@ def test_tensors_that_share_memory_or_lie_across_it_are_read_right(tmp_path: Pat
     torch.save(content, tmp_path / "views.pt")
     with open_source(tmp_path / "views.pt") as source:
         assert_same({n.removeprefix("model."): t for n, t in contents(source).items()}, content)
+
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.bool),
+    *(torch.complex64, torch.complex128),
+]
+
+
+def test_tensors_of_every_dtype_are_read_and_what_else_a_state_dict_holds_is_no_obstacle(tmp_path: Path) -> None:
+    content: dict[str, Any] = {str(dtype): torch.randint(0, 2, (3, 5)).to(dtype) for dtype in DTYPES}
+    content["parameter"] = torch.nn.Parameter(torch.randn(2))
+    content["scalar"] = torch.randn(())
+    content["buffer"] = torch.nn.Buffer(torch.randn(3))
+    others = {"bytes": b"\x00\xff", "seen": Counter("aab"), "where": torch.device("cpu"), "kinds": {1, 2}, "z": 1j}
+    torch.save({**content, "others": others, "version": torch.__version__}, tmp_path / "all.pt")
+    with open_source(tmp_path / "all.pt") as source:
+        found = contents(source)
+    assert found.keys() == {f"model.{name}" for name in content}
+    for name in content:
+        # As bytes: fp8 has no comparison.
+        given, wanted = found[f"model.{name}"], content[name].detach()
+        assert (given.dtype, given.shape) == (wanted.dtype, wanted.shape)
+        assert torch.equal(given.reshape(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8))
+
+
+def test_a_tensor_whose_values_are_not_those_in_the_file_is_refused(tmp_path: Path) -> None:
+    torch.save({"conjugate": torch.randn(3, dtype=torch.complex64).conj()}, tmp_path / "view.pt")
+    with pytest.raises(CheckpointError, match=r"not as it lies there: \{'conj': True\}"):
+        open_source(tmp_path / "view.pt")
 
 
 def test_a_file_from_before_the_archive_format_is_read(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.convert.deepspeed import DeepSpeedSource, is_deepspeed
-from plait.checkpoint.convert.deepspeed.pickled import Inert, open_file
+from plait.checkpoint.convert.pickled import Inert, open_file
 from plait.errors import CheckpointError
 
 SHAPES = {

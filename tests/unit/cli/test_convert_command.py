@@ -91,6 +91,26 @@ def test_inspect_takes_any_kind(plait: Any, tmp_path: Path, kind: str, write: An
     assert "model.model.layers.{0,1}.mlp.up_proj.weight" in out
 
 
+def test_verify_says_what_was_compared(plait: Any, tmp_path: Path) -> None:
+    code, out, err = plait("--inspect", write_plait(tmp_path / "from", some_state()), "--verify")
+    assert (code, err) == (0, "")
+    assert "verified    3 files are as they were written: the checksum of every byte agrees" in out
+    code, out, _ = plait("--inspect", write_hf(tmp_path / "hf", some_state()), "--verify")
+    assert code == 0
+    assert "5 tensors are there, to the last byte; there are no checksums" in out
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "index.json", "manifest.json"])
+def test_verify_names_a_damaged_file_and_fails(plait: Any, tmp_path: Path, name: str) -> None:
+    path = write_plait(tmp_path / "from", some_state())
+    content = bytearray((path / name).read_bytes())
+    content[-20] ^= 1
+    (path / name).write_bytes(content)
+    code, _, err = plait("--inspect", path, "--verify")
+    assert code == 1
+    assert f"{path / name} " in err
+
+
 def test_a_run_goes_to_transformers_with_the_tokenizer_of_its_data(
     trained: Trained, plait: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +188,14 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ["4 problems", "`hf`", "`bf16`", "`ema`", "'big'", "5GB"],
     ),
     "optimizer": (["a", "b", "--to", "hf", "--optimizer"], ["--optimizer", "--to torch"]),
+    "looking without a place": (
+        ["a", "b", "--to", "hf", "--all", "--verify"],
+        ["2 problems", "--all: goes with --inspect", "--verify: goes with --inspect", "--inspect PATH"],
+    ),
+    "looking and converting": (
+        ["a", "b", "--to", "hf", "--dtype", "bf16", "--shard-size", "2GB", "--overwrite", "--inspect", "a"],
+        ["5 problems", "SRC: 'a'", "--to: 'hf'", "--dtype: 'bf16'", "--shard-size: '2GB'", "--overwrite: would"],
+    ),
 }
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from plait.parallel.context.kernels import Kernel, bias_of, choose_kernel, cpu, efficient, flash, mathematics
+from plait.parallel.context.kernels import Block, Kernel, bias_of, choose_kernel, cpu, efficient, flash, mathematics
 from plait.parallel.context.ring import _merge
 
 SHAPES = [(12, 12), (12, 7), (5, 33), (1, 1)]
@@ -44,16 +43,20 @@ def documents_bias(queries: int, keys: int, dtype: torch.dtype, device: str) -> 
     return bias_of(allowed[:, None], dtype)
 
 
-def blocks(kernel: Kernel, dtype: torch.dtype, device: str) -> Iterator[tuple[Any, ...]]:
-    """Every shape with every number of key heads: causal, whole and masked."""
+def blocks(kernel: Kernel, dtype: torch.dtype, device: str) -> Iterator[tuple[Block, Tensor]]:
+    """Every shape with every number of key heads: causal, whole and masked; and a gradient of the output."""
     for queries, keys in SHAPES:
         for kv_heads in (4, 2, 1):
-            tensors = draw(queries, keys, kv_heads, dtype, device)
-            yield *tensors, None, False
+            *tensors, gradient = draw(queries, keys, kv_heads, dtype, device)
+            yield Block(*tensors, None, False, 0.3), gradient
             if queries == keys:
-                yield *tensors, None, True
+                yield Block(*tensors, None, True, 0.3), gradient
             if kernel is not flash:
-                yield *tensors, documents_bias(queries, keys, dtype, device), False
+                yield Block(*tensors, documents_bias(queries, keys, dtype, device), False, 0.3), gradient
+
+
+def widened(block: Block) -> Block:
+    return Block(*(x.double() if isinstance(x, Tensor) else x for x in block))
 
 
 def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype, what: str) -> None:
@@ -66,11 +69,10 @@ def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype, what: str)
 
 @pytest.mark.parametrize(("kernel", "device", "dtype"), KERNELS)
 def test_a_kernel_agrees_with_the_plain_twin_in_fp64(kernel: Kernel, device: str, dtype: torch.dtype) -> None:
-    for q, k, v, gradient, bias, causal in blocks(kernel, dtype, device):
-        wide = [x.double() for x in (q, k, v)]
-        wide_bias = None if bias is None else bias.double()
-        output, lse = mathematics.forward(*wide, wide_bias, causal, 0.3)
-        found, found_lse = kernel.forward(q, k, v, bias, causal, 0.3)
+    for block, gradient in blocks(kernel, dtype, device):
+        wide = widened(block)
+        output, lse = mathematics.forward(wide)
+        found, found_lse = kernel.forward(block)
         seen = lse > -1e3  # of a query without keys only the low log-sum-exp counts
         assert bool((found_lse[~seen] < -1e3).all())
         assert_close(found[seen], output[seen], dtype, "output")
@@ -78,20 +80,19 @@ def test_a_kernel_agrees_with_the_plain_twin_in_fp64(kernel: Kernel, device: str
         # As in a ring: the backward pass gets output and log-sum-exp over more keys than these.
         results = (output.masked_fill(~seen[..., None], 0.5) * 0.9).to(dtype), lse.masked_fill(~seen, 2.0) + 0.4
         wide_results = (x.double() for x in results)
-        expected = mathematics.backward(gradient.double(), *wide, *wide_results, wide_bias, causal, 0.3)
+        expected = mathematics.backward(gradient.double(), wide, *wide_results)
         output, lse = results[0], results[1].to(found_lse.dtype)
-        parts = kernel.backward(gradient, q, k, v, output, lse, bias, causal, 0.3)
+        parts = kernel.backward(gradient, block, output, lse)
         for name, part, whole in zip("qkv", parts, expected, strict=True):
             assert_close(part, whole, dtype, f"gradient of {name}")
 
 
 def test_the_plain_twin_has_the_gradients_of_autograd() -> None:
-    for q, k, v, gradient, bias, causal in blocks(mathematics, torch.float64, "cpu"):
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        output, lse = mathematics.forward(*leaves, bias, causal, 0.3)
+    for block, gradient in blocks(mathematics, torch.float64, "cpu"):
+        leaves = [x.detach().requires_grad_() for x in block[:3]]
+        output, lse = mathematics.forward(block._replace(q=leaves[0], k=leaves[1], v=leaves[2]))
         expected = torch.autograd.grad(output, leaves, gradient)
-        q, k, v = (x.detach() for x in leaves)
-        found = mathematics.backward(gradient, q, k, v, output.detach(), lse.detach(), bias, causal, 0.3)
+        found = mathematics.backward(gradient, block, output.detach(), lse.detach())
         for name, part, whole in zip("qkv", found, expected, strict=True):
             assert_close(part, whole, torch.float64, f"gradient of {name}")
 
@@ -100,10 +101,14 @@ def test_results_over_some_keys_merge_into_that_over_all() -> None:
     q, k, v, _ = draw(9, 20, 2, torch.float64, "cpu")
     bias = documents_bias(9, 20, torch.float64, "cpu")
     bias[..., 0] = 0.0  # so that each query finds something, if only in the first part
-    expected, expected_lse = mathematics.forward(q, k, v, bias, False, 0.3)
-    output, lse = mathematics.forward(q, k[:, :, :6], v[:, :, :6], bias[..., :6], False, 0.3)
+
+    def over(keys: slice) -> tuple[Tensor, Tensor]:
+        return mathematics.forward(Block(q, k[:, :, keys], v[:, :, keys], bias[..., keys], False, 0.3))
+
+    expected, expected_lse = over(slice(None))
+    output, lse = over(slice(0, 6))
     for keys in (slice(6, 7), slice(7, 20)):
-        _merge(output, lse, *mathematics.forward(q, k[:, :, keys], v[:, :, keys], bias[..., keys], False, 0.3))
+        _merge(output, lse, *over(keys))
     assert_close(output, expected, torch.float64, "output")
     assert_close(lse, expected_lse, torch.float64, "log-sum-exp")
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from plait.errors import ConfigError, ModelError
 from plait.parallel.pipeline import Pipeline, Stage, make_stages, plan_stages
+from plait.parallel.pipeline.clock import Clock
 from plait.parallel.pipeline.transport import Form, form_of_inputs, take_apart
 
 
@@ -134,10 +135,35 @@ def test_a_loss_without_a_graph_gives_zeros(group: dist.ProcessGroup) -> None:
 
 def test_the_measured_bubble_is_a_share(group: dist.ProcessGroup) -> None:
     pipeline = make_pipeline(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), group)
-    assert pipeline.bubble().measured == 0.0
-    pipeline.step([torch.randn(2, 3)] * 4, squares)
-    assert 0.0 <= pipeline.bubble().measured < 1.0
-    assert pipeline.bubble().theoretical == pytest.approx(0.0)
+    assert pipeline.bubble() is None
+    for _ in range(3):
+        pipeline.step([torch.randn(2, 3)] * 4, squares)
+    bubble = pipeline.bubble()
+    assert bubble is not None
+    assert 0.0 <= bubble.measured < 1.0
+    assert bubble.theoretical == pytest.approx(0.0)
+
+
+class Scripted(Clock):
+    """A clock that shows what it was told to."""
+
+    def __init__(self, *times: float) -> None:
+        super().__init__(torch.device("cpu"))
+        self._times = iter(times)
+
+    def _now(self) -> float:
+        return next(self._times)
+
+
+def test_the_first_step_is_left_out_once_there_is_another() -> None:
+    # step begins, work begins, work ends, step ends
+    clock = Scripted(0, 1, 6, 10, 20, 21, 23, 24, 30, 30, 31, 32)
+    found = []
+    for _ in range(3):
+        with clock.step(), clock.work():
+            pass
+        found.append(clock.busy_and_whole())
+    assert found == [(5.0, 10.0), (2.0, 4.0), (3.0, 6.0)]
 
 
 def test_a_model_that_changes_its_embeddings_is_refused(group: dist.ProcessGroup) -> None:

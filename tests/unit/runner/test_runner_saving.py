@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -210,6 +211,29 @@ def test_a_signal_during_training_saves_and_names_itself(tmp_path: Path) -> None
     outcome = fit(0, 1, {"work_dir": tmp_path, "hooks": [Interrupt()]})
     assert (outcome.steps, outcome.reason) == (5, "SIGTERM")
     assert names(tmp_path) == ["latest", *steps(5)]
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_what_became_of_a_save_that_was_under_way_when_a_run_broke_off_is_told(tmp_path: Path, blocked: bool) -> None:
+    class Break(Hook):
+        def after_save(self, runner: Runner) -> None:
+            raise KeyboardInterrupt
+
+    if blocked:
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / ".step-00000002.tmp").write_text("a file where the folder should be")
+    settings = {"train": {"max_steps": 9}, "checkpoint": {"every": 2, "async_save": True}}
+    logged = {"log": {"console": "none", "sinks": ["jsonl"]}}
+    with pytest.raises(KeyboardInterrupt):
+        fit(0, 1, {"work_dir": tmp_path, "hooks": [Break()], **settings, **logged})
+    events = [json.loads(line) for path in tmp_path.rglob("*.jsonl") for line in path.read_text().splitlines()]
+    told = [event for event in events if event["kind"] in ("save", "message")]
+    if blocked:
+        assert "was not written" in told[-1]["data"]["text"]
+        assert told[-1]["data"]["text"].endswith("the run is over")
+    else:
+        assert told[-1]["data"]["path"].endswith("step-00000002")
+        assert names(tmp_path) == ["latest", *steps(2)]
 
 
 def test_a_wrong_setting_is_found_before_a_checkpoint_is_looked_for(tmp_path: Path) -> None:

@@ -108,6 +108,21 @@ def test_inputs_are_given_as_keywords_positions_or_alone() -> None:
     assert engine.train_step([MicroBatch(one, 7)]).targets == 7
 
 
+def test_a_row_of_layers_is_given_the_first_part_as_in_a_pipeline() -> None:
+    x, y = torch.randn(3, 2), torch.randn(3, 1)
+    row = nn.Sequential(nn.Linear(2, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 1)))
+    expected = float((row(x) - y).square().mean().detach())
+
+    def of_pair(answer: Tensor, inputs: Any) -> Tensor:
+        target = inputs["y"] if isinstance(inputs, dict) else inputs[1]
+        return (answer - target).square().mean()
+
+    engine = engine_of(row, optim={"type": "SGD", "lr": 1e-12}, loss_fn=of_pair)
+    for inputs in ((x, y), [x, y], {"x": x, "y": y}):
+        assert engine.train_step([inputs]).loss == pytest.approx(expected)
+        assert engine.evaluate(inputs).loss_sum == pytest.approx(expected)
+
+
 def test_a_model_without_anything_to_train_is_refused() -> None:
     with pytest.raises(ModelError, match="requires_grad"):
         engine_of(Net().requires_grad_(False))

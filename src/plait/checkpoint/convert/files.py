@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-import sys
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.checkpoint.convert.pickled import Stored, asks_for, open_file
 from plait.checkpoint.convert.source import Entry
 from plait.checkpoint.tensorfile import as_bytes, read_all, read_slots
 from plait.errors import CheckpointError
@@ -49,54 +50,34 @@ class SafetensorsFile:
         os.close(self._file)
 
 
+Found = Stored | Tensor
+"""A tensor of a file of `torch.save`: where it lies, or, in the oldest format, itself."""
+
+
 class TorchFile:
     """A file of `torch.save`, whose tensors are found, not loaded. No pickle in it is executed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.content = _structure(path)
-        """What was saved, with tensors of the meta device in place of the real ones (see `read_tensor`)."""
-        self._file = os.open(path, os.O_RDONLY)
-
-    def read_tensor(self, tensor: Tensor) -> Tensor:
-        """The values of a tensor of `content`."""
-        if tensor.device.type != "meta":
-            return tensor.detach()
-        storage = tensor.untyped_storage()
-        begin = storage._checkpoint_offset
-        assert begin is not None
-        if tensor.is_contiguous():
-            inside = int(tensor.storage_offset()) * tensor.dtype.itemsize
-            return read_bytes(self._file, begin + inside, Entry(tensor.shape, tensor.dtype), self.path)
-        whole = Entry(torch.Size([storage.nbytes() // tensor.dtype.itemsize]), tensor.dtype)
-        flat = read_bytes(self._file, begin, whole, self.path)
-        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).contiguous()
+        self.content = open_file(path, strict=True) if zipfile.is_zipfile(path) else _old_content(path)
+        """What was saved, with a `Found` in place of each tensor."""
 
     def close(self) -> None:
-        """Let go of the file."""
-        os.close(self._file)
+        """Nothing is open between two reads."""
 
 
-def _structure(path: Path) -> Any:
-    try:
-        # On meta, so that nothing is read but where each tensor lies.
-        content = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-        if sys.byteorder == "little" and all(_is_placed(tensor) for tensor in tensors_in(content)):
-            return content
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except Exception as error:  # torch raises whatever the unpickler and the archive reader did
-        if "mmap can only be used with files saved with" in str(error):
-            return _old_structure(path)
-        raise refusal(path, error) from error
+def read_found(found: Found) -> Tensor:
+    """The values of a tensor."""
+    return found.detach() if isinstance(found, Tensor) else found.read()
 
 
-def _old_structure(path: Path) -> Any:
-    """The format from before torch 1.6 can only be loaded as a whole."""
+def _old_content(path: Path) -> Any:
+    """The format from before torch 1.6, which was no archive, can only be loaded as a whole."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except Exception as error:  # torch raises whatever the unpickler did
         raise refusal(path, error) from error
 
 
@@ -104,22 +85,14 @@ def refusal(path: Path, error: Exception, what: str = "it") -> CheckpointError:
     """What to say where torch did not open a file, or a part of one."""
     found = re.search(r"GLOBAL (\S+)", str(error))
     if found:
-        return CheckpointError(
-            f"{path} asks for {found[1]}, and from a checkpoint no code is executed; nothing of it was run. "
-            "If you trust it, load it with the program that wrote it, and save its state dict alone"
-        )
+        return asks_for(path, found[1])
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return CheckpointError(f"{path}: {what} is not whole, or not of torch.save ({first}); copy it again")
 
 
-def _is_placed(tensor: Tensor) -> bool:
-    # A tensor that was saved on the meta device has no values at all; older torch does not say where one lies.
-    return tensor.untyped_storage()._checkpoint_offset is not None
-
-
-def tensors_in(content: Any) -> list[Tensor]:
+def tensors_in(content: Any) -> list[Found]:
     """Every tensor in nested containers."""
-    if isinstance(content, Tensor):
+    if isinstance(content, Found):
         return [content]
     if isinstance(content, Mapping):
         content = list(content.values())

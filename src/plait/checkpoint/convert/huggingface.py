@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint.convert.files import SafetensorsFile, TorchFile
+from plait.checkpoint.convert.files import Found, SafetensorsFile, TorchFile, read_found
 from plait.checkpoint.convert.source import Entry, Source
 from plait.checkpoint.tensorfile import DTYPES, TensorFileWriter
 from plait.errors import CheckpointError
@@ -83,7 +83,7 @@ class HuggingFaceSource(Source):
     def read(self, name: str) -> Tensor:
         """One whole tensor."""
         file, stored = self._files[self._homes[name]], name.removeprefix("model.")
-        return file.read_tensor(file.content[stored]) if isinstance(file, TorchFile) else file.read(stored)
+        return read_found(file.content[stored]) if isinstance(file, TorchFile) else file.read(stored)
 
     def close(self) -> None:
         """Let go of the files."""
@@ -132,7 +132,7 @@ def _entries(file: SafetensorsFile | TorchFile) -> Mapping[str, Entry]:
         return file.entries
     if not isinstance(file.content, Mapping):
         raise CheckpointError(f"{file.path} holds a {type(file.content).__name__}, and a state dict was expected")
-    return {str(k): Entry(t.shape, t.dtype) for k, t in file.content.items() if isinstance(t, Tensor)}
+    return {str(k): Entry(t.shape, t.dtype) for k, t in file.content.items() if isinstance(t, Found)}
 
 
 @dataclass(frozen=True)

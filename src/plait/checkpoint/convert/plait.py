@@ -10,6 +10,7 @@ from torch import Tensor
 from plait.checkpoint.convert.source import Entry, Source
 from plait.checkpoint.folder import CheckpointFolder
 from plait.checkpoint.index import TensorRecord
+from plait.checkpoint.load import verify
 from plait.checkpoint.manifest import open_checkpoint, remedy
 from plait.checkpoint.read import PieceReader, try_to_read
 from plait.errors import CheckpointError
@@ -26,6 +27,7 @@ class PlaitSource(Source):
         checkpoint = open_checkpoint(folder)
         manifest = checkpoint.manifest
         self.path = folder
+        self._checkpoint = checkpoint
         self._tensors = checkpoint.index.tensors
         self._reader = PieceReader(folder)
         self.entries = {name: Entry(torch.Size(r.shape), r.dtype) for name, r in self._tensors.items()}
@@ -50,6 +52,12 @@ class PlaitSource(Source):
             inside = tuple(slice(a, a + n) for a, n in zip(stored.start, stored.shape, strict=True))
             target = whole[inside] if inside else whole
             self._reader.copy(stored, record.dtype, (0,) * len(inside), stored.shape, target)
+
+    def verify(self) -> str:
+        """Compare every byte with the checksums that were written with it."""
+        verify(self._checkpoint)
+        count = len(self._checkpoint.manifest.files) + 1  # the manifest itself was compared when it was opened
+        return f"{count} files are as they were written: the checksum of every byte agrees"
 
     def close(self) -> None:
         """Let go of the files."""

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from plait.checkpoint.convert.files import SafetensorsFile, TorchFile, tensors_in
+from plait.checkpoint.convert.files import Found, SafetensorsFile, TorchFile, read_found, tensors_in
 from plait.checkpoint.convert.names import MODEL_WORDS, OPTIMIZER_WORDS, clean, engine_state, steps_of, without_wrapper
 from plait.checkpoint.convert.source import Entry, Source
 from plait.checkpoint.tensorfile import BLOCK, as_bytes
@@ -55,7 +55,7 @@ class TorchSource(Source):
         model = _model_in(content)
         optimizer = next((content[word] for word in content if word in OPTIMIZER_WORDS), None)
         names = without_wrapper({name: f"model.{clean(name)}" for name in model})
-        self._tensors: dict[str, Tensor] = {names[name]: tensor for name, tensor in model.items()}
+        self._tensors: dict[str, Found] = {names[name]: tensor for name, tensor in model.items()}
         self.facts = {"holds": "a state dict, in a file of torch.save"}
         if optimizer is not None:
             found = dict(_optimizer_state(model, names, optimizer))
@@ -71,7 +71,7 @@ class TorchSource(Source):
 
     def read(self, name: str) -> Tensor:
         """One whole tensor."""
-        return self._file.read_tensor(self._tensors[name])
+        return read_found(self._tensors[name])
 
     def close(self) -> None:
         """Let go of the file."""
@@ -79,21 +79,21 @@ class TorchSource(Source):
 
 
 def _kind_of(content: Any) -> str:
-    if isinstance(content, Tensor):
+    if isinstance(content, Found):
         return "a single tensor"
     return f"a {type(content).__name__}" + (" without tensors" if isinstance(content, Mapping) else "")
 
 
-def _model_in(content: Mapping[Any, Any]) -> dict[str, Tensor]:
+def _model_in(content: Mapping[Any, Any]) -> dict[str, Found]:
     for word in content:
         if word in MODEL_WORDS and isinstance(content[word], Mapping) and tensors_in(content[word]):
             return _model_in(content[word])
-    return {str(name): tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
+    return {str(name): tensor for name, tensor in content.items() if isinstance(tensor, Found)}
 
 
 def _optimizer_state(
-    model: Mapping[str, Tensor], names: Mapping[str, str], optimizer: Any
-) -> Iterator[tuple[str, Tensor]]:
+    model: Mapping[str, Found], names: Mapping[str, str], optimizer: Any
+) -> Iterator[tuple[str, Found]]:
     """`optim.<parameter>.<key>`: by name where the file has names, by number where the order is beyond doubt."""
     if not isinstance(optimizer, Mapping) or not isinstance(optimizer.get("state"), Mapping):
         return
@@ -104,10 +104,10 @@ def _optimizer_state(
     for key, pieces in per_parameter.items():
         if key in owner and isinstance(pieces, Mapping):
             parameter = names[owner[key]].removeprefix("model.")
-            yield from ((f"optim.{parameter}.{k}", t) for k, t in pieces.items() if isinstance(t, Tensor))
+            yield from ((f"optim.{parameter}.{k}", t) for k, t in pieces.items() if isinstance(t, Found))
 
 
-def _numbered(model: Mapping[str, Tensor], optimizer: Mapping[Any, Any]) -> dict[Any, str]:
+def _numbered(model: Mapping[str, Found], optimizer: Mapping[Any, Any]) -> dict[Any, str]:
     """The name of each number: as the groups tell it, or in the model's order where there is one group of all."""
     groups = optimizer.get("param_groups") or []
     numbers = [number for group in groups for number in group.get("params", ())]
@@ -119,7 +119,7 @@ def _numbered(model: Mapping[str, Tensor], optimizer: Mapping[Any, Any]) -> dict
     for number, pieces in optimizer["state"].items():
         average = pieces.get("exp_avg", pieces.get("momentum_buffer"))
         name = found.get(number)
-        if name is None or name not in model or (isinstance(average, Tensor) and average.shape != model[name].shape):
+        if name is None or name not in model or (isinstance(average, Found) and average.shape != model[name].shape):
             return {}
     return found
 

@@ -58,8 +58,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dro
     group = q.shape[1] // k.shape[1]
     if isinstance(mask, BlockMask):
         return _compiled_flex_attention(q, k, v, block_mask=mask, enable_gqa=group > 1)
-    if mask is not None and group > 1:
-        # The memory-efficient kernel, the only fast one that takes a mask, has no grouped form.
+    if group > 1 and (mask is not None or (q.is_cuda and q.dtype == torch.float32)):
+        # The memory-efficient kernel, the only fast one that takes a mask or fp32, has no grouped form.
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
         group = 1
     return F.scaled_dot_product_attention(

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.models.common.loss_kernel import (
-    HAS_TRITON,
+    is_fused,
     loss_and_slopes_triton,
     row_statistics_triton,
     slopes_triton,
@@ -74,7 +74,7 @@ def loss_and_slopes(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
     The gradient of an ignored row is left as if it counted for label 0. Overwrites `logits` where it can.
     """
-    if logits.is_cuda and HAS_TRITON:
+    if is_fused(logits):
         return loss_and_slopes_triton(logits, labels)
     counted = labels != IGNORE_INDEX
     index = labels.where(counted, 0)[:, None]
@@ -93,7 +93,7 @@ def split_loss_and_slopes(logits: Tensor, labels: Tensor, words: Words) -> tuple
     place = labels - words.start
     mine = counted & (place >= 0) & (place < logits.shape[1])
     place = place.where(mine, -1)
-    fused = logits.is_cuda and HAS_TRITON
+    fused = is_fused(logits)
     maxima, sums, targets = (row_statistics_triton if fused else row_statistics)(logits, place)
     top = maxima.clone()
     dist.all_reduce(top, dist.ReduceOp.MAX, group=words.group)

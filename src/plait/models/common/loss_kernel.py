@@ -1,6 +1,7 @@
 """The Triton twins of what `chunked_loss` does with logits: one pass for the sum, one to overwrite the logits.
 
 Where a rank has a part of the vocabulary, the ranks exchange the rows' sums in between, so the passes are two kernels.
+On tensors without values nothing is launched, so that a plan sees the memory that the kernels take.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.models.common.protocol import IGNORE_INDEX
+from plait.world import has_values
 
 HAS_TRITON = find_spec("triton") is not None
 """Triton comes with the CUDA builds of torch, not with the CPU build."""
@@ -80,15 +82,21 @@ if HAS_TRITON:
             tl.store(logits + at, slope.to(logits.dtype.element_ty), mask=at < columns)
 
 
+def is_fused(logits: Tensor) -> bool:
+    """Whether these kernels are for such logits."""
+    return logits.is_cuda and (HAS_TRITON or not has_values(logits))
+
+
 def loss_and_slopes_triton(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Loss of each row, and its gradient in the place of the logits (rows, columns)."""
     rows, columns = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    block = _block(columns)
-    with torch.cuda.device(logits.device):
-        _kernel[(rows,)](
-            logits, labels, losses, columns, logits.stride(0), ignored=IGNORE_INDEX, block=block, num_warps=16
-        )
+    if has_values(logits):
+        block = _block(columns)
+        with torch.cuda.device(logits.device):
+            _kernel[(rows,)](
+                logits, labels, losses, columns, logits.stride(0), ignored=IGNORE_INDEX, block=block, num_warps=16
+            )
     return losses, logits
 
 
@@ -96,20 +104,22 @@ def row_statistics_triton(logits: Tensor, place: Tensor) -> tuple[Tensor, Tensor
     """The twin of `chunked_loss.row_statistics`."""
     rows, columns = logits.shape
     found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
-    with torch.cuda.device(logits.device):
-        _statistics_kernel[(rows,)](
-            logits, place, found[0], found[1], found[2], columns, logits.stride(0), block=_block(columns), num_warps=16
-        )
+    if has_values(logits):
+        block = _block(columns)
+        with torch.cuda.device(logits.device):
+            _statistics_kernel[(rows,)](
+                logits, place, found[0], found[1], found[2], columns, logits.stride(0), block=block, num_warps=16
+            )
     return found[0], found[1], found[2]
 
 
 def slopes_triton(logits: Tensor, place: Tensor, log_total: Tensor) -> Tensor:
     """The twin of `chunked_loss.slopes_of`; overwrites the logits."""
     rows, columns = logits.shape
-    with torch.cuda.device(logits.device):
-        _slopes_kernel[(rows,)](
-            logits, place, log_total, columns, logits.stride(0), block=_block(columns), num_warps=16
-        )
+    if has_values(logits):
+        block = _block(columns)
+        with torch.cuda.device(logits.device):
+            _slopes_kernel[(rows,)](logits, place, log_total, columns, logits.stride(0), block=block, num_warps=16)
     return logits
 
 

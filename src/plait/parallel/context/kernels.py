@@ -4,16 +4,14 @@ A kernel is a pair of functions. Forward gives the output and, for each query, t
 exponentials of its scores. Backward gets output and log-sum-exp *of all keys*, and gives the part of the gradients
 that these keys have in it; so parts are added up, whichever way the keys were divided.
 
-All tensors are (batch, heads, tokens, head_dim); keys and values may have fewer heads. `bias`, of shape (batch,
-1, queries, keys), is added to the scores. A query that no key of the block is allowed for has a log-sum-exp so
-low that its output has no weight in a merge.
+A query that no key of the block is allowed for has a log-sum-exp so low that its output has no weight in a merge.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,17 +20,32 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 _aten: Any = torch.ops.aten
 
 
+class Block(NamedTuple):
+    """Some queries and the keys and values that they meet: (batch, heads, tokens, head_dim) each.
+
+    Keys and values may have fewer heads.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    """(batch, 1, queries, keys), added to the scores."""
+    causal: bool
+    """Whether a query meets only the keys up to its own place."""
+    scale: float
+    """What the scores are multiplied by."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """One way to compute a block; `mathematics` is the twin that all others must agree with."""
 
     name: str
-    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], tuple[Tensor, Tensor]]
-    """(q, k, v, bias, causal, scale) to output and log-sum-exp (batch, heads, queries)."""
-    backward: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, bool, float], tuple[Tensor, Tensor, Tensor]
-    ]
-    """(gradient, q, k, v, output, log-sum-exp, bias, causal, scale) to the gradients of q, k and v."""
+    forward: Callable[[Block], tuple[Tensor, Tensor]]
+    """The output and the log-sum-exp (batch, heads, queries)."""
+    backward: Callable[[Tensor, Block, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    """(gradient, block, output, log-sum-exp) to the gradients of q, k and v."""
 
 
 def choose_kernel(q: Tensor, k: Tensor, v: Tensor, *, biased: bool) -> Kernel:
@@ -72,35 +85,25 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _mathematics(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, k, bias, causal, scale)
+def _mathematics(block: Block) -> tuple[Tensor, Tensor]:
+    scores = _scores(block)
     lse = scores.logsumexp(-1)
     weights = (scores - lse[..., None]).exp()
-    return (weights @ _spread(v, q).to(weights.dtype)).to(q.dtype), lse
+    return (weights @ _spread(block.v, block.q).to(weights.dtype)).to(block.q.dtype), lse
 
 
-def _mathematics_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    weights = (_scores(q, k, bias, causal, scale) - lse[..., None]).exp()
+def _mathematics_backward(gradient: Tensor, block: Block, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, *_ = block
+    weights = (_scores(block) - lse[..., None]).exp()
     gradient, output = gradient.to(weights.dtype), output.to(weights.dtype)
     of_weights = gradient @ _spread(v, q).to(weights.dtype).mT
-    of_scores = weights * (of_weights - (gradient * output).sum(-1, keepdim=True)) * scale
+    of_scores = weights * (of_weights - (gradient * output).sum(-1, keepdim=True)) * block.scale
     of_q = of_scores @ _spread(k, q).to(weights.dtype)
     return of_q, _fold(of_scores.mT @ q.to(weights.dtype), k), _fold(weights.mT @ gradient, v)
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
+def _scores(block: Block) -> Tensor:
+    q, k, _, bias, causal, scale = block
     dtype = accumulation_dtype(q.dtype)
     scores = q.to(dtype) @ _spread(k, q).to(dtype).mT * scale
     if bias is not None:
@@ -125,45 +128,29 @@ def _fold(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient.view(batch, heads, -1, tokens, dim).sum(2, dtype=accumulation_dtype(gradient.dtype))
 
 
-def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _cpu(block: Block) -> tuple[Tensor, Tensor]:
+    q, k, v, bias, causal, scale = block
     output, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     return output, lse
 
 
-def _cpu_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cpu_backward(gradient: Tensor, block: Block, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, bias, causal, scale = block
     of_q, of_k, of_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, q, k, v, output, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
     return of_q, of_k, of_v
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _flash(block: Block) -> tuple[Tensor, Tensor]:
+    q, k, v, bias, causal, scale = block
     assert bias is None, "the flash kernel takes no bias"
     output, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     return output, lse
 
 
-def _flash_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(gradient: Tensor, block: Block, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, _, causal, scale = block
     # Without dropout the random state is never read; it only has to be there.
     state = (torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))
     of_q, of_k, of_v = _aten._scaled_dot_product_flash_attention_backward(
@@ -172,26 +159,16 @@ def _flash_backward(
     return of_q, of_k, of_v
 
 
-def _efficient(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _efficient(block: Block) -> tuple[Tensor, Tensor]:
+    q, k, v, bias, causal, scale = block
     output, lse, *_ = _aten._scaled_dot_product_efficient_attention(
         q, _spread(k, q), _spread(v, q), _for_every_head(bias, q), True, 0.0, causal, scale=scale
     )
     return output, lse[:, :, : q.shape[2]]  # it has rows for a multiple of 32 queries
 
 
-def _efficient_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _efficient_backward(gradient: Tensor, block: Block, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, bias, causal, scale = block
     # Rows beyond the queries have an infinite log-sum-exp, and so no weight, as the kernel itself fills them.
     padded = lse.new_full((*lse.shape[:2], -(-lse.shape[2] // 32) * 32), float("inf"))
     padded[:, :, : lse.shape[2]] = lse

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from plait.parallel.context.kernels import accumulation_dtype, bias_of, choose_kernel
+from plait.parallel.context.kernels import Block, accumulation_dtype, bias_of, choose_kernel
 from plait.parallel.context.line import Hop, Line, pack, unpack
 
 
@@ -48,7 +48,7 @@ def ring_attention(
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _Meeting:
     """The queries of one rank that meet keys of another, and which of those."""
 
     queries: slice
@@ -58,12 +58,13 @@ class _Block:
     ids: tuple[Tensor, Tensor] | None
     """Document ids of the queries and of the keys, (batch, tokens) each."""
 
-    @property
-    def causal(self) -> bool:
-        """Whether the kernel has to see to the order; a bias says it, too."""
-        return self.own and self.ids is None
+    def block(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Block:
+        """What a kernel has to compute, of all queries here and all keys and values there."""
+        queries, keys, values = q[:, :, self.queries], k[:, :, self.keys], v[:, :, self.keys]
+        # The kernel has to see to the order only where no bias says it.
+        return Block(queries, keys, values, self._bias(q.dtype), self.own and self.ids is None, scale)
 
-    def bias(self, dtype: torch.dtype) -> Tensor | None:
+    def _bias(self, dtype: torch.dtype) -> Tensor | None:
         """Made when it is needed: those of all blocks together are as large as the mask of whole rows."""
         if self.ids is None:
             return None
@@ -72,11 +73,11 @@ class _Block:
         return bias_of((allowed.tril() if self.own else allowed)[:, None], dtype)
 
 
-def _block(rank: int, source: int, tokens: int, documents: Tensor | None) -> _Block:
+def _meeting(rank: int, source: int, tokens: int, documents: Tensor | None) -> _Meeting:
     queries = slice(tokens // 2, None) if source > rank else slice(None)
     keys = slice(0, tokens // 2) if source < rank else slice(None)
     ids = None if documents is None else (documents[rank][:, queries], documents[source][:, keys])
-    return _Block(queries, keys, source == rank, ids)
+    return _Meeting(queries, keys, source == rank, ids)
 
 
 def _rounds(k: Tensor, v: Tensor, line: Line) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -97,20 +98,13 @@ def _forward(
     output = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=accumulation_dtype(q.dtype))
     lse = q.new_empty(q.shape[:-1], dtype=output.dtype)
     for source, keys, values in _rounds(k, v, line):
-        block = _block(line.rank, source, q.shape[2], documents)
-        part, part_lse = kernel.forward(
-            q[:, :, block.queries],
-            keys[:, :, block.keys],
-            values[:, :, block.keys],
-            block.bias(q.dtype),
-            block.causal,
-            scale,
-        )
+        meeting = _meeting(line.rank, source, q.shape[2], documents)
+        part, part_lse = kernel.forward(meeting.block(q, keys, values, scale))
         if source == line.rank:
             output.copy_(part)
             lse.copy_(part_lse)
         else:
-            _merge(output[:, :, block.queries], lse[:, :, block.queries], part, part_lse)
+            _merge(output[:, :, meeting.queries], lse[:, :, meeting.queries], part, part_lse)
     return output.to(q.dtype), lse
 
 
@@ -138,19 +132,15 @@ def _backward(
     own = torch.zeros(k.numel() + v.numel(), dtype=lse.dtype, device=q.device)
     travelling: Hop | None = None
     for source, keys, values in _rounds(k, v, line):
-        block = _block(line.rank, source, q.shape[2], documents)
+        meeting = _meeting(line.rank, source, q.shape[2], documents)
+        mine = meeting.queries
         part_q, part_k, part_v = kernel.backward(
-            gradient[:, :, block.queries],
-            q[:, :, block.queries],
-            keys[:, :, block.keys],
-            values[:, :, block.keys],
-            output[:, :, block.queries],
-            lse[:, :, block.queries].contiguous(),
-            block.bias(q.dtype),
-            block.causal,
-            scale,
+            gradient[:, :, mine],
+            meeting.block(q, keys, values, scale),
+            output[:, :, mine],
+            lse[:, :, mine].contiguous(),
         )
-        of_q[:, :, block.queries] += part_q
+        of_q[:, :, mine] += part_q
         if source == line.rank:
             sums = own
         elif travelling is None:
@@ -158,8 +148,8 @@ def _backward(
         else:
             sums = travelling.wait()
         of_k, of_v = unpack(sums, k.shape, v.shape)
-        of_k[:, :, block.keys] += part_k
-        of_v[:, :, block.keys] += part_v
+        of_k[:, :, meeting.keys] += part_k
+        of_v[:, :, meeting.keys] += part_v
         if source != line.rank:
             travelling = Hop(line, sums)
     if travelling is not None:

@@ -11,6 +11,7 @@ backward pass overlap with it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -38,10 +39,16 @@ from plait.parallel.pipeline.transport import Transport
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
-    """Idle share of all ranks of a pipeline: of the last step as it was, and by the schedule."""
+    """Idle share of all ranks of a pipeline: as it was, and by the schedule."""
 
+    schedule: str
     measured: float
+    """Of all steps but the first, which warms up."""
     theoretical: float
+    """Were all stages equally long and sending free, for as many micro-batches as most steps had."""
+
+    def __str__(self) -> str:
+        return f"pipeline: {self.measured:.0%} idle ({self.schedule} in theory: {self.theoretical:.0%})"
 
 
 class Pipeline:
@@ -76,10 +83,12 @@ class Pipeline:
         """Weights that several stages hold. Call `tied.sum()` after each step, before gradients are used."""
         self._group = group
         self._device = device
-        self._transport = Transport(group, device)
+        self.transport = Transport(group, device)
+        """How activations and gradients travel between stages."""
         self._clock = Clock(device)
         self._programs: dict[tuple[int, bool], Program] = {}
-        self._last_count = 0
+        self._counts: Counter[int] = Counter()
+        """How many steps had how many micro-batches."""
         self._splits = find_schedule(schedule).splits_backward and self._agree(
             splits_backward and not any(_is_compiled(stage.module) for stage in self.stages)
         )
@@ -94,7 +103,7 @@ class Pipeline:
         return Run(
             self.stages,
             micro_batches,
-            transport=self._transport,
+            transport=self.transport,
             clock=self._clock,
             splits=self._splits,
             **callbacks,
@@ -137,16 +146,18 @@ class Pipeline:
         dist.broadcast(tensor, group=self._group, group_src=self.placement[-1])
         return tensor
 
-    def bubble(self) -> Bubble:
-        """The idle share of the last `step`; to be called by all ranks."""
+    def bubble(self) -> Bubble | None:
+        """The idle share of all steps so far; None before any. To be called by all ranks of the group."""
+        if not self._counts:
+            return None
         busy, whole = self._clock.busy_and_whole()
         longest = torch.tensor([whole], dtype=torch.float64, device=self._device)
         total = torch.tensor([busy], dtype=torch.float64, device=self._device)
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=self._group)
         dist.all_reduce(total, group=self._group)
-        share = 1.0 - float(total) / (self.ranks * float(longest)) if float(longest) else 0.0
-        table = self._table(self._last_count, backward=True) if self._last_count else None
-        return Bubble(share, bubble_of(simulate(table, len(self.placement))) if table else 0.0)
+        table = self._table(self._counts.most_common(1)[0][0], backward=True)
+        theory = bubble_of(simulate(table, len(self.placement)))
+        return Bubble(self.schedule, 1.0 - float(total) / (self.ranks * float(longest)), theory)
 
     def _table(self, count: int, *, backward: bool) -> Table:
         if not backward:
@@ -167,9 +178,9 @@ class Pipeline:
                     run.transfer(entry)
                 else:
                     run.perform(entry)
-            self._transport.finish()
+            self.transport.finish()
         if run.training:
-            self._last_count = len(run.micro_batches)
+            self._counts[len(run.micro_batches)] += 1
 
 
 def _is_compiled(module: nn.Module) -> bool:

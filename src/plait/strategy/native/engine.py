@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from plait.errors import ModelError, TrainingError
 from plait.parallel.replicate import average_buffers
 from plait.precision import Policy
-from plait.spec import MicroBatch
+from plait.spec import MicroBatch, Phase
 from plait.strategy.base import Engine, Evaluation, StepResult
 from plait.strategy.native import state
 from plait.strategy.native.blame import find_culprit
@@ -22,6 +22,7 @@ from plait.strategy.native.views import Views
 from plait.world import World
 
 if TYPE_CHECKING:
+    from plait.parallel.pipeline import Bubble, Pipeline
     from plait.strategy.native.staged import StagedSteps
 
 
@@ -76,6 +77,8 @@ class NativeEngine(Engine):
         self._last_batch: Any = None
         self._peers = world.group("dp_replicate", "dp_shard", "ep", "cp")
         """The ranks that see other data for the same parameters."""
+        self.on_phase: Callable[[Phase], None] = _unheard
+        """Is told what this rank begins to do."""
         self._after_step = [part.after_step for part in getattr(model, "parts", [model]) if hasattr(part, "after_step")]
         model.train()
 
@@ -87,6 +90,7 @@ class NativeEngine(Engine):
         if count == 0:
             raise TrainingError("train_step was called without micro-batches; every rank needs at least one")
         if self._staged is not None:
+            self.on_phase(Phase.FORWARD)
             self._train_staged(self._staged, micro_batches)
             return self._finish_step()
         for index, batch in enumerate(micro_batches):
@@ -113,6 +117,7 @@ class NativeEngine(Engine):
             staged.train(ready, read, self._normalizer, scale, self.world.layout.replicas)
 
     def _forward_loss(self, batch: Any) -> WeightedLoss:
+        self.on_phase(Phase.FORWARD)
         self._last_batch = batch
         inputs, samples = _inputs_and_samples(batch)
         forward = self._forward
@@ -130,14 +135,17 @@ class NativeEngine(Engine):
         return loss
 
     def _backward(self, loss: Tensor) -> None:
+        self.on_phase(Phase.BACKWARD)
         scaler = self.updater.scaler
         torch.autograd.backward(loss if scaler is None else loss * scaler.scale)
 
     def _finish_step(self) -> StepResult:
+        self.on_phase(Phase.REDUCE)
         if self._gradients is not None:
             self._gradients.finish()
         if self._staged is not None:
             self._staged.finish()
+        self.on_phase(Phase.STEP)
         result = self.updater.apply(self._normalizer.finish(), self.steps)
         if result.skipped:
             self._report_skip()
@@ -147,6 +155,7 @@ class NativeEngine(Engine):
         for after_step in self._after_step:
             after_step(self._peers, updated=not result.skipped)
         self.steps += 1
+        self.on_phase(Phase.IDLE)
         return result
 
     def _report_skip(self) -> None:
@@ -239,6 +248,15 @@ class NativeEngine(Engine):
             self.model.train(training)
             self._after_forward_alone()
 
+    def bubble(self) -> Bubble | None:
+        """How idle the ranks of this rank's pipeline were; None where there is none."""
+        return None if self._staged is None else self._staged.pipeline.bubble()
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """This rank's part of a pipeline, where there is one."""
+        return None if self._staged is None else self._staged.pipeline
+
     # ---- state
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -292,6 +310,10 @@ class NativeEngine(Engine):
     def weights_changed(self) -> None:
         """Bring the model up to date with `weights`."""
         self.views.publish()
+
+
+def _unheard(phase: Phase) -> None:
+    """Nobody wants to know."""
 
 
 def _inputs_and_samples(batch: Any) -> tuple[Any, int]:

@@ -36,6 +36,8 @@ class Forward:
         self._compiled = list(compiled)
         self._cut = cut
         self._say = say
+        # A row of layers takes one thing. In a pipeline that is the first part of a micro-batch, so it is here.
+        self._is_row = type(model).forward is nn.Sequential.forward
         self.plain = self._device is None and self._context is None and cut is None and not compiled
         """Whether nothing has to be done to inputs, nor around a call."""
 
@@ -63,6 +65,10 @@ class Forward:
         return self._call(inputs)
 
     def _call(self, inputs: Any) -> Any:
+        if self._is_row:
+            from plait.parallel.pipeline.outline import first_part
+
+            return self._model(first_part(inputs))
         kind = type(inputs)
         if kind is dict or isinstance(inputs, Mapping):
             return self._model(**inputs)

@@ -52,11 +52,11 @@ class StagedSteps:
         read_loss: ReadLoss,
         normalizer: LossNormalizer,
         scale: Callable[[Tensor], Tensor],
-        data_parallel: int,
+        replicas: int,
     ) -> None:
-        """Forward and backward over all micro-batches of a step."""
+        """Forward and backward over all micro-batches of a step; `replicas` ranks do so with data of their own."""
         count = len(ready)
-        normalizer.expect(_targets(ready[0]) * count * data_parallel)
+        normalizer.expect(_targets(ready[0]) * count * replicas)
 
         def loss_of(outputs: Any, _inputs: Any, index: int) -> Tensor:
             loss = read_loss(outputs, index)

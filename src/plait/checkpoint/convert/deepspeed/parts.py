@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plait.checkpoint.convert.deepspeed.pickled import Stored
+from plait.checkpoint.convert.pickled import Stored
 from plait.errors import CheckpointError
 
 

@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 import torch
 
 from plait.checkpoint.convert.deepspeed.parts import Parts, flat_group, number, whole
-from plait.checkpoint.convert.deepspeed.pickled import Stored
 from plait.checkpoint.convert.deepspeed.states import module_of, tied_of
 from plait.checkpoint.convert.deepspeed.zero import Pickled, evenly
+from plait.checkpoint.convert.pickled import Stored
 from plait.errors import CheckpointError
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from plait.checkpoint.convert.deepspeed.folder import Files, find_files
 from plait.checkpoint.convert.deepspeed.parts import Parts
-from plait.checkpoint.convert.deepspeed.pickled import Inert, open_file
 from plait.checkpoint.convert.deepspeed.plain import stage_0
 from plait.checkpoint.convert.deepspeed.states import dtype_of, scaler_of, shapes_of, tied_of, untrained
 from plait.checkpoint.convert.deepspeed.universal import universal
 from plait.checkpoint.convert.deepspeed.zero import Pickled, stage_1_and_2, stage_3
+from plait.checkpoint.convert.pickled import Inert, open_file
 from plait.checkpoint.convert.source import Entry, Source
 from plait.errors import CheckpointError
 

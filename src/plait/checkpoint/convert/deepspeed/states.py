@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from plait.checkpoint.convert.deepspeed.parts import Part, Parts, joined, whole
-from plait.checkpoint.convert.deepspeed.pickled import Stored, field
 from plait.checkpoint.convert.deepspeed.zero import Pickled, evenly
+from plait.checkpoint.convert.pickled import Stored, field
 
 
 def module_of(model: Pickled) -> dict[str, Stored]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from plait.checkpoint.convert.deepspeed.parts import Part, Parts, number, whole
-from plait.checkpoint.convert.deepspeed.pickled import Stored, open_file
 from plait.checkpoint.convert.deepspeed.states import shapes_of, tied_of
 from plait.checkpoint.convert.deepspeed.zero import Pickled
+from plait.checkpoint.convert.pickled import Stored, open_file
 from plait.errors import CheckpointError
 
 FRESH = "plait_fresh"

@@ -1,11 +1,13 @@
 """A file of `torch.save`, opened without running anything that is in it and without reading its tensors.
 
+The unpickler knows containers, and tensors by where they lie. A plain state dict needs nothing else, so there a file
+that asks for more is refused (`strict`).
+
 [Note: inert objects]
 DeepSpeed pickles its own objects beside the tensors: loss scalers, enums, addresses of fragments. `torch.load` would
-either import and build them, which runs whatever a file asks for, or refuse the file. Here the unpickler knows
-containers, and tensors by where they lie; every other class or function is replaced by a class that only remembers
-what was asked of it. So a file opens without the packages that wrote it, and a file that asks for `os.system` gets a
-note saying so.
+either import and build them, which runs whatever a file asks for, or refuse the file. Here every class or function
+that is not known is replaced by a class that only remembers what was asked of it. So a file opens without the
+packages that wrote it, and a file that asks for `os.system` gets a note saying so.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import os
 import pickle
 import sys
 import zipfile
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -125,22 +127,32 @@ _STORAGES = {
     "CharStorage": torch.int8,
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
     "UntypedStorage": torch.uint8,
 }
 _CONTAINERS: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("collections", "defaultdict"): defaultdict,
+    ("collections", "Counter"): Counter,
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
-    ("__builtin__", "set"): set,
+    ("builtins", "bytearray"): bytearray,
+    ("builtins", "complex"): complex,
     ("torch", "Size"): torch.Size,
+    ("torch", "device"): torch.device,
+    ("torch.torch_version", "TorchVersion"): str,
+    # Named as what a tensor is to become, and never made here.
+    ("torch", "Tensor"): Inert,
+    ("torch.nn.parameter", "Parameter"): Inert,
+    ("torch.nn.parameter", "Buffer"): Inert,
 }
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, path: Path, offsets: dict[str, int]) -> None:
+    def __init__(self, data: bytes, path: Path, offsets: dict[str, int], *, strict: bool) -> None:
         super().__init__(io.BytesIO(data))
-        self._path, self._offsets = path, offsets
+        self._path, self._offsets, self._strict = path, offsets, strict
         self._known = _CONTAINERS | {
             ("torch._utils", "_rebuild_tensor"): self._tensor,
             ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
@@ -148,22 +160,28 @@ class _Unpickler(pickle.Unpickler):
             ("torch._utils", "_rebuild_parameter"): _first,
             ("torch._utils", "_rebuild_parameter_with_state"): _first,
             ("torch._tensor", "_rebuild_from_type_v2"): _call_inner,
+            ("_codecs", "encode"): _bytes,
         }
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._known:
-            return self._known[module, name]
+        known = self._known.get(("builtins" if module == "__builtin__" else module, name))
+        if known is not None:
+            return known
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return _STORAGES[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if self._strict:
+            raise asks_for(self._path, f"{module}.{name}")
         return type(name.rpartition(".")[2], (Inert,), {"known_as": f"{module}.{name}"})
 
     def persistent_load(self, pid: Any) -> _Storage:
         _, dtype, key, *_ = pid
         return _Storage(self._offsets[str(key)], dtype)
 
-    def _tensor(self, storage: _Storage, offset: int, size: Any, stride: Any, *_: Any) -> Stored:
+    def _tensor(self, storage: _Storage, offset: int, size: Any, stride: Any, *rest: Any) -> Stored:
+        if len(rest) > 2 and rest[2]:
+            raise ValueError(f"it holds a tensor that is not as it lies there: {rest[2]}")
         begin = storage.begin + offset * storage.dtype.itemsize
         return Stored(self._path, begin, storage.dtype, torch.Size(size), tuple(stride))
 
@@ -181,8 +199,24 @@ def _call_inner(function: Any, _kind: Any, args: tuple[Any, ...], _state: Any) -
     return function(*args)
 
 
-def open_file(path: Path) -> Any:
-    """What a file holds, each tensor as a `Stored`. [Note: inert objects]"""
+def _bytes(text: str, encoding: str) -> bytes:
+    """How the pickles of `torch.save` write bytes."""
+    return text.encode(encoding)
+
+
+def asks_for(path: Path, what: str) -> CheckpointError:
+    """What to say of a file that wants something imported or called."""
+    return CheckpointError(
+        f"{path} asks for {what}, and from a checkpoint no code is executed; nothing of it was run. "
+        "If you trust it, load it with the program that wrote it, and save its state dict alone"
+    )
+
+
+def open_file(path: Path, *, strict: bool = False) -> Any:
+    """What a file holds, each tensor as a `Stored`. [Note: inert objects]
+
+    `strict`: something that is neither a container nor a tensor is an error, and no inert object.
+    """
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             places = {record.filename.partition("/")[2]: record for record in archive.infolist()}
@@ -196,7 +230,9 @@ def open_file(path: Path) -> Any:
                 for name, record in places.items()
                 if name.startswith("data/")
             }
-            return _Unpickler(archive.read(places["data.pkl"]), path, offsets).load()
+            return _Unpickler(archive.read(places["data.pkl"]), path, offsets, strict=strict).load()
+    except CheckpointError:
+        raise
     except Exception as error:  # a damaged pickle may fail in any way
         raise CheckpointError(_unreadable(path, error)) from error
 
@@ -215,5 +251,5 @@ def _unreadable(path: Path, error: Exception) -> str:
         return f"{path} is missing; {path.parent} holds {some or 'no .pt file'}"
     return (
         f"{path} ({path.stat().st_size} bytes) cannot be read: {type(error).__name__}: {error}. It is damaged, or was "
-        f"not written to its end: copy it again. Found beside it: {some}"
+        f"not written to its end: copy it again{f'. Found beside it: {some}' if some else ''}"
     )

@@ -1,0 +1,125 @@
+"""`plait launch`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from plait.errors import WorldError
+from plait.launch.flags import flags
+from plait.launch.options import misplaced, parse_options
+from plait.launch.prepare import prepare
+from plait.launch.setup import Setup, code_folder
+from plait.launch.slurm import in_allocation
+
+if TYPE_CHECKING:
+    from plait.launch.preflight import HostCheck, Preflight
+
+_MOST_ROWS = 32
+"""Of more hosts than this, only those with a finding are shown."""
+
+_WIDTH = 150
+"""A row that a narrow terminal breaks is easier to read than columns that are cut."""
+
+
+def launch(words: Sequence[str]) -> None:
+    """Read the flags, look at the hosts, run the job; ends the process with the exit code of the worst rank."""
+    if list(words) in ([], ["-h"], ["--help"]):
+        flags().print_help()
+        return
+    options = parse_options(words)
+    if (note := misplaced(options)) is not None:
+        print(f"plait: note: {note}", file=sys.stderr)
+    if options.autotuning is not None:
+        raise WorldError(
+            f"--autotuning {options.autotuning}: a script of your own cannot be tuned yet; "
+            "start it without the flag, or describe the run and use `plait tune`"
+        )
+    setup = prepare(options, words)
+    if options.dry_run:
+        print("\n".join(command.shown() for command in setup.commands()))
+    elif options.preflight:
+        sys.exit(0 if _checked(setup).good else 1)
+    else:
+        if setup.remote and not options.no_ssh_check:
+            setup = _cleared(setup)
+        sys.exit(setup.run())
+
+
+def _cleared(setup: Setup) -> Setup:
+    """The launch with what its hosts said, or an error that nothing was started."""
+    found = _checked(setup)
+    if not found.good:
+        raise WorldError("nothing was started; the table above says what to change")
+    return replace(setup, job=found.job)
+
+
+def _checked(setup: Setup) -> Preflight:
+    if setup.launcher == "slurm" and not in_allocation():
+        raise WorldError("--preflight: Slurm has given out no hosts yet; run it inside an allocation")
+    from plait.launch.preflight import preflight
+
+    fixed = setup.options.master_port is not None
+    found = preflight(setup.job, setup.reach, code=code_folder(setup.options), fixed_port=fixed)
+    _show(found)
+    return found
+
+
+def _show(found: Preflight) -> None:
+    """The table, and below it what is wrong and what to do."""
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = (
+        "host",
+        "python",
+        "torch",
+        "cuda",
+        "plait",
+        "code",
+        "free memory",
+        "GPUs",
+        "folder",
+        "clock",
+        "network",
+        "",
+    )
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    troubled = {finding.host for finding in found.findings}
+    shown = [check for check in found.checks if len(found.checks) <= _MOST_ROWS or check.host in troubled]
+    for check in shown:
+        fatal = any(finding.fatal for finding in found.findings if finding.host == check.host)
+        verdict = "[red]no[/]" if fatal else "[yellow]see below[/]" if check.host in troubled else "[green]ok[/]"
+        table.add_row(*_row(check), verdict)
+    console = Console(stderr=True, soft_wrap=True)
+    console.width = max(console.width, _WIDTH)
+    console.print(table)
+    if hidden := len(found.checks) - len(shown):
+        console.print(f"and {hidden} more hosts that are fine")
+    job = found.job
+    console.print(f"{job.size} ranks on {len(job.nodes)} hosts; rank 0 listens on {job.address} port {job.port}")
+    for finding in found.findings:
+        word = "error" if finding.fatal else "warning"
+        console.print(f"{word}: {finding.host}: {finding.what}\n      {finding.remedy}", markup=False)
+
+
+def _row(check: HostCheck) -> list[str]:
+    facts = check.facts
+    if facts is None:
+        return [check.host, "no answer", *[""] * 9]
+    gpus = f"{facts.gpus}, {facts.gpu_memory >> 30} GiB free" if facts.gpu_memory is not None else "none"
+    return [
+        check.host,
+        facts.python,
+        facts.torch or "absent",
+        facts.cuda or "none",
+        facts.plait or "absent",
+        facts.code,
+        f"{facts.memory / 2**30:.1f} GiB",
+        gpus,
+        "shared" if facts.shared else "its own",
+        f"{check.skew:+.1f} s" if check.skew else "right",
+        facts.interface or "",
+    ]

@@ -1,0 +1,98 @@
+"""`plait tune`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from plait.config import parse
+from plait.config.override import split_override
+from plait.config.read import read
+from plait.config.words import show
+from plait.errors import ConfigError, Problem
+from plait.tune import Rank, Tuned, make_tune_config, rank_by_rule, tune
+from plait.tune.book import Record
+
+_ROWS = 20
+"""Trials that the table shows; the files have them all."""
+
+
+def search(
+    config: str,
+    overrides: Sequence[str],
+    *,
+    options: Mapping[str, Any],
+    space: Sequence[str] = (),
+    settings: str | None = None,
+    out: str | None = None,
+    fresh: bool = False,
+    then_train: bool = False,
+    rank: Rank = rank_by_rule,
+) -> None:
+    """Search as the file `settings` says, with `options` (those that are not None) and `space` over it."""
+    given = dict(read(settings)) if settings is not None else {}
+    given |= {key: value for key, value in options.items() if value is not None}
+    if space:
+        given["space"] = {**given.get("space", {}), **dict(_values(text) for text in space)}
+    wanted = make_tune_config(given, origin=Path(settings).name if settings else "")
+    folder = out or f"{parse(config, overrides).config.work_dir.rstrip('/')}-tune"
+    console = Console(soft_wrap=True, highlight=False)
+    try:
+        found = tune(config, overrides, wanted, out=folder, rank=rank, fresh=fresh, say=_printer(console))
+    except KeyboardInterrupt:
+        console.print(f"\nstopped; the same command goes on from what is in {folder}", markup=False)
+        sys.exit(130)
+    _show(found, console)
+    if then_train:
+        from plait.cli.train import train
+
+        train(str(found.best_path), [], nproc=str(wanted.nproc), dry_run=False)
+
+
+def _printer(console: Console) -> Callable[[str], None]:
+    return lambda text: console.print(text, markup=False)
+
+
+def _values(text: str) -> tuple[str, list[Any]]:
+    """`strategy.zero=[0, 3]` as a key and the values to try."""
+    keys, values = split_override(text)
+    if not isinstance(values, list):
+        remedy = f"Write `--space '{'.'.join(keys)}=[{show(values)}, …]'`."
+        raise ConfigError(Problem("--space", f"{text!r} has one value and not a list of them", remedy))
+    return ".".join(keys), values
+
+
+def _show(found: Tuned, console: Console) -> None:
+    tried = [each for each in found.records if each.was_run]
+    ordered = sorted(tried, key=lambda each: (each.value is None, -(each.value or 0.0)))
+    names = _varying(tried)
+    table = Table(*(name.rpartition(".")[2] for name in names), box=None, pad_edge=False, header_style="bold")
+    for title in ("tokens/s", "samples/s", "s a step", "MiB"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for record in ordered[:_ROWS]:
+        outcome = record.outcome
+        figures = (outcome.tokens_per_s, outcome.samples_per_s, outcome.step_time, outcome.memory_mib)
+        cells = ["" if value is None else f"{value:.4g}" if value < 1000 else f"{value:.0f}" for value in figures]
+        said = "best" if record is found.best else f"{outcome.status}: {outcome.reason}" if outcome.reason else ""
+        table.add_row(*(_cell(record, name) for name in names), *cells, said)
+    console.print(table)
+    refused = len(found.records) - len(tried)
+    console.print(f"{len(tried)} trials, {refused} settings refused before the start; ended: {found.why}", markup=False)
+    console.print(f"{found.best_path} has the best settings; results.csv beside it has all of them", markup=False)
+
+
+def _varying(records: Sequence[Record]) -> list[str]:
+    names = list(dict.fromkeys(name for record in records for name in record.settings))
+    return [name for name in names if len({_cell(record, name) for record in records if record.settings}) > 1]
+
+
+def _cell(record: Record, name: str) -> str:
+    if not record.settings:
+        return "as written"
+    return "" if record.settings.get(name) is None else str(record.settings[name])

@@ -1,0 +1,95 @@
+"""Elastic training: torch's elastic agent on every host, so that ranks may come, go and start again."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+
+from plait.errors import WorldError
+from plait.launch.job import Job
+from plait.launch.options import Options
+
+VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Otherwise ranks that start again meet the addresses of the dead ones in the store, and wait for them."""
+_RESTARTS = 100
+
+
+def is_elastic(options: Options) -> bool:
+    """Whether anything was said that only the elastic agent can do."""
+    return (
+        options.elastic_training
+        or options.standalone
+        or ":" in (options.nnodes or "")
+        or bool(options.max_restarts)
+        or any((options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id, options.rdzv_conf))
+    )
+
+
+def range_of_nodes(options: Options, there: int) -> tuple[int, int]:
+    """The least and the most hosts; `there` are in the hostfile."""
+    if options.nnodes is not None:
+        found = re.fullmatch(r"(\d+)(?::(\d+))?", options.nnodes)
+        if found is None:
+            raise WorldError(f"--nnodes {options.nnodes!r} is no number and no range; write 4 or 2:4")
+        least, most = int(found[1]), int(found[2] or found[1])
+    else:
+        least, most = options.min_elastic_nodes or 1, options.max_elastic_nodes or there
+        if not options.elastic_training:
+            least = most = there
+    if not 1 <= least <= most:
+        raise WorldError(f"{least} hosts at least and {most} at most cannot both be; the least comes first, from 1")
+    return least, most
+
+
+def elastic_job(job: Job, options: Options) -> Job:
+    """The same job with torch's agent between the host and its ranks."""
+    _check(job, options)
+    least, most = range_of_nodes(options, len(job.nodes))
+    endpoint = options.rdzv_endpoint or (
+        "localhost:0" if options.standalone else f"{_bracketed(job.address)}:{job.port}"
+    )
+    restarts = (
+        options.max_restarts if options.max_restarts is not None else _RESTARTS if options.elastic_training else 0
+    )
+    flags = {
+        "nnodes": f"{least}:{most}",
+        "nproc-per-node": str(len(job.nodes[0].slots)),
+        "rdzv-backend": options.rdzv_backend or "c10d",
+        "rdzv-endpoint": endpoint,
+        "rdzv-id": options.rdzv_id or job.id,
+        "max-restarts": str(restarts),
+    }
+    if job.log_dir is not None:
+        flags |= {"log-dir": job.log_dir, "redirects": "3"}
+    if options.node_rank is not None:
+        flags["node-rank"] = str(options.node_rank)
+    conf = {"PET_RDZV_CONF": options.rdzv_conf} if options.rdzv_conf else {}  # as torchrun's own flag, by its variable
+    agent = [sys.executable, "-m", "torch.distributed.run", *(f"--{key}={value}" for key, value in flags.items())]
+    how = ["--module"] if options.module else ["--no-python"] if options.no_python else []
+    return replace(
+        job,
+        program=(*agent, *how, options.script),
+        environment={**VARIABLES, **job.environment, **conf},
+        log_dir=None,
+        once_per_node=True,
+        rendezvous=options.rdzv_endpoint is None and not options.standalone,
+        spare=max(len(job.nodes) - least, 0),
+    )
+
+
+def _check(job: Job, options: Options) -> None:
+    uneven = {len(node.slots) for node in job.nodes}
+    if len(uneven) > 1:
+        raise WorldError(
+            f"elastic training needs equally many ranks on each host, not {sorted(uneven)}; use --num_gpus"
+        )
+    for name in ("pass_local_rank", "bind_cores_to_rank"):
+        if getattr(options, name):
+            raise WorldError(
+                f"--{name} is not for elastic training, where torch's agent starts the ranks; leave it out"
+            )
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

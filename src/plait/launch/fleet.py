@@ -1,0 +1,262 @@
+"""Several hosts at once: one connection to each, over which `plait.launch.node` is told what to do and tells back."""
+
+from __future__ import annotations
+
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import IO, Any
+
+from plait.launch.console import Console
+from plait.launch.failure import merged
+from plait.launch.job import Job
+from plait.launch.local import Signals, follow_the_launcher
+from plait.launch.records import Record, causes, deaths, exit_code, new_records, note_end
+
+SAY_S = 2.0
+"""How long the other ranks may go on once one has failed: they may have something to say about it."""
+GRACE_S = 10.0
+"""How long they may take to leave after SIGTERM."""
+BEAT_S = 5.0
+"""How often hosts hear that the launcher is still there."""
+_TICK_S = 0.05
+_CLEAR_S = 5.0
+"""How long a connection may stay once its ranks must be gone."""
+
+
+def run_fleet(job: Job, commands: Sequence[Sequence[str]], *, patience: float | None) -> int:
+    """Run a job, one command a host; returns the exit code of the worst rank.
+
+    `patience` is how many seconds ranks may take to leave after the first Ctrl-C; None: as long as they like.
+    """
+    fleet = Fleet(job, commands)
+    suspended = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a launcher that sleeps is taken for dead
+    try:
+        with Signals(fleet.send) as signals:
+            fleet.start()
+            fleet.attend(signals, patience)
+    finally:
+        fleet.close()
+        signal.signal(signal.SIGTSTP, suspended)
+    if signals.interrupts > 1:
+        return 128 + signal.SIGINT
+    for text in fleet.last_words():
+        print(f"plait: {text}", file=sys.stderr, flush=True)
+    return fleet.exit_code()
+
+
+class Fleet:
+    """All hosts of a job. `records` knows every rank."""
+
+    def __init__(self, job: Job, commands: Sequence[Sequence[str]]) -> None:
+        self._job = job
+        self._nodes = [_Connection(index, job.nodes[index].host, command) for index, command in enumerate(commands)]
+        places = [place for node in range(len(job.nodes)) for place in job.started_on(node)]
+        self.records = new_records(job, places)
+        self._by_rank = {record.place.rank: record for record in self.records}
+        self._news: _News = queue.Queue()
+        self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._console = Console(self.records)
+        self._messages: dict[int, str] = {}
+        self._errors: list[str] = []
+
+    def start(self) -> None:
+        """Connect to all hosts at the same time."""
+        for node in self._nodes:
+            node.open()
+        for node in self._nodes:  # only now: a process with threads should not fork
+            node.talk(self._job, self._news)
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _beat(self) -> None:
+        """In a thread of its own: a console that is held up must not look like a launcher that has died."""
+        while any(node.is_open for node in self._nodes):
+            time.sleep(BEAT_S)
+            for node in self._nodes:
+                node.order(beat=True)
+
+    def send(self, number: int) -> None:
+        """Pass a signal on to every rank on every host, soon: this is safe inside a signal handler."""
+        self._signals.put(number)
+
+    def attend(self, signals: Signals, patience: float | None) -> None:
+        """Until every connection is closed; ends all when too many have failed, or when the user has waited enough."""
+        deadlines = _Deadlines()
+        while any(node.is_open for node in self._nodes):
+            self._hear()
+            self._pass_on()
+            if len(self._failed_nodes()) > self._job.spare:
+                deadlines.start(SAY_S)
+            elif signals.interrupts > 1 or (patience is not None and signals.waited > patience):
+                deadlines.start(0.0)
+            self._enforce(deadlines)
+
+    def _failed_nodes(self) -> set[int]:
+        return {record.place.node for record in causes(self.records)}
+
+    def _enforce(self, deadlines: _Deadlines) -> None:
+        if deadlines.passed(0.0):
+            if not deadlines.told:
+                for node in self._nodes:
+                    node.order(end=GRACE_S)
+                deadlines.told = True
+            if deadlines.passed(GRACE_S + _CLEAR_S):
+                self.close()
+
+    def _pass_on(self) -> None:
+        while not self._signals.empty():
+            number = self._signals.get()
+            for node in self._nodes:
+                node.order(signal=number)
+
+    def _hear(self) -> None:
+        """Take in all that has come; wait a little where nothing has."""
+        with suppress(queue.Empty):
+            self._take(*self._news.get(timeout=_TICK_S))
+            while True:
+                self._take(*self._news.get_nowait())
+
+    def _take(self, node: _Connection, news: dict[str, Any]) -> None:
+        if "closed" in news:
+            self._closed(node, news["closed"])
+        elif "error" in news:
+            self._errors.append(f"{node.host}: {news['error']}")
+        elif "said" in news:
+            self._console.other(node.host, news["said"])
+        elif "messages" in news:
+            self._messages |= {int(rank): text for rank, text in news["messages"].items()}
+        else:
+            self._of_rank(self._by_rank[news["rank"]], news)
+
+    def _of_rank(self, record: Record, news: dict[str, Any]) -> None:
+        if "pid" in news:
+            record.pid, record.log, record.started = news["pid"], news["log"], time.time()
+        elif "code" in news:
+            note_end(record, news["code"], by_us=news["by_us"])
+        else:
+            ((stream, text),) = ((name, news[name]) for name in ("out", "err") if name in news)
+            self._console.write(record, stream, text.encode("latin-1"))
+
+    def _closed(self, node: _Connection, code: int) -> None:
+        """A connection is gone. Ranks that it did not tell the end of are lost with it."""
+        node.is_open = False
+        for record in self.records:
+            if record.place.node == node.index and record.running:
+                record.lost, record.ended = True, time.time()
+        if code not in (0, 255) and not any(r.pid for r in self.records if r.place.node == node.index):
+            self._errors.append(f"{node.host}: nothing could be started there (exit code {code})")
+
+    def close(self) -> None:
+        """Cut all connections that are left: hosts end their ranks by themselves."""
+        for node in self._nodes:
+            node.close()
+        self._console.flush()
+
+    def last_words(self) -> list[str]:
+        """What is to be said below all output: errors of hosts, messages of ranks, deaths nobody explained."""
+        return [*self._errors, *merged(self._messages), *deaths(self.records, several_hosts=True)]
+
+    def exit_code(self) -> int:
+        """The worst rank's; 0 where no more hosts failed than may."""
+        if 0 < len(self._failed_nodes()) <= self._job.spare and any(record.exit_code == 0 for record in self.records):
+            return 0
+        return exit_code(self.records) or (2 if self._errors else 0)
+
+
+class _Deadlines:
+    """When patience ends; counted from the first reason."""
+
+    def __init__(self) -> None:
+        self._at: float | None = None
+        self.told = False
+
+    def start(self, seconds: float) -> None:
+        if self._at is None:
+            self._at = time.monotonic() + seconds
+
+    def passed(self, more: float) -> bool:
+        return self._at is not None and time.monotonic() > self._at + more
+
+
+class _Connection:
+    """The way to one host."""
+
+    def __init__(self, index: int, host: str, command: Sequence[str]) -> None:
+        self.index, self.host = index, host
+        self.is_open = False
+        self._command = list(command)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def open(self) -> None:
+        """Start the command."""
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,  # out of reach of the terminal's Ctrl-C, which is passed on as an order
+            preexec_fn=follow_the_launcher,
+        )
+        self.is_open = True
+
+    def talk(self, job: Job, news: _News) -> None:
+        """Hand it the job, and put what it says into `news`."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        aside = threading.Thread(target=self._listen, args=(self._process.stderr, news), daemon=True)
+        aside.start()
+        threading.Thread(target=self._talk, args=(job, self._process.stdout, news, aside), daemon=True).start()
+
+    def _talk(self, job: Job, pipe: IO[bytes], news: _News, aside: threading.Thread) -> None:
+        assert self._process is not None
+        self._write(job.to_json().encode() + b"\n")
+        for line in pipe:
+            if line.startswith(b'{"'):
+                news.put((self, json.loads(line)))
+            else:
+                news.put((self, {"said": line}))  # a shell's greeting, or the like
+        code = self._process.wait()
+        aside.join(1.0)  # ssh's own complaint stands above what we make of it
+        news.put((self, {"closed": code}))
+
+    def _listen(self, pipe: IO[bytes], news: _News) -> None:
+        for line in pipe:
+            news.put((self, {"said": line}))
+
+    def order(self, **order: Any) -> None:
+        """Tell the host what to do."""
+        self._write(json.dumps(order).encode() + b"\n")
+
+    def _write(self, line: bytes) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with self._lock:
+            try:
+                self._process.stdin.write(line)
+                self._process.stdin.flush()
+            except (OSError, ValueError):
+                return  # gone: `_talk` sees its end and says so
+
+    def close(self) -> None:
+        """Hang up. The host ends its ranks; what does not leave is killed here."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        assert self._process.stdin is not None
+        with self._lock, suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_CLEAR_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+_News = queue.Queue[tuple[_Connection, dict[str, Any]]]

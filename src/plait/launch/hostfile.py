@@ -1,0 +1,124 @@
+"""Which hosts, and which slots of each: the hostfile and the filters on it. A slot is room for one rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+
+from plait.errors import WorldError
+
+Pool = dict[str, tuple[int, ...]]
+"""Host → the numbers of its slots, in the order in which ranks are given out."""
+
+_LINE = re.compile(r"(?P<host>\S+)(?:\s+slots\s*=\s*(?P<slots>\S+))?(?:\s+max[_-]slots\s*=\s*\d+)?\s*")
+
+
+def read_hostfile(path: Path) -> Pool:
+    """Read lines such as `worker-0 slots=4`; `#` and `//` begin a comment, an IPv6 address may be in brackets."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise WorldError(f"the hostfile {str(path)!r} cannot be read: {error.strerror or error}") from error
+    pool: Pool = {}
+    for number, line in enumerate(lines, start=1):
+        text = re.split(r"#|(?:^|\s)//", line, maxsplit=1)[0].strip()
+        if text:
+            host, slots = _entry(text, f"{path}:{number}")
+            if host in pool:
+                raise WorldError(f"{path}:{number}: {host!r} is there twice; give it one line with all of its slots")
+            pool[host] = tuple(range(slots))
+    if not pool:
+        raise WorldError(f"the hostfile {str(path)!r} names no host; write one a line: `worker-0 slots=4`")
+    return pool
+
+
+def _entry(text: str, where: str) -> tuple[str, int]:
+    found = _LINE.fullmatch(text)
+    if found is None:
+        raise WorldError(f"{where}: cannot read {text!r}; write a host and its slots: `worker-0 slots=4`")
+    if found["slots"] is None:
+        raise WorldError(f"{where}: {text!r} says no slots; write how many ranks it takes: `{found['host']} slots=4`")
+    if not found["slots"].isdecimal() or int(found["slots"]) == 0:
+        raise WorldError(f"{where}: slots={found['slots']} is no number from 1; write `{found['host']} slots=4`")
+    return _without_brackets(found["host"]), int(found["slots"])
+
+
+def _without_brackets(host: str) -> str:
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def choose(pool: Pool, *, include: str = "", exclude: str = "") -> Pool:
+    """The part of the pool that a filter such as `worker-0@worker-1:0,2` leaves, in the order of the pool.
+
+    A host without slots means all of its slots. Only one of the two filters can be given.
+    """
+    if include and exclude:
+        raise WorldError(f"--include {include!r} and --exclude {exclude!r} exclude each other; give one of them")
+    if include:
+        wanted = _named(include, pool, "--include")
+        left = {host: wanted[host] for host in pool if host in wanted}
+    elif exclude:
+        unwanted = _named(exclude, pool, "--exclude")
+        left = {
+            host: tuple(slot for slot in slots if slot not in unwanted.get(host, ())) for host, slots in pool.items()
+        }
+        left = {host: slots for host, slots in left.items() if slots}
+    else:
+        return dict(pool)
+    if not left:
+        raise WorldError(f"--exclude {exclude!r} leaves no slot of {', '.join(pool)}")
+    return left
+
+
+def _named(text: str, pool: Pool, flag: str) -> Pool:
+    """What a filter names, checked against the pool."""
+    found: dict[str, set[int]] = {}
+    for part in text.split("@"):
+        name, slots = _part(part.strip(), flag)
+        host = _host(name, pool, flag)
+        absent = [slot for slot in slots if slot not in pool[host]]
+        if absent:
+            there = ",".join(map(str, pool[host]))
+            raise WorldError(f"{flag} {text!r}: {host!r} has no slot {absent[0]}; it has {there}")
+        found.setdefault(host, set()).update(slots or pool[host])
+    return {host: tuple(sorted(slots)) for host, slots in found.items()}
+
+
+def _part(part: str, flag: str) -> tuple[str, list[int]]:
+    """`worker-1:0,2` → its name and slots. An IPv6 address with slots needs brackets: `[fd00::2]:0,2`."""
+    if part.startswith("["):
+        name, _, slots = part[1:].partition("]")
+        slots = slots.removeprefix(":")
+    elif part.count(":") > 1:
+        name, slots = part, ""
+    else:
+        name, _, slots = part.partition(":")
+    if not name:
+        raise WorldError(f"{flag}: {part!r} names no host; write `worker-0@worker-1:0,2`")
+    numbers = [number.strip() for number in slots.split(",")] if slots else []
+    if not all(number.isdecimal() for number in numbers):
+        raise WorldError(f"{flag}: {slots!r} in {part!r} is no list of slots; write `{name}:0,2`")
+    return name, [int(number) for number in numbers]
+
+
+def _host(name: str, pool: Mapping[str, object], flag: str) -> str:
+    """The host of the pool that is meant; `user@` is part of an entry, not of a name."""
+    for host in pool:
+        if name in (host, host.rpartition("@")[2]):
+            return host
+    close = get_close_matches(name, pool, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"there is {', '.join(pool)}"
+    raise WorldError(f"{flag}: there is no host {name!r}; {hint}")
+
+
+def limit(pool: Pool, *, hosts: int | None, slots: int | None) -> Pool:
+    """The first `hosts` hosts of the pool, with the first `slots` slots of each; None takes all."""
+    if hosts is not None and hosts > len(pool):
+        raise WorldError(f"--num_nodes {hosts}: there are only {len(pool)} hosts ({', '.join(pool)})")
+    left = dict(list(pool.items())[:hosts])
+    for host, there in left.items():
+        if slots is not None and slots > len(there):
+            raise WorldError(f"--num_gpus {slots}: {host!r} has only {len(there)} slots in the hostfile")
+    return {host: there[:slots] for host, there in left.items()}

@@ -1,0 +1,226 @@
+"""The launcher's hand on one host: starts its ranks, tells how they do, and ends them when the launcher is gone.
+
+    python -m plait.launch.node --node 1          job and orders on stdin, news on stdout, a line of JSON each
+    python -m plait.launch.node --node 1 --job …  for launchers without stdin: ranks print to the console
+    python -m plait.launch.node --end ID          end the one that was started with --job
+
+In the first form the connection is a lifeline. Whatever cuts it (Ctrl-C, `kill -9` of the launcher, a pulled
+cable) ends the ranks: stdin closes, or the beats that the launcher sends stay out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import select
+import selectors
+import signal
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from plait.errors import PlaitError
+from plait.launch.failure import Messages
+from plait.launch.job import Job
+from plait.launch.local import LocalRanks, Signals
+from plait.launch.network import interface_variables, source_address
+from plait.launch.records import Record, deaths, exit_code
+
+SILENCE_S = 60.0
+"""So long without a beat, and the launcher counts as gone."""
+GRACE_S = 5.0
+"""How long ranks may take to leave once it is gone."""
+_STUCK_S = 5.0
+_TICK_S = 0.05
+
+
+def more_variables(job: Job, messages: Messages) -> dict[str, str]:
+    """What ranks of a host get besides the job's own variables."""
+    found = dict(messages.environment)
+    if len(job.nodes) > 1:
+        found |= interface_variables(job.address, {**os.environ, **job.environment})
+    if len(job.nodes) > 1 and job.rendezvous:
+        found["PET_LOCAL_ADDR"] = source_address(job.address)  # the host's own name may lead to the loopback address
+    return found
+
+
+class _Link:
+    """The connection to the launcher.
+
+    A thread listens, so that beats are heard even while the main thread waits for a console that does not move on.
+    """
+
+    def __init__(self, news: IO[bytes], ranks: LocalRanks) -> None:
+        self.orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.cut = False
+        self._news, self._ranks = news, ranks
+
+    def listen(self) -> None:
+        """Begin to. Not before the ranks have started: a process with threads should not fork."""
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def say(self, **news: Any) -> None:
+        """Tell the launcher something."""
+        try:
+            self._news.write(json.dumps(news).encode() + b"\n")
+            self._news.flush()
+        except OSError:
+            self.cut = True
+
+    def _listen(self) -> None:
+        rest, stdin = b"", sys.stdin.fileno()
+        while select.select([stdin], [], [], SILENCE_S)[0]:
+            data = os.read(stdin, 65536)
+            if not data:
+                break
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self.orders.put(json.loads(line))
+        self.cut = True
+        # The main thread ends the ranks now, unless it waits for somebody to read what they print.
+        time.sleep(GRACE_S + _STUCK_S)
+        self._ranks.send(signal.SIGKILL)
+        os._exit(1)
+
+
+def serve(node: int) -> int:
+    """Run the job that stands on the first line of stdin, under the launcher's orders."""
+    job = Job.from_json(_first_line())
+    with Messages() as messages:
+        ranks = LocalRanks(job, node, more=more_variables(job, messages), capture=True)
+        link = _Link(sys.stdout.buffer, ranks)
+        try:
+            ranks.start()
+        except PlaitError as error:
+            link.say(error=str(error))
+            return 2
+        link.listen()
+        for record in ranks.records:
+            link.say(rank=record.place.rank, pid=record.pid, log=record.log)
+        with Signals(ranks.send):
+            _attend(link, ranks)
+        link.say(messages=messages.raw())
+    return exit_code(ranks.records)
+
+
+def _first_line() -> str:
+    """The job. Read byte by byte: what follows are orders."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            break
+        line += byte
+    return line.decode()
+
+
+def _attend(link: _Link, ranks: LocalRanks) -> None:
+    """Until all ranks are gone and all they printed is passed on."""
+    told: set[int] = set()
+    with selectors.DefaultSelector() as waiting:
+        for record, name, pipe in ranks.outputs():
+            os.set_blocking(pipe.fileno(), False)
+            waiting.register(pipe, selectors.EVENT_READ, (record, name))
+        while True:
+            running = ranks.poll()
+            ready = waiting.select(_TICK_S if running else 0)
+            for key, _ in ready:
+                _pass_on(link, waiting, key)
+            _obey(link, ranks)
+            _report(link, ranks, told)
+            if running and link.cut:
+                ranks.end(say=0.0, grace=GRACE_S)
+            # A worker that outlives its rank may hold the pipe open: the rank's end counts, not the pipe's.
+            if not running and not ready:
+                return
+
+
+def _obey(link: _Link, ranks: LocalRanks) -> None:
+    while not link.orders.empty():
+        order = link.orders.get()
+        if "signal" in order:
+            ranks.send(order["signal"])
+        elif "end" in order:
+            ranks.end(say=0.0, grace=order["end"])
+
+
+def _pass_on(link: _Link, waiting: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+    record, name = key.data
+    data = os.read(key.fd, 65536)
+    if not data:
+        waiting.unregister(key.fileobj)
+        return
+    link.say(rank=record.place.rank, **{name: data.decode("latin-1")})  # any byte, there and back
+
+
+def _report(link: _Link, ranks: LocalRanks, told: set[int]) -> None:
+    """The ends of ranks, each once."""
+    for record in ranks.records:
+        if record.exit_code is not None and record.place.rank not in told:
+            told.add(record.place.rank)
+            link.say(rank=record.place.rank, code=record.exit_code, by_us=record.ended_by_us)
+
+
+def run_alone(job: Job, node: int) -> int:
+    """Run a job without orders: ranks print to the console, which is also the lifeline."""
+    note = _note(job.id, node)
+    note.write_text(str(os.getpid()))
+    hang_up = select.poll()
+    hang_up.register(sys.stdout.fileno(), 0)  # nothing asked for: only that the other end is gone is told
+    try:
+        with Messages() as messages:
+            ranks = LocalRanks(job, node, more=more_variables(job, messages))
+            with Signals(ranks.send) as signals:
+                ranks.start()
+                while ranks.poll():
+                    if any(map(_failed, ranks.records)) or signals.waited > GRACE_S or hang_up.poll(0):
+                        ranks.end(say=0.5, grace=GRACE_S)
+                    time.sleep(_TICK_S)
+            for text in [*messages.texts(), *deaths(ranks.records, several_hosts=True)]:
+                print(f"plait: {text}", file=sys.stderr, flush=True)
+        return exit_code(ranks.records)
+    finally:
+        note.unlink(missing_ok=True)
+
+
+def _failed(record: Record) -> bool:
+    return record.failed
+
+
+def end(job: str) -> int:
+    """End the ranks that `run_alone` runs here, if it does."""
+    for note in Path(tempfile.gettempdir()).glob(_note(job, "*").name):
+        with suppress(OSError, ValueError):  # gone already
+            os.kill(int(note.read_text()), signal.SIGTERM)
+    return 0
+
+
+def _note(job: str, node: int | str) -> Path:
+    """Where `end` finds whom to end. A folder may be shared by hosts, so the file is named for the host too."""
+    return Path(tempfile.gettempdir(), f"plait-{os.getuid()}-{job}-{node}.pid")
+
+
+def main() -> int:
+    """The command line of this module."""
+    options = argparse.ArgumentParser(prog="plait.launch.node")
+    options.add_argument("--node", type=int, default=0)
+    options.add_argument("--job")
+    options.add_argument("--end", metavar="ID")
+    given = options.parse_args()
+    try:
+        if given.end is not None:
+            return end(given.end)
+        return serve(given.node) if given.job is None else run_alone(Job.from_json(given.job), given.node)
+    except PlaitError as error:
+        print(f"plait: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

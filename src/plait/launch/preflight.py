@@ -1,0 +1,218 @@
+"""A look at every host before anything starts: what would go wrong later is said now, with the remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from plait.launch.job import Job
+from plait.launch.network import is_this_host
+from plait.launch.probe import MARK, Facts, Question
+
+Reach = Callable[[int, Sequence[str]], list[str]]
+"""(which host, words) → the command that runs these words there."""
+
+_PATIENCE_S = 60.0
+_SKEW_S = 2.0
+_LITTLE = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is not as it should be."""
+
+    host: str
+    what: str
+    remedy: str
+    fatal: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class HostCheck:
+    """What one host answered, or why it did not."""
+
+    host: str
+    facts: Facts | None
+    failure: str = ""
+    skew: float = 0.0
+    """Seconds by which its clock is surely ahead of ours, or behind; 0 while it could be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """The outcome."""
+
+    checks: tuple[HostCheck, ...]
+    findings: tuple[Finding, ...]
+    job: Job
+    """With the address and the port that rank 0 can have."""
+
+    @property
+    def good(self) -> bool:
+        """Whether the job can start."""
+        return not any(finding.fatal for finding in self.findings)
+
+
+def preflight(job: Job, reach: Reach, *, code: str | None, fixed_port: bool) -> Preflight:
+    """Ask all hosts at the same time, and compare what they say."""
+    with _marker(job) as marker, ThreadPoolExecutor(min(len(job.nodes), 64)) as pool:
+        question = Question(job.folder, code, marker, job.address or None)
+
+        def ask(node: int) -> HostCheck:
+            mine = replace(question, port=job.port if node == 0 else None)
+            words = [sys.executable, "-m", "plait.launch.probe"]
+            return _ask(job.nodes[node].host, reach(node, words), mine)
+
+        checks = tuple(pool.map(ask, range(len(job.nodes))))
+    asked, first = bool(job.address), checks[0].facts
+    if first is not None:
+        address = job.address or first.reached_at or ""
+        taken = not first.port_free and not fixed_port
+        job = replace(job, address=address, port=first.other_port if taken else job.port)
+    findings = [*_reached(checks), *_alike(checks), *_equipped(checks, job), *_port(checks[0], job, fixed_port)]
+    findings += _ways(checks, job) if asked else []  # a host that named its address itself is reached by it
+    return Preflight(checks, tuple(findings), job)
+
+
+@contextmanager
+def _marker(job: Job) -> Iterator[str | None]:
+    """A file in the job's folder while hosts look; None where it cannot be made."""
+    path = Path(job.folder or os.curdir, f".plait-{job.id}").absolute()
+    try:
+        path.touch()
+    except OSError:
+        yield None
+        return
+    try:
+        yield str(path)
+    finally:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _ask(host: str, command: Sequence[str], question: Question) -> HostCheck:
+    before = time.time()
+    try:
+        said = subprocess.run(
+            command,
+            input=json.dumps(asdict(question)) + "\n",
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE_S,
+            check=False,
+            process_group=0,
+        )
+    except subprocess.TimeoutExpired:
+        return HostCheck(host, None, f"no answer within {_PATIENCE_S:.0f} seconds")
+    after = time.time()
+    line = next((line for line in said.stdout.splitlines() if line.startswith(MARK)), None)
+    if line is None:
+        last = (said.stderr.strip() or said.stdout.strip() or f"exit code {said.returncode}").splitlines()[-1]
+        return HostCheck(host, None, last)
+    facts = Facts(**json.loads(line.removeprefix(MARK)))
+    return HostCheck(host, facts, skew=min(facts.clock - before, 0.0) + max(facts.clock - after, 0.0))
+
+
+def _reached(checks: Sequence[HostCheck]) -> list[Finding]:
+    return [Finding(check.host, check.failure, _remedy(check.failure)) for check in checks if check.facts is None]
+
+
+def _remedy(failure: str) -> str:
+    remedies = {
+        "No module named": f"install Plait for {sys.executable} there, at the same path as here",
+        "No such file or directory": "the folder and the Python of this host must be there too, at the same paths",
+        "not found": "the Python of this host must be there too, at the same path",
+        "Permission denied": "let this user in without a password: ssh-copy-id, or an agent",
+        "Host key verification": "accept its key once: ssh-keyscan HOST >> ~/.ssh/known_hosts",
+        "Connection refused": "start sshd there, or name its port with --ssh_port",
+        "Could not resolve": "correct its name in the hostfile, or add it to DNS",
+        "timed out": "check the network, a firewall, and that it is up",
+        "No route": "check the network, a firewall, and that it is up",
+    }
+    known = (remedy for words, remedy in remedies.items() if words in failure)
+    return next(known, "try the same with ssh by hand; --no_ssh_check leaves this check out")
+
+
+_ALIKE = {
+    "python": "hosts must have the same Python: pickled messages between ranks may not be readable otherwise",
+    "torch": "install the same torch on all hosts",
+    "cuda": "install a torch of the same CUDA on all hosts",
+    "plait": "install the same Plait on all hosts",
+    "code": "copy the code to all hosts, for example with rsync",
+}
+
+
+def _alike(checks: Sequence[HostCheck]) -> list[Finding]:
+    """Versions and code that differ from those of the first host."""
+    there = [(check.host, check.facts) for check in checks if check.facts is not None]
+    findings = []
+    for host, facts in there[1:]:
+        first_host, first = there[0]
+        for name, remedy in _ALIKE.items():
+            mine, theirs = getattr(facts, name), getattr(first, name)
+            if name == "python":
+                mine, theirs = (value.rpartition(".")[0] for value in (mine, theirs))
+            if mine != theirs:
+                findings.append(
+                    Finding(host, f"{name} is {mine or 'absent'}, on {first_host} {theirs or 'absent'}", remedy)
+                )
+    return findings
+
+
+def _equipped(checks: Sequence[HostCheck], job: Job) -> list[Finding]:
+    """Too few GPUs, too little memory, a clock that is wrong."""
+    findings = []
+    with_gpus = any(check.facts is not None and check.facts.gpus for check in checks)
+    for check, node in zip(checks, job.nodes, strict=True):
+        facts, ranks = check.facts, len(node.slots)
+        if facts is None:
+            continue
+        if with_gpus and facts.gpus <= max(node.slots):
+            what = f"slot {max(node.slots)} is used, but there are {facts.gpus} GPUs"
+            findings.append(Finding(check.host, what, "correct its slots in the hostfile, or use --exclude"))
+        if facts.gpu_memory is not None and facts.gpu_memory < _LITTLE:
+            what = f"a GPU has only {facts.gpu_memory >> 20} MiB free"
+            findings.append(Finding(check.host, what, "nvidia-smi there shows who has the rest", fatal=False))
+        if facts.memory < ranks * _LITTLE:
+            what = f"only {facts.memory >> 20} MiB of memory are free for {ranks} ranks"
+            findings.append(Finding(check.host, what, "end what holds it, or use fewer slots", fatal=False))
+        if abs(check.skew) > _SKEW_S:
+            what = f"its clock is {abs(check.skew):.0f} s {'ahead' if check.skew > 0 else 'behind'}"
+            findings.append(Finding(check.host, what, "set it with NTP: logs and timeouts go by it", fatal=False))
+    return findings
+
+
+def _port(first: HostCheck, job: Job, fixed: bool) -> list[Finding]:
+    """Rank 0 must be able to listen, and the others must know where."""
+    findings = []
+    if first.facts is not None and not first.facts.port_free and fixed:
+        what = f"--master_port {job.port} is in use: {first.facts.port_holder} has it"
+        findings.append(Finding(first.host, what, "end that, or leave the flag out and a free port is taken"))
+    if first.facts is not None and not job.address:
+        findings.append(Finding(first.host, "its address is not known", "name it with --master_addr"))
+    return findings
+
+
+def _ways(checks: Sequence[HostCheck], job: Job) -> list[Finding]:
+    """Hosts without a way to rank 0."""
+    findings = []
+    for check in checks:
+        if check.facts is not None and check.facts.interface is None:
+            what = f"no network interface leads to {job.address}, where rank 0 is"
+            findings.append(Finding(check.host, what, "name an address that all hosts reach with --master_addr"))
+        elif check.facts is not None and check.facts.interface == "lo" and not _local_only(job):
+            what = f"{job.address}, where rank 0 is, is the loopback address there"
+            findings.append(Finding(check.host, what, "name an address that all hosts reach with --master_addr"))
+    return findings
+
+
+def _local_only(job: Job) -> bool:
+    return all(is_this_host(node.host) for node in job.nodes)

@@ -1,0 +1,175 @@
+"""What a host has to offer, told by the host itself. Loads no torch: its version stands in its files.
+
+python -m plait.launch.probe        a question on stdin, the facts on stdout, a line of JSON each
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from plait.launch.network import route_to
+from plait.launch.ports import free_port, port_holder, port_is_free
+
+MARK = "PLAIT-FACTS "
+"""Begins the line with the facts, among whatever a login shell prints."""
+_MOST_FILES = 5000
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the launcher wants to know."""
+
+    folder: str | None = None
+    code: str | None = None
+    """The folder, or the one file, whose Python code all hosts must share."""
+    marker: str | None = None
+    """A file that the launcher has just made; who sees it shares the folder."""
+    address: str | None = None
+    """Of rank 0."""
+    port: int | None = None
+    """For rank 0; None where it is not on this host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a host answers."""
+
+    python: str
+    torch: str | None
+    cuda: str | None
+    plait: str | None
+    code: str
+    memory: int
+    """Free bytes of the host's memory."""
+    gpus: int
+    gpu_memory: int | None
+    """Free bytes of the fullest GPU."""
+    interface: str | None
+    reached_at: str | None
+    """The address of this host that ssh came in by."""
+    shared: bool
+    port_free: bool
+    port_holder: str
+    other_port: int
+    clock: float
+
+
+def answer(question: Question) -> Facts:
+    """Look around."""
+    import psutil
+
+    gpus = gpu_memory()
+    taken = question.port is not None and not port_is_free(question.port)
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    return Facts(
+        python=platform.python_version(),
+        torch=_version("torch"),
+        cuda=torch_cuda(),
+        plait=_version("plait"),
+        code=code_hash(Path(question.code)) if question.code else "",
+        memory=psutil.virtual_memory().available,
+        gpus=len(gpus),
+        gpu_memory=min(gpus, default=None),
+        interface=route_to(question.address) if question.address else None,
+        reached_at=connection[2] if len(connection) == 4 else None,
+        shared=question.marker is not None and Path(question.marker).exists(),
+        port_free=not taken,
+        port_holder=port_holder(question.port) if taken and question.port else "",
+        other_port=free_port(),
+        clock=time.time(),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def torch_cuda() -> str | None:
+    """The CUDA that torch was built for, read from its files; None for a build without."""
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    try:
+        text = Path(found.origin).with_name("version.py").read_text()
+    except OSError:
+        return None
+    match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return match[1] if match else None
+
+
+def gpu_memory() -> list[int]:
+    """Free bytes of each GPU that a process started here would see."""
+    query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, check=False)
+    except OSError:
+        return []
+    free = [int(line) << 20 for line in found.stdout.split()] if found.returncode == 0 else []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return free
+    chosen = [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
+    return [free[int(name)] if name.isdecimal() and int(name) < len(free) else min(free) for name in chosen if free]
+
+
+def code_hash(code: Path) -> str:
+    """Of every Python file there, and of Plait itself: hosts with the same hash run the same code."""
+    digest = hashlib.blake2b(digest_size=6)
+    package = Path(__file__).parents[1]
+    for root, paths in ((code, _sources(code)), (package, _sources(package))):
+        for path in paths:
+            digest.update(str(path.relative_to(root)).encode())
+            try:
+                digest.update(path.read_bytes())
+            except OSError:
+                digest.update(b"unreadable")
+    return digest.hexdigest()
+
+
+def _sources(root: Path) -> list[Path]:
+    if root.is_file() or not root.exists():
+        return [root]
+    found = []
+    for path in _walk(root):
+        found.append(path)
+        if len(found) > _MOST_FILES:
+            break
+    return sorted(found)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Python files below a folder, without hidden ones, installed packages and virtual environments."""
+    for path, folders, files in os.walk(folder):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".")
+            and name not in ("__pycache__", "site-packages", "node_modules")
+            and not Path(path, name, "pyvenv.cfg").exists()
+        )
+        yield from (Path(path, name) for name in sorted(files) if name.endswith(".py"))
+
+
+def main() -> None:
+    """Answer the question on stdin."""
+    facts = answer(Question(**json.loads(sys.stdin.readline())))
+    print(MARK + json.dumps(asdict(facts)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

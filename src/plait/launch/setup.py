@@ -1,0 +1,108 @@
+"""A launch that is ready to go: what it runs, shown or done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from plait.launch import slurm
+from plait.launch.command import Command, run_command
+from plait.launch.elastic import elastic_job, is_elastic
+from plait.launch.fleet import run_fleet
+from plait.launch.job import Job, Node
+from plait.launch.local import run_job
+from plait.launch.mpi import FAMILIES, mpi_command
+from plait.launch.network import is_this_host
+from plait.launch.options import Options
+from plait.launch.pdsh import pdsh_command, pdsh_end
+from plait.launch.ssh import Ssh, node_words, shell_line
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A launch that is ready to go."""
+
+    options: Options
+    launcher: str
+    job: Job
+    node: int = 0
+    """Which of the hosts this one is, where each is started by hand."""
+    words: tuple[str, ...] = ()
+    """The command line that it was made from."""
+
+    @property
+    def remote(self) -> bool:
+        """Whether this launcher goes onto other hosts itself, so that they can be looked at first."""
+        return self.launcher in ("ssh", "pdsh", *FAMILIES) and not all_here(self.job.nodes, self.options)
+
+    def reach(self, node: int, words: Sequence[str]) -> list[str]:
+        """The command that runs `words` on one of the hosts. This host needs no ssh, unless it is forced."""
+        host = self.job.nodes[node].host
+        if not self.options.force_multi and is_this_host(host):
+            return list(words)
+        arguments = self.options.launcher_args if self.launcher == "ssh" else ()
+        line = shell_line(words, folder=self.job.folder, environment=self.job.environment)
+        return Ssh(self.options.ssh_port, arguments).command(host, line)
+
+    def commands(self) -> list[Command]:
+        """All that is run, in the launcher's words."""
+        job, options = self.final_job(), self.options
+        if self.launcher == "local":
+            variables = [(place, job.variables(place, os.environ)) for place in job.started_on(self.node)]
+            return [Command(tuple(job.argv(place)), environment=found) for place, found in variables]
+        if self.launcher == "ssh":
+            reached = [self.reach(node, node_words(node)) for node in range(len(job.nodes))]
+            return [Command(tuple(argv), stdin=job.to_json()) for argv in reached]
+        if self.launcher == "pdsh":
+            return [pdsh_command(job, options.launcher_args, ssh_port=options.ssh_port)]
+        if self.launcher == "slurm":
+            if not slurm.in_allocation():
+                return [slurm.sbatch_command(options, self.words, job.environment)]
+            return [slurm.srun_command(job, options.launcher_args)]
+        return [mpi_command(self.launcher, job, options.launcher_args)]
+
+    def final_job(self) -> Job:
+        """The job as hosts get it; made last, when the address and the port are known."""
+        return elastic_job(self.job, self.options) if is_elastic(self.options) else self.job
+
+    def run(self) -> int:
+        """Run it to its end; returns the exit code of the worst rank."""
+        patience = self.options.stop_grace
+        with _pid_note(self.options.save_pid):
+            if self.launcher == "local":
+                return run_job(self.final_job(), self.node, patience=patience)
+            commands = self.commands()
+            if self.launcher == "ssh":
+                return run_fleet(self.final_job(), [command.argv for command in commands], patience=patience)
+            ends = []
+            if self.launcher == "pdsh":
+                ends = [pdsh_end(self.job, self.options.launcher_args, ssh_port=self.options.ssh_port)]
+            return run_command(commands[0], patience=patience, afterwards=ends)
+
+
+@contextmanager
+def _pid_note(wanted: bool) -> Iterator[None]:
+    """The launcher's pid in a file, while it runs, for programs that start it."""
+    path = Path(f"/tmp/{os.getpid()}.ds")
+    if wanted:
+        path.write_text(str(os.getpid()))
+    try:
+        yield
+    finally:
+        if wanted:
+            path.unlink(missing_ok=True)
+
+
+def all_here(nodes: Sequence[Node], options: Options) -> bool:
+    """Whether every host is this one, and ssh is not asked for all the same."""
+    return not options.force_multi and all(is_this_host(node.host) for node in nodes)
+
+
+def code_folder(options: Options) -> str | None:
+    """The folder whose code hosts must share: the script's, or for a module the current one."""
+    if options.no_python or not options.script:
+        return None
+    return os.getcwd() if options.module else str(Path(options.script).absolute().parent)

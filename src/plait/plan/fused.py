@@ -1,0 +1,151 @@
+"""What `torch.compile` makes of a module, without compiling it.
+
+[Note: compiling in a fake world] Inductor needs a compiler, a GPU and half a minute. What matters here it decides
+earlier, and that part is run as it is: AOTAutograd traces forward and backward into one graph, and the min-cut
+partitioner chooses what is kept for the backward pass. After that, elementwise operations and reductions become one
+kernel with their neighbours, so what passes between them takes no memory and no time; a tensor exists only where a
+matrix product, attention or the outside wants it. That is what a `FusedGraph` counts when it is called.
+
+A module is traced once for every form of its inputs. Blocks that are alike in parameters and inputs share a trace.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from plait.config.strategy import CompileConfig
+from plait.parallel import compiling
+from plait.parallel.units import Unit
+from plait.plan.fusion import FusedGraph
+from plait.plan.recorder import Recorder
+from plait.plan.timing import Timing
+from plait.world import is_sharded
+from plait.world.patch import replaced
+
+
+@contextmanager
+def compiled_units(recorder: Recorder, timing: Timing, say: Callable[[str], None], *, recompute: str) -> Iterator[None]:
+    """Compiling makes fused graphs that only count, until the block ends. `recompute` is the run's mode."""
+
+    def compile_units(
+        model: nn.Module, units: Sequence[Unit], config: CompileConfig, *, sharded: bool
+    ) -> list[nn.Module]:
+        whole = config.scope == "model" or (config.scope == "auto" and (not sharded or not units))
+        blocks = [unit.module for unit in units]
+        if any(is_sharded(param) for param in model.parameters()):
+            say("compiled modules with tensor-parallel parameters are planned as if they were not compiled")
+            return []
+        traces: dict[Any, Any] = {}
+        fused = partial(_Fused, traces=traces, recorder=recorder, timing=timing)
+        again = [block for block in blocks if "forward" in vars(block)]
+        if recompute == "selective":
+            # What such a policy keeps, the results of matrix products, the partitioner keeps by itself.
+            for block in again:
+                del block.forward
+            again = []
+        for block in again:
+            written = inspect.unwrap(block.forward)
+            block.forward = _Recomputed(fused(block, forward=written))
+        for module in [model] if whole and not again else [block for block in blocks if block not in again]:
+            module._compiled_call_impl = fused(module)
+        return []
+
+    with replaced(compiling, "compile_units", compile_units), replaced(compiling, "why_not", lambda *_: None):
+        yield
+
+
+class _Recomputed:
+    """A compiled block that runs again in its backward pass."""
+
+    def __init__(self, fused: _Fused) -> None:
+        self._fused = fused
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._fused(*args, **kwargs)
+        return checkpoint(self._fused, *args, use_reentrant=False, **kwargs)
+
+
+class _Fused:
+    """What a compiled module does: it is traced the first time, and counted every time."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        traces: dict[Any, Any],
+        recorder: Recorder,
+        timing: Timing,
+        forward: Callable[..., Any] | None = None,
+    ) -> None:
+        self._module, self._forward = module, forward
+        self._traces, self._recorder, self._timing = traces, recorder, timing
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = list(_tensors_in((args, kwargs)))
+        named = dict(self._module.named_parameters())
+
+        def function(params: list[Tensor], tensors: list[Tensor]) -> Any:
+            # A copy of the arguments, with the traced tensors in the places of the others.
+            traced = {id(old): new for old, new in zip(given, tensors, strict=True)}
+            inputs, options = copy.deepcopy((args, kwargs), traced)
+            with self._as_written():
+                return functional_call(self._module, dict(zip(named, params, strict=True)), inputs, options)
+
+        forms = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in (*named.values(), *given))
+        key = torch.is_grad_enabled(), tuple(named), forms
+        if key not in self._traces:
+            self._traces[key] = self._trace(function)
+            self._recorder.paused = True  # while it traces, which the first call begins with
+        return self._traces[key](list(named.values()), given)
+
+    @contextmanager
+    def _as_written(self) -> Iterator[None]:
+        """The module as it is without this."""
+        with ExitStack() as stack:
+            if self._forward is None:
+                stack.enter_context(replaced(self._module, "_compiled_call_impl", None))
+            else:
+                stack.enter_context(replaced(self._module, "forward", self._forward))
+            yield
+
+    def _trace(self, function: Callable[..., Any]) -> Any:
+        # Inductor's part of torch is loaded here, and takes a second or two.
+        from torch._functorch.aot_autograd import aot_function
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch._inductor.decomposition import select_decomp_table
+
+        def count(gm: fx.GraphModule, example_inputs: Any) -> Any:
+            return FusedGraph(gm, self._recorder, self._timing)
+
+        return aot_function(
+            function,
+            fw_compiler=count,
+            bw_compiler=count,
+            partition_fn=min_cut_rematerialization_partition,
+            decompositions=select_decomp_table(),
+        )
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a call's arguments, those inside objects among them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors_in(each)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors_in(each)
+    elif hasattr(value, "__dict__") and not callable(value):
+        yield from _tensors_in(vars(value))

@@ -1,0 +1,221 @@
+"""What a plan must know of the machine that a run will stand on.
+
+A machine is a preset (`h100-80g`), a file that `plait doctor --measure` wrote, or the one at hand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from plait.config.read import ENDINGS, read
+from plait.config.words import choose, listed, nearest, show
+from plait.errors import ConfigError, Problem
+
+NUMBER_FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8")
+"""The words for the formats in which matrices are multiplied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A way between devices."""
+
+    kind: str
+    """`nvlink`, `pcie`, `infiniband`, `ethernet`, `memory`, or `none`."""
+    gbps: float
+    """GB/s in one direction, for each device. 1 GB is 10⁹ bytes."""
+    latency_us: float
+    """What a message costs however small it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One kind of device, the host it stands in, and what lies between hosts.
+
+    On a CPU a device is the whole host: its ranks share memory, bandwidth and arithmetic.
+    """
+
+    name: str
+    kind: Literal["cuda", "cpu"]
+    memory_gib: float
+    """Memory of one device that a process can have, in GiB of 2³⁰ bytes; less than the name says."""
+    context_gib: float
+    """What of it is gone before the first tensor: the CUDA context, its kernels, and NCCL's first buffers."""
+    flops: Mapping[str, float]
+    """Number format → dense peak in TFLOP/s. A format that is absent is not multiplied in hardware."""
+    matmul_efficiency: float = 0.8
+    """The share of the peak that large matrix products reach, where it was not measured."""
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """Number format → TFLOP/s that a large matrix product reached on this machine."""
+    memory_gbps: float
+    """Bandwidth of the device's memory in GB/s."""
+    memory_efficiency: float = 0.6
+    """The share of that which elementwise operations reach."""
+    attention_efficiency: float = 0.58
+    """The share of a large matrix product's speed that attention reaches."""
+    capability: tuple[int, int] = (9, 0)
+    """CUDA's generation: which kernels torch chooses."""
+    per_host: int
+    """Devices of one host; of CPU ranks, as many as are sensible."""
+    link: Link
+    """Between the devices of a host."""
+    network: Link
+    """Between hosts."""
+    host_memory_gib: float
+    pcie_gbps: float
+    """Between host and device in one direction, GB/s, from pinned memory."""
+    disk_gbps: float
+    """Reading or writing files, whichever is slower, GB/s for the whole host."""
+    launch_us: float
+    """What the host spends on one operation of a training step, autograd's part of it included."""
+    dollars_per_hour: float | None = None
+    """Price of one device, where a cost is wanted."""
+
+    def rate(self, number_format: str) -> float:
+        """FLOP/s that a large matrix product reaches. A format without units of its own goes as fp32 does."""
+        known = number_format if number_format in {**self.flops, **self.measured} else "fp32"
+        tflops = self.measured.get(known) or self.flops[known] * self.matmul_efficiency
+        return tflops * 1e12
+
+    def link_between(self, ranks: int, stride: int = 1) -> Link:
+        """The slowest link that `ranks` ranks, every `stride`-th one, use among each other."""
+        return self.link if (ranks - 1) * stride < self.per_host else self.network
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that `find_hardware` reads back to an equal machine."""
+        data = {**asdict(self), "flops": dict(self.flops), "measured": dict(self.measured)}
+        return {key: value for key, value in data.items() if value is not None}
+
+
+def find_hardware(name_or_path: str | Path) -> Hardware:
+    """The machine that a preset's name or a file says.
+
+    Names are read leniently: `H100`, `h100_80GB` and `NVIDIA H100 80GB HBM3` are `h100-80g`. Raises `ConfigError` for
+    a name that means nothing or several things, and for a file with a wrong key or value.
+    """
+    text = str(name_or_path)
+    if Path(text).suffix.lower() in ENDINGS:
+        return _from_file(Path(text))
+    from plait.plan.presets import PRESETS
+
+    found = _matches(text, PRESETS)
+    if len(found) == 1:
+        return PRESETS[found[0]]
+    if found:
+        raise ConfigError(Problem("--gpu", f"{text!r} may be {listed(found, 'or')}", "Write which one."))
+    meant = nearest(text, [name.partition("-")[0] for name in PRESETS])
+    first = f"Did you mean `{meant}`? " if meant else ""
+    remedy = (
+        f"{first}The presets are {listed(PRESETS)}; `plait doctor --measure --out machine.yaml` describes this one."
+    )
+    raise ConfigError(Problem("--gpu", f"no machine is called {text!r}", remedy))
+
+
+def hardware_here() -> Hardware:
+    """The machine at hand: its preset, with the sizes that are seen at once. Measures nothing."""
+    import psutil
+    import torch
+
+    from plait.launch import cpu_count
+    from plait.plan.presets import PRESETS
+
+    host = psutil.virtual_memory().total / 2**30
+    if not torch.cuda.is_available():
+        cores = cpu_count()
+        cpu = PRESETS["cpu"]
+        flops = {word: tflops * cores / cpu.per_host for word, tflops in cpu.flops.items()}
+        return replace(cpu, memory_gib=host, host_memory_gib=host, per_host=cores, flops=flops)
+    device = torch.cuda.get_device_properties(0)
+    memory = device.total_memory / 2**30
+    known = [PRESETS[name] for name in _matches(device.name, PRESETS)]
+    if not known:
+        remedy = "Run `plait doctor --measure --out machine.yaml`, and give that file."
+        raise ConfigError(Problem("--gpu", f"no preset is known for {device.name!r}", remedy))
+    nearest_size = min(known, key=lambda each: abs(each.memory_gib - memory))
+    return replace(nearest_size, memory_gib=memory, host_memory_gib=host, per_host=torch.cuda.device_count())
+
+
+def _matches(text: str, names: Mapping[str, Hardware]) -> list[str]:
+    """The presets that a name may mean: the one it spells, or those whose model it names."""
+    word = _fold(text)
+    exact = [name for name in names if _fold(name) == word]
+    if exact or len(word) < 3:
+        return exact
+    models = {name: _fold(name.partition("-")[0]) for name in names}
+    # `nvidiah10080ghbm3` names a model and perhaps a size; `4090` and `h10` are parts of a model's name.
+    named = [name for name, model in models.items() if model in word]
+    sized = [name for name in named if all(_fold(part) in word for part in name.split("-"))]
+    return sized or named or [name for name, model in models.items() if word in model]
+
+
+def _fold(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower()).replace("gb", "g").replace("geforce", "")
+
+
+def _from_file(path: Path) -> Hardware:
+    data = read(path)
+    known = {each.name: each for each in fields(Hardware)}
+    problems = [_unknown(path, key, known) for key in data if key not in known]
+    link_keys = [each.name for each in fields(Link)]
+    for key in ("link", "network"):
+        if isinstance(data.get(key), Mapping):
+            problems += [_unknown(path, inner, link_keys, key) for inner in data[key] if inner not in link_keys]
+    if problems:
+        raise ConfigError(problems)
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        hardware = TypeAdapter(Hardware).validate_python(data)
+    except ValidationError as error:
+        found = [(".".join(map(str, each["loc"])), each) for each in error.errors()]
+        raise ConfigError(
+            [
+                Problem(key, _told(each), "Measure it again with `plait doctor --measure`.", str(path))
+                for key, each in found
+            ]
+        ) from None
+    if problems := list(_impossible(hardware, str(path))):
+        raise ConfigError(problems)
+    return hardware
+
+
+def _told(error: Any) -> str:
+    value = "" if error["type"] == "missing" else f"{show(error['input'])}: "
+    return f"{value}{error['msg'][:1].lower()}{error['msg'][1:]}"
+
+
+def _unknown(path: Path, key: str, known: Any, section: str = "") -> Problem:
+    meant = nearest(key, known)
+    remedy = f"Did you mean `{meant}`?" if meant else f"The keys are {listed(known)}."
+    return Problem(f"{section}.{key}" if section else key, "there is no such key", remedy, str(path))
+
+
+def _impossible(hardware: Hardware, origin: str) -> list[Problem]:
+    """Numbers that no machine has: a plan would divide by them."""
+    numbers = {
+        "memory_gib": hardware.memory_gib,
+        "matmul_efficiency": hardware.matmul_efficiency,
+        "memory_gbps": hardware.memory_gbps,
+        "per_host": hardware.per_host,
+        "link.gbps": hardware.link.gbps,
+        "network.gbps": hardware.network.gbps,
+        "host_memory_gib": hardware.host_memory_gib,
+        "pcie_gbps": hardware.pcie_gbps,
+        "disk_gbps": hardware.disk_gbps,
+        **{f"flops.{word}": value for word, value in hardware.flops.items()},
+        **{f"measured.{word}": value for word, value in hardware.measured.items()},
+    }
+    problems = [
+        Problem(key, f"{value:g}", "It must be more than 0.", origin) for key, value in numbers.items() if not value > 0
+    ]
+    words = [word for word in (*hardware.flops, *hardware.measured) if word not in NUMBER_FORMATS]
+    problems += [
+        Problem(f"flops.{word}", "no such number format", choose(word, NUMBER_FORMATS, "format"), origin)
+        for word in words
+    ]
+    if "fp32" not in hardware.flops:
+        problems.append(Problem("flops", "there is no `fp32`", "Every machine has a rate for it.", origin))
+    return problems

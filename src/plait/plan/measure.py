@@ -1,0 +1,250 @@
+"""Measures the machine at hand: what `plait doctor --measure` writes down.
+
+A rate is that of the best of several short runs, since a machine can be disturbed and not be faster than it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plait.errors import ConfigError, WorldError
+from plait.launch import cpu_count, run_ranks
+from plait.plan.hardware import Hardware, Link, hardware_here
+from plait.plan.presets import PRESETS
+from plait.plan.timing import starts_kernel
+
+_SECONDS = 0.3
+"""How long a rate is measured."""
+_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A machine, and the figures behind it as a reader wants them."""
+
+    hardware: Hardware
+    rows: tuple[tuple[str, str], ...]
+
+
+def measure_hardware(*, folder: str | Path = ".", ranks: int | None = None) -> Measured:
+    """Measure arithmetic, memory, host link, the disk under `folder`, and collectives between `ranks` processes.
+
+    `ranks` absent: one for each GPU, or two on a CPU; with fewer than two there is nothing to measure between them.
+    What cannot be measured here (a network, a second GPU) keeps the value of the nearest preset, and its row says so.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    base = _base(device)
+    rows = [("machine", base.name), ("memory", f"{base.memory_gib:.1f} GiB, host {base.host_memory_gib:.1f} GiB")]
+    launch = _launch_us(device)
+    rates = {word: rate for word in ("fp32", "tf32", "bf16", "fp16", "fp8") if (rate := _matmul(word, device))}
+    rows += [(f"matmul {word}", f"{rate:.3g} TFLOP/s") for word, rate in rates.items()]
+    memory = _memory_gbps(device)
+    rows += [("memory bandwidth", f"{memory:.1f} GB/s"), ("start of an operation", f"{launch:.1f} µs")]
+    pcie = base.pcie_gbps
+    if device.type == "cuda":
+        to_device, to_host = _host_link(device)
+        pcie = min(to_device, to_host)
+        rows.append(("host to device, back", f"{to_device:.1f}, {to_host:.1f} GB/s (pinned)"))
+    write, read = measure_disk(Path(folder))
+    rows.append(("disk write, read", f"{write:.2f}, {read:.2f} GB/s in {Path(folder).resolve()}"))
+    link, said = _collectives(device, base, ranks)
+    rows.append(("between ranks", said))
+    network = f"{base.network.gbps:g} GB/s, {base.network.kind} (not measured)"
+    rows.append(("between hosts", network))
+    context = _context_gib(device, base)
+    rows.append(("taken before the first tensor", f"{context:.2f} GiB"))
+    peaks = {**rates, **base.flops} if device.type == "cuda" else rates
+    hardware = replace(
+        base,
+        flops=_rounded(peaks),
+        measured=_rounded(rates),
+        memory_gbps=round(memory, 2),
+        link=link,
+        pcie_gbps=round(pcie, 2),
+        disk_gbps=round(max(min(write, read), 0.001), 3),
+        launch_us=round(launch, 2),
+        context_gib=round(context, 3),
+    )
+    return Measured(hardware, tuple(rows))
+
+
+def _rounded(rates: dict[str, float]) -> dict[str, float]:
+    return {word: float(f"{rate:.4g}") for word, rate in rates.items()}
+
+
+def _base(device: torch.device) -> Hardware:
+    """The preset to start from, under the name that this machine has for itself."""
+    if device.type == "cpu":
+        here = hardware_here()
+        return replace(
+            here,
+            name=f"{platform.node() or 'this'}-cpu",
+            memory_gib=round(here.memory_gib, 2),
+            host_memory_gib=round(here.host_memory_gib, 2),
+        )
+    name = torch.cuda.get_device_name(0)
+    try:
+        return replace(hardware_here(), name=name)
+    except ConfigError:  # a card without a preset: everything that matters is measured
+        memory, host = torch.cuda.mem_get_info()[1] / 2**30, psutil.virtual_memory().total / 2**30
+        card, count = PRESETS["rtx4090-24g"], torch.cuda.device_count()
+        return replace(card, name=name, memory_gib=memory, host_memory_gib=host, per_host=count, flops={})
+
+
+def _best_time(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call, the least of several."""
+
+    def once() -> float:
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    once()
+    best, end = once(), time.perf_counter() + _SECONDS
+    while time.perf_counter() < end:
+        best = min(best, once())
+    return best
+
+
+def _matmul(word: str, device: torch.device) -> float | None:
+    """TFLOP/s of a large matrix product; None where the device has no such format."""
+    size = 8192 if device.type == "cuda" else 1024
+    if word == "fp8":
+        work = _fp8_product(size, device)
+        return None if work is None else 2 * size**3 / _best_time(work, device) / 1e12
+    if device.type == "cpu" and word in ("tf32", "fp16"):
+        return None  # the same as fp32, and a slow emulation
+    if device.type == "cuda" and torch.cuda.get_device_capability()[0] < 8 and word in ("tf32", "bf16"):
+        return None
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if word == "tf32" else "highest")
+    try:
+        left, right = (torch.randn(size, size, device=device).to(_DTYPES[word]) for _ in range(2))
+        return 2 * size**3 / _best_time(lambda: left @ right, device) / 1e12
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _fp8_product(size: int, device: torch.device) -> Callable[[], object] | None:
+    if device.type != "cuda" or torch.cuda.get_device_capability() < (8, 9):
+        return None
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    left = torch.randn(size, size, device=device).to(torch.float8_e4m3fn)
+    right = torch.randn(size, size, device=device).to(torch.float8_e4m3fn).t()
+    one, whole = torch.ones((), device=device), ScalingType.TensorWise
+
+    def product() -> object:
+        return scaled_mm(left, right, one, whole, one, whole, output_dtype=torch.bfloat16)
+
+    try:
+        product()
+    except (RuntimeError, ValueError):
+        return None
+    return product
+
+
+def _memory_gbps(device: torch.device) -> float:
+    """What a copy reads and writes."""
+    count = 2**30 if device.type == "cuda" else 2**27
+    source = torch.ones(count, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * count / _best_time(lambda: target.copy_(source), device) / 1e9
+
+
+def _launch_us(device: torch.device) -> float:
+    """What the host spends on one operation of a training step, autograd's part of it included."""
+    layers = [part for _ in range(8) for part in (nn.Linear(32, 32, device=device), nn.GELU())]
+    model, batch = nn.Sequential(*layers), torch.randn(8, 32, device=device)
+
+    def step() -> None:
+        model(batch).sum().backward()
+
+    with _Operations() as seen:  # type: ignore[no-untyped-call]
+        step()
+    return _best_time(step, device) * 1e6 / int(seen.count)
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations that start something on the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += starts_kernel(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _host_link(device: torch.device) -> tuple[float, float]:
+    """GB/s to the device and back, from pinned memory."""
+    count = 2**28
+    host = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(count, dtype=torch.uint8, device=device)
+    to_device = _best_time(lambda: there.copy_(host, non_blocking=True), device)
+    to_host = _best_time(lambda: host.copy_(there, non_blocking=True), device)
+    return count / to_device / 1e9, count / to_host / 1e9
+
+
+def measure_disk(folder: Path) -> tuple[float, float]:
+    """GB/s of writing a file until it is on the disk, and of reading it back past the page cache."""
+    block, blocks = os.urandom(2**22), 32
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".plait-measure-") as file:
+            start = time.perf_counter()
+            for _ in range(blocks):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            wrote = time.perf_counter() - start
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            start = time.perf_counter()
+            file.seek(0)
+            while file.read(2**22):
+                pass
+            got = time.perf_counter() - start
+    except OSError as error:
+        raise WorldError(f"the disk under {folder} cannot be measured: {error}; give a folder to write to") from error
+    size = len(block) * blocks / 1e9
+    return size / wrote, size / got
+
+
+def _context_gib(device: torch.device, base: Hardware) -> float:
+    """On CUDA what is gone though no tensor is there, of other processes too; on a CPU this process with torch."""
+    if device.type == "cpu":
+        return float(psutil.Process().memory_info().rss) / 2**30
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    used = (total - free - torch.cuda.memory_reserved()) / 2**30
+    return max(used, base.context_gib) if base.per_host > 1 else used
+
+
+def _collectives(device: torch.device, base: Hardware, ranks: int | None) -> tuple[Link, str]:
+    """The link between ranks of this host, and a sentence about it."""
+    wanted = ranks or (base.per_host if device.type == "cuda" else min(2, max(cpu_count(), 2)))
+    if wanted < 2 or (device.type == "cuda" and base.per_host < 2):
+        return base.link, f"{base.link.gbps:g} GB/s, {base.link.kind} (not measured: there is one device)"
+    with tempfile.TemporaryDirectory(prefix="plait-") as folder:
+        out = Path(folder) / "link.json"
+        code = run_ranks([sys.executable, "-m", "plait.plan.probe", device.type, str(out)], wanted)
+        if code != 0 or not out.exists():
+            return base.link, f"{base.link.gbps:g} GB/s, {base.link.kind} (measuring failed with exit code {code})"
+        found = json.loads(out.read_text())
+    link = Link(base.link.kind, round(found["gbps"], 3), round(found["latency_us"], 1))
+    return link, f"{link.gbps:.2f} GB/s, {link.latency_us:.0f} µs between {wanted} ranks"

@@ -1,0 +1,222 @@
+"""Who holds how much memory, operation by operation, while a step runs on tensors without values."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from plait.plan.allocator import CachingAllocator
+from plait.plan.kernels import body_of, hidden_bytes
+from plait.spec.phase import Phase
+from plait.world.patch import replaced
+
+
+class Watcher(Protocol):
+    """What wants to know of every operation."""
+
+    def saw(self, phase: Phase, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """One operation was run."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """One piece of memory that is in use."""
+
+    size: int
+    born: Phase
+    sent: bool = False
+    """Whether a collective read or wrote it."""
+    alive: Any = None
+    """A weak reference to its storage, which tells when it is free again."""
+    block: Any = None
+    """Where the allocator put it."""
+
+
+@dataclass(slots=True)
+class Peak:
+    """The most memory that was in use during a phase, and when."""
+
+    bytes: int = 0
+    at: int = 0
+    """Number of the operation."""
+    reserved: int = 0
+    """What the allocator had asked the device for by then."""
+
+
+@dataclass(slots=True)
+class Trail:
+    """How the memory in use went up and down: (operation, bytes, phase)."""
+
+    points: list[tuple[int, int, Phase]] = field(default_factory=list)
+
+    def add(self, at: int, size: int, phase: Phase) -> None:
+        """One operation is over."""
+        self.points.append((at, size, phase))
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps account of all memory on one device. To be entered inside the fake world it watches."""
+
+    def __init__(
+        self, device: str, *, allocator: CachingAllocator | None = None, watchers: tuple[Watcher, ...] = ()
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phase = Phase.BUILD
+        self.in_use = 0
+        self.peaks: dict[Phase, Peak] = defaultdict(Peak)
+        self.operations = 0
+        self.step_began = 0
+        """Number of the operation with which the latest step began."""
+        self.pieces: dict[int, Piece] = {}
+        self.trail: Trail | None = None
+        self.stop_at: int | None = None
+        """At this operation `at_stop` is called: to look at what is there."""
+        self.at_stop: Callable[[], None] | None = None
+        self.paused = False
+        """Whether operations are let through unseen, as while another recorder looks at them."""
+        self._device = device
+        self._allocator = allocator
+        self._watchers = watchers
+        self._mode: FakeTensorMode | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """Record until the block ends."""
+        self._mode = active_fake_mode()
+        assert self._mode is not None, "a recorder is entered inside a fake world"
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            out = resize(storage, size)
+            self._resized(storage)
+            return out
+
+        with replaced(torch.UntypedStorage, "resize_", resized), self:
+            yield self
+
+    def enter(self, phase: Phase) -> None:
+        """From now on the run is in this phase."""
+        if phase is not Phase.IDLE and self.phase is Phase.IDLE:
+            self.step_began = self.operations
+        self.phase = phase
+        self._note_peak(phase)  # what is held when it begins, is held during it
+
+    def current_phase(self) -> Phase:
+        """The phase that the run is in. A pipeline goes forward and back in turns without saying so."""
+        inside_backward = self.phase is Phase.FORWARD and torch._C._current_graph_task_id() != -1
+        return Phase.BACKWARD if inside_backward else self.phase
+
+    def rise(self, size: int) -> None:
+        """Note that for a moment so much more was in use, in pieces of their own."""
+        if self._allocator is not None:
+            self._allocator.stretch(size)
+        peak = self.peaks[self.current_phase()]
+        if self.in_use + size > peak.bytes:
+            peak.bytes, peak.at = self.in_use + size, self.operations
+
+    @contextmanager
+    def aside(self, *watchers: Watcher, phase: Phase | None = None) -> Iterator[Recorder]:
+        """Another one that begins at nothing, and alone sees what happens until the block ends."""
+        other = Recorder(self._device, watchers=watchers)
+        other.phase = phase or Phase.IDLE
+        self.paused = True
+        try:
+            with torch.no_grad(), other.recording():
+                yield other
+        finally:
+            self.paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # it comes again, for the part that this rank holds
+        kwargs = kwargs or {}
+        body = None if self.paused else body_of(func)
+        if body is not None:
+            with self:
+                return body(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if self.paused or active_fake_mode() is not self._mode:
+            return out  # or DTensor asks what shape a result would have
+        phase = self.current_phase()
+        self.operations += 1
+        sent = func.namespace in ("c10d", "_c10d_functional")
+        if sent:
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor):
+                    self._hold(tensor, phase, sent=True)
+        for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._hold(tensor, phase, sent=sent)
+        hidden = hidden_bytes(func, args, out) if self._device == "cuda" else 0
+        self._note_peak(phase, hidden)
+        for watcher in self._watchers:
+            watcher.saw(phase, func, args, kwargs, out)
+        if self.trail is not None:
+            self.trail.add(self.operations, self.in_use + hidden, phase)
+        if self.operations == self.stop_at and self.at_stop is not None:
+            self.at_stop()
+        return out
+
+    def _note_peak(self, phase: Phase, hidden: int = 0) -> None:
+        peak = self.peaks[phase]
+        if self._allocator is not None:
+            if hidden:
+                self._allocator.free(self._allocator.allocate(hidden))
+            peak.reserved = max(peak.reserved, self._allocator.reserved)
+        if self.in_use + hidden > peak.bytes:
+            peak.bytes, peak.at = self.in_use + hidden, self.operations
+
+    def _hold(self, tensor: Tensor, phase: Phase, *, sent: bool) -> None:
+        if tensor.device.type != self._device:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        piece = self.pieces.get(key)
+        if piece is not None:
+            piece.sent |= sent
+            if piece.size != self._rounded(storage.nbytes()):
+                self._resized(storage)
+            return
+        piece = Piece(self._rounded(storage.nbytes()), phase, sent)
+        piece.alive = weakref.ref(storage, lambda _: self._free(key))
+        self.pieces[key] = piece
+        self._take(piece)
+
+    def _take(self, piece: Piece) -> None:
+        self.in_use += piece.size
+        if self._allocator is not None and piece.size:
+            piece.block = self._allocator.allocate(piece.size)
+
+    def _give(self, piece: Piece) -> None:
+        self.in_use -= piece.size
+        if piece.block is not None:
+            assert self._allocator is not None
+            self._allocator.free(piece.block)
+            piece.block = None
+
+    def _free(self, key: int) -> None:
+        piece = self.pieces.pop(key, None)
+        if piece is not None:
+            self._give(piece)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        piece = self.pieces.get(storage._cdata)
+        if piece is not None:
+            self._give(piece)
+            piece.size = self._rounded(storage.nbytes())
+            self._take(piece)
+
+    def _rounded(self, size: int) -> int:
+        """What the device's allocator takes for so many bytes."""
+        return -(-size // 512) * 512 if self._device == "cuda" else size

@@ -1,0 +1,131 @@
+"""From one run description to the two that are compared. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from plait.config import Layout, ResolvedBatch, RunConfig, parse_sections, resolve_batch, resolve_layout, to_dict
+from plait.config.model import GptConfig, HFConfig, ImportedModel, LlamaConfig
+from plait.errors import ConfigError, Problem
+from plait.launch import gpu_count
+
+LAYER_KEYS = ("layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""How models call their number of layers."""
+_TIME_KEYS = ("by_epoch", "max_epochs", "max_steps", "clip_norm", "clip_value", "guard")
+"""What of `train` decides a step. The rest is about validating and stopping."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cases:
+    """Two run descriptions that must do the same."""
+
+    reference: RunConfig
+    """One process, nothing recomputed, nothing compiled."""
+    candidate: RunConfig
+    layout: Layout
+    batch: ResolvedBatch
+    """The candidate's; both have the same `total` and `micro`."""
+    notes: tuple[str, ...]
+    """What is not as in the user's own run."""
+
+
+def make_cases(config: RunConfig, *, ranks: int | None = None, layers: int | None = None) -> Cases:
+    """The two runs. `ranks` absent: as many as the layout fixes, and two where it fixes none."""
+    notes: list[str] = []
+    size = ranks or default_ranks(config)
+    layout = resolve_layout(config.strategy, size=size, local_size=size)
+    _refuse_what_is_one_process(config, layout)
+    batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=config.strategy.pipeline.micro_batches)
+    base = _common(config, notes)
+    if layers is not None:
+        base["model"] = shrink(config, layers, notes)
+    if config.device in ("auto", "cuda") and gpu_count() < size:
+        base |= {"device": "cpu", "backend": "auto" if config.backend == "nccl" else config.backend}
+        if gpu_count() or config.device == "cuda":
+            notes.append(f"Both runs were on the CPU: {size} ranks need as many GPUs, and here are {gpu_count()}.")
+    base["batch"] = {"total": batch.total, "micro": batch.micro}
+    if config.strategy.stage > 0 and layout.dp_shard * layout.ep * layout.cp == 1:
+        notes.append(f"Nothing was sharded: the layout leaves one rank for it. `--ranks {2 * size}` would show it.")
+    single = {**base, "strategy": {"meta_init": config.strategy.meta_init}}
+    return Cases(_parsed(single), _parsed(base), layout, batch, tuple(notes))
+
+
+def default_ranks(config: RunConfig) -> int:
+    """The product of the axes that the layout fixes; two where that is one and an axis is free."""
+    layout = config.strategy.layout
+    fixed = prod(size or 1 for size in (layout.pp, layout.ep, layout.cp, layout.tp))
+    fixed *= (layout.dp_replicate or 1) * (layout.dp_shard or 1)
+    free = layout.dp_replicate is None or layout.dp_shard is None
+    return 2 if fixed == 1 and free else fixed
+
+
+def shrink(config: RunConfig, layers: int, notes: list[str]) -> dict[str, Any]:
+    """The `model` section with so many layers."""
+    model = config.model
+    section: dict[str, Any] = dict(to_dict(config)["model"])
+    if isinstance(model, GptConfig | LlamaConfig):
+        notes.append(f"The model was shrunk from {model.layers} to {layers} layers.")
+        return {**section, "layers": layers}
+    if isinstance(model, HFConfig):
+        found = _transformers_config(model)
+        if model.path is not None and model.pretrained:
+            notes.append("The shrunk model started from random weights, not from the pretrained ones.")
+        return {"type": "hf", "task": model.task, "config": _fewer(found, layers, "model.config", notes)}
+    if isinstance(model, ImportedModel):
+        return {**section, "args": _fewer(model.args, layers, "model.args", notes)}
+    message = f"{layers}: a {getattr(model, 'type', 'model')} has no number of layers to shrink"
+    raise ConfigError(Problem("--layers", message, "Leave it out."))
+
+
+def _transformers_config(model: HFConfig) -> Mapping[str, Any]:
+    if model.config is not None:
+        return model.config
+    assert model.path is not None
+    found: dict[str, Any] = json.loads((Path(model.path).expanduser() / "config.json").read_text())
+    return found
+
+
+def _fewer(settings: Mapping[str, Any], layers: int, place: str, notes: list[str]) -> dict[str, Any]:
+    for key in LAYER_KEYS:
+        if isinstance(count := settings.get(key), int):
+            notes.append(f"The model was shrunk from {count} to {layers} layers.")
+            # Some models list what each layer is.
+            cut = {name: value[:layers] for name, value in settings.items() if _one_each(value, count)}
+            return {**settings, **cut, key: layers}
+    message = f"{layers}: `{place}` has no number of layers under any of {', '.join(LAYER_KEYS)}"
+    raise ConfigError(Problem("--layers", message, "Set such a key, or leave the option out."))
+
+
+def _one_each(value: Any, count: int) -> bool:
+    return isinstance(value, list) and len(value) == count
+
+
+def _common(config: RunConfig, notes: list[str]) -> dict[str, Any]:
+    """The sections that decide a step, without those that write, measure or resume."""
+    base = to_dict(config)
+    dropped = ("val_data", "test_data", "hooks", "checkpoint", "log", "batch")
+    base = {key: value for key, value in base.items() if key not in dropped and value is not None}
+    train = {key: value for key, value in base["train"].items() if key in _TIME_KEYS and value is not None}
+    base["train"] = train
+    base["log"] = {"console": "none", "sinks": []}
+    if config.hooks:
+        notes.append(f"Hooks were left out: {', '.join(hook.type for hook in config.hooks)}.")
+    if config.checkpoint.resume is not None:
+        notes.append("Both runs began with fresh weights, not with `checkpoint.resume`.")
+    return base
+
+
+def _parsed(sections: Mapping[str, Any]) -> RunConfig:
+    return parse_sections(**sections).config
+
+
+def _refuse_what_is_one_process(config: RunConfig, layout: Layout) -> None:
+    strategy = config.strategy
+    if layout.size == 1 and strategy.recompute.mode == "none" and not strategy.compile.enabled:
+        message = "one rank, nothing recomputed, nothing compiled: that is the reference itself"
+        raise ConfigError(Problem("strategy", message, "Give `--ranks 2`, or a strategy that spreads something."))

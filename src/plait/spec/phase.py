@@ -1,0 +1,24 @@
+"""What a rank is doing."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """The phases of a run, in the order in which they come."""
+
+    BUILD = "build"
+    """The model is made, spread and given its values."""
+    LOAD = "load"
+    """A checkpoint is read."""
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    REDUCE = "reduce"
+    """Gradients of all ranks are brought together, as far as the backward pass has not done it."""
+    STEP = "step"
+    """The optimizer updates the weights."""
+    SAVE = "save"
+    EVALUATE = "evaluate"
+    IDLE = "idle"
+    """Between all of these: data, logs, hooks."""

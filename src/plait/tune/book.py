@@ -1,0 +1,150 @@
+"""What a search has found so far, in a folder that survives whatever happens to the tuner.
+
+    search.json      what was measured, and how: a later search must be the same to go on
+    results.jsonl    one line for each candidate that is done with
+    results.csv      the same as a table
+    best.yaml        the run description with the best settings so far
+    trials/KEY/      what each trial printed and logged
+
+Files are replaced as a whole, so that each of them is always complete.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from plait.config import RunConfig, to_dict
+from plait.errors import ConfigError, Problem
+from plait.tune.candidate import Candidate
+from plait.tune.config import TuneConfig
+from plait.tune.trial import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A candidate that is done with."""
+
+    settings: Mapping[str, Any]
+    outcome: Outcome
+    value: float | None
+    """The metric, the larger the better; None where the trial gave none."""
+
+    @property
+    def key(self) -> str:
+        """The candidate's."""
+        return Candidate(self.settings).key
+
+    @property
+    def was_run(self) -> bool:
+        """Whether a process was started for it; what is refused by its settings alone has none."""
+        return self.outcome.seconds > 0
+
+
+class Book:
+    """The records of one search. Opening it reads what is there."""
+
+    def __init__(self, folder: Path, run: RunConfig, tune: TuneConfig, *, fresh: bool = False) -> None:
+        self.folder = folder
+        if fresh and folder.exists():
+            _remove(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._identify(run, tune)
+        self._records = {each.key: each for each in _read(folder / "results.jsonl")}
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """All of them, in the order in which they came."""
+        return tuple(self._records.values())
+
+    @property
+    def trials(self) -> tuple[Record, ...]:
+        """Those that were run."""
+        return tuple(each for each in self.records if each.was_run)
+
+    @property
+    def since_best(self) -> int:
+        """How many trials came after the best one; 0 while there is none."""
+        best, trials = self.best, self.trials
+        return 0 if best is None else len(trials) - 1 - trials.index(best)
+
+    def trial_folder(self, candidate: Candidate) -> Path:
+        """Where a trial keeps what is its own."""
+        return (self.folder / "trials" / candidate.key).resolve()
+
+    def find(self, candidate: Candidate) -> Record | None:
+        """The record of a candidate; None where it has none."""
+        return self._records.get(candidate.key)
+
+    def add(self, *records: Record) -> None:
+        """Take records in; they are on the disk when this returns."""
+        self._records |= {each.key: each for each in records}
+        lines = [
+            json.dumps({"settings": dict(r.settings), **asdict(r.outcome), "value": r.value}) for r in self.records
+        ]
+        replace_file(self.folder / "results.jsonl", "".join(f"{line}\n" for line in lines))
+        replace_file(self.folder / "results.csv", self._table())
+
+    @property
+    def best(self) -> Record | None:
+        """The record with the best value; of equal ones the first."""
+        measured = [each for each in self.records if each.value is not None]
+        return max(measured, key=lambda each: each.value or 0.0, default=None)
+
+    def _table(self) -> str:
+        names = list(dict.fromkeys(key for record in self.records for key in record.settings))
+        figures = [each.name for each in fields(Outcome)]
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow([*names, *figures, "value"])
+        for record in self.records:
+            outcome = asdict(record.outcome)
+            cells = [*(record.settings.get(name, "") for name in names), *(outcome[name] for name in figures)]
+            writer.writerow(["" if cell is None else cell for cell in [*cells, record.value]])
+        return text.getvalue()
+
+    def _identify(self, run: RunConfig, tune: TuneConfig) -> None:
+        """Numbers of different runs, or measured in different ways, must not stand in one table."""
+        names = ("nproc", "steps", "warmup", "metric")
+        # Through JSON, as what it is compared with has been.
+        wanted = json.loads(json.dumps({"run": to_dict(run), **{name: getattr(tune, name) for name in names}}))
+        path = self.folder / "search.json"
+        if not path.exists():
+            replace_file(path, json.dumps(wanted, indent=1))
+            return
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if changed := [name for name in wanted if wanted[name] != found.get(name)]:
+            what = [f"another {n} ({found.get(n)}, now {wanted[n]})" if n != "run" else "another run" for n in changed]
+            remedy = "Give another folder with --out, or --fresh to throw these results away."
+            raise ConfigError(Problem("--out", f"{self.folder} has results of {' and '.join(what)}", remedy))
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file as a whole: after a crash it is there as it was, or as it is now."""
+    beside = path.with_name(f".{path.name}.new")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def _read(path: Path) -> list[Record]:
+    if not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [Record(row.pop("settings"), value=row.pop("value"), outcome=Outcome(**row)) for row in rows]
+
+
+def _remove(folder: Path) -> None:
+    """Only what a search has written; a folder may hold other things too."""
+    for name in ("search.json", "results.jsonl", "results.csv", "best.yaml"):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / "trials", ignore_errors=True)

@@ -1,0 +1,39 @@
+"""One set of settings to try: dotted keys and values, put over the run description."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plait.config import dialect
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Settings over the user's own; with none, the run as it is written."""
+
+    settings: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        """A short name that the settings alone decide, so that a later search knows what was tried."""
+        text = json.dumps(dict(self.settings), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def overrides(self) -> list[str]:
+        """As they would be typed after `plait train run.yaml`."""
+        return [f"{key}={written(value)}" for key, value in self.settings.items()]
+
+
+def written(value: Any) -> str:
+    """A value as an override holds it, so that it is read back as it was."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        plain = value and value == value.strip() and value[0] not in "[{\"'" and dialect.scalar(value) == value
+        return value if plain else json.dumps(value)
+    return repr(value) if isinstance(value, int | float) else json.dumps(value)

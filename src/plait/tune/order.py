@@ -1,0 +1,45 @@
+"""In which order candidates are tried."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from plait.config import RunConfig
+from plait.tune.candidate import Candidate
+from plait.tune.config import TuneConfig
+
+Rank = Callable[[RunConfig, Sequence[Candidate]], Sequence[Candidate]]
+"""Candidates in the order in which they are expected to be fast. One that is left out is tried last."""
+
+_RECOMPUTE_COST = {"none": 0, "every": 1, "selective": 1, "auto": 1, "full": 2}
+
+
+def in_order(run: RunConfig, found: Sequence[Candidate], tune: TuneConfig, rank: Rank) -> list[Candidate]:
+    """The run as it is written first, to compare with; then as the tuner says."""
+    first, rest = [each for each in found if not each.settings], [each for each in found if each.settings]
+    if tune.tuner == "random":
+        random.Random(tune.seed).shuffle(rest)
+    elif tune.tuner == "model":
+        ranked = list(rank(run, rest))
+        known = {each.key for each in ranked}
+        rest = [*ranked, *(each for each in rest if each.key not in known)]
+    return [*first, *rest]
+
+
+def rank_by_rule(run: RunConfig, found: Sequence[Candidate]) -> list[Candidate]:
+    """What costs nothing to know: little recomputing, few cuts of the model, large micro-batches, low stages."""
+
+    def cost(candidate: Candidate) -> tuple[float, ...]:
+        settings, strategy = candidate.settings, run.strategy
+        cut = [settings.get(f"strategy.layout.{axis}", getattr(strategy.layout, axis)) for axis in ("tp", "pp")]
+        recompute = settings.get("strategy.recompute.mode", strategy.recompute.mode)
+        micro = settings.get("batch.micro") or run.batch.micro or 1
+        return (
+            _RECOMPUTE_COST.get(str(recompute), 1),
+            float(cut[0] * cut[1]),
+            -float(micro),
+            float(settings.get("strategy.zero", strategy.stage) or 0),
+        )
+
+    return sorted(found, key=cost)

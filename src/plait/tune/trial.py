@@ -1,0 +1,203 @@
+"""One trial: a real run of a few steps in processes of its own, and what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from plait.config import RunConfig
+from plait.monitor.jsonl import events_path, read_events
+from plait.spec import Event, EventKind
+from plait.tune.config import TuneConfig
+
+Status = Literal["ok", "oom", "crashed", "timeout", "refused"]
+
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemoryError|MemoryError|(?:can't|cannot) allocate memory|ALLOC_FAILED|bad_alloc", re.IGNORECASE
+)
+_ERROR_LINE = re.compile(r"^(?:\[rank\d+\]: ?)?[\w.]*(?:Error|Exception|Interrupt)\b.*")
+_NEVER = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a trial ended. The figures are averages after the warm-up, and there only where it ended well."""
+
+    status: Status
+    seconds: float
+    """From its start to its end, all included."""
+    reason: str = ""
+    tokens_per_s: float | None = None
+    samples_per_s: float | None = None
+    step_time: float | None = None
+    memory_mib: float | None = None
+    """The most that was seen on rank 0."""
+
+    def value(self, metric: str) -> float | None:
+        """What the metric says, the larger the better; None where there is nothing to compare."""
+        if metric == "step_time":
+            return None if self.step_time is None else -self.step_time
+        if metric == "throughput":
+            return self.tokens_per_s or self.samples_per_s
+        return self.tokens_per_s if metric == "tokens_per_s" else self.samples_per_s
+
+
+def run_trial(
+    source: str, overrides: Sequence[str], run: RunConfig, tune: TuneConfig, folder: Path, *, limit_s: float
+) -> Outcome:
+    """Train a few steps as `plait train` would, in a session of its own, all of which is gone when this returns.
+
+    What the run prints stands in `folder/log.txt`. Whatever happens to it is an `Outcome`.
+    """
+    shutil.rmtree(folder, ignore_errors=True)  # a trial that was cut off leaves half a story
+    folder.mkdir(parents=True)
+    changes = measuring(run, tune, folder / "run")
+    command = [sys.executable, "-m", "plait.cli.main", "train", source, *overrides, *changes]
+    command += ["--nproc", str(tune.nproc)]
+    start = time.monotonic()
+    with (folder / "log.txt").open("wb") as log:
+        trial = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_the_tuner,
+        )
+        try:
+            code: int | None = trial.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end_session(trial)
+    return _outcome(code, folder, tune, time.monotonic() - start, limit_s)
+
+
+def measuring(run: RunConfig, tune: TuneConfig, work_dir: Path) -> list[str]:
+    """Overrides that make a short run of a long one, and leave its steps as they are."""
+    changes = [
+        f"work_dir={work_dir}",
+        f"train.stop_after={tune.steps}",
+        "checkpoint.every=null",
+        "checkpoint.last=false",
+        "checkpoint.resume=null",
+        "log.every=1",
+        "log.sinks=[jsonl]",
+        "log.wandb_project=null",
+        "log.console=plain",
+    ]
+    return changes if run.val_data is None else [*changes, f"train.val_every={_NEVER}"]
+
+
+def _end_with_the_tuner() -> None:
+    """Ask the kernel to end the trial when the tuner is gone; `run_ranks` asks the same for its ranks."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def _end_session(trial: subprocess.Popen[bytes]) -> None:
+    """Kill whatever is left of the trial: its ranks have groups of their own, and workers, but share its session."""
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        left = [pid for pid in psutil.pids() if _session(pid) == trial.pid and not _is_dead(pid)]
+        if not left:
+            break
+        for pid in left:
+            _kill(pid)
+        trial.poll()
+        time.sleep(0.02)
+    trial.wait()
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except (ProcessLookupError, PermissionError):
+        return None
+
+
+def _is_dead(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _outcome(code: int | None, folder: Path, tune: TuneConfig, seconds: float, limit_s: float) -> Outcome:
+    if code is None:
+        return Outcome("timeout", seconds, f"not over after {limit_s:.0f} s; it was {_last_phase(folder)}")
+    text = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
+    if code == 0:
+        return _figures(folder, tune, seconds)
+    if _OUT_OF_MEMORY.search(text):
+        return Outcome("oom", seconds, _reason(text, _OUT_OF_MEMORY))
+    if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        reason = "ended by SIGKILL, which is what the kernel does when host memory runs out"
+        return Outcome("oom", seconds, reason)
+    if code == 2 and "plait: " in text:
+        return Outcome("refused", seconds, _own_words(text))
+    return Outcome("crashed", seconds, f"exit code {code}: {_reason(text)}")
+
+
+def _figures(folder: Path, tune: TuneConfig, seconds: float) -> Outcome:
+    told = [each for each in _events(folder) if each.kind is EventKind.TRAIN]
+    data = [each.data for each in told if each.step > tune.warmup]
+    if not data:
+        reason = f"the data ended after {len(told)} steps, within the warm-up of {tune.warmup}"
+        return Outcome("crashed", seconds, reason)
+    spent = sum(each["time"] for each in data)
+
+    def rate(name: str) -> float | None:
+        return sum(each[name] * each["time"] for each in data) / spent if all(name in each for each in data) else None
+
+    return Outcome(
+        "ok",
+        seconds,
+        tokens_per_s=rate("tokens_per_s"),
+        samples_per_s=rate("samples_per_s"),
+        step_time=spent / len(data),
+        memory_mib=max(each.data["memory"] for each in told),
+    )
+
+
+def _events(folder: Path) -> list[Event]:
+    path = events_path(folder / "run", 0)
+    return read_events([path]) if path.exists() else []
+
+
+def _last_phase(folder: Path) -> str:
+    steps = [each.step for each in _events(folder) if each.kind is EventKind.TRAIN]
+    return f"at step {steps[-1]}" if steps else "before its first step"
+
+
+def _reason(text: str, pattern: re.Pattern[str] = _ERROR_LINE) -> str:
+    """The line that says it: the first that fits the pattern, or the last one there is."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if _ERROR_LINE.match(line)] or lines
+    fitting = [line for line in errors if pattern.search(line)] or [line for line in lines if pattern.search(line)]
+    chosen = (fitting or lines[-1:] or ["it printed nothing"])[0]
+    return chosen if len(chosen) <= 300 else f"{chosen[:299]}…"
+
+
+def _own_words(text: str) -> str:
+    """What Plait itself said last."""
+    return " ".join(text.rpartition("plait: ")[2].split())[:300]

@@ -1,0 +1,221 @@
+"""CUDA on a machine that has none, for tensors without values.
+
+[Note: pretending to have a GPU] A fake tensor may claim to lie on any device, but autograd asks the C++ side of torch
+for that device's streams, and a build or a machine without CUDA has no answer. Two answers are enough. torch lets
+Python be the device guard of a backend of its own (PrivateUse1), whose streams and events do nothing; here the same
+guard is entered for CUDA. And torch asks its CUDA hooks whether a GPU is there: the first virtual functions of that
+object, `isBuilt` and `isAvailable`, are made to say yes. No compiler is needed, nothing real can run, and all is as
+before when the block ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+
+from plait.errors import WorldError
+from plait.world.patch import replaced
+
+_CUDA, _PRIVATE = 1, 20
+"""Places in torch's list of device types."""
+_HOOKS_SHOWN = 64
+"""So many virtual functions are copied; torch has fewer in its CUDA hooks than twice this."""
+
+_FUSED_ON_CUDA = ("_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward")
+
+
+@contextmanager
+def pretended_cuda(
+    *, devices: int = 8, memory: int = 80 * 2**30, capability: tuple[int, int] = (9, 0)
+) -> Iterator[None]:
+    """Let fake tensors lie on CUDA, until the block ends. Where a GPU is there, nothing is pretended."""
+    if torch.cuda.is_available():
+        yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(_guard_of_python())
+        stack.enter_context(_hooks_that_say_yes())
+        stack.enter_context(_kernels_of_their_own())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # there are no threads for the device
+        for name, value in _python_side(devices, memory, capability).items():
+            stack.enter_context(replaced(torch.cuda, name, value))
+        stack.enter_context(replaced(fake_tensor, "init_gpu_context", lambda device: None))
+        stack.enter_context(replaced(torch, "tensor", _made_on_the_host(torch.tensor)))
+        stack.enter_context(replaced(torch.Tensor, "record_stream", lambda self, stream: None))
+        yield
+
+
+@contextmanager
+def _guard_of_python() -> Iterator[None]:
+    class Guard(torch._C._acc.DeviceGuard):
+        def type_(self) -> Any:
+            return torch._C._autograd.DeviceType.CUDA
+
+    guards = (ctypes.c_void_p * (_PRIVATE + 1)).in_dll(_library("c10"), "_ZN3c104impl26device_guard_impl_registryE")
+    before = guards[_CUDA], guards[_PRIVATE]
+    guard = Guard()
+    torch._C._acc.register_python_privateuseone_device_guard(guard)
+    guards[_CUDA], guards[_PRIVATE] = guards[_PRIVATE], before[1]
+    try:
+        yield
+    finally:
+        guards[_CUDA] = before[0]
+
+
+@contextmanager
+def _hooks_that_say_yes() -> Iterator[None]:
+    find = _library("torch_cpu")._ZN2at6detail12getCUDAHooksEv
+    find.restype = ctypes.c_void_p
+    shown = ctypes.c_void_p.from_address(find())
+    before = shown.value
+    assert before is not None
+    functions = (ctypes.c_void_p * _HOOKS_SHOWN)(*(ctypes.c_void_p * _HOOKS_SHOWN).from_address(before))
+    yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda this: True)
+    address = ctypes.cast(yes, ctypes.c_void_p).value
+    for place in (2, 3, 4):  # isBuilt, isAvailable, hasPrimaryContext; before them are two destructors
+        functions[place] = address
+    shown.value = ctypes.addressof(functions)
+    try:
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None or accelerator.type != "cuda":
+            raise WorldError(
+                f"torch {torch.__version__} cannot be made to simulate CUDA without a GPU; "
+                "plan on a machine that has one, or for device: cpu"
+            )
+        yield
+    finally:
+        shown.value = before
+
+
+@contextmanager
+def _kernels_of_their_own() -> Iterator[None]:
+    """Without a CUDA kernel torch would take these operations apart, and a plan would see other memory."""
+
+    def never(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a tensor with values got into a fake world")
+
+    built = torch.version.cuda is not None
+    library: Any = torch.library.Library("aten", "IMPL", "CUDA")  # type: ignore[no-untyped-call]
+    try:
+        for name in () if built else _FUSED_ON_CUDA:
+            library.impl(name, never)
+        yield
+    finally:
+        library._destroy()
+
+
+def _library(name: str) -> ctypes.CDLL:
+    ending = "dylib" if sys.platform == "darwin" else "so"
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"lib{name}.{ending}"))
+
+
+def _made_on_the_host(make: Any) -> Any:
+    """`torch.tensor` fills its tensor past all modes, and then copies it to the device as if it were real."""
+
+    def tensor(data: Any, *, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> torch.Tensor:
+        made: torch.Tensor = make(data, device="cpu", **kwargs)
+        device = torch.get_default_device() if device is None else device
+        return made.to(device).requires_grad_(requires_grad)
+
+    return tensor
+
+
+class _Event:
+    """An event that has always happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing."""
+
+    def synchronize(self) -> None:
+        """Nothing."""
+
+    def query(self) -> bool:
+        """It has happened."""
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        """No time."""
+        return 0.0
+
+
+class _Stream:
+    """A stream that has nothing to do."""
+
+    device = torch.device("cuda", 0)
+    stream_id = 0
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """An event that has happened."""
+        return event or _Event()
+
+    def synchronize(self) -> None:
+        """Nothing."""
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _python_side(devices: int, memory: int, capability: tuple[int, int]) -> dict[str, Any]:
+    """What `torch.cuda` answers."""
+    stream = _Stream()
+    properties = SimpleNamespace(
+        name="a GPU that is not there",
+        major=capability[0],
+        minor=capability[1],
+        total_memory=memory,
+        multi_processor_count=132,
+    )
+    state = torch.zeros(16, dtype=torch.uint8)
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "device_count": lambda: devices,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "synchronize": lambda *_: None,
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": lambda *_: stream,
+        "default_stream": lambda *_: stream,
+        "set_stream": lambda _: None,
+        "stream": lambda _: nullcontext(),
+        "device": lambda _: nullcontext(),
+        "get_device_capability": lambda *_: capability,
+        "get_device_name": lambda *_: properties.name,
+        "get_device_properties": lambda *_: properties,
+        "is_bf16_supported": lambda *_, **__: True,
+        "is_current_stream_capturing": lambda: False,
+        "mem_get_info": lambda *_: (memory, memory),
+        "manual_seed": lambda _: None,
+        "manual_seed_all": lambda _: None,
+        "get_rng_state": lambda *_: state,
+        "set_rng_state": lambda *_: None,
+    }

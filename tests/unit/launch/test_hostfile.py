@@ -1,0 +1,101 @@
+"""Hosts and slots: the hostfile, and the filters on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plait.errors import WorldError
+from plait.launch.hostfile import choose, limit, read_hostfile
+
+POOL = {"worker-0": (0, 1, 2, 3), "worker-1": (0, 1, 2, 3), "fd00::2": (0, 1)}
+
+
+def read(folder: Path, text: str) -> dict[str, tuple[int, ...]]:
+    path = folder / "hosts"
+    path.write_text(text)
+    return read_hostfile(path)
+
+
+def test_a_hostfile_has_comments_ipv6_and_slots(tmp_path: Path) -> None:
+    text = """
+# all of them
+// ip gpus
+worker-0 slots=2   # the first
+me@10.2.180.1\tslots = 1 max_slots=4
+[2001:db8::7] slots=2
+fe80::1%eth0 slots=1
+"""
+    expected = {"worker-0": (0, 1), "me@10.2.180.1": (0,), "2001:db8::7": (0, 1), "fe80::1%eth0": (0,)}
+    assert read(tmp_path, text) == expected
+    assert list(read(tmp_path, text)) == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a slots=1\nb\n", r"hosts:2: 'b' says no slots.*`b slots=4`"),
+        ("a slots=1\n\nb slots=many\n", r"hosts:3: slots=many is no number from 1"),
+        ("a slots=0\n", r"hosts:1: slots=0 is no number"),
+        ("a slots=1 b slots=2\n", r"hosts:1: cannot read 'a slots=1 b slots=2'"),
+        ("a slots=1\na slots=2\n", r"hosts:2: 'a' is there twice"),
+        ("# nobody\n", r"names no host"),
+    ],
+)
+def test_a_wrong_line_is_named_by_its_number(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(WorldError, match=message):
+        read(tmp_path, text)
+
+
+def test_a_hostfile_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(WorldError, match=r"'.*absent' cannot be read: No such file"):
+        read_hostfile(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("worker-0@worker-1:0,2", {"worker-0": (0, 1, 2, 3), "worker-1": (0, 2)}),
+        ("worker-1:2,0@worker-0:3", {"worker-0": (3,), "worker-1": (0, 2)}),
+        ("worker-1:0@worker-1:3", {"worker-1": (0, 3)}),
+        ("[fd00::2]:1", {"fd00::2": (1,)}),
+        ("fd00::2", {"fd00::2": (0, 1)}),
+    ],
+)
+def test_include_takes_what_it_names_in_the_order_of_the_hostfile(text: str, expected: object) -> None:
+    assert choose(POOL, include=text) == expected
+
+
+def test_exclude_takes_the_rest() -> None:
+    left = choose(POOL, exclude="worker-1:0@fd00::2")
+    assert left == {"worker-0": (0, 1, 2, 3), "worker-1": (1, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"include": "worker-0", "exclude": "worker-1"}, "exclude each other"),
+        ({"include": "worker-9"}, "--include: there is no host 'worker-9'; did you mean 'worker-"),
+        ({"exclude": "worker-0:7"}, "'worker-0' has no slot 7; it has 0,1,2,3"),
+        ({"include": "worker-0:a"}, "'a' in 'worker-0:a' is no list of slots"),
+        ({"include": "@worker-0"}, "names no host"),
+        ({"exclude": "worker-0@worker-1@fd00::2"}, "leaves no slot"),
+    ],
+)
+def test_a_filter_that_cannot_be_is_explained(options: dict[str, str], message: str) -> None:
+    with pytest.raises(WorldError, match=message.replace("[", r"\[")):
+        choose(POOL, **options)
+
+
+def test_the_user_of_an_entry_is_no_part_of_its_name() -> None:
+    assert choose({"me@a": (0, 1)}, include="a:1") == {"me@a": (1,)}
+
+
+def test_the_first_hosts_and_slots_can_be_taken() -> None:
+    assert limit(POOL, hosts=2, slots=1) == {"worker-0": (0,), "worker-1": (0,)}
+    assert limit(POOL, hosts=None, slots=None) == POOL
+    with pytest.raises(WorldError, match="--num_nodes 4: there are only 3 hosts"):
+        limit(POOL, hosts=4, slots=None)
+    with pytest.raises(WorldError, match="--num_gpus 3: 'fd00::2' has only 2 slots"):
+        limit(POOL, hosts=None, slots=3)

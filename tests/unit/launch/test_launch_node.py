@@ -1,0 +1,172 @@
+"""The launcher's hand on a host: what it tells, and that ranks never outlive the connection."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.launch.fleet import run_fleet
+from plait.launch.job import Job, Node
+from plait.launch.ssh import node_words
+
+SLEEPS = """
+import os, sys, time
+open(sys.argv[1] + "/" + os.environ["RANK"], "w").write(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+def python(text: str, *nodes: Node, arguments: tuple[str, ...] = (), **more: Any) -> Job:
+    return Job((sys.executable, "-u", "-c", text), nodes, arguments, **more)
+
+
+def agent(job: Job, *, silence: float = 60.0) -> subprocess.Popen[str]:
+    code = f"""
+from plait.launch import node
+node.SILENCE_S, node.GRACE_S, node._STUCK_S = {silence}, 1.0, 1.0
+raise SystemExit(node.serve(0))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    assert process.stdin is not None
+    process.stdin.write(job.to_json() + "\n")
+    return process
+
+
+def pids(folder: Path, count: int) -> list[int]:
+    deadline = time.monotonic() + 60
+    while True:
+        texts = [path.read_text() for path in folder.iterdir()]
+        if len(texts) == count and all(texts):
+            return [int(text) for text in texts]
+        assert time.monotonic() < deadline, "the ranks did not start"
+        time.sleep(0.02)
+
+
+def assert_gone(found: list[int]) -> None:
+    deadline = time.monotonic() + 30
+    for pid in found:
+        while Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
+            assert time.monotonic() < deadline, f"{pid} is still there"
+            time.sleep(0.02)
+
+
+def test_it_tells_pids_output_and_ends() -> None:
+    process = agent(python("import sys; print('hi'); print('no', file=sys.stderr); sys.exit(3)", Node("a", (0,))))
+    assert process.stdout is not None
+    news = [json.loads(line) for line in process.stdout]
+    assert process.wait(60) == 3
+    assert isinstance(news[0]["pid"], int)
+    assert "".join(each.get("out", "") for each in news) == "hi\n"
+    assert "".join(each.get("err", "") for each in news) == "no\n"
+    assert [(each["rank"], each["code"]) for each in news if "code" in each] == [(0, 3)]
+
+
+def test_a_cut_connection_ends_the_ranks(tmp_path: Path) -> None:
+    process = agent(python(SLEEPS, Node("a", (0, 1)), arguments=(str(tmp_path),)))
+    found = pids(tmp_path, 2)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert_gone(found)
+    process.wait(60)
+
+
+def test_a_launcher_that_falls_silent_is_taken_for_dead(tmp_path: Path) -> None:
+    process = agent(python(SLEEPS, Node("a", (0,)), arguments=(str(tmp_path),)), silence=1.0)
+    assert_gone(pids(tmp_path, 1))
+    process.wait(60)
+
+
+def fleet(job: Job) -> subprocess.Popen[str]:
+    """`run_fleet` over hosts that are all this one, in a process of its own."""
+    commands = [node_words(node) for node in range(len(job.nodes))]
+    code = f"""
+import sys
+from plait.launch import fleet
+from plait.launch.job import Job
+fleet.SAY_S, fleet.GRACE_S = 0.3, 1.0
+sys.exit(fleet.run_fleet(Job.from_json({job.to_json()!r}), {commands!r}, patience=1.0))
+"""
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_lines_of_several_hosts_come_whole_and_with_their_rank() -> None:
+    text = "import os, sys\nfor _ in range(40): sys.stdout.write('x' * 30); sys.stdout.write('y\\n')"
+    out, _ = fleet(python(text, Node("a", (0, 1)), Node("b", (0,)))).communicate(timeout=60)
+    lines = out.splitlines()
+    assert len(lines) == 120
+    assert set(lines) == {f"{who}: {'x' * 30}y" for who in ("a[0]", "a[1]", "b[2]")}
+
+
+def test_the_worst_exit_code_of_all_hosts_counts_and_the_others_are_ended(tmp_path: Path) -> None:
+    text = SLEEPS.replace("time.sleep(600)", "time.sleep(600 if os.environ['RANK'] != '2' else 0.5)\nsys.exit(9)")
+    process = fleet(python(text, Node("a", (0, 1)), Node("b", (0,)), arguments=(str(tmp_path),)))
+    found = pids(tmp_path, 3)
+    process.communicate(timeout=60)
+    assert process.returncode == 9
+    assert_gone(found)
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_an_interrupt_ends_everything_everywhere(tmp_path: Path, stubborn: bool) -> None:
+    ignore = "import signal\nsignal.signal(2, signal.SIG_IGN); signal.signal(15, signal.SIG_IGN)\n" if stubborn else ""
+    process = fleet(python(ignore + SLEEPS, Node("a", (0,)), Node("b", (0,)), arguments=(str(tmp_path),)))
+    found = pids(tmp_path, 2)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == (128 + signal.SIGKILL if stubborn else 128 + signal.SIGINT)
+    assert_gone(found)
+
+
+def test_killing_the_launcher_ends_everything_too(tmp_path: Path) -> None:
+    process = fleet(python(SLEEPS, Node("a", (0,)), Node("b", (0,)), arguments=(str(tmp_path),)))
+    found = pids(tmp_path, 2)
+    process.kill()
+    process.communicate(timeout=60)
+    assert_gone(found)
+
+
+def test_workers_of_a_killed_rank_do_not_outlive_it(tmp_path: Path) -> None:
+    text = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(sys.argv[1] + "/worker", "w").write(str(child.pid))
+os.kill(os.getpid(), 9)
+"""
+    process = fleet(python(text, Node("a", (0,)), Node("b", ()), arguments=(str(tmp_path),)))
+    found = pids(tmp_path, 1)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "plait: rank 0 on a was ended by SIGKILL" in errors
+    assert_gone(found)
+
+
+def test_a_host_that_cannot_be_reached_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    job = python("pass", Node("nowhere", (0,)))
+    assert run_fleet(job, [[sys.executable, "-c", "raise SystemExit('connection refused')"]], patience=None) != 0
+    errors = capfd.readouterr().err
+    assert "nowhere: connection refused" in errors
+    assert "rank 0 on nowhere is lost" in errors
+
+
+def test_what_cannot_be_started_on_a_host_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job((os.path.join(os.sep, "no", "such", "program"),), (Node("a", (0,)),))
+    assert run_fleet(job, [node_words(0)], patience=None) != 0
+    assert "a: rank 0 of 1 could not be started" in capfd.readouterr().err
+
+
+def test_a_rank_that_prints_to_nobody_is_ended_too(tmp_path: Path) -> None:
+    text = SLEEPS.replace("time.sleep(600)", "while True: print('x' * 1000)")
+    process = agent(python(text, Node("a", (0,)), arguments=(str(tmp_path),)), silence=1.0)
+    assert_gone(pids(tmp_path, 1))  # nobody has read a byte of it
+    process.kill()
+    process.wait(60)

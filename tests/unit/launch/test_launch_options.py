@@ -1,0 +1,121 @@
+"""The flags of `plait launch`, and on which side of the script they stand."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.errors import WorldError
+from plait.launch.flags import flags
+from plait.launch.options import misplaced, parse_options, without
+
+DEEPSPEED = [
+    "-H",
+    "--hostfile",
+    "-i",
+    "--include",
+    "-e",
+    "--exclude",
+    "--num_nodes",
+    "--min_elastic_nodes",
+    "--max_elastic_nodes",
+    "--num_gpus",
+    "--num_accelerators",
+    "--master_port",
+    "--master_addr",
+    "--launcher",
+    "--launcher_args",
+    "--module",
+    "--no_python",
+    "--no_local_rank",
+    "--no_ssh_check",
+    "--force_multi",
+    "--save_pid",
+    "--enable_each_rank_log",
+    "--autotuning",
+    "--elastic_training",
+    "--bind_cores_to_rank",
+    "--bind_core_list",
+    "--ssh_port",
+]
+TORCHRUN = [
+    "--nnodes",
+    "--nproc_per_node",
+    "--node_rank",
+    "--rdzv_backend",
+    "--rdzv_endpoint",
+    "--rdzv_id",
+    "--rdzv_conf",
+]
+
+
+def test_every_flag_of_deepspeed_and_of_torchruns_layout_is_known() -> None:
+    known = {flag for action in flags()._actions for flag in action.option_strings}
+    assert {*DEEPSPEED, *TORCHRUN} <= known
+
+
+def test_what_follows_the_script_is_kept_as_it_is() -> None:
+    own = ["--lr", "1e-3", "--", "-H", "x", "--num_gpus=3", "a b", "--launcher", "nonsense"]
+    options = parse_options(["--num_gpus", "2", "train.py", *own])
+    assert (options.script, options.num_gpus, list(options.arguments)) == ("train.py", 2, own)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--num-gpus", "2", "--hostfile=h", "t.py"],
+        ["--num_gpus=2", "-H", "h", "t.py"],
+        ["--num_accelerators", "2", "-Hh", "--", "t.py"],
+    ],
+)
+def test_a_flag_may_be_spelt_in_several_ways(words: list[str]) -> None:
+    options = parse_options(words)
+    assert (options.num_gpus, options.hostfile, options.script, options.arguments) == (2, "h", "t.py", ())
+
+
+def test_arguments_for_the_launcher_may_look_like_flags() -> None:
+    assert parse_options(["--launcher_args", "--time=1 -p 'a b'", "t.py"]).launcher_args == ("--time=1", "-p", "a b")
+    assert parse_options(["--launcher_args", "--oversubscribe", "t.py"]).launcher_args == ("--oversubscribe",)
+
+
+def test_a_flag_of_the_script_before_it_is_explained() -> None:
+    with pytest.raises(
+        WorldError, match=r"--deepspeed is no flag of plait launch.*plait launch … train.py --deepspeed"
+    ):
+        parse_options(["--num_gpus", "2", "--deepspeed", "ds.json", "train.py"])
+
+
+def test_a_flag_of_the_launcher_after_the_script_is_noticed() -> None:
+    note = misplaced(parse_options(["train.py", "--lr", "1", "--num-gpus=2"]))
+    assert note is not None
+    assert note.startswith("--num-gpus stands after train.py, so the script gets it")
+    assert misplaced(parse_options(["train.py", "--lr", "1", "--include", "x"])) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num_gpu", "2", "t.py"], "no flag --num_gpu; did you mean --num_gpus?"),
+        (["--num_gpus", "two", "t.py"], "invalid int value: 'two'"),
+        (["--num_gpus", "0", "t.py"], "--num_gpus 0: at least 1"),
+        (["--launcher", "rsh", "t.py"], "invalid choice: 'rsh'"),
+        (["--num_gpus", "2"], "no script to launch"),
+        (["--module", "--no_python", "t"], "contradict each other"),
+        (["--no_local_rank", "--pass_local_rank", "t"], "contradict each other"),
+        (["--num_gpus", "2", "--nproc_per_node", "3", "t"], "disagree"),
+        (["--num_nodes", "2", "-i", "a", "t"], "--num_nodes cannot be combined with --include 'a'"),
+        (["--bind_core_list", "0-3", "t"], "no effect without --bind_cores_to_rank"),
+    ],
+)
+def test_what_is_wrong_is_said(words: list[str], message: str) -> None:
+    with pytest.raises(WorldError) as error:
+        parse_options(words)
+    assert message in str(error.value)
+
+
+def test_a_launcher_is_chosen_in_any_case() -> None:
+    assert parse_options(["--launcher", "OpenMPI", "t.py"]).launcher == "openmpi"
+
+
+def test_flags_can_be_taken_out_of_a_command_line() -> None:
+    words = ["--launcher", "slurm", "--launcher_args", "-p x", "--dry-run", "t.py", "--dry_run"]
+    assert without(words, "launcher_args", "dry_run") == ["--launcher=slurm", "--", "t.py", "--dry_run"]

@@ -1,0 +1,154 @@
+"""The look at every host before the start: what is compared, and what is said about it."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.launch.job import Job, Node
+from plait.launch.preflight import Finding, Preflight, preflight
+from plait.launch.probe import MARK, Facts, Question, answer, code_hash
+
+JOB = Job(("python", "t.py"), (Node("a", (0, 1)), Node("b", (0, 1))), address="127.0.0.1", port=29500)
+
+
+@pytest.fixture(scope="module")
+def here() -> Facts:
+    """What this machine says of itself."""
+    return answer(Question(address="127.0.0.1"))
+
+
+def look(facts: Sequence[Facts | str], *, job: Job = JOB, fixed_port: bool = False) -> Preflight:
+    """At hosts that answer with these facts, or fail with these words."""
+
+    def reach(node: int, _: Sequence[str]) -> list[str]:
+        given = facts[node]
+        if isinstance(given, str):
+            return [sys.executable, "-c", f"raise SystemExit({given!r})"]
+        return [sys.executable, "-c", f"print('welcome'); print({MARK + json.dumps(asdict(given))!r})"]
+
+    return preflight(job, reach, code=None, fixed_port=fixed_port)
+
+
+def with_clock(facts: Facts, **changes: Any) -> Facts:
+    return replace(facts, **{"interface": "eth0", "clock": time.time() + 0.05, "memory": 8 << 30, **changes})
+
+
+def only(found: Preflight) -> Finding:
+    (finding,) = found.findings
+    return finding
+
+
+def test_hosts_that_are_alike_may_start(here: Facts) -> None:
+    found = look([with_clock(here), with_clock(here)])
+    assert found.good
+    assert found.findings == ()
+
+
+def test_this_machine_answers(here: Facts) -> None:
+    assert here.python == ".".join(map(str, sys.version_info[:3]))
+    assert here.torch is not None
+    assert here.interface is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"torch": "1.0"}, "torch is 1.0, on a "),
+        ({"cuda": "99.9"}, "cuda is 99.9, on a "),
+        ({"plait": None}, "plait is absent, on a "),
+        ({"code": "0123"}, "code is 0123, on a "),
+        ({"python": "3.9.1"}, "python is 3.9, on a "),
+    ],
+)
+def test_a_difference_is_an_error_that_names_the_host(here: Facts, changes: dict[str, Any], what: str) -> None:
+    finding = only(look([with_clock(here), with_clock(here, **changes)]))
+    assert (finding.host, finding.fatal) == ("b", True)
+    assert finding.what.startswith(what)
+
+
+def test_another_patch_release_of_python_is_no_difference(here: Facts) -> None:
+    other = here.python.rpartition(".")[0] + ".99"
+    assert look([with_clock(here), with_clock(here, python=other)]).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "fatal"),
+    [
+        ({"memory": 1 << 30}, "only 1024 MiB of memory are free for 2 ranks", False),
+        ({"clock": -100}, "its clock is 100 s behind", False),
+        ({"clock": 100}, "its clock is 100 s ahead", False),
+        ({"interface": None}, "no network interface leads to 127.0.0.1", True),
+        ({"interface": "lo"}, "127.0.0.1, where rank 0 is, is the loopback address there", True),
+    ],
+)
+def test_what_a_host_lacks_is_said(here: Facts, changes: dict[str, Any], what: str, fatal: bool) -> None:
+    if "clock" in changes:
+        changes = {"clock": time.time() + changes["clock"]}
+    finding = only(look([with_clock(here), with_clock(here, **changes)]))
+    assert finding.host == "b"
+    assert finding.what.startswith(what)
+    assert finding.fatal is fatal
+    assert finding.remedy
+
+
+def test_slots_beyond_the_gpus_of_a_host_are_an_error(here: Facts) -> None:
+    gpus = {"gpus": 2, "gpu_memory": 40 << 30}
+    finding = only(look([with_clock(here, **gpus), with_clock(here, gpus=1, gpu_memory=40 << 30)]))
+    assert finding.what == "slot 1 is used, but there are 1 GPUs"
+    finding = only(look([with_clock(here, **gpus), with_clock(here, gpus=2, gpu_memory=10 << 20)]))
+    assert finding.what == "a GPU has only 10 MiB free"
+
+
+def test_a_port_in_use_is_replaced_unless_it_was_fixed(here: Facts) -> None:
+    taken = with_clock(here, port_free=False, port_holder="process 7 (x)", other_port=31234)
+    found = look([taken, with_clock(here)])
+    assert found.good
+    assert found.job.port == 31234
+    found = look([taken, with_clock(here)], fixed_port=True)
+    assert found.job.port == 29500
+    assert only(found).what == "--master_port 29500 is in use: process 7 (x) has it"
+
+
+def test_a_host_whose_address_only_it_knows_is_asked(here: Facts) -> None:
+    nameless = replace(JOB, address="")
+    found = look([with_clock(here, reached_at="10.1.2.3"), with_clock(here)], job=nameless)
+    assert found.job.address == "10.1.2.3"
+    found = look([with_clock(here, reached_at=None), with_clock(here)], job=nameless)
+    assert only(found).remedy == "name it with --master_addr"
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("ssh: connect to host b port 22: Connection refused", "--ssh_port"),
+        ("root@b: Permission denied (publickey).", "ssh-copy-id"),
+        ("No module named 'plait'", "install Plait"),
+        ("something else", "--no_ssh_check"),
+    ],
+)
+def test_a_host_that_does_not_answer_comes_with_a_remedy(here: Facts, words: str, remedy: str) -> None:
+    finding = only(look([with_clock(here), words]))
+    assert (finding.host, finding.what) == ("b", words)
+    assert remedy in finding.remedy
+
+
+def test_the_hash_of_code_is_that_of_its_python_files(tmp_path: Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / ".venv").mkdir()
+    source = tmp_path / "pkg" / "a.py"
+    source.write_text("x = 1")
+    before = code_hash(tmp_path)
+    (tmp_path / ".venv" / "b.py").write_text(str(random.random()))
+    (tmp_path / "notes.txt").write_text("y")
+    assert code_hash(tmp_path) == before
+    source.write_text("x = 2")
+    assert code_hash(tmp_path) != before

@@ -1,0 +1,167 @@
+"""Searches with real runs: every end of a trial is a record, and no search begins twice."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from plait.config import parse
+from plait.errors import ConfigError, TrainingError
+from plait.tune import Outcome, TuneConfig, Tuned, tune
+from plait.tune.book import Book, Record
+
+KIND = "hooks.0.args.kind"
+FIXED = {"batch.micro": None, "batch.total": 4, "batch.accumulation": None}
+"""What every candidate says besides, where the batch is not searched."""
+QUICK: dict[str, Any] = {"steps": 4, "warmup": 1, "dimensions": (), "tuner": "grid"}
+
+
+def by_kind(found: Tuned) -> dict[str, Any]:
+    return {record.settings.get(KIND, "none"): record for record in found.records if record.was_run}
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def working_in(folder: Path) -> list[int]:
+    """Other processes that have this as their current folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            found += [process.pid] if process.pid != os.getpid() and Path(process.cwd()) == folder else []
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def wait_for(happened: Any, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+def test_trials_that_fail_are_recorded_with_their_reason_and_end_nothing(bench: Any) -> None:
+    source = bench.describe()
+    config = TuneConfig(**QUICK, space={KIND: ("memory", "kill", "crash", "none"), "strategy.zero": (0, 7)})
+    found = tune(source, [], config, out="out")
+
+    outcomes = {kind: record.outcome for kind, record in by_kind(found).items()}
+    assert {kind: outcome.status for kind, outcome in outcomes.items()} == {
+        "none": "ok",
+        "memory": "oom",
+        "kill": "oom",
+        "crash": "crashed",
+    }
+    assert "planted: no room for 7 GiB" in outcomes["memory"].reason
+    assert "SIGKILL" in outcomes["kill"].reason
+    assert "planted: a shape does not fit" in outcomes["crash"].reason
+    assert outcomes["none"].tokens_per_s == pytest.approx(outcomes["none"].samples_per_s * 16)
+    assert outcomes["none"].step_time == pytest.approx(4 / outcomes["none"].samples_per_s)
+    refused = [record for record in found.records if record.settings.get("strategy.zero") == 7]
+    assert {record.outcome.status for record in refused} == {"refused"}
+    assert all("strategy.zero" in record.outcome.reason for record in refused)
+
+    # The table and the best settings are there to use.
+    rows = list(csv.DictReader(Path("out/results.csv").read_text().splitlines()))
+    assert [row["status"] for row in rows].count("refused") == 4
+    assert len(rows) == 8
+    assert parse(found.best_path).config == parse(source).config  # what was written is what ran
+
+    # A second search has nothing left to do, and no numbers of another kind come into the table.
+    said: list[str] = []
+    before = Path("out/results.jsonl").read_text()
+    again = tune(source, [], config, out="out", say=said.append)
+    assert not any("trial" in line for line in said)
+    assert Path("out/results.jsonl").read_text() == before
+    assert again.best == found.best
+    with pytest.raises(ConfigError, match="another steps"):
+        tune(source, [], config.model_copy(update={"steps": 6}), out="out")
+    with pytest.raises(ConfigError, match="another run"):
+        tune(source, ["seed=5"], config, out="out")
+
+
+def test_a_trial_that_hangs_is_ended_with_all_its_processes(bench: Any) -> None:
+    source = bench.describe("hang")
+    config = TuneConfig(**QUICK, trial_seconds=25.0)
+    with pytest.raises(TrainingError, match="not over after 25 s; it was before its first step"):
+        tune(source, [], config, out="out")
+    assert json.loads(Path("out/results.jsonl").read_text())["status"] == "timeout"
+    assert working_in(bench.folder) == []  # ranks and their children, in groups of their own
+
+
+def test_a_trial_that_is_cut_off_by_the_whole_time_is_not_recorded(bench: Any) -> None:
+    with pytest.raises(TrainingError, match="minutes are over"):
+        tune(bench.describe("hang"), [], TuneConfig(**QUICK, minutes=0.02), out="out")
+    assert not Path("out/results.jsonl").read_text()
+
+
+def test_a_search_whose_tuner_was_killed_goes_on_where_it_was(bench: Any) -> None:
+    source = bench.describe()
+    Path("slow").touch()
+    Path("search.yaml").write_text("{steps: 4, warmup: 1, dimensions: [], tuner: grid}")
+    command = [sys.executable, "-m", "plait.cli.main", "tune", source, "--search", "search.yaml", "--out", "out"]
+    command += ["--space", f"{KIND}=[slow]"]
+    tuner = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    wait_for(Path("pids").exists)
+    first = Path("out/results.jsonl").read_text()
+    tuner.send_signal(signal.SIGKILL)
+    tuner.wait()
+    trial, child = map(int, Path("pids").read_text().split())
+    wait_for(lambda: not alive(trial))
+    os.kill(child, signal.SIGKILL)  # the test's own; the trial, which is gone, cannot end it
+
+    Path("slow").unlink()
+    ended = subprocess.run([*command, "--train"], capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    assert "2 settings to try, 1 of them done" in ended.stdout
+    assert ended.stdout.count("trial 2: ") == 1
+    assert "trial 1: " not in ended.stdout
+    results = Path("out/results.jsonl").read_text()
+    assert results.startswith(first)
+    assert [json.loads(line)["status"] for line in results.splitlines()] == ["ok", "ok"]
+    assert "out/best.yaml has the best settings" in ended.stdout
+    assert "Run ended (finished): 50 steps" in ended.stdout  # and then the run itself, at full length
+
+
+def test_a_fresh_search_throws_away_what_a_search_wrote_and_nothing_else(bench: Any) -> None:
+    run = parse(bench.describe()).config
+    config = TuneConfig(**QUICK)
+    book = Book(Path("out"), run, config)
+    book.add(Record({"seed": 1}, Outcome("crashed", 1.0, "planted"), None))
+    Path("out/mine.txt").touch()
+    assert len(Book(Path("out"), run, config).records) == 1
+    assert Book(Path("out"), run, config, fresh=True).records == ()
+    assert sorted(path.name for path in Path("out").iterdir()) == ["mine.txt", "search.json"]
+
+
+def test_a_search_ends_when_trials_are_spent_or_no_longer_better(bench: Any) -> None:
+    source, space = bench.describe(), {"seed": tuple(range(1, 9))}
+    book = Book(Path("out"), parse(source).config, TuneConfig(**QUICK))
+    for value, seed in ((5.0, 1), (9.0, 2), (7.0, 3), (None, 4)):
+        outcome = Outcome("ok" if value else "crashed", 1.0, tokens_per_s=value, samples_per_s=value, step_time=1.0)
+        book.add(Record({**FIXED, "seed": seed}, outcome, value))
+    config = TuneConfig(**QUICK, space=space)
+    spent = tune(source, [], config.model_copy(update={"trials": 4}), out="out")
+    assert (spent.why, spent.best.settings["seed"]) == ("4 trials, as asked", 2)
+    assert parse(spent.best_path).config.seed == 2
+    stuck = tune(source, [], config.model_copy(update={"early_stop": 2}), out="out")
+    assert stuck.why == "2 trials in a row were no better"
+
+
+def test_ranks_are_measured_together_and_one_that_is_killed_is_found(bench: Any) -> None:
+    source = bench.describe(batch={"total": 8})
+    kinds = {KIND: ("kill",), "hooks.0.args.rank": (1,)}
+    found = tune(source, ["strategy=zero3"], TuneConfig(**QUICK, nproc=2, space=kinds), out="out")
+    assert {kind: record.outcome.status for kind, record in by_kind(found).items()} == {"none": "ok", "kill": "oom"}
