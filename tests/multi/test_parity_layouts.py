@@ -14,8 +14,13 @@ from plait.world import open_world
 from tests.multi.parity import MODEL, Trace, assert_same, run_steps, token_batches
 from tests.multi.ranks import RankPool
 
-TOLERANCE = {"fp32": 1e-5, "bf16": 8e-2}
+TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
 """Of each tensor's largest value, in bf16 of its norm."""
+
+GENTLE = {"type": "AdamW", "lr": 1e-2, "eps": 0.1}
+"""For bf16, where a layer that is cut rounds other partial sums. Such an `eps` makes steps nearly proportional to
+gradients. With a small one a gradient near zero that rounding turns round makes a whole step the other way, and weights
+drift apart, which some batches answer with gradients 7 % apart, in exact arithmetic too."""
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +52,16 @@ def compare(
     micro_batches: int = 4,
     tolerance: float | None = None,
     noise: str = "",
+    noise_in_bf16: str = "",
 ) -> None:
-    """Train the same micro-batches on one process and on all ranks; `noise` is for bf16 alone."""
+    """Train the same micro-batches on one process and on all ranks; for `noise` see `assert_same`."""
     seed = random.randrange(1000)
     print(f"seed {seed}")
     steps = token_batches(seed, micro_batches)
     alone = {key: value for key, value in sections.items() if key != "strategy"}
     everybody = pool.run(run_layout, sections, steps, precisions)
     for index, precision in enumerate(precisions):
-        expected = run_steps(0, 1, {**alone, "precision": precision}, steps)
+        expected = run_steps(0, 1, in_precision(alone, precision), steps)
         traces = [traces[index] for traces in everybody]
         # Each rank of a pipeline has its own layers; all of them together are the model.
         everything = {name: tensor for trace in traces for name, tensor in trace.tensors.items()}
@@ -63,15 +69,20 @@ def compare(
         for found in traces:
             found.tensors = {**everything, **found.tensors}
             # In bf16 single entries drift: a layer that is cut rounds other partial sums than a whole one.
-            how = {"noise": noise if rounds else "", "by_norm": rounds}
-            assert_same(found, expected, tolerance=tolerance or TOLERANCE[precision], **how)
+            unlike = (noise_in_bf16 if rounds else "") or noise
+            assert_same(found, expected, tolerance=tolerance or TOLERANCE[precision], noise=unlike, by_norm=rounds)
+
+
+def in_precision(sections: dict[str, Any], precision: str) -> dict[str, Any]:
+    gentle = {"optim": GENTLE} if precision == "bf16" else {}
+    return {**sections, **gentle, "precision": precision}
 
 
 def run_layout(rank: int, size: int, sections: dict[str, Any], steps: Any, precisions: Sequence[str]) -> list[Trace]:
     """One run after another in one world, for ranks of which several see the same samples."""
     world = open_world(parse_sections(**sections).config)
     share, shares = world.data_rank, world.layout.data_parallel
-    return [run_steps(share, shares, {**sections, "precision": each}, steps, world=world) for each in precisions]
+    return [run_steps(share, shares, in_precision(sections, each), steps, world=world) for each in precisions]
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -103,6 +114,16 @@ def test_a_layout_equals_one_process(pools: dict[int, RankPool], name: str) -> N
     compare(pools[size], {"model": MODEL, "strategy": strategy})
 
 
+GPT = {**{key: value for key, value in MODEL.items() if key != "kv_heads"}, "type": "gpt", "dropout": 0.0}
+
+
+@pytest.mark.parametrize("name", ["tp2", "tp2 sp", "dp2 tp2 zero1"])
+def test_layers_with_biases_and_a_tied_head_equal_one_process(pools: dict[int, RankPool], name: str) -> None:
+    size, strategy = LAYOUTS[name]
+    # What is added to all keys alike does not change where attention goes: its gradient is rounding.
+    compare(pools[size], {"model": GPT, "strategy": strategy}, noise="k.bias")
+
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")
 
 
@@ -110,6 +131,20 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb"
 def test_a_pipeline_equals_one_process_under_every_schedule(two_ranks: RankPool, schedule: str) -> None:
     strategy = {"layout": {"pp": 2}, "pipeline": {"schedule": schedule}}
     compare(two_ranks, {"model": {**MODEL, "layers": 4}, "strategy": strategy}, precisions=["fp32"])
+
+
+V_SHAPED: dict[str, tuple[int, dict[str, Any]]] = {
+    "zbv": (2, {"layout": {"pp": 2}, "pipeline": {"schedule": "zbv"}}),
+    "dualpipev": (2, {"layout": {"pp": 2}, "pipeline": {"schedule": "dualpipev"}}),
+    "dp2 zbv": (4, {"layout": {"pp": 2}, "pipeline": {"schedule": "zbv"}}),
+    "tp2 dualpipev": (4, {"layout": {"pp": 2, "tp": 2}, "pipeline": {"schedule": "dualpipev"}}),
+}
+
+
+@pytest.mark.parametrize("name", V_SHAPED)
+def test_a_rank_with_both_ends_of_a_tied_model_has_one_embedding(pools: dict[int, RankPool], name: str) -> None:
+    size, strategy = V_SHAPED[name]
+    compare(pools[size], {"model": {**MODEL, "layers": 4, "tie_embeddings": True}, "strategy": strategy})
 
 
 EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -135,7 +170,7 @@ def test_a_pipeline_stage_may_have_no_experts(four_ranks: RankPool, zero: int) -
 def test_experts_that_are_spread_equal_one_process(pools: dict[int, RankPool], name: str) -> None:
     size, strategy = EXPERTS[name]
     # In bf16 a token whose two best experts are nearly equal may choose the other one: only losses and norms agree.
-    compare(pools[size], {"model": MOE, "strategy": strategy}, noise=".")
+    compare(pools[size], {"model": MOE, "strategy": strategy}, noise_in_bf16=".")
 
 
 DEEP = {**MODEL, "layers": 8}

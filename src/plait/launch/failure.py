@@ -48,18 +48,20 @@ class Messages:
         self._folder.cleanup()
 
     @property
+    def folder(self) -> Path:
+        """Where ranks leave messages, heartbeats and stacks."""
+        return Path(self._folder.name)
+
+    @property
     def environment(self) -> dict[str, str]:
-        """What a rank must find in its environment."""
-        return {FOLDER: self._folder.name}
+        """What a rank must find in its environment. torch's flight recorder tells the heartbeat of collectives."""
+        return {FOLDER: self._folder.name, "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", "16")}
 
     def raw(self) -> dict[int, str]:
         """Rank → what it left."""
-        paths = sorted(Path(self._folder.name).iterdir(), key=lambda path: int(path.name))
+        found = (path for path in Path(self._folder.name).iterdir() if path.name.isdecimal())
+        paths = sorted(found, key=lambda path: int(path.name))
         return {int(path.name): path.read_text() for path in paths}
-
-    def texts(self) -> list[str]:
-        """Each message once, with the ranks that left it where not all said the same."""
-        return merged(self.raw())
 
 
 def merged(messages: Mapping[int, str]) -> list[str]:

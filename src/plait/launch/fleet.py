@@ -14,15 +14,21 @@ from contextlib import suppress
 from typing import IO, Any
 
 from plait.launch.console import Console
-from plait.launch.failure import merged
+from plait.launch.evidence import Evidence
 from plait.launch.job import Job
 from plait.launch.local import Signals, follow_the_launcher
-from plait.launch.records import Record, causes, deaths, exit_code, new_records, note_end
+from plait.launch.postmortem import conclude
+from plait.launch.records import Record, causes, exit_code, new_records, note_end
+from plait.launch.watch import Watch
 
 SAY_S = 2.0
 """How long the other ranks may go on once one has failed: they may have something to say about it."""
 GRACE_S = 10.0
 """How long they may take to leave after SIGTERM."""
+STUCK_S = 2.0
+"""The same, where the run hangs: nobody listens who waits in a collective."""
+STACK_S = 0.5
+"""How long ranks may take to write down their stacks."""
 BEAT_S = 5.0
 """How often hosts hear that the launcher is still there."""
 _TICK_S = 0.05
@@ -46,8 +52,8 @@ def run_fleet(job: Job, commands: Sequence[Sequence[str]], *, patience: float | 
         signal.signal(signal.SIGTSTP, suspended)
     if signals.interrupts > 1:
         return 128 + signal.SIGINT
-    for text in fleet.last_words():
-        print(f"plait: {text}", file=sys.stderr, flush=True)
+    if not signals.waited:
+        fleet.conclude()
     return fleet.exit_code()
 
 
@@ -63,8 +69,9 @@ class Fleet:
         self._news: _News = queue.Queue()
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._console = Console(self.records)
-        self._messages: dict[int, str] = {}
         self._errors: list[str] = []
+        self._watch = Watch(self.records)
+        self._hung = False
 
     def start(self) -> None:
         """Connect to all hosts at the same time."""
@@ -92,10 +99,27 @@ class Fleet:
             self._hear()
             self._pass_on()
             if len(self._failed_nodes()) > self._job.spare:
-                deadlines.start(SAY_S)
+                self._end_soon(deadlines, SAY_S)
+            elif self._watched():
+                self._hung = True
+                self._end_soon(deadlines, STACK_S)
             elif signals.interrupts > 1 or (patience is not None and signals.waited > patience):
                 deadlines.start(0.0)
             self._enforce(deadlines)
+
+    def _watched(self) -> bool:
+        """Look at the heartbeats, once a second; whether the run hangs."""
+        if self._hung or not self._watch.due():
+            return False
+        if (late := self._watch.straggler()) is not None:
+            print(f"plait: {late}", file=sys.stderr, flush=True)
+        return self._watch.hangs()
+
+    def _end_soon(self, deadlines: _Deadlines, seconds: float) -> None:
+        if not deadlines.started:
+            for node in self._nodes:
+                node.order(stacks=True)
+        deadlines.start(seconds)
 
     def _failed_nodes(self) -> set[int]:
         return {record.place.node for record in causes(self.records)}
@@ -104,7 +128,7 @@ class Fleet:
         if deadlines.passed(0.0):
             if not deadlines.told:
                 for node in self._nodes:
-                    node.order(end=GRACE_S)
+                    node.order(end=STUCK_S if self._hung else GRACE_S)
                 deadlines.told = True
             if deadlines.passed(GRACE_S + _CLEAR_S):
                 self.close()
@@ -129,16 +153,18 @@ class Fleet:
             self._errors.append(f"{node.host}: {news['error']}")
         elif "said" in news:
             self._console.other(node.host, news["said"])
-        elif "messages" in news:
-            self._messages |= {int(rank): text for rank, text in news["messages"].items()}
         else:
             self._of_rank(self._by_rank[news["rank"]], news)
 
     def _of_rank(self, record: Record, news: dict[str, Any]) -> None:
         if "pid" in news:
             record.pid, record.log, record.started = news["pid"], news["log"], time.time()
-        elif "code" in news:
-            note_end(record, news["code"], by_us=news["by_us"])
+        elif "evidence" in news:
+            record.evidence = Evidence.from_json(news["evidence"])
+            record.message = news.get("message", "")
+            record.tail.extend(news.get("tail", ()))
+            if "code" in news:
+                note_end(record, news["code"], by_us=news["by_us"])
         else:
             ((stream, text),) = ((name, news[name]) for name in ("out", "err") if name in news)
             self._console.write(record, stream, text.encode("latin-1"))
@@ -155,18 +181,23 @@ class Fleet:
     def close(self) -> None:
         """Cut all connections that are left: hosts end their ranks by themselves."""
         for node in self._nodes:
-            node.close()
+            node.hang_up()
+        deadline = time.monotonic() + _CLEAR_S
+        for node in self._nodes:
+            node.wait_until(deadline)
         self._console.flush()
 
-    def last_words(self) -> list[str]:
-        """What is to be said below all output: errors of hosts, messages of ranks, deaths nobody explained."""
-        return [*self._errors, *merged(self._messages), *deaths(self.records, several_hosts=True)]
+    def conclude(self) -> None:
+        """Say what is to be said below all output: errors of hosts, and why ranks failed."""
+        for text in self._errors:
+            print(f"plait: {text}", file=sys.stderr, flush=True)
+        conclude(self.records, hung=self._hung, log_dir=self._job.log_dir, several_hosts=True)
 
     def exit_code(self) -> int:
         """The worst rank's; 0 where no more hosts failed than may."""
         if 0 < len(self._failed_nodes()) <= self._job.spare and any(record.exit_code == 0 for record in self.records):
             return 0
-        return exit_code(self.records) or (2 if self._errors else 0)
+        return exit_code(self.records) or (2 if self._errors else int(self._hung))
 
 
 class _Deadlines:
@@ -179,6 +210,10 @@ class _Deadlines:
     def start(self, seconds: float) -> None:
         if self._at is None:
             self._at = time.monotonic() + seconds
+
+    @property
+    def started(self) -> bool:
+        return self._at is not None
 
     def passed(self, more: float) -> bool:
         return self._at is not None and time.monotonic() > self._at + more
@@ -245,15 +280,18 @@ class _Connection:
             except (OSError, ValueError):
                 return  # gone: `_talk` sees its end and says so
 
-    def close(self) -> None:
-        """Hang up. The host ends its ranks; what does not leave is killed here."""
-        if self._process is None or self._process.poll() is not None:
+    def hang_up(self) -> None:
+        """Say no more. The host then ends its ranks."""
+        if self._process is not None and self._process.stdin is not None:
+            with self._lock, suppress(OSError):
+                self._process.stdin.close()
+
+    def wait_until(self, deadline: float) -> None:
+        """Until the connection is gone; at the deadline it is ended from here."""
+        if self._process is None:
             return
-        assert self._process.stdin is not None
-        with self._lock, suppress(OSError):
-            self._process.stdin.close()
         try:
-            self._process.wait(_CLEAR_S)
+            self._process.wait(max(deadline - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

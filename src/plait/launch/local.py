@@ -18,12 +18,20 @@ from plait.launch.binding import available_cores, cpu_count
 from plait.launch.failure import Messages
 from plait.launch.job import Job, Node, Place
 from plait.launch.ports import free_port
-from plait.launch.records import Record, causes, deaths, exit_code, new_records, note_end
+from plait.launch.postmortem import conclude
+from plait.launch.records import Record, causes, exit_code, new_records, note_end
+from plait.launch.relay import Relay
+from plait.launch.watch import Watch
+from plait.launch.witness import Witness
 
 _SAY_S = 2.0
 """How long the other ranks may go on once one has failed: they may have something to say about it."""
 _GRACE_S = 10.0
 """How long they may take to leave after SIGTERM. A step cannot be finished without the one that is gone."""
+_STUCK_S = 2.0
+"""How long they may take to leave where the run hangs. Nobody listens who waits in a collective."""
+_STACK_S = 0.3
+"""How long ranks may take to write down their stacks."""
 _POLL_S = 0.05
 
 
@@ -61,39 +69,70 @@ def run_job(job: Job, node: int, *, patience: float | None) -> int:
     `patience` is how many seconds ranks may take to leave after the first Ctrl-C; None: as long as they like.
     """
     with Messages() as messages:
-        group = LocalRanks(job, node, more=messages.environment)
+        relay = Relay()
+        group = LocalRanks(job, node, messages=messages, capture=not sys.stdout.isatty(), pause=relay.pump)
         with Signals(group.send) as signals:
             group.start()
-            _wait(group, signals, patience)
+            relay.open(group.outputs())
+            hung = _wait(group, signals, patience)
+            relay.close()
             if signals.interrupts > 1:
                 return 128 + signal.SIGINT
-            # Said last, so that it stands below whatever the ranks themselves printed.
-            for text in [*messages.texts(), *deaths(group.records, several_hosts=len(job.nodes) > 1)]:
-                print(f"plait: {text}", file=sys.stderr, flush=True)
-            return exit_code(group.records)
+            if not signals.waited:
+                # Said last, so that it stands below whatever the ranks themselves printed.
+                several = len(job.nodes) > 1
+                conclude(group.records, hung=hung, log_dir=job.log_dir, several_hosts=several)
+            return exit_code(group.records) or int(hung)
 
 
-def _wait(group: LocalRanks, signals: Signals, patience: float | None) -> None:
+def _wait(group: LocalRanks, signals: Signals, patience: float | None) -> bool:
+    """Until all are gone; whether they had to be ended because they hung."""
+    watch, hung = Watch(group.records), False
     while group.poll():
         if causes(group.records):
+            group.witness.ask_for_stacks()
             group.end(say=_SAY_S, grace=_GRACE_S)
         elif patience is not None and signals.waited > patience:
             group.end(say=0.0, grace=_GRACE_S)
+        elif watch.due():
+            group.witness.look_at_all()
+            if (late := watch.straggler()) is not None:
+                print(f"plait: {late}", file=sys.stderr, flush=True)
+            if watch.hangs():
+                hung = True
+                group.witness.ask_for_stacks()
+                group.end(say=_STACK_S, grace=_STUCK_S)
         else:
-            time.sleep(_POLL_S)
+            group.pause(_POLL_S)
+    return hung
 
 
 class LocalRanks:
     """The processes of one host, and the record of each.
 
-    With `capture` their output goes into pipes, `outputs` says which; otherwise to their log, or to the console.
+    What they print goes to their log, or else into pipes that `outputs` has: errors always, so that their last lines
+    can be shown again, the rest where `capture` says so. A progress bar needs the terminal itself. `pause` is how to
+    wait; whoever reads the pipes must do it there too, or ranks that print much could not end.
     """
 
-    def __init__(self, job: Job, node: int, *, more: dict[str, str] | None = None, capture: bool = False) -> None:
+    def __init__(
+        self,
+        job: Job,
+        node: int,
+        *,
+        messages: Messages,
+        more: dict[str, str] | None = None,
+        capture: bool = True,
+        stdin: bool = True,
+        pause: Callable[[float], object] = time.sleep,
+    ) -> None:
         self.job = job
         self.records = new_records(job, job.started_on(node))
-        self._more = more or {}
+        self.witness = Witness(self.records, messages.folder)
+        self.pause = pause
+        self._more = {**messages.environment, **(more or {})}
         self._capture = capture
+        self._stdin = stdin
         self._processes: list[subprocess.Popen[bytes]] = []
         self._told = False
 
@@ -112,6 +151,7 @@ class LocalRanks:
                 raise WorldError(message) from error
             self._processes.append(process)
             record.pid, record.started = process.pid, time.time()
+        self.witness.begin()
 
     def _environment(self, place: Place, bound: tuple[int, ...] | None) -> dict[str, str]:
         threads = len(bound) if bound else max(cpu_count() // place.local_size, 1)
@@ -134,29 +174,29 @@ class LocalRanks:
             if cores:
                 os.sched_setaffinity(0, cores)
 
-        output = self._output(record)
+        log = self._log(record)
         try:
             return subprocess.Popen(
                 self.job.argv(record.place),
                 env=environment,
                 cwd=self.job.folder,
-                stdin=subprocess.DEVNULL if self._capture else None,
-                stdout=output,
-                stderr=subprocess.STDOUT if output not in (None, subprocess.PIPE) else output,
+                stdin=None if self._stdin else subprocess.DEVNULL,
+                stdout=log or (subprocess.PIPE if self._capture else None),
+                stderr=subprocess.STDOUT if log else subprocess.PIPE,
                 process_group=0,
                 preexec_fn=prepare,
             )
         finally:
-            if not isinstance(output, int) and output is not None:
-                output.close()
+            if log is not None:
+                log.close()
 
-    def _output(self, record: Record) -> IO[bytes] | int | None:
-        if record.log is not None:
-            path = Path(self.job.folder or ".", record.log)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            record.log = str(path.absolute())
-            return path.open("wb")
-        return subprocess.PIPE if self._capture else None
+    def _log(self, record: Record) -> IO[bytes] | None:
+        if record.log is None:
+            return None
+        path = Path(self.job.folder or ".", record.log)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record.log = str(path.absolute())
+        return path.open("wb")
 
     def outputs(self) -> list[tuple[Record, str, IO[bytes]]]:
         """The pipes of captured ranks: whose, `out` or `err`, and the pipe."""
@@ -167,10 +207,16 @@ class LocalRanks:
     def poll(self) -> bool:
         """Note who has ended; whether somebody still runs."""
         for record, process in zip(self.records, self._processes, strict=False):
-            if record.exit_code is None and (code := process.poll()) is not None:
-                note_end(record, code, by_us=self._told and code != 0)
-                if code:
-                    _sweep(process.pid)  # its data workers
+            if record.exit_code is not None:
+                continue
+            code = process.poll()
+            if code is None:
+                self.witness.follow(record)
+                continue
+            note_end(record, code, by_us=self._told and code != 0)
+            self.witness.look(record)
+            if code:
+                _sweep(process.pid)  # its data workers
         return any(record.exit_code is None for record in self.records[: len(self._processes)])
 
     def send(self, number: int) -> None:
@@ -195,7 +241,7 @@ class LocalRanks:
 
     def _wait_until(self, deadline: float) -> None:
         while self.poll() and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+            self.pause(_POLL_S)
 
 
 def follow_the_launcher() -> None:

@@ -30,7 +30,10 @@ from plait.launch.failure import Messages
 from plait.launch.job import Job
 from plait.launch.local import LocalRanks, Signals
 from plait.launch.network import interface_variables, source_address
-from plait.launch.records import Record, deaths, exit_code
+from plait.launch.postmortem import conclude
+from plait.launch.records import Record, exit_code
+from plait.launch.relay import Relay
+from plait.launch.watch import Watch
 
 SILENCE_S = 60.0
 """So long without a beat, and the launcher counts as gone."""
@@ -40,9 +43,9 @@ _STUCK_S = 5.0
 _TICK_S = 0.05
 
 
-def more_variables(job: Job, messages: Messages) -> dict[str, str]:
+def more_variables(job: Job) -> dict[str, str]:
     """What ranks of a host get besides the job's own variables."""
-    found = dict(messages.environment)
+    found: dict[str, str] = {}
     if len(job.nodes) > 1:
         found |= interface_variables(job.address, {**os.environ, **job.environment})
     if len(job.nodes) > 1 and job.rendezvous:
@@ -93,7 +96,7 @@ def serve(node: int) -> int:
     """Run the job that stands on the first line of stdin, under the launcher's orders."""
     job = Job.from_json(_first_line())
     with Messages() as messages:
-        ranks = LocalRanks(job, node, more=more_variables(job, messages), capture=True)
+        ranks = LocalRanks(job, node, messages=messages, more=more_variables(job), stdin=False)
         link = _Link(sys.stdout.buffer, ranks)
         try:
             ranks.start()
@@ -104,8 +107,7 @@ def serve(node: int) -> int:
         for record in ranks.records:
             link.say(rank=record.place.rank, pid=record.pid, log=record.log)
         with Signals(ranks.send):
-            _attend(link, ranks)
-        link.say(messages=messages.raw())
+            _Hand(link, ranks).attend()
     return exit_code(ranks.records)
 
 
@@ -120,51 +122,68 @@ def _first_line() -> str:
     return line.decode()
 
 
-def _attend(link: _Link, ranks: LocalRanks) -> None:
-    """Until all ranks are gone and all they printed is passed on."""
-    told: set[int] = set()
-    with selectors.DefaultSelector() as waiting:
-        for record, name, pipe in ranks.outputs():
+class _Hand:
+    """Sees to the ranks of this host, and tells the launcher of them."""
+
+    def __init__(self, link: _Link, ranks: LocalRanks) -> None:
+        self._link, self._ranks = link, ranks
+        self._told: set[int] = set()
+        self._watch = Watch(ranks.records)
+        self._waiting = selectors.DefaultSelector()
+        ranks.pause = self._pump
+
+    def attend(self) -> None:
+        """Until all ranks are gone and all they printed is passed on."""
+        for record, name, pipe in self._ranks.outputs():
             os.set_blocking(pipe.fileno(), False)
-            waiting.register(pipe, selectors.EVENT_READ, (record, name))
+            self._waiting.register(pipe, selectors.EVENT_READ, (record, name))
         while True:
-            running = ranks.poll()
-            ready = waiting.select(_TICK_S if running else 0)
-            for key, _ in ready:
-                _pass_on(link, waiting, key)
-            _obey(link, ranks)
-            _report(link, ranks, told)
-            if running and link.cut:
-                ranks.end(say=0.0, grace=GRACE_S)
+            running = self._ranks.poll()
+            ready = self._pump(_TICK_S if running else 0)
+            self._obey()
+            self._report()
+            if running and self._link.cut:
+                self._ranks.end(say=0.0, grace=GRACE_S)
             # A worker that outlives its rank may hold the pipe open: the rank's end counts, not the pipe's.
             if not running and not ready:
                 return
 
+    def _pump(self, seconds: float) -> bool:
+        """Pass on what ranks print."""
+        ready = self._waiting.select(seconds)
+        for key, _ in ready:
+            record, name = key.data
+            data = os.read(key.fd, 65536)
+            if data:
+                self._link.say(rank=record.place.rank, **{name: data.decode("latin-1")})  # any byte, there and back
+            else:
+                self._waiting.unregister(key.fileobj)
+        return bool(ready)
 
-def _obey(link: _Link, ranks: LocalRanks) -> None:
-    while not link.orders.empty():
-        order = link.orders.get()
-        if "signal" in order:
-            ranks.send(order["signal"])
-        elif "end" in order:
-            ranks.end(say=0.0, grace=order["end"])
+    def _obey(self) -> None:
+        while not self._link.orders.empty():
+            order = self._link.orders.get()
+            if "signal" in order:
+                self._ranks.send(order["signal"])
+            elif "stacks" in order:
+                self._ranks.witness.ask_for_stacks()
+            elif "end" in order:
+                self._ranks.end(say=0.0, grace=order["end"])
 
-
-def _pass_on(link: _Link, waiting: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
-    record, name = key.data
-    data = os.read(key.fd, 65536)
-    if not data:
-        waiting.unregister(key.fileobj)
-        return
-    link.say(rank=record.place.rank, **{name: data.decode("latin-1")})  # any byte, there and back
-
-
-def _report(link: _Link, ranks: LocalRanks, told: set[int]) -> None:
-    """The ends of ranks, each once."""
-    for record in ranks.records:
-        if record.exit_code is not None and record.place.rank not in told:
-            told.add(record.place.rank)
-            link.say(rank=record.place.rank, code=record.exit_code, by_us=record.ended_by_us)
+    def _report(self) -> None:
+        """How ranks do, once a second, and their ends."""
+        if self._watch.due():
+            self._ranks.witness.look_at_all()
+            for record in self._ranks.records:
+                if record.running:
+                    self._link.say(rank=record.place.rank, evidence=record.evidence.to_json())
+        for record in self._ranks.records:
+            if record.exit_code is not None and record.place.rank not in self._told:
+                self._told.add(record.place.rank)
+                about = {"evidence": record.evidence.to_json(), "message": record.message}
+                if record.log is not None:
+                    about["tail"] = list(record.tail)
+                self._link.say(rank=record.place.rank, code=record.exit_code, by_us=record.ended_by_us, **about)
 
 
 def run_alone(job: Job, node: int) -> int:
@@ -175,15 +194,18 @@ def run_alone(job: Job, node: int) -> int:
     hang_up.register(sys.stdout.fileno(), 0)  # nothing asked for: only that the other end is gone is told
     try:
         with Messages() as messages:
-            ranks = LocalRanks(job, node, more=more_variables(job, messages))
+            relay = Relay()
+            ranks = LocalRanks(job, node, messages=messages, more=more_variables(job), pause=relay.pump)
             with Signals(ranks.send) as signals:
                 ranks.start()
+                relay.open(ranks.outputs())
                 while ranks.poll():
                     if any(map(_failed, ranks.records)) or signals.waited > GRACE_S or hang_up.poll(0):
                         ranks.end(say=0.5, grace=GRACE_S)
-                    time.sleep(_TICK_S)
-            for text in [*messages.texts(), *deaths(ranks.records, several_hosts=True)]:
-                print(f"plait: {text}", file=sys.stderr, flush=True)
+                    relay.pump(_TICK_S)
+            relay.close()
+            if not signals.waited:
+                conclude(ranks.records, hung=False, log_dir=job.log_dir, several_hosts=True)
         return exit_code(ranks.records)
     finally:
         note.unlink(missing_ok=True)

@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from plait.launch.evidence import Evidence
 from plait.launch.job import Job, Place
 
-_KEPT_LINES = 40
+_KEPT_LINES = 60
 
 
 @dataclass(slots=True)
@@ -32,7 +33,10 @@ class Record:
     log: str | None = None
     """The file on its host that has its output; None where that went to the console."""
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
-    """The last lines it printed, where they came through the launcher."""
+    """The last lines it printed."""
+    message: str = ""
+    """What it left for the launcher to say."""
+    evidence: Evidence = field(default_factory=Evidence)
 
     @property
     def running(self) -> bool:
@@ -74,19 +78,6 @@ def exit_code(records: Sequence[Record]) -> int:
 
 def _shell(code: int) -> int:
     return 128 - code if code < 0 else code
-
-
-def deaths(records: Sequence[Record], *, several_hosts: bool) -> list[str]:
-    """A sentence for each rank that did not get to say something itself."""
-    sentences = []
-    for record in causes(records):
-        where = f" on {record.place.host}" if several_hosts else ""
-        who = f"rank {record.place.rank}{where}"
-        if record.lost:
-            sentences.append(f"{who} is lost: its host no longer answers")
-        elif (record.exit_code or 0) < 0:
-            sentences.append(f"{who} was ended by {signal_name(-(record.exit_code or 0))}")
-    return sentences
 
 
 def signal_name(number: int) -> str:

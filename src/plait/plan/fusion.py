@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_map
 
 from plait.plan.kernels import body_of, hidden_bytes
 from plait.plan.recorder import Recorder
-from plait.plan.timing import Timing, computes_in, flops_of
+from plait.plan.timing import Timing
+from plait.plan.work import computes_in, flops_of
 
 aten = torch.ops.aten
 

@@ -25,7 +25,7 @@ from plait.errors import ConfigError, WorldError
 from plait.launch import cpu_count, run_ranks
 from plait.plan.hardware import Hardware, Link, hardware_here
 from plait.plan.presets import PRESETS
-from plait.plan.timing import starts_kernel
+from plait.plan.work import starts_kernel
 
 _SECONDS = 0.3
 """How long a rate is measured."""

@@ -6,13 +6,13 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -54,17 +54,6 @@ class Peak:
     """What the allocator had asked the device for by then."""
 
 
-@dataclass(slots=True)
-class Trail:
-    """How the memory in use went up and down: (operation, bytes, phase)."""
-
-    points: list[tuple[int, int, Phase]] = field(default_factory=list)
-
-    def add(self, at: int, size: int, phase: Phase) -> None:
-        """One operation is over."""
-        self.points.append((at, size, phase))
-
-
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps account of all memory on one device. To be entered inside the fake world it watches."""
 
@@ -75,13 +64,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phase = Phase.BUILD
         self.in_use = 0
         self.peaks: dict[Phase, Peak] = defaultdict(Peak)
+        self.end = Peak()
+        """The peak at the end of the backward pass: from `end_at` on."""
+        self.end_at: int | None = None
+        self.backward_operations = 0
+        """So many there were in the backward pass of the latest step."""
         self.operations = 0
         self.step_began = 0
         """Number of the operation with which the latest step began."""
         self.pieces: dict[int, Piece] = {}
-        self.trail: Trail | None = None
         self.stop_at: int | None = None
-        """At this operation `at_stop` is called: to look at what is there."""
+        """After so many operations of a step `at_stop` is called: to look at what is there."""
         self.at_stop: Callable[[], None] | None = None
         self.paused = False
         """Whether operations are let through unseen, as while another recorder looks at them."""
@@ -109,6 +102,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """From now on the run is in this phase."""
         if phase is not Phase.IDLE and self.phase is Phase.IDLE:
             self.step_began = self.operations
+            self.backward_operations = 0
         self.phase = phase
         self._note_peak(phase)  # what is held when it begins, is held during it
 
@@ -138,6 +132,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # most of all calls, and each would go through all modes
+            return args[0].fake_device
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # it comes again, for the part that this rank holds
         kwargs = kwargs or {}
@@ -150,6 +146,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out  # or DTensor asks what shape a result would have
         phase = self.current_phase()
         self.operations += 1
+        self.backward_operations += phase is Phase.BACKWARD
         sent = func.namespace in ("c10d", "_c10d_functional")
         if sent:
             for tensor in tree_leaves((args, kwargs)):
@@ -162,14 +159,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_peak(phase, hidden)
         for watcher in self._watchers:
             watcher.saw(phase, func, args, kwargs, out)
-        if self.trail is not None:
-            self.trail.add(self.operations, self.in_use + hidden, phase)
-        if self.operations == self.stop_at and self.at_stop is not None:
+        if self.operations - self.step_began == self.stop_at and self.at_stop is not None:
             self.at_stop()
         return out
 
     def _note_peak(self, phase: Phase, hidden: int = 0) -> None:
-        peak = self.peaks[phase]
+        ending = phase is Phase.BACKWARD and self.end_at is not None and self.backward_operations > self.end_at
+        peak = self.end if ending else self.peaks[phase]
         if self._allocator is not None:
             if hidden:
                 self._allocator.free(self._allocator.allocate(hidden))
@@ -178,7 +174,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             peak.bytes, peak.at = self.in_use + hidden, self.operations
 
     def _hold(self, tensor: Tensor, phase: Phase, *, sent: bool) -> None:
-        if tensor.device.type != self._device:
+        device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+        if device.type != self._device:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata

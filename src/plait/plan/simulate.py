@@ -1,14 +1,15 @@
 """One rank's training step, run by the real code on tensors without values.
 
 [Note: two steps] The first step makes the optimizer's state, and lets DTensor find out how its operations are spread;
-the second is what every later step is like. A third goes to the operation at which most memory was in use, and looks
-whose it is.
+the second is what every later step is like. A third goes as far as the operation at which most memory was in use, and
+looks whose it is.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,45 +17,34 @@ import torch
 
 from plait.config.batch import resolve_batch
 from plait.config.run import RunConfig
+from plait.plan.account import Account
 from plait.plan.allocator import CachingAllocator
 from plait.plan.classify import classify
 from plait.plan.example import example_of
 from plait.plan.fused import compiled_units
 from plait.plan.hardware import Hardware
 from plait.plan.kernels import MATMUL_WORKSPACE, kernels_of_cuda
-from plait.plan.recorder import Peak, Recorder, Trail
+from plait.plan.recorder import Peak, Recorder
 from plait.plan.timing import Timing
 from plait.spec.phase import Phase
 from plait.strategy import prepare_native
 from plait.strategy.native.engine import NativeEngine
+from plait.world import local_part
 from plait.world.fake import fake_world
+
+MakeExample = Callable[[RunConfig, int], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
     """What one rank's step takes."""
 
-    rank: int
-    peaks: dict[Phase, Peak]
-    parts: dict[str, int]
-    """Whose the memory is at the peak of all phases; empty where nobody asked."""
-    timing: Timing
-    state_bytes: int
-    """What a checkpoint of this rank holds."""
-    parameters: int
-    tokens: int
-    """Positions of all micro-batches of this rank that have a target; samples where there are no positions."""
+    account: Account
     flops_per_token: float | None
     """Of the model's own account, where it gives one."""
-    trail: Trail | None = None
     handed_on: Any = None
     """What a pipeline stage hands to the next."""
     notes: list[str] = field(default_factory=list)
-
-    @property
-    def peak(self) -> tuple[Phase, Peak]:
-        """The phase with the highest peak."""
-        return max(self.peaks.items(), key=lambda entry: entry[1].bytes)
 
 
 def simulate(
@@ -63,34 +53,41 @@ def simulate(
     *,
     ranks: int,
     rank: int = 0,
+    layers: int = 1,
     model: Any = None,
     loss_function: Any = None,
-    make_example: Callable[[RunConfig, int], Any] = example_of,
+    make_example: MakeExample = example_of,
     received: Any = None,
     detailed: bool = False,
 ) -> Simulated:
-    """Run `rank` of `ranks` through two steps; `detailed` adds whose the memory is, and how it rose and fell.
+    """Run `rank` of `ranks` through two steps; `detailed` adds whose the memory is.
 
+    `layers` is how many layers this rank has: the end of its backward pass is the last of so many parts.
     `received` is what the stage before hands on, for ranks that are not first in a pipeline.
     """
-    device = hardware.kind
     notes: list[str] = []
-    local = min(ranks, hardware.per_host)
-    memory = int(hardware.memory_gib * 2**30)
     with ExitStack() as stack:
         world = stack.enter_context(
-            fake_world(config, rank=rank, size=ranks, per_host=local, device=device, memory=memory)
+            fake_world(
+                config,
+                rank=rank,
+                size=ranks,
+                per_host=hardware.per_host,
+                device=hardware.kind,
+                memory=int(hardware.memory_gib * 2**30),
+            )
         )
-        if device == "cuda":
+        on_cuda = hardware.kind == "cuda"
+        if on_cuda:
             stack.enter_context(kernels_of_cuda(hardware.capability))
-        timing = Timing(hardware, config, world)
-        recorder = Recorder(device, allocator=CachingAllocator() if device == "cuda" else None, watchers=(timing,))
-        stack.enter_context(compiled_units(recorder, timing, notes.append, recompute=config.strategy.recompute.mode))
+        timing = Timing(hardware, config, world.layout)
+        recorder = Recorder(hardware.kind, allocator=CachingAllocator() if on_cuda else None, watchers=(timing,))
+        mode = config.strategy.recompute.mode
+        stack.enter_context(compiled_units(recorder, timing, notes.append, recompute=mode))
         stack.enter_context(recorder.recording())
-        if device == "cuda":
-            keep = torch.empty(2 * MATMUL_WORKSPACE, dtype=torch.uint8, device=world.device)  # noqa: F841
-        pipeline = config.strategy.pipeline
-        batch = resolve_batch(config.batch, world.layout.data_parallel, micro_batches=pipeline.micro_batches)
+        workspace = torch.empty(2 * MATMUL_WORKSPACE if on_cuda else 0, dtype=torch.uint8, device=world.device)
+        micro_batches = config.strategy.pipeline.micro_batches
+        batch = resolve_batch(config.batch, world.layout.data_parallel, micro_batches=micro_batches)
         engine = prepare_native(
             config,
             world,
@@ -104,64 +101,71 @@ def simulate(
             engine.pipeline.transport.foretold = received
         engine.on_phase = recorder.enter
 
-        def step() -> None:
-            engine.train_step([make_example(config, batch.micro) for _ in range(batch.accumulation)])
-            recorder.enter(Phase.IDLE)
+        def step(count: int = batch.accumulation) -> None:
+            engine.train_step([make_example(config, batch.micro) for _ in range(count)])
 
-        step()
-        first = {phase: peak.bytes for phase, peak in recorder.peaks.items()}
+        # Some schedules take certain numbers of micro-batches only.
+        plain = engine.pipeline is None or config.strategy.pipeline.schedule in ("1f1b", "gpipe")
+        step(min(2, batch.accumulation) if plain else batch.accumulation)
+        if batch.accumulation == 1:  # otherwise gradients are there from the first micro-batch on
+            recorder.end_at = recorder.backward_operations - recorder.backward_operations // max(layers, 1)
         timing.restart()
+        recorder.peaks = defaultdict(Peak, {Phase.BUILD: recorder.peaks[Phase.BUILD]})
         step()
         timing.stop()
-        peaks = {phase: recorder.peaks[phase] for phase in first}
-        parts: dict[str, int] = {}
-        if detailed:
-            parts = _look_at_peak(recorder, engine, step)
-        return Simulated(
-            rank=rank,
-            peaks=peaks,
-            parts=parts,
-            timing=timing,
-            state_bytes=_local_bytes(engine),
-            parameters=engine.parameter_count()[0] if world.layout.pp == 1 else 0,
-            tokens=_tokens(make_example(config, batch.micro)) * batch.accumulation,
-            flops_per_token=_flops_per_token(engine, make_example(config, batch.micro)),
-            trail=recorder.trail,
-            handed_on=engine.pipeline.transport.handed_on if engine.pipeline is not None else None,
-            notes=notes,
+        example = make_example(config, batch.micro)
+        numbers = _numbers(recorder, timing, engine, _tokens(example) * batch.accumulation)
+        found = Simulated(
+            Account(numbers),
+            _flops_per_token(engine, example),
+            engine.pipeline.transport.handed_on if engine.pipeline is not None else None,
+            notes,
         )
+        if detailed:
+            numbers |= {f"part.{part}": size for part, size in _look_at_peak(recorder, engine, step).items()}
+        del workspace
+        return found
+
+
+def _numbers(recorder: Recorder, timing: Timing, engine: NativeEngine, tokens: int) -> dict[str, float]:
+    numbers: dict[str, float] = dict(timing.numbers)
+    numbers |= {f"peak.{phase}": peak.bytes for phase, peak in recorder.peaks.items()}
+    numbers["peak.backward.end"] = recorder.end.bytes
+    numbers["reserved"] = max(peak.reserved for peak in (*recorder.peaks.values(), recorder.end))
+    with torch.no_grad():
+        numbers["state"] = sum(local_part(tensor).nbytes for tensor in engine.state_tensors().values())
+    numbers["tokens"] = tokens
+    numbers["parameters"] = sum(param.numel() for param in engine.model.parameters())
+    return numbers
+
+
+class _Seen(Exception):  # noqa: N818  # no error
+    """The moment that was waited for has been looked at: the step need not go on."""
 
 
 def _look_at_peak(recorder: Recorder, engine: NativeEngine, step: Callable[[], None]) -> dict[str, int]:
     """Run the step again up to its highest moment, and sort what is in use by whose it is."""
-    before = recorder.operations
-    recorder.trail = Trail()
     parts: dict[str, int] = {}
-    peak = max(recorder.peaks.values(), key=lambda each: each.bytes)
+    of_step = [peak for phase, peak in recorder.peaks.items() if phase is not Phase.BUILD]
+    peak = max((*of_step, recorder.end), key=lambda each: each.bytes)
 
     def look() -> None:
         parts.update(classify(recorder, engine))
-        parts["kernel workspaces"] = max(0, peak.bytes - recorder.in_use)
+        parts["kernel workspaces"] = parts.get("kernel workspaces", 0) + max(0, peak.bytes - recorder.in_use)
+        raise _Seen
 
     recorder.at_stop = look
-    recorder.stop_at = before + (peak.at - recorder.step_began)
-    step()
-    if not parts:  # the peak was before the steps: while the model was built
-        look()
+    recorder.stop_at = peak.at - recorder.step_began
+    with suppress(_Seen):
+        step()
     return parts
 
 
-def _local_bytes(engine: NativeEngine) -> int:
-    from plait.world import local_part
-
-    with torch.no_grad():
-        return sum(local_part(tensor).nbytes for tensor in engine.state_tensors().values())
-
-
 def _tokens(example: Any) -> int:
+    """Positions of a micro-batch; samples where there are no positions."""
     if isinstance(example, dict) and "input_ids" in example:
         return int(example["input_ids"].numel())
-    first = example[0] if isinstance(example, (tuple, list)) else next(iter(example.values()), example)
+    first = example[0] if isinstance(example, (tuple, list)) else example
     return int(first.shape[0]) if isinstance(first, torch.Tensor) else 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from plait.config.layout import Layout
 from plait.plan.hardware import Hardware
 
 _KINDS = {
@@ -32,6 +34,7 @@ _KINDS = {
     "recv_any_source_": "",
     "barrier": "",
     "wait_tensor": "",
+    "_wrap_tensor_autograd": "",
 }
 """Names of torch's collectives, and what they do. Receiving is the other side's sending."""
 
@@ -43,23 +46,28 @@ class Message:
     kind: str
     bytes: int
     """Of the whole that is gathered, scattered, reduced or exchanged; of what is sent."""
+    kept: float
+    """Of these, what does not leave this rank."""
     ranks: int
     stride: int
     """How far apart the ranks are that take part."""
-    axis: str
+    axes: tuple[str, ...]
 
     @property
-    def overlaps(self) -> bool:
-        """Whether it travels while others compute: between data-parallel ranks."""
-        return "dp_" in self.axis
+    def axis(self) -> str:
+        """The axes of the layout that it goes along, as one word."""
+        return "+".join(self.axes)
 
     @property
-    def sent(self) -> int:
-        """Bytes that leave this rank."""
-        share = (self.ranks - 1) / self.ranks
-        return int(
-            self.bytes * {"gather": share, "scatter": share, "reduce": 2 * share, "exchange": share}.get(self.kind, 1)
-        )
+    def is_data_parallel(self) -> bool:
+        """Whether it brings parameters or gradients together, between ranks that see other data."""
+        others = set(self.axes) - {"dp_replicate", "dp_shard"}
+        return len(others) < len(self.axes) or (others <= {"cp", "ep"} and self.kind in ("gather", "scatter", "reduce"))
+
+    @property
+    def sent(self) -> float:
+        """Bytes that leave this rank, as the best algorithm does it: a reduction goes around a ring twice."""
+        return (2 if self.kind == "reduce" else 1) * (self.bytes - self.kept)
 
     def seconds(self, hardware: Hardware) -> float:
         """How long it takes where nothing else is under way."""
@@ -69,19 +77,50 @@ class Message:
         return self.sent / (link.gbps * 1e9) + min(hops, 16) * link.latency_us * 1e-6
 
 
-def message_of(func: Any, args: Any, out: Any) -> Message | None:
-    """What a collective sends; None for other operations."""
+def kind_of(func: Any) -> str | None:
+    """What kind of message a collective is; empty where it sends nothing, None where it is not known."""
+    name = func._schema.name.split("::")[1]
+    return _KINDS.get(name.rstrip("_"), _KINDS.get(name))
+
+
+def message_of(func: Any, args: Any, out: Any, layout: Layout | None = None) -> Message | None:
+    """What a collective sends; None for other operations. Its axes are known where the layout is."""
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
-    kind = _KINDS.get(func._schema.name.split("::")[1].rstrip("_"), _KINDS.get(func._schema.name.split("::")[1], ""))
-    if not kind:
+    kind = kind_of(func)
+    group = _group_of(args) if kind else None
+    if not kind or group is None or group.size() == 1:
         return None
-    group = _group_of(args)
-    if group is None or group.size() == 1:
-        return None
-    sizes = [each.numel() * each.element_size() for each in tree_leaves((args, out)) if isinstance(each, Tensor)]
     ranks = dist.get_process_group_ranks(group)
-    return Message(kind, max(sizes, default=0), len(ranks), ranks[1] - ranks[0], group.group_desc or "")
+    if kind == "exchange":
+        size, kept = _exchanged(func, args, group)
+    else:
+        size = max(each.nbytes for each in tree_leaves((args, out)) if isinstance(each, Tensor))
+        kept = 0.0 if kind == "send" else size / len(ranks)
+    axes = () if layout is None else axes_of(layout, ranks)
+    return Message(kind, size, kept, len(ranks), ranks[1] - ranks[0], axes)
+
+
+def _exchanged(func: Any, args: Any, group: dist.ProcessGroup) -> tuple[int, float]:
+    """Bytes that a rank puts into an exchange, and those that it sends to itself: without splits, its even share."""
+    named = {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)}
+    given = named["input"] if "input" in named else named["input_tensors"]
+    splits = named.get("input_split_sizes")
+    if isinstance(given, Tensor):
+        rows = len(given)
+        own = splits[group.rank()] if splits else rows / group.size()
+        return given.nbytes, given.nbytes * own / rows if rows else 0.0
+    return sum(each.nbytes for each in given), float(given[group.rank()].nbytes)
+
+
+def axes_of(layout: Layout, ranks: Sequence[int]) -> tuple[str, ...]:
+    """The axes along which these ranks differ."""
+    found, inner = [], layout.size
+    for axis, size in layout.sizes().items():
+        inner //= size
+        if len({rank // inner % size for rank in ranks}) > 1:
+            found.append(axis)
+    return tuple(found)
 
 
 def _group_of(args: Any) -> dist.ProcessGroup | None:
@@ -89,7 +128,7 @@ def _group_of(args: Any) -> dist.ProcessGroup | None:
         if isinstance(each, dist.ProcessGroup):
             return each
         if isinstance(each, str) and each in dist.distributed_c10d._world.pg_names.values():
-            found: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(each)  # type: ignore[attr-defined]
+            found: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(each)  # type: ignore[attr-defined,arg-type]
             return found
         if type(each).__name__ == "ScriptObject":
             return dist.ProcessGroup.unbox(each)

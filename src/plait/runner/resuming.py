@@ -72,9 +72,11 @@ def resume(runner: Runner, saver: Saver) -> Path | None:
 
 
 def _find(runner: Runner, saver: Saver) -> tuple[Checkpoint, Fetch] | None:
-    wanted = runner.config.checkpoint.resume
-    if wanted is None:
-        return None
+    found = (_find_one(runner, saver, wanted) for wanted in saver.wanted)
+    return next((each for each in found if each is not None), None)
+
+
+def _find_one(runner: Runner, saver: Saver, wanted: str) -> tuple[Checkpoint, Fetch] | None:
     if not runner.config.checkpoint.node_local:
 
         def find() -> Path | None:

@@ -14,6 +14,7 @@ from plait.config import Parsed, RunConfig, check, parse, parse_sections, to_yam
 from plait.errors import ConfigError, Problem, TrainingError
 from plait.monitor import Monitor, build_monitor
 from plait.runner.describe import describe_run
+from plait.runner.elastic import possible_sizes
 from plait.runner.evaluate import evaluate
 from plait.runner.hooks import Hook, HookTable, build_hooks
 from plait.runner.loop import train_loop
@@ -21,7 +22,7 @@ from plait.runner.metrics import Metric
 from plait.runner.saving import Saver
 from plait.runner.signals import StopSignals
 from plait.runner.sources import batch_of, is_section, make_loader
-from plait.spec import Event, EventKind
+from plait.spec import Event, EventKind, Phase
 from plait.strategy import Engine, Length, prepare_native
 from plait.world import World, on_main, open_world
 
@@ -145,12 +146,14 @@ class Runner:
 
     def _build(self) -> None:
         config, world = self.config, self.world
-        self.batch = batch_of(config, world, self._objects.get("data"))
+        world.heartbeat.belongs_to(str(Path(config.work_dir).absolute()))
+        self.batch = batch_of(config, world.layout.data_parallel, self._objects.get("data"))
+        world.heartbeat.can_go_on_with(possible_sizes(config, world.ranks, self._objects.get("data"), self.batch))
         self.loader = self._loader("data")
         self.steps_per_epoch: int | None = None if self.loader is None else self.loader.steps_per_epoch
         on_main(world, self._make_work_dir)
         self._monitor = build_monitor(config.log, Path(config.work_dir), world.rank)
-        self._engine = prepare_native(
+        self._engine = engine = prepare_native(
             config,
             world,
             model=self._model,
@@ -161,7 +164,11 @@ class Runner:
             say=lambda text: self.emit(EventKind.MESSAGE, level="warning", text=text),
         )
         self._model = None
+        self.enter(Phase.LOAD)
         self.resumed_from = self.saver.resume()
+        enter = world.heartbeat.enter
+        engine.on_phase = lambda phase: enter(phase, engine.steps)
+        self.enter(Phase.IDLE)
 
     def _make_work_dir(self, *, training: bool = False) -> None:
         work_dir = Path(self.config.work_dir)
@@ -265,7 +272,9 @@ class Runner:
             hook(self)
         start = time.perf_counter()
         limit = self.config.train.val_batches if validating else None
+        self.enter(Phase.EVALUATE)
         metrics, batches = evaluate(engine, loader.epoch(0), self.metrics, limit=limit)
+        self.enter(Phase.IDLE)
         seconds, max_epochs = time.perf_counter() - start, self.config.train.max_epochs
         self.emit(kind, metrics=metrics, batches=batches, time=seconds, by_epoch=self.by_epoch, max_epochs=max_epochs)
         for hook in self.hooks.after_validate if validating else self.hooks.after_test:
@@ -312,6 +321,10 @@ class Runner:
         self.close()
 
     # ---- for the parts of a run
+
+    def enter(self, phase: Phase) -> None:
+        """Say what this rank begins to do. A failure leaves it at that, so that its report names the phase."""
+        self.world.heartbeat.enter(phase, 0 if self._engine is None else self._engine.steps)
 
     def set_position(self, epoch: int, step_in_epoch: int, *, samples: int) -> None:
         """Go on at a position of the data, given in steps of `samples` samples."""

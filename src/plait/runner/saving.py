@@ -16,7 +16,7 @@ from plait.runner.best import Best
 from plait.runner.frozen import FrozenPart
 from plait.runner.hooks import Hook
 from plait.runner.resuming import resume
-from plait.spec import EventKind
+from plait.spec import EventKind, Phase
 from plait.world import on_main, rng_state
 
 if TYPE_CHECKING:
@@ -51,6 +51,12 @@ class Saver:
             )
         return self._writer
 
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """What to go on from, the first that is there. Ranks that the launcher starts anew go on where they were."""
+        again = ["auto"] if self._runner.world.ranks.attempt else []
+        return (*again, *([self._config.resume] if self._config.resume is not None else []))
+
     def refuse_to_overwrite(self) -> None:
         """A run that starts over must not mix its checkpoints with those of an earlier one."""
         if not self._config.node_local:
@@ -58,7 +64,7 @@ class Saver:
             where = ""
         else:
             held, where = self._newest_of_any_node()
-        if held is not None and self._config.resume is None:
+        if held is not None and not self.wanted:
             raise CheckpointError(
                 f"work_dir {self._runner.config.work_dir!r} already holds a run, saved at {held}{where}; "
                 "set checkpoint.resume=auto to go on with it, or choose another work_dir"
@@ -101,9 +107,11 @@ class Saver:
         runner.engine.agree_on_buffers()
         tidy = partial(self._tidy, target, best=best)
         self._saved_step = step
+        runner.enter(Phase.SAVE)
         self._take(lambda: self.writer.save(target, self._tensors(), self._state(), step=step, tidy=tidy), must=last)
         if last:
             self.wait(must=True)
+        runner.enter(Phase.IDLE)
         if self._saved_step == step:
             for hook in runner.hooks.after_save:
                 hook(runner)

@@ -21,8 +21,8 @@ def is_section(value: Any) -> bool:
     return isinstance(value, Mapping) and "type" in value
 
 
-def batch_of(config: RunConfig, world: World, given: Any) -> ResolvedBatch:
-    """The batch sizes; a DataLoader's own batch size is the micro-batch where the section does not say."""
+def batch_of(config: RunConfig, data_parallel: int, given: Any) -> ResolvedBatch:
+    """The batch sizes on so many ranks that see different samples; a DataLoader's own batch size is the micro-batch where the section does not say."""
     section = config.batch
     if (
         isinstance(given, DataLoader)
@@ -31,7 +31,7 @@ def batch_of(config: RunConfig, world: World, given: Any) -> ResolvedBatch:
     ):
         section = BatchConfig(total=section.total, micro=adopt(given).micro, accumulation=section.accumulation)
     micro_batches = config.strategy.pipeline.micro_batches
-    return resolve_batch(section, world.layout.data_parallel, micro_batches=micro_batches)
+    return resolve_batch(section, data_parallel, micro_batches=micro_batches)
 
 
 def make_loader(

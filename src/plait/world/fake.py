@@ -6,6 +6,7 @@ that runs in it is the code that trains.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -52,13 +53,24 @@ def fake_world(
         if size > 1:
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
+            # Joining a group puts the rank before every later traceback, which will be no rank's.
+            stack.callback(setattr, sys, "excepthook", sys.excepthook)
             dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-            stack.callback(dist.destroy_process_group)
+            stack.callback(_leave)
             stack.enter_context(_meshes_have_values())
             mesh = make_mesh(layout, kind)
         stack.enter_context(replaced(nn.Module, "_apply", _apply))
         stack.enter_context(Valueless(allow_non_fake_inputs=True))
         yield World(ranks, kind, layout, mesh, owns_processes=False)
+
+
+def _leave() -> None:
+    """End the group, and let DTensor forget its meshes: it would take one of the next world for the same."""
+    dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 class Valueless(FakeTensorMode):  # type: ignore[no-untyped-call]

@@ -27,6 +27,10 @@ class Ranks:
     address: str = "127.0.0.1"
     """Where rank 0 listens."""
     port: int = 0
+    attempt: int = 0
+    """How often the launcher has started these ranks anew after a failure."""
+    most: int = 0
+    """With how many ranks it may start them anew; 0: it will not."""
 
 
 def detect_ranks(env: Mapping[str, str] | None = None) -> Ranks:
@@ -77,6 +81,8 @@ def _from_torchrun(env: Mapping[str, str]) -> Ranks:
         launcher="torchrun",
         address=env.get("MASTER_ADDR", "127.0.0.1"),
         port=_integer(env, "MASTER_PORT", _DEFAULT_PORT),
+        attempt=_integer(env, "PLAIT_ATTEMPT", _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)),
+        most=_integer(env, "PLAIT_MOST_RANKS", 0),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,7 @@ from plait.config.layout import Layout, resolve_layout
 from plait.config.run import RunConfig
 from plait.errors import WorldError
 from plait.world.device import choose_backend, choose_device
+from plait.world.heartbeat import Heartbeat, open_heartbeat
 from plait.world.ranks import Ranks, detect_ranks
 
 _LAST_BREATH_S = 0.05
@@ -40,6 +41,8 @@ class World:
     """`dp_replicate`, `dp_shard`, and every other axis with more than one rank; absent with one process."""
     owns_processes: bool
     """Whether closing ends the process group; false where the caller had one already."""
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    """Where this rank says what it does."""
 
     @property
     def rank(self) -> int:
@@ -130,6 +133,7 @@ class World:
 
     def close(self) -> None:
         """End the process group, if this world began it; see [Note: leaving in peace]."""
+        self.heartbeat.close()
         if self.owns_processes and dist.is_initialized():
             dist.destroy_process_group()
             if self.device.type == "cpu":
@@ -150,12 +154,13 @@ def open_world(config: RunConfig) -> World:
     # The layout is checked before anything is joined: a wrong size must not become a hang.
     layout = resolve_layout(config.strategy, size=ranks.size, local_size=ranks.local_size)
     device = choose_device(config.device, ranks)
+    heartbeat = open_heartbeat(ranks.rank, device, config.timeout_s)
     if ranks.size == 1:
-        return World(ranks, device, layout, None, owns_processes=False)
+        return World(ranks, device, layout, None, owns_processes=False, heartbeat=heartbeat)
     owns = not dist.is_initialized()
     if owns:
         _join(ranks, device, choose_backend(config.backend, device), config.timeout_s)
-    world = World(ranks, device, layout, make_mesh(layout, device), owns_processes=owns)
+    world = World(ranks, device, layout, make_mesh(layout, device), owns_processes=owns, heartbeat=heartbeat)
     if owns and device.type == "cpu":
         atexit.register(world.close)  # for those who never close it; see [Note: leaving in peace]
     return world

@@ -135,8 +135,9 @@ def norms(model: dict[str, Any]) -> int:
 
 
 @WORLDS
+@pytest.mark.parametrize(("precision", "itemsize"), [("fp32", 4), ("bf16", 2)])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_tensor_parallel_ranks_send_activations(size: int, sequence: bool) -> None:
+def test_tensor_parallel_ranks_send_activations(size: int, sequence: bool, precision: str, itemsize: int) -> None:
     model = llama(vocab_size=2 * size, dim=2 * size, heads=size, kv_heads=size, ffn_dim=size, seq_len=size)
     strategy = {"layout": {"tp": size}, "tensor": {"sequence_parallel": sequence}}
     theory = tensor_traffic(
@@ -144,10 +145,10 @@ def test_tensor_parallel_ranks_send_activations(size: int, sequence: bool) -> No
         dim=2 * size,
         layers=2,
         sequence=sequence,
-        itemsize=4,
+        itemsize=itemsize,
         shared=norms(model) if sequence else 0,
     )
-    played = play(size, strategy, model)
+    played = play(size, strategy, model, precision=precision)
     assert played.second.bytes == MICRO * theory.sent(size) + all_reduced(LOSS + NORM, size)
 
 

@@ -24,7 +24,7 @@ from plait.parallel.pipeline.schedule import (
     placement_of,
     resolve_virtual,
 )
-from plait.parallel.pipeline.split import Plan, Stage, make_stages, plan_stages
+from plait.parallel.pipeline.split import Plan, Stage, make_stages, plan_stages, tie_stages
 from plait.parallel.pipeline.tied import TiedWeights
 from plait.parallel.pipeline.timeline import theoretical_bubble
 from plait.parallel.pipeline.volume import bytes_sent
@@ -55,4 +55,5 @@ __all__ = [
     "plan_stages",
     "resolve_virtual",
     "theoretical_bubble",
+    "tie_stages",
 ]

@@ -105,21 +105,45 @@ def plan_stages(
     )
 
 
-def make_stages(plan: Plan, rank: int) -> list[Stage]:
+def make_stages(plan: Plan, rank: int, *, one_copy: bool = False) -> list[Stage]:
     """The stages of one rank, in order; the model is reduced to the last of them, in place.
 
     Works on the meta device and with values; no tensor is copied, except a shared one that two stages of this
-    rank hold.
+    rank hold. With `one_copy` these two are to become one again (`tie_stages`), once they have their final storage;
+    they then count as one holder, the first of them. All ranks must say the same.
     """
     mine = [index for index, owner in enumerate(plan.placement) if owner == rank]
     extents = _extents(plan.bounds)
     stages = []
     held: set[int] = set()
+    shared = _one_holder_a_rank(plan) if one_copy else plan.tied
     for index, (module, call) in zip(mine, plan.outline.make([extents[index] for index in mine]), strict=True):
         _own_parameters(module, held)
-        tied = {name: holders for name, holders in plan.tied.items() if index in holders}
+        tied = {name: holders for name, holders in shared.items() if index in holders}
         stages.append(Stage(index, plan.stages, module, call, tied))
     return stages
+
+
+def tie_stages(parts: Sequence[nn.Module]) -> None:
+    """Have stages of one rank that hold a parameter of the same name hold the first one's tensor."""
+    held: dict[str, nn.Parameter] = {}
+    for part in parts:
+        named = dict(part.named_parameters(remove_duplicate=False))
+        first = {id(parameter): held[name] for name, parameter in named.items() if name in held}
+        _exchange_parameters(part, first)
+        held.update(part.named_parameters())
+
+
+def _one_holder_a_rank(plan: Plan) -> Mapping[str, tuple[int, ...]]:
+    """`plan.tied` with the first stage of each rank alone; without what one rank holds alone."""
+    found = {}
+    for name, holders in plan.tied.items():
+        first: dict[int, int] = {}
+        for index in holders:
+            first.setdefault(plan.placement[index], index)
+        if len(first) > 1:
+            found[name] = tuple(first.values())
+    return found
 
 
 def _extents(bounds: Bounds) -> list[Extent]:
@@ -128,12 +152,18 @@ def _extents(bounds: Bounds) -> list[Extent]:
 
 def _own_parameters(module: nn.Module, held: set[int]) -> None:
     """Copy parameters that an earlier stage of this rank has too; a tie inside the stage stays one."""
-    copied: dict[int, nn.Parameter] = {}
+    copied = {
+        id(parameter): nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+        for parameter in module.parameters()
+        if id(parameter) in held
+    }
+    _exchange_parameters(module, copied)
+    held.update(id(parameter) for parameter in module.parameters())
+
+
+def _exchange_parameters(module: nn.Module, others: Mapping[int, nn.Parameter]) -> None:
+    """Put other parameters in the place of those with these ids, wherever they are held."""
     for part in module.modules():
         for key, parameter in part._parameters.items():
-            if parameter is not None and id(parameter) in held:
-                if id(parameter) not in copied:
-                    fresh = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-                    copied[id(parameter)] = fresh
-                part._parameters[key] = copied[id(parameter)]
-    held.update(id(parameter) for parameter in module.parameters())
+            if parameter is not None and id(parameter) in others:
+                part._parameters[key] = others[id(parameter)]

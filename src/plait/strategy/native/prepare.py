@@ -76,7 +76,7 @@ def prepare_native(
         materialize.copy_from_main(module, world.everyone, device)
     specs = split_groups(module, config.optim)  # of the whole model: a pattern may fit what other ranks hold
     skeleton = copy.deepcopy(module) if world.layout.pp > 1 and initializer is not None else module
-    stages = split_stages(module, config, world, example)
+    stages = split_stages(module, config, world, example, sharded=sharded)
     parts = [stage.module for stage in stages] or [module]
     spread = [spread_axes(part, config, world, stage=bool(stages)) for part in parts]
     all_units = [find_units(part, strategy.wrap) for part in parts]
@@ -101,7 +101,7 @@ def prepare_native(
         else:
             materialize.give_storage(part, device)
             materialize.initialize(part, rebound(initializer, part), seed=config.seed, device=device)
-    whole = parts[0] if len(parts) == 1 else joined(parts)
+    whole = parts[0] if len(parts) == 1 else joined(parts, sharded=sharded)
     if model is None:
         _load_pretrained(skeleton, whole, config)
     if stages and hasattr(skeleton, "flops_per_token"):
@@ -220,11 +220,31 @@ def _compile(
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters in place, except those of modules that need fp32."""
+    """Cast parameters, except those of modules that need fp32.
+
+    A plain one stays the object that it is. A DTensor is replaced by another, everywhere where it is tied: what
+    computes is its local tensor, and new `data` would change the format of the whole only.
+    """
+    replaced: dict[int, tuple[Tensor, nn.Parameter]] = {}  # with what had the number, so that it has it still
     for part in module.modules():
-        if not isinstance(part, FP32_MODULES):
-            for param in part.parameters(recurse=False):
+        for key, param in part._parameters.items():
+            if param is None or isinstance(part, FP32_MODULES):
+                continue
+            if not is_sharded(param):
                 param.data = param.data.to(dtype)
+                continue
+            if id(param) not in replaced:
+                cast = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)
+                replaced[id(param)] = param, cast
+            part._parameters[key] = replaced[id(param)][1]
+
+
+def _round(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
+    """Cast parameters; returns, for each that has another format now, what it was before."""
+    before = {name: param.data for name, param in module.named_parameters()}
+    _cast(module, dtype)
+    now = {param: before[name] for name, param in module.named_parameters()}
+    return {param: whole for param, whole in now.items() if whole.dtype != param.dtype}
 
 
 def _trainable(module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
@@ -235,18 +255,14 @@ def _trainable(module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
 
 
 def _replicate(module: nn.Module, policy: Policy, config: RunConfig, world: World) -> tuple[Gradients | None, Views]:
-    names, params = _trainable(module)
     layout, elementwise = world.layout, is_elementwise(config.optim)
     rounds = policy.mixed and policy.master
+    rounded = _round(module, policy.compute) if rounds else {}
+    names, params = _trainable(module)
     if layout.replicas == 1 and not rounds:
         if any(is_sharded(param) for param in params):
             return None, ShardViews(names, params, elementwise=elementwise)
         return None, DirectViews(names, params)
-    rounded: dict[nn.Parameter, Tensor] = {}
-    if rounds:
-        whole = {param: param.data for param in module.parameters()}
-        _cast(module, policy.compute)
-        rounded = {param: data for param, data in whole.items() if param.dtype != data.dtype}
     # Both are made here, on every rank: a stage of a pipeline may have no experts, where another has some.
     dense = world.group("dp_replicate", "dp_shard", "ep", "cp")
     of_experts = world.group("dp_replicate", "dp_shard", "cp")

@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from plait.strategy.native.staged import StagedSteps
 
 
-def split_stages(module: nn.Module, config: RunConfig, world: World, example: Any) -> list[Stage]:
-    """This rank's stages of a pipeline; none where there is no pipeline. The module is reduced to the last of them."""
+def split_stages(module: nn.Module, config: RunConfig, world: World, example: Any, *, sharded: bool) -> list[Stage]:
+    """This rank's stages of a pipeline; none where there is no pipeline. The module is reduced to the last of them.
+
+    `sharded`: each of them will be sharded, so they cannot have a tensor in common.
+    """
     group = world.group("pp")
     if group is None:
         return []
@@ -54,11 +57,15 @@ def split_stages(module: nn.Module, config: RunConfig, world: World, example: An
         split=options.split,
         costs=costs,
     )
-    stages = make_stages(plan, world.coordinate("pp"))
+    stages = make_stages(plan, world.coordinate("pp"), one_copy=not sharded)
     twice = [name for stage in stages for name, holders in stage.tied.items() if _here(holders, stages) > 1]
     if twice:
-        message = f"{options.schedule} puts the first and the last stage on one rank, and both hold {twice[0]}"
-        remedy = "Use another schedule, such as interleaved_1f1b, or a model whose embedding and head are not tied."
+        message = (
+            f"{options.schedule} puts two stages on one rank that both hold {twice[0]}, and ZeRO shards each alone"
+        )
+        remedy = (
+            "Use zero: 0, another schedule, such as interleaved_1f1b, or an embedding and a head that are not tied."
+        )
         raise ConfigError(Problem("strategy.pipeline.schedule", message, remedy))
     return stages
 
@@ -67,10 +74,13 @@ def _here(holders: Sequence[int], stages: Sequence[Stage]) -> int:
     return sum(stage.index in holders for stage in stages)
 
 
-def joined(parts: Sequence[nn.Module]) -> nn.Module:
-    """Several stages of this rank as one module."""
+def joined(parts: Sequence[nn.Module], *, sharded: bool) -> nn.Module:
+    """Several stages of this rank as one module. What two of them hold is one tensor, unless they are sharded."""
+    from plait.parallel.pipeline import tie_stages
     from plait.strategy.native.staged import StageSet
 
+    if not sharded:
+        tie_stages(parts)
     return StageSet(parts)
 
 

@@ -23,9 +23,13 @@ class StageSet(nn.Module):
         self.parts = nn.ModuleList(parts)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of all stages."""
+        """The parameters of all stages; one that two of them hold comes once."""
+        seen = set[int]()
         for part in self.parts:
-            yield from part.named_parameters(*args, **kwargs)
+            for name, param in part.named_parameters(*args, **kwargs):
+                if id(param) not in seen:
+                    yield name, param
+                seen.add(id(param))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """The buffers of all stages."""

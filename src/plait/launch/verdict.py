@@ -1,0 +1,104 @@
+"""Why a rank ended, from its exit code, its last lines and what the host knows; and what to change."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from plait.launch.records import Record, signal_name
+
+_GIB = 1 << 30
+_EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Iteration)\b(?::|$)")
+_TORCHS_PREFIX = re.compile(r"^\[rank\d+\]:\s?")
+_GPU_FULL = re.compile(r"out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
+_HOST_FULL = re.compile(r"^MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc")
+_CUT_OFF = re.compile(
+    r"Connection (?:closed|reset) by peer|Broken pipe|Connection refused|remote process (?:exited|has terminated)|"
+    r"ncclRemoteError|ncclSystemError|Socket (?:closed|Timeout)|failed to (?:recv|send)|recvValue failed|"
+    r"Read error|Connection was likely closed",
+    re.IGNORECASE,
+)
+_TIMED_OUT = re.compile(r"timed? ?out|DistStoreError", re.IGNORECASE)
+
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+_LESS_HOST_MEMORY = (
+    "let ranks hold less host memory: fewer ranks a host, fewer data workers, no offload to the host; or raise the "
+    "limit of the container"
+)
+_LESS_GPU_MEMORY = (
+    "let the rank hold less: a smaller batch.micro with more accumulation, strategy.recompute, a higher strategy.zero"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What ended a rank."""
+
+    what: str
+    remedy: str = ""
+    victim: bool = False
+    """It only noticed that another one was gone or late."""
+    late: bool = False
+    """It waited for another one until its patience ended."""
+
+
+def judge(record: Record) -> Verdict:
+    """The verdict on a rank that ended badly of itself."""
+    if record.lost:
+        return Verdict(
+            "is lost: its host no longer answers", "look at the host and its network; was it restarted, or reclaimed?"
+        )
+    code = record.exit_code or 0
+    if code < 0:
+        return _of_signal(record, -code)
+    exception = exception_in(record.tail) if code == 1 else ""
+    if exception:
+        return _of_exception(record, exception)
+    if record.message:
+        return Verdict(f"stopped: {record.message}")
+    return Verdict(
+        f"left with exit code {code} and no exception",
+        "something called sys.exit or os._exit, or a library ended the process; its last lines may say which",
+    )
+
+
+def _of_signal(record: Record, number: int) -> Verdict:
+    name, found = signal_name(number), record.evidence
+    if number == signal.SIGKILL and found.oom_kills:
+        limit = "" if found.limit is None else f" of the {found.limit / _GIB:.1f} GiB that its container may have"
+        return Verdict(f"was killed by the kernel: the host ran out of memory{limit}", _LESS_HOST_MEMORY)
+    if number == signal.SIGKILL:
+        return Verdict(
+            "was ended by SIGKILL, and not for want of memory: the kernel counts no such kill",
+            "somebody or something on its host sent the signal: a batch system at its limit, an operator, a clean-up",
+        )
+    if number == signal.SIGBUS:
+        return Verdict("crashed with SIGBUS, bad access to mapped memory", "is /dev/shm full? see `plait doctor`")
+    if number in _CRASHES:
+        return Verdict(
+            f"crashed with {name}, in native code",
+            "the stack below shows which call; an extension or a library there does not fit, or has an error",
+        )
+    return Verdict(f"was ended by {name}", "somebody sent the signal; Plait did not")
+
+
+def _of_exception(record: Record, exception: str) -> Verdict:
+    text = "\n".join(record.tail)
+    shown = exception if len(exception) < 300 else f"{exception[:300]} …"
+    if _GPU_FULL.search(exception) and not _HOST_FULL.search(exception):
+        return Verdict(f"ran out of GPU memory: {shown}", _LESS_GPU_MEMORY)
+    if _HOST_FULL.search(exception):
+        return Verdict(f"was refused host memory: {shown}", _LESS_HOST_MEMORY)
+    if _CUT_OFF.search(exception):
+        return Verdict(f"lost the connection to another rank: {shown}", victim=True)
+    if _TIMED_OUT.search(exception) and "distributed" in text:
+        return Verdict(f"waited too long for another rank: {shown}", victim=True, late=True)
+    return Verdict(f"raised {shown}", "its last lines show where")
+
+
+def exception_in(lines: Sequence[str]) -> str:
+    """The exception that Python printed last; empty where there is none."""
+    found = [_TORCHS_PREFIX.sub("", line) for line in lines]
+    return next((line.rstrip() for line in reversed(found) if _EXCEPTION.match(line)), "")

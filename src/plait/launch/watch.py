@@ -1,0 +1,74 @@
+"""Looks at heartbeats while ranks run: who has waited too long, and who keeps the others waiting."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from plait.launch.records import Record
+from plait.spec.phase import Phase
+
+EVERY_S = 1.0
+_OFFSET_S = 0.125
+"""Ranks look at their collectives on quarters of a second; this is well between two of those."""
+_MARGIN, _MOST_MARGIN_S = 0.2, 10.0
+"""A hang is told so much before the collective would time out: while all ranks are there to be asked."""
+
+_HINTS = {
+    Phase.IDLE: "its data, logs or hooks are slow: give data.workers more, or look at its disk",
+    Phase.FORWARD: "it computes more slowly: another program on its device, or a device that is throttled",
+    Phase.BACKWARD: "it computes more slowly: another program on its device, or a device that is throttled",
+}
+
+
+class Watch:
+    """Over the records of all ranks, whose evidence somebody keeps up to date."""
+
+    def __init__(self, records: Sequence[Record], *, window: int = 40, share: float = 0.75) -> None:
+        self._records = records
+        self._window, self._share = window, share
+        self._late: deque[tuple[int, Phase] | None] = deque(maxlen=window)
+        self._told: set[int] = set()
+        self._next = 0.0
+
+    def due(self) -> bool:
+        """Whether it is time for another look, once a second."""
+        now = time.time()
+        if now < self._next:
+            return False
+        self._next = (now - _OFFSET_S) // EVERY_S * EVERY_S + EVERY_S + _OFFSET_S
+        return True
+
+    def hangs(self) -> bool:
+        """Whether a rank has waited so long in a collective that it is soon to give up."""
+        return any(
+            record.evidence.waiting_s > _patience(record.evidence.beat.timeout_s)
+            for record in self._records
+            if record.running and record.evidence.beat is not None
+        )
+
+    def straggler(self) -> str | None:
+        """A sentence about a rank that the others wait for all the time; once for each. Call it once a look."""
+        beats = {r.place.rank: r.evidence.beat for r in self._records if r.running and r.evidence.beat is not None}
+        busy = [(rank, beat.phase) for rank, beat in beats.items() if not beat.pending]
+        same_moment = len({beat.tick for beat in beats.values()}) == 1
+        if len(beats) < 2 or len(beats) < len(self._records) or not same_moment:
+            return None
+        self._late.append(busy[0] if len(busy) == 1 else None)
+        counts = Counter(entry[0] for entry in self._late if entry is not None)
+        rank, looks = counts.most_common(1)[0] if counts else (-1, 0)
+        if rank in self._told or looks < self._share * self._window:
+            return None
+        self._told.add(rank)
+        phase, _ = Counter(entry[1] for entry in self._late if entry is not None and entry[0] == rank).most_common(1)[0]
+        host = next(record.place.host for record in self._records if record.place.rank == rank)
+        hint = _HINTS.get(phase, "")
+        return (
+            f"rank {rank} on {host} is slower than the others: at {looks} of the last {len(self._late)} looks all of "
+            f"them waited for it, mostly in {phase}{f'; {hint}' if hint else ''}"
+        )
+
+
+def _patience(timeout_s: float) -> float:
+    return timeout_s - min(_MARGIN * timeout_s, _MOST_MARGIN_S)

@@ -1,0 +1,81 @@
+"""What a rank's step takes, as numbers that can be added and stretched.
+
+[Note: a few layers stand for all] The layers of a decoder are alike, so what a step takes grows by the same amount with
+each of them: every peak of memory, every second, every byte sent. Two short models give that amount. A peak is taken
+apart first, because the highest moment moves: with few layers it may come when the backward pass begins, with many when
+it ends, once all gradients are there. So the end of the backward pass has a number of its own, and the highest of all
+is looked for last. Likewise a step's micro-batches are alike, after the first few: see `repeated`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from plait.plan.hardware import Hardware
+from plait.spec.phase import Phase
+
+EACH = "each"
+"""Part of a key: this comes with every micro-batch."""
+ONCE = "once"
+"""Part of a key: this comes once a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The numbers of one rank, by dotted names.
+
+    `peak.<phase>` and `peak.backward.end`, `reserved`: bytes. `part.<whose>`: bytes at the highest moment.
+    `compute.<phase>.<kind>`, `host.<phase>`: seconds. `sent.<axes>.<each|once>`: bytes;
+    `hidden.<axes>.…` and `waited.<axes>.…`: seconds of messages that overlap with computing, and that do not.
+    `state`: bytes of a checkpoint. `flops`, `tokens`.
+    """
+
+    numbers: Mapping[str, float]
+
+    def stretched(self, more: Account, times: float) -> Account:
+        """This, and `times` the difference from this to `more`."""
+        keys = self.numbers.keys() | more.numbers.keys()
+        mine, other = self.numbers, more.numbers
+        return Account({key: mine.get(key, 0) + times * (other.get(key, 0) - mine.get(key, 0)) for key in keys})
+
+    def repeated(self, times: float) -> Account:
+        """With so many times as many micro-batches. Memory stays: it was full before."""
+        return Account({key: value * times if _comes_again(key) else value for key, value in self.numbers.items()})
+
+    def total(self, *prefix: str) -> float:
+        """The sum of all numbers whose names begin like this."""
+        start = ".".join(prefix)
+        return sum(value for key, value in self.numbers.items() if key == start or key.startswith(f"{start}."))
+
+    def under(self, prefix: str) -> dict[str, float]:
+        """The numbers whose names begin like this, by the rest of the name."""
+        return {key.removeprefix(f"{prefix}."): v for key, v in self.numbers.items() if key.startswith(f"{prefix}.")}
+
+    def peaks(self) -> dict[Phase, float]:
+        """Bytes by phase."""
+        found: dict[Phase, float] = {}
+        for key, value in self.under("peak").items():
+            phase = Phase(key.split(".")[0])
+            found[phase] = max(found.get(phase, 0), value)
+        return found
+
+    @property
+    def peak(self) -> tuple[Phase, float]:
+        """The highest of them."""
+        return max(self.peaks().items(), key=lambda entry: entry[1])
+
+    def seconds(self) -> float:
+        """How long the step takes; see [Note: what overlaps]."""
+        return max(self.total("compute") + self.total("waited"), self.total("hidden"), self.total("host"))
+
+    def needed(self, hardware: Hardware) -> float:
+        """Bytes that the device must have: what is reserved, and what is gone before the first tensor."""
+        return max(self.numbers["reserved"], self.peak[1]) + hardware.context_gib * 2**30
+
+
+def _comes_again(key: str) -> bool:
+    words = key.split(".")
+    if words[0] in ("compute", "host"):
+        return words[1] in (Phase.FORWARD, Phase.BACKWARD)
+    return words[0] in ("flops", "tokens") or words[-1] == EACH

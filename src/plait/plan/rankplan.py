@@ -1,0 +1,64 @@
+"""What a rank's step takes, from a few layers where all are alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from plait.config.run import RunConfig
+from plait.plan.account import Account
+from plait.plan.example import example_of
+from plait.plan.hardware import Hardware
+from plait.plan.shorten import lengths_of, shortened
+from plait.plan.simulate import MakeExample, Simulated, simulate
+
+_FEW, _MORE = 2, 3
+"""Groups of layers of the two short models."""
+
+
+def plan_rank(
+    config: RunConfig,
+    hardware: Hardware,
+    *,
+    ranks: int,
+    rank: int = 0,
+    stage: int = 0,
+    model: Any = None,
+    loss_function: Any = None,
+    make_example: MakeExample = example_of,
+    received: Any = None,
+    detailed: bool = False,
+    exact: bool = False,
+) -> Simulated:
+    """Simulate `rank`, which has the pipeline stage `stage`: whole where `exact`, else by [Note: a few layers]."""
+    options: dict[str, Any] = {
+        "ranks": ranks,
+        "rank": rank,
+        "loss_function": loss_function,
+        "make_example": make_example,
+        "received": received,
+        "detailed": detailed,
+    }
+    lengths = None if model is not None else lengths_of(config, ranks, hardware.per_host, stage)
+    if lengths is None or lengths.is_short or exact:
+        layers = 1 if lengths is None else lengths.layers
+        return simulate(config, hardware, model=model, layers=layers, **options)
+    few, more = (shortened(config, ranks, hardware.per_host, stage, groups, lengths) for groups in (_FEW, _MORE))
+    short = simulate(few.config, hardware, layers=few.layers, **options)
+    longer = simulate(more.config, hardware, layers=more.layers, **options)
+    groups = lengths.layers / lengths.period
+    account = short.account.stretched(longer.account, groups - _FEW)
+    account = account.repeated(lengths.micro_batches / lengths.least_micro_batches)
+    account = _completed(account, longer.account)
+    flops = short.flops_per_token
+    if flops is not None and longer.flops_per_token is not None:
+        flops += (groups - _FEW) * (longer.flops_per_token - flops)
+    return replace(longer, account=account, flops_per_token=flops)
+
+
+def _completed(account: Account, sample: Account) -> Account:
+    """What does not grow by the same amount with each layer: the build, one module at a time, and the allocator's."""
+    numbers = dict(account.numbers)
+    numbers["peak.build"] = max(numbers["peak.build"], sample.numbers["peak.build"])
+    numbers["reserved"] = account.peak[1] * sample.numbers["reserved"] / sample.peak[1]
+    return Account(numbers)

@@ -1,0 +1,147 @@
+"""The same run with fewer layers and micro-batches; see [Note: a few layers stand for all]."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plait.config.batch import resolve_batch
+from plait.config.layout import resolve_layout
+from plait.config.model import GptConfig, HFConfig, LlamaConfig, MoeConfig
+from plait.config.run import RunConfig
+from plait.config.train import BatchConfig
+from plait.models import build_model
+
+_LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
+"""What `transformers` calls the number of layers."""
+_SPARE = 2
+"""Micro-batches beyond those that a pipeline has under way: one that begins, one that ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shorter:
+    """A run of which each rank has few layers, and how it differs from the whole."""
+
+    config: RunConfig
+    layers: int
+    """Of the rank that is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How long a run is, for the ranks of one pipeline stage."""
+
+    layers: int
+    """Layers of the rank."""
+    period: int
+    """Layers come in groups of so many that are alike."""
+    micro_batches: int
+    least_micro_batches: int
+    """With so many, memory is as full as it gets."""
+
+    @property
+    def is_short(self) -> bool:
+        """Whether nothing is gained by making it shorter."""
+        return self.layers <= 4 * self.period
+
+
+def layers_of(config: RunConfig) -> int | None:
+    """How many layers the described model has; None where that cannot be told, or changed."""
+    model = config.model
+    if isinstance(model, GptConfig | LlamaConfig):
+        return model.layers
+    if isinstance(model, HFConfig):
+        mapping = _mapping(model)
+        return next((mapping[key] for key in _LAYER_KEYS if isinstance(mapping.get(key), int)), None)
+    return None
+
+
+def _mapping(model: HFConfig) -> dict[str, Any]:
+    if model.config is not None:
+        return dict(model.config)
+    found: dict[str, Any] = json.loads((Path(model.path or ".") / "config.json").read_text())
+    return found
+
+
+def lengths_of(config: RunConfig, ranks: int, per_host: int, stage: int) -> Lengths | None:
+    """How long the run is on the ranks of a pipeline stage; None where it cannot be made shorter."""
+    layers = layers_of(config)
+    strategy = config.strategy
+    if layers is None or strategy.recompute.mode == "auto":
+        return None
+    layout = resolve_layout(strategy, size=ranks, local_size=per_host)
+    batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=strategy.pipeline.micro_batches)
+    period = strategy.recompute.every if strategy.recompute.mode == "every" else 1
+    if isinstance(config.model, MoeConfig):
+        period = lcm(period, config.model.moe_every)
+    least = 3
+    if layout.pp > 1:
+        if period > 1 or strategy.pipeline.split == "time":
+            return None
+        counts = _stage_layers(config, layout.pp)
+        if strategy.pipeline.schedule not in ("1f1b", "gpipe") or min(counts) < 1:
+            return None
+        layers = counts[stage]
+        least = batch.accumulation if strategy.pipeline.schedule == "gpipe" else layout.pp - stage + _SPARE
+    elif layers % period:
+        return None
+    return Lengths(layers, period, batch.accumulation, min(least, batch.accumulation))
+
+
+def shortened(config: RunConfig, ranks: int, per_host: int, stage: int, groups: int, lengths: Lengths) -> Shorter:
+    """With `groups` groups of layers on the ranks of this stage, and as few micro-batches as will do."""
+    layers = groups * lengths.period
+    strategy = config.strategy
+    layout = resolve_layout(strategy, size=ranks, local_size=per_host)
+    changes: dict[str, Any] = {}
+    whole = layers
+    if layout.pp > 1:
+        counts = [layers if each == stage else 1 for each in range(layout.pp)]
+        whole = sum(counts)
+        firsts = [sum(counts[: each + 1]) for each in range(layout.pp - 1)]
+        names = _layer_names(_with_layers(config, whole))
+        pipeline = strategy.pipeline.model_copy(
+            update={"split": tuple(names[first] for first in firsts), "micro_batches": lengths.least_micro_batches}
+        )
+        changes["strategy"] = strategy.model_copy(update={"pipeline": pipeline})
+    batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=strategy.pipeline.micro_batches)
+    changes["batch"] = BatchConfig(micro=batch.micro, accumulation=lengths.least_micro_batches)
+    return Shorter(_with_layers(config, whole).model_copy(update=changes), layers)
+
+
+def _with_layers(config: RunConfig, layers: int) -> RunConfig:
+    model = config.model
+    if isinstance(model, HFConfig):
+        mapping = _mapping(model)
+        key = next(each for each in _LAYER_KEYS if each in mapping)
+        update: dict[str, Any] = {"config": {**mapping, key: layers}, "path": None}
+    else:
+        update = {"layers": layers}
+    assert model is not None
+    return config.model_copy(update={"model": model.model_copy(update=update)})
+
+
+def _layer_names(config: RunConfig) -> list[str]:
+    from plait.parallel.pipeline.outline import outline_of
+
+    assert config.model is not None
+    with torch.device("meta"):
+        return list(outline_of(build_model(config.model), None).layers)
+
+
+def _stage_layers(config: RunConfig, stages: int) -> list[int]:
+    """How many layers each pipeline stage gets."""
+    from plait.parallel.pipeline import plan_stages
+
+    assert config.model is not None
+    pipeline = config.strategy.pipeline
+    with torch.device("meta"):
+        model = build_model(config.model)
+    plan = plan_stages(model, ranks=stages, schedule=pipeline.schedule, split=pipeline.split)
+    return [end - start for start, end in pairwise(plan.bounds)]

@@ -1,0 +1,150 @@
+"""The rank's side of its heartbeat: phases as they come, and a look at collectives and memory a few times a second.
+
+[Note: the last collective]
+Which collective a rank began last is known to torch's flight recorder, whatever called it: gradient buckets,
+`fully_shard`, DTensor, the user's own code. No function of torch is wrapped. A thread reads it on a fixed beat of
+the clock, so that the looks of all ranks are of the same moment and can be compared; in a rank that hangs the thread
+still runs, because waiting for a collective lets go of the interpreter. The launcher turns the recorder on with a
+small ring (`TORCH_FR_BUFFER_SIZE`). Where there is none, phases alone are known.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plait.spec import Phase
+from plait.spec import beat as layout
+
+FOLDER = "PLAIT_FAILURES"
+"""The environment variable in which the launcher names the folder for heartbeats."""
+_EVERY_S = 0.25
+_SHARE = 0.005
+"""Looking may take so much of the rank's time; with a long recorder it looks more rarely."""
+
+
+class Heartbeat:
+    """What this rank does, for whoever has to explain its end. Without a launcher it is kept, and nobody looks.
+
+    On `spec.beat.stack_signal` the stacks of all threads go to a file beside it, and so they do before a crash.
+    """
+
+    def __init__(self, folder: Path | None = None, rank: int = 0, *, timeout_s: float = 0.0) -> None:
+        self._changes = 0
+        self._file = None if folder is None else _create(folder / f"{rank}.beat")
+        self._map: Any = mmap.mmap(-1 if self._file is None else self._file, layout.SIZE)
+        self._stop = threading.Event()
+        self.enter(Phase.BUILD, 0)
+        if folder is not None:
+            _dump_stacks_into(folder / f"{rank}.stacks")
+            layout.put_about(self._map, os.getpid(), timeout_s)
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """A phase begins."""
+        self._changes += 1
+        layout.put_now(self._map, layout.NOW_AT, time.time(), step, self._changes, layout.NUMBER[phase])
+
+    def belongs_to(self, folder: str) -> None:
+        """Say where a report belongs."""
+        layout.put_folder(self._map, folder)
+
+    def can_go_on_with(self, sizes: Iterable[int]) -> None:
+        """Say with how many ranks this run could go on."""
+        layout.put_sizes(self._map, sizes)
+
+    def look_around(self, device: torch.device) -> None:
+        """Begin to look at collectives and memory, until `close`; where nobody reads it, do nothing."""
+        if self._file is not None:
+            threading.Thread(target=self._look, args=(device,), name="plait heartbeat", daemon=True).start()
+
+    def _look(self, device: torch.device) -> None:
+        recorder, seen = _recorder(device), _Seen()
+        every = _EVERY_S
+        while not self._stop.wait(every - time.time() % every):
+            start = time.perf_counter()
+            if recorder is not None:
+                seen.take(json.loads(recorder(True, False)).get("entries", ()))
+                layout.put_collective(
+                    self._map,
+                    seen.name,
+                    called=seen.called,
+                    count=seen.count,
+                    tick=round(time.time() / _EVERY_S),
+                    pending=seen.pending,
+                )
+            if device.type == "cuda":
+                layout.put_memory(self._map, torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
+            every = _EVERY_S * max(1, round((time.perf_counter() - start) / _SHARE / _EVERY_S))
+
+    def close(self) -> None:
+        """Stop looking. The file stays for the launcher."""
+        self._stop.set()
+
+
+class _Seen:
+    """What the recorder has shown so far."""
+
+    def __init__(self) -> None:
+        self.name, self.called, self.pending = "", 0.0, False
+        self._counts: dict[str, int] = {}
+
+    @property
+    def count(self) -> int:
+        """Collectives of all groups; messages between two ranks are none, as the others have no part in them."""
+        return sum(self._counts.values())
+
+    def take(self, entries: Iterable[dict[str, Any]]) -> None:
+        entries = list(entries)
+        for entry in entries:
+            if not entry["is_p2p"]:
+                self._counts[str(entry["process_group"])] = entry["collective_seq_id"]
+        if not entries:
+            return
+        # The oldest one that is not over, or else the last: later ones may have been queued behind it.
+        waiting = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
+        last = waiting[0] if waiting else entries[-1]
+        shape = "×".join(map(str, last["input_sizes"][0])) if last["input_sizes"] else ""
+        self.name = f"{last['profiling_name'].rpartition(':')[2]}{f' of {shape}' if shape else ''}"
+        self.called, self.pending = last["time_created_ns"] / 1e9, bool(waiting)
+
+
+def _recorder(device: torch.device) -> Callable[[bool, bool], str] | None:
+    """torch's flight recorder for the collectives of a device, as a function that gives JSON."""
+    bindings: Any = getattr(torch._C, "_distributed_c10d", None)
+    names = ("_dump_nccl_trace_json", "_dump_fr_trace_json") if device.type == "cuda" else ("_dump_fr_trace_json",)
+    found = (getattr(bindings, name, None) for name in names)
+    return next((function for function in found if function is not None), None)
+
+
+def _create(path: Path) -> int:
+    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.ftruncate(number, layout.SIZE)
+    return number
+
+
+def _dump_stacks_into(path: Path) -> None:
+    """On the launcher's signal, and before a crash, the stacks of all threads go to a file."""
+    stacks = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+    with suppress(AttributeError, ValueError):  # no such signals on this system
+        faulthandler.register(layout.stack_signal(), file=stacks, all_threads=True)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=stacks, all_threads=True)
+
+
+def open_heartbeat(rank: int, device: torch.device, timeout_s: float) -> Heartbeat:
+    """The heartbeat of this rank, where the launcher looks for it."""
+    name = os.environ.get(FOLDER)
+    folder = Path(name) if name is not None and Path(name).is_dir() else None
+    heartbeat = Heartbeat(folder, rank, timeout_s=timeout_s)
+    heartbeat.look_around(device)
+    return heartbeat
