@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from plait.config import parse_sections
+from plait.errors import ConfigError
+from plait.strategy import prepare_native
 from plait.world import open_world
+from plait.world.fake import fake_world
 from tests.multi.parity import MODEL, Trace, assert_same, run_steps, token_batches
 from tests.multi.ranks import RankPool
 
@@ -145,6 +148,13 @@ V_SHAPED: dict[str, tuple[int, dict[str, Any]]] = {
 def test_a_rank_with_both_ends_of_a_tied_model_has_one_embedding(pools: dict[int, RankPool], name: str) -> None:
     size, strategy = V_SHAPED[name]
     compare(pools[size], {"model": {**MODEL, "layers": 4, "tie_embeddings": True}, "strategy": strategy})
+
+
+def test_an_embedding_that_two_stages_of_a_rank_would_shard_is_refused() -> None:
+    strategy = {**V_SHAPED["dp2 zbv"][1], "zero": 3}
+    config = parse_sections(model={**MODEL, "layers": 4, "tie_embeddings": True}, strategy=strategy).config
+    with fake_world(config, size=4) as world, pytest.raises(ConfigError, match=r"both hold embedding\.weight"):
+        prepare_native(config, world)
 
 
 EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -46,19 +46,43 @@ def train(
 def plan(
     config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
     overrides: Overrides = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", "--nproc", "-n", min=1, help="Ranks; absent: as few as the layout takes.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="h100-80g, a100-40g, …, or a file of `plait doctor --measure`.")
+    ] = None,
+    search: Annotated[bool, typer.Option("--search", help="Look for the fastest way to spread the run.")] = False,
+    states_only: Annotated[
+        bool, typer.Option("--states-only", help="DeepSpeed's tables of model states; activations not counted.")
+    ] = False,
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Draw the pipeline: who works on which micro-batch, when.")
     ] = False,
-    nproc: Annotated[int | None, typer.Option("--nproc", "-n", help="Processes; absent: as few as will do.")] = None,
-    out: Annotated[str | None, typer.Option("--out", "-o", help="Where to write; absent: schedule.svg.")] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Simulate every layer, not a few for all.")] = False,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", help="Write the figures (JSON) or the picture (SVG).")
+    ] = None,
 ) -> None:
-    """Show what a run will do before it starts. For now: the schedule of its pipeline."""
-    from plait.cli.plan import draw_pipeline
-    from plait.errors import ConfigError, Problem
+    """Show what a run will take before it starts: memory, time, and whether it fits."""
+    from plait.cli import plan as commands
 
-    if not schedule:
-        raise ConfigError(Problem("--schedule", "not given", "it is the only plan there is so far"))
-    draw_pipeline(config, overrides or [], out, nproc=nproc)
+    words = overrides or []
+    if schedule:
+        commands.draw_pipeline(config, words, out, ranks=gpus)
+        return
+    if states_only:
+        from plait.cli.states import show_states
+
+        show_states(config, words, gpus_per_node=gpus or 1)
+        return
+    fits = (
+        commands.search_run(config, words, gpu=gpu, gpus=gpus, out=out)
+        if search
+        else commands.plan_run(config, words, gpu=gpu, gpus=gpus, out=out, exact=exact)
+    )
+    if not fits:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -1,29 +1,42 @@
-"""`plait plan`: what a run will do, known before it starts."""
+"""`plait plan`: what a run will take, known before it starts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from plait.config import parse, resolve_batch, resolve_layout
+from plait.config.run import RunConfig
 from plait.errors import ConfigError, Problem
 
+if TYPE_CHECKING:
+    from rich.console import Console
 
-def draw_pipeline(config: str, overrides: Sequence[str], out: str | None, *, nproc: int | None) -> None:
+    from plait.plan.hardware import Hardware
+    from plait.plan.plan import Plan
+    from plait.plan.search import Search
+
+GIB = 2**30
+_SHOWN = 12
+"""So many ways of a search are shown; the file has all."""
+
+
+def draw_pipeline(config: str, overrides: Sequence[str], out: str | None, *, ranks: int | None) -> None:
     """Draw the pipeline of a run as a picture: who works on which micro-batch, when, and who waits."""
     found = parse(config, overrides).config
     strategy = found.strategy
     if strategy.layout.pp == 1:
         message = "1: the run has no pipeline, so there is no schedule to draw"
         raise ConfigError(Problem("strategy.layout.pp", message, "Write `strategy.layout.pp: 2`, or more."))
-    layout = strategy.layout
-    least = layout.pp * layout.ep * layout.cp * layout.tp * (layout.dp_replicate or 1) * (layout.dp_shard or 1)
-    ranks = nproc or least
-    data_parallel = resolve_layout(strategy, size=ranks, local_size=ranks).data_parallel
+    size = ranks or least_ranks(found)
+    layout = resolve_layout(strategy, size=size, local_size=size)
     pipeline = strategy.pipeline
-    batch = resolve_batch(found.batch, data_parallel, micro_batches=pipeline.micro_batches)
+    batch = resolve_batch(found.batch, layout.data_parallel, micro_batches=pipeline.micro_batches)
 
     from plait.parallel.pipeline import draw_schedule, theoretical_bubble
 
@@ -33,3 +46,154 @@ def draw_pipeline(config: str, overrides: Sequence[str], out: str | None, *, npr
     idle = theoretical_bubble(pipeline.schedule, layout.pp, batch.accumulation, pipeline.stages_per_rank)
     micro = f"{batch.accumulation} micro-batch{'' if batch.accumulation == 1 else 'es'}"
     typer.echo(f"{path}: {pipeline.schedule} over {layout.pp} ranks, {micro}, {idle:.1%} idle")
+
+
+def least_ranks(config: RunConfig) -> int:
+    """As few ranks as the layout can have."""
+    layout = config.strategy.layout
+    sizes = (layout.pp, layout.ep, layout.cp, layout.tp, layout.dp_replicate or 1, layout.dp_shard or 1)
+    return math.prod(sizes)
+
+
+def plan_run(
+    source: str, overrides: Sequence[str], *, gpu: str | None, gpus: int | None, out: str | None, exact: bool
+) -> bool:
+    """Show what a run will take, and what to change where it does not fit; whether it fits."""
+    from rich.console import Console
+
+    from plait.plan.ladder import climb
+    from plait.plan.plan import make_plan
+
+    config = parse(source, overrides).config
+    machine, ranks = _machine(gpu, config), gpus or least_ranks(config)
+    plan = make_plan(config, machine, ranks=ranks, exact=exact)
+    console = Console(soft_wrap=True)
+    _show(console, plan, config)
+    if out is not None:
+        Path(out).write_text(json.dumps(plan.to_dict(), indent=1) + "\n")
+        console.print(f"{out}: all figures")
+    if not plan.fits:
+        console.print("\nOne change after the other, each on top of those before:")
+        for rung in climb(config, machine, ranks=ranks):
+            words = " ".join(rung.candidate.overrides)
+            if rung.plan is None:
+                console.print(f"  {words}: {rung.reason}", highlight=False)
+            else:
+                verdict = "[green]fits[/]" if rung.fits else "too much"
+                console.print(f"  {words}: {rung.plan.needed_gib:.1f} GiB, {verdict}", highlight=False)
+    return plan.fits
+
+
+def search_run(source: str, overrides: Sequence[str], *, gpu: str | None, gpus: int | None, out: str | None) -> bool:
+    """Show the fastest ways to spread a run that fit, and why the others do not; whether any does."""
+    from rich.console import Console
+
+    from plait.plan.search import search
+
+    config = parse(source, overrides).config
+    machine, ranks = _machine(gpu, config), gpus or least_ranks(config)
+    console = Console(soft_wrap=True)
+    found = search(config, machine, ranks=ranks, say=lambda text: console.print(text, style="dim"))
+    _show_search(console, found)
+    if out is not None:
+        rows = [
+            {
+                "settings": dict(each.candidate.settings),
+                "reason": each.reason,
+                "tokens_per_second": each.tokens_per_second,
+                "needed_gib": None if each.plan is None else each.plan.needed_gib,
+            }
+            for each in found.found
+        ]
+        Path(out).write_text(json.dumps(rows, indent=1) + "\n")
+        console.print(f"{out}: all {len(rows)} ways")
+    return found.best is not None
+
+
+def _machine(gpu: str | None, config: RunConfig) -> Hardware:
+    from plait.plan.hardware import find_hardware, hardware_here
+
+    given = gpu or config.plan.hardware
+    return hardware_here(config.device) if given is None else find_hardware(given)
+
+
+def _show(console: Console, plan: Plan, config: RunConfig) -> None:
+    from rich.table import Table
+
+    machine, layout = plan.hardware, plan.layout
+    axes = ", ".join(f"{axis} {size}" for axis, size in layout.sizes().items() if size > 1) or "one process"
+    console.print(f"[bold]{layout.size} × {machine.name}[/]: {axes}, ZeRO {config.strategy.stage}", highlight=False)
+    verdict = "[green]fits[/]" if plan.fits else "[red]does not fit[/]"
+    console.print(
+        f"{verdict}: {plan.needed_gib:.2f} of {machine.memory_gib:.1f} GiB on a device ({plan.fullest.name}), "
+        f"{plan.host_gib:.0f} of {machine.host_memory_gib:.0f} GiB on a host",
+        highlight=False,
+    )
+    table = Table("GiB", *(rank.name for rank in plan.ranks), box=None, pad_edge=False, header_style="bold")
+    for name, values in _memory_rows(plan):
+        table.add_row(name, *(f"{value / GIB:9.2f}" if value else "" for value in values))
+    console.print(table)
+    mfu = "" if plan.mfu is None else f", {plan.mfu:.1%} of the peak"
+    cost = plan.dollars_per_billion()
+    price = "" if cost is None else f", ${cost:,.0f} a billion tokens"
+    console.print(
+        f"[bold]{plan.seconds:.3g} s a step[/], {plan.tokens_per_second:,.0f} tokens/s{mfu}{price}", highlight=False
+    )
+    times = Table("seconds", *(rank.name for rank in plan.ranks), box=None, pad_edge=False, header_style="bold")
+    for name, values in _time_rows(plan):
+        times.add_row(name, *(f"{value:9.4f}" if value else "" for value in values))
+    console.print(times)
+    if plan.bubble:
+        console.print(f"{plan.bubble:.1%} of the pipeline's time is idle ({config.strategy.pipeline.schedule})")
+    if config.train.max_steps is not None:
+        console.print(f"{config.train.max_steps:,} steps take {_duration(plan.seconds * config.train.max_steps)}")
+    for note in plan.notes:
+        console.print(f"note: {note}", highlight=False)
+
+
+def _memory_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
+    accounts = [rank.account for rank in plan.ranks]
+    for phase in ("build", "forward", "backward", "reduce", "step"):
+        yield phase, [account.peaks().get(phase, 0.0) for account in accounts]  # type: ignore[call-overload]
+    yield "at the peak:", [0.0] * len(accounts)
+    parts = dict.fromkeys(part for account in accounts for part in account.under("part"))
+    for part in sorted(parts, key=lambda part: -accounts[0].under("part").get(part, 0.0)):
+        yield f"  {part}", [account.under("part").get(part, 0.0) for account in accounts]
+    yield "  kept free by the allocator", [max(0.0, a.numbers["reserved"] - a.peak[1]) for a in accounts]
+    yield "  CUDA context", [plan.hardware.context_gib * GIB] * len(accounts)
+
+
+def _time_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
+    accounts = [rank.account for rank in plan.ranks]
+    kinds = sorted({key.split(".")[1] for account in accounts for key in account.under("compute")})
+    for kind in kinds:
+        yield kind, [sum(v for k, v in a.under("compute").items() if k.endswith(f".{kind}")) for a in accounts]
+    axes = sorted({key.rpartition(".")[0] for account in accounts for key in account.under("sent")})
+    for axis in axes:
+        how = "waited for" if any(a.total("waited", axis) for a in accounts) else "beside computing"
+        yield f"messages {axis}, {how}", [a.total("waited", axis) + a.total("hidden", axis) for a in accounts]
+    yield "host, beside the device", [account.total("host") for account in accounts]
+
+
+def _show_search(console: Console, found: Search) -> None:
+    from rich.table import Table
+
+    table = Table("tokens/s", "GiB", "settings", "why not", box=None, pad_edge=False, header_style="bold")
+    for each in found.found[:_SHOWN]:
+        needed = "" if each.plan is None else f"{each.plan.needed_gib:.1f}"
+        words = " ".join(word for word in each.candidate.overrides if not word.endswith("=null")) or "as it is written"
+        table.add_row(f"{each.tokens_per_second:,.0f}", needed, words, each.reason, style=None if each.plan else "dim")
+    console.print(table)
+    if len(found.found) > _SHOWN:
+        console.print(f"and {len(found.found) - _SHOWN} more; all of them with --out FILE ({found.seconds:.0f} s)")
+
+
+def _duration(seconds: float) -> str:
+    hours = seconds / 3600
+    return (
+        f"{hours / 24:.1f} days"
+        if hours >= 48
+        else f"{hours:.1f} hours"
+        if hours >= 1
+        else f"{seconds / 60:.1f} minutes"
+    )

@@ -11,6 +11,7 @@ from plait.config.base import Many, NonNegativeInt, PathText, Shorthand
 from plait.config.data import DataConfig
 from plait.config.model import ModelConfig
 from plait.config.optim import AdamWConfig, OptimConfig
+from plait.config.plan import PlanConfig
 from plait.config.precision import PrecisionConfig
 from plait.config.schedule import ScheduleConfig
 from plait.config.strategy import StrategyConfig
@@ -41,6 +42,7 @@ class RunConfig(Shorthand):
     train: TrainConfig = Field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     log: LogConfig = Field(default_factory=LogConfig)
+    plan: PlanConfig = Field(default_factory=PlanConfig)
     hooks: Many[HookConfig] = ()
 
     @classmethod

@@ -1,4 +1,8 @@
-"""Elastic training: torch's elastic agent on every host, so that ranks may come, go and start again."""
+"""Elastic training: who takes part, and when torch's elastic agent is the one to start ranks.
+
+Plait starts ranks again itself (`reform.py`). torch's agent does it where the flags are torchrun's own, and name a
+meeting place that other hosts come to by themselves.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,20 @@ def is_elastic(options: Options) -> bool:
     )
 
 
+def uses_torchs_agent(options: Options) -> bool:
+    """Whether hosts find each other through torch's rendezvous, rather than being started from here."""
+    by_hand = ":" in (options.nnodes or "") and options.hostfile is None
+    named = any((options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id, options.rdzv_conf))
+    return options.standalone or named or by_hand
+
+
+def restarts(options: Options) -> int:
+    """So many new beginnings are allowed."""
+    if options.max_restarts is not None:
+        return options.max_restarts
+    return _RESTARTS if options.elastic_training or ":" in (options.nnodes or "") else 0
+
+
 def range_of_nodes(options: Options, there: int) -> tuple[int, int]:
     """The least and the most hosts; `there` are in the hostfile."""
     if options.nnodes is not None:
@@ -49,16 +67,13 @@ def elastic_job(job: Job, options: Options) -> Job:
     endpoint = options.rdzv_endpoint or (
         "localhost:0" if options.standalone else f"{_bracketed(job.address)}:{job.port}"
     )
-    restarts = (
-        options.max_restarts if options.max_restarts is not None else _RESTARTS if options.elastic_training else 0
-    )
     flags = {
         "nnodes": f"{least}:{most}",
         "nproc-per-node": str(len(job.nodes[0].slots)),
         "rdzv-backend": options.rdzv_backend or "c10d",
         "rdzv-endpoint": endpoint,
         "rdzv-id": options.rdzv_id or job.id,
-        "max-restarts": str(restarts),
+        "max-restarts": str(restarts(options)),
     }
     if job.log_dir is not None:
         flags |= {"log-dir": job.log_dir, "redirects": "3"}
@@ -82,13 +97,11 @@ def _check(job: Job, options: Options) -> None:
     uneven = {len(node.slots) for node in job.nodes}
     if len(uneven) > 1:
         raise WorldError(
-            f"elastic training needs equally many ranks on each host, not {sorted(uneven)}; use --num_gpus"
+            f"torch's elastic agent needs equally many ranks on each host, not {sorted(uneven)}; use --num_gpus"
         )
     for name in ("pass_local_rank", "bind_cores_to_rank"):
         if getattr(options, name):
-            raise WorldError(
-                f"--{name} is not for elastic training, where torch's agent starts the ranks; leave it out"
-            )
+            raise WorldError(f"--{name} is not for torch's elastic agent, which starts the ranks itself; leave it out")
 
 
 def _bracketed(address: str) -> str:

@@ -34,7 +34,7 @@ def flags() -> argparse.ArgumentParser:
     _reach(parser.add_argument_group("how hosts are reached"))
     _script(parser.add_argument_group("how the script is started"))
     _before(parser.add_argument_group("before the start"))
-    _elastic(parser.add_argument_group("elastic training, by torch's elastic agent"))
+    _elastic(parser.add_argument_group("elastic training; with torchrun's own flags, by torch's agent"))
     return parser
 
 
@@ -93,7 +93,7 @@ def _before(group: argparse._ArgumentGroup) -> None:
 
 
 def _elastic(group: argparse._ArgumentGroup) -> None:
-    _switch(group, "--elastic_training", help="go on when hosts come and go")
+    _switch(group, "--elastic_training", help="go on when ranks or hosts fail, and when hosts come back")
     group.add_argument("--min_elastic_nodes", type=int, metavar="N", help="at least so many hosts (1)")
     group.add_argument("--max_elastic_nodes", type=int, metavar="N", help="at most so many (all)")
     group.add_argument(

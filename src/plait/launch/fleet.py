@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
@@ -17,6 +17,7 @@ from plait.launch.console import Console
 from plait.launch.evidence import Evidence
 from plait.launch.job import Job
 from plait.launch.local import Signals, follow_the_launcher
+from plait.launch.outcome import LEAVE_S, Outcome, never
 from plait.launch.postmortem import conclude
 from plait.launch.records import Record, causes, exit_code, new_records, note_end
 from plait.launch.watch import Watch
@@ -36,12 +37,20 @@ _CLEAR_S = 5.0
 """How long a connection may stay once its ranks must be gone."""
 
 
-def run_fleet(job: Job, commands: Sequence[Sequence[str]], *, patience: float | None) -> int:
-    """Run a job, one command a host; returns the exit code of the worst rank.
+def run_fleet(
+    job: Job,
+    commands: Sequence[Sequence[str]],
+    *,
+    patience: float | None,
+    grace: float | None = None,
+    join: Callable[[], bool] = never,
+) -> Outcome:
+    """Run a job to its end, one command a host, and say why if that was a bad one.
 
-    `patience` is how many seconds ranks may take to leave after the first Ctrl-C; None: as long as they like.
+    `patience` is how many seconds ranks may take to leave after the first Ctrl-C; None: as long as they like. `grace`
+    is how many they may once one has failed. When `join` says that others can join, all are asked to save and leave.
     """
-    fleet = Fleet(job, commands)
+    fleet = Fleet(job, commands, grace=GRACE_S if grace is None else grace, join=join)
     suspended = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a launcher that sleeps is taken for dead
     try:
         with Signals(fleet.send) as signals:
@@ -51,17 +60,25 @@ def run_fleet(job: Job, commands: Sequence[Sequence[str]], *, patience: float | 
         fleet.close()
         signal.signal(signal.SIGTSTP, suspended)
     if signals.interrupts > 1:
-        return 128 + signal.SIGINT
-    if not signals.waited:
+        return Outcome(128 + signal.SIGINT, fleet.records, interrupted=True)
+    if not signals.waited and not fleet.reform:
         fleet.conclude()
-    return fleet.exit_code()
+    interrupted = signals.waited > 0.0
+    return Outcome(fleet.exit_code(), fleet.records, hung=fleet.hung, interrupted=interrupted, reform=fleet.reform)
 
 
 class Fleet:
     """All hosts of a job. `records` knows every rank."""
 
-    def __init__(self, job: Job, commands: Sequence[Sequence[str]]) -> None:
-        self._job = job
+    def __init__(
+        self,
+        job: Job,
+        commands: Sequence[Sequence[str]],
+        *,
+        grace: float = GRACE_S,
+        join: Callable[[], bool] = never,
+    ) -> None:
+        self._job, self._grace, self._join = job, grace, join
         self._nodes = [_Connection(index, job.nodes[index].host, command) for index, command in enumerate(commands)]
         places = [place for node in range(len(job.nodes)) for place in job.started_on(node)]
         self.records = new_records(job, places)
@@ -71,7 +88,10 @@ class Fleet:
         self._console = Console(self.records)
         self._errors: list[str] = []
         self._watch = Watch(self.records)
-        self._hung = False
+        self._asked_for_stacks = False
+        self.hung = False
+        self.reform = False
+        """The ranks were asked to leave because others can join them."""
 
     def start(self) -> None:
         """Connect to all hosts at the same time."""
@@ -101,22 +121,27 @@ class Fleet:
             if len(self._failed_nodes()) > self._job.spare:
                 self._end_soon(deadlines, SAY_S)
             elif self._watched():
-                self._hung = True
+                self.hung = True
                 self._end_soon(deadlines, STACK_S)
+            elif not self.reform and not signals.waited and self._join():
+                self.reform = True
+                self.send(signal.SIGTERM)
+                deadlines.start(LEAVE_S)
             elif signals.interrupts > 1 or (patience is not None and signals.waited > patience):
                 deadlines.start(0.0)
             self._enforce(deadlines)
 
     def _watched(self) -> bool:
         """Look at the heartbeats, once a second; whether the run hangs."""
-        if self._hung or not self._watch.due():
+        if self.hung or not self._watch.due():
             return False
         if (late := self._watch.straggler()) is not None:
             print(f"plait: {late}", file=sys.stderr, flush=True)
         return self._watch.hangs()
 
     def _end_soon(self, deadlines: _Deadlines, seconds: float) -> None:
-        if not deadlines.started:
+        if not self._asked_for_stacks:
+            self._asked_for_stacks = True
             for node in self._nodes:
                 node.order(stacks=True)
         deadlines.start(seconds)
@@ -128,9 +153,9 @@ class Fleet:
         if deadlines.passed(0.0):
             if not deadlines.told:
                 for node in self._nodes:
-                    node.order(end=STUCK_S if self._hung else GRACE_S)
+                    node.order(end=STUCK_S if self.hung else self._grace)
                 deadlines.told = True
-            if deadlines.passed(GRACE_S + _CLEAR_S):
+            if deadlines.passed(self._grace + _CLEAR_S):
                 self.close()
 
     def _pass_on(self) -> None:
@@ -191,29 +216,25 @@ class Fleet:
         """Say what is to be said below all output: errors of hosts, and why ranks failed."""
         for text in self._errors:
             print(f"plait: {text}", file=sys.stderr, flush=True)
-        conclude(self.records, hung=self._hung, log_dir=self._job.log_dir, several_hosts=True)
+        conclude(self.records, hung=self.hung, log_dir=self._job.log_dir, several_hosts=True)
 
     def exit_code(self) -> int:
         """The worst rank's; 0 where no more hosts failed than may."""
         if 0 < len(self._failed_nodes()) <= self._job.spare and any(record.exit_code == 0 for record in self.records):
             return 0
-        return exit_code(self.records) or (2 if self._errors else int(self._hung))
+        return exit_code(self.records) or (2 if self._errors else int(self.hung))
 
 
 class _Deadlines:
-    """When patience ends; counted from the first reason."""
+    """When patience ends: at the earliest of all reasons."""
 
     def __init__(self) -> None:
         self._at: float | None = None
         self.told = False
 
     def start(self, seconds: float) -> None:
-        if self._at is None:
-            self._at = time.monotonic() + seconds
-
-    @property
-    def started(self) -> bool:
-        return self._at is not None
+        at = time.monotonic() + seconds
+        self._at = at if self._at is None else min(self._at, at)
 
     def passed(self, more: float) -> bool:
         return self._at is not None and time.monotonic() > self._at + more

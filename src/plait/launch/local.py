@@ -17,6 +17,7 @@ from plait.errors import WorldError
 from plait.launch.binding import available_cores, cpu_count
 from plait.launch.failure import Messages
 from plait.launch.job import Job, Node, Place
+from plait.launch.outcome import LEAVE_S, Outcome, never
 from plait.launch.ports import free_port
 from plait.launch.postmortem import conclude
 from plait.launch.records import Record, causes, exit_code, new_records, note_end
@@ -60,13 +61,17 @@ def run_ranks(command: Sequence[str], count: int) -> int:
     would wait for it, are ended. Ctrl-C, SIGTERM and a closed terminal reach every rank, which then saves and
     leaves; a second Ctrl-C ends all at once.
     """
-    return run_job(Job(tuple(command), (Node("localhost", tuple(range(count))),), port=free_port()), 0, patience=None)
+    job = Job(tuple(command), (Node("localhost", tuple(range(count))),), port=free_port())
+    return run_job(job, 0, patience=None).code
 
 
-def run_job(job: Job, node: int, *, patience: float | None) -> int:
-    """Run this host's ranks of a job to their end; returns the exit code of the worst.
+def run_job(
+    job: Job, node: int, *, patience: float | None, grace: float = _GRACE_S, join: Callable[[], bool] = never
+) -> Outcome:
+    """Run this host's ranks of a job to their end, and say why if that was a bad one.
 
-    `patience` is how many seconds ranks may take to leave after the first Ctrl-C; None: as long as they like.
+    `patience` is how many seconds ranks may take to leave after the first Ctrl-C; None: as long as they like. `grace`
+    is how many they may once one has failed. When `join` says that others can join, all are asked to save and leave.
     """
     with Messages() as messages:
         relay = Relay()
@@ -74,26 +79,34 @@ def run_job(job: Job, node: int, *, patience: float | None) -> int:
         with Signals(group.send) as signals:
             group.start()
             relay.open(group.outputs())
-            hung = _wait(group, signals, patience)
+            hung, reform = _wait(group, signals, patience, grace, join)
             relay.close()
             if signals.interrupts > 1:
-                return 128 + signal.SIGINT
-            if not signals.waited:
+                return Outcome(128 + signal.SIGINT, group.records, interrupted=True)
+            if not signals.waited and not reform:
                 # Said last, so that it stands below whatever the ranks themselves printed.
                 several = len(job.nodes) > 1
                 conclude(group.records, hung=hung, log_dir=job.log_dir, several_hosts=several)
-            return exit_code(group.records) or int(hung)
+            code = exit_code(group.records) or int(hung)
+            return Outcome(code, group.records, hung=hung, interrupted=signals.waited > 0.0, reform=reform)
 
 
-def _wait(group: LocalRanks, signals: Signals, patience: float | None) -> bool:
-    """Until all are gone; whether they had to be ended because they hung."""
-    watch, hung = Watch(group.records), False
+def _wait(
+    group: LocalRanks, signals: Signals, patience: float | None, grace: float, join: Callable[[], bool]
+) -> tuple[bool, bool]:
+    """Until all are gone; whether they had to be ended because they hung, or were asked to leave for others."""
+    watch, hung, asked = Watch(group.records), False, 0.0
     while group.poll():
         if causes(group.records):
             group.witness.ask_for_stacks()
-            group.end(say=_SAY_S, grace=_GRACE_S)
+            group.end(say=_SAY_S, grace=grace)
         elif patience is not None and signals.waited > patience:
             group.end(say=0.0, grace=_GRACE_S)
+        elif asked and time.monotonic() > asked + LEAVE_S:
+            group.end(say=0.0, grace=grace)
+        elif not asked and not signals.waited and join():
+            asked = time.monotonic()
+            group.send(signal.SIGTERM)
         elif watch.due():
             group.witness.look_at_all()
             if (late := watch.straggler()) is not None:
@@ -104,7 +117,7 @@ def _wait(group: LocalRanks, signals: Signals, patience: float | None) -> bool:
                 group.end(say=_STACK_S, grace=_STUCK_S)
         else:
             group.pause(_POLL_S)
-    return hung
+    return hung, bool(asked)
 
 
 class LocalRanks:

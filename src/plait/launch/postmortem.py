@@ -14,6 +14,8 @@ from plait.launch.hang import missing
 from plait.launch.records import Record, causes
 from plait.launch.verdict import Verdict, judge
 
+TOLD = 2
+"""The exit code of a rank that knew what was wrong with the run."""
 _GIB = 1 << 30
 _LAST_LINES = 15
 _STACK_LINES = 25
@@ -36,8 +38,9 @@ def conclude(records: Sequence[Record], *, hung: bool, log_dir: str | None, seve
     failed = causes(records)
     if not failed and not hung:
         return
-    if not hung and all(record.message for record in failed):
-        _print(merged({record.place.rank: record.message for record in failed}))
+    messages = {record.place.rank: record.message for record in failed if record.message}
+    if not hung and messages and all(record.message or record.exit_code == TOLD for record in failed):
+        _print(merged(messages))
         return
     page = report(records, hung=hung, several_hosts=several_hosts)
     folders = [record.evidence.beat.folder for record in records if record.evidence.beat is not None]
@@ -137,9 +140,8 @@ def _others(records: Sequence[Record], several_hosts: bool) -> list[str]:
     same: dict[str, list[str]] = {}
     for record in records:
         beat = record.evidence.beat
-        what = (
-            judge(record).what if record.failed else "was ended by the launcher" if record.exit_code else "ended well"
-        )
+        end = "was ended by the launcher" if record.exit_code else "ended well"
+        what = judge(record).what if record.failed else end
         wait = f", waiting in {beat.collective}" if beat is not None and beat.pending else ""
         text = f"{what} ({_doing(record)}{wait})" if beat is not None else what
         same.setdefault(text, []).append(str(record.place.rank))

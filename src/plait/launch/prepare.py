@@ -27,7 +27,7 @@ from plait.launch.setup import Setup, all_here
 
 def prepare(options: Options, words: Sequence[str]) -> Setup:
     """Decide everything that can be decided without asking another host."""
-    if is_elastic(options) and options.launcher in ("slurm", *FAMILIES):
+    if is_elastic(options) and options.launcher in ("slurm", "pdsh", *FAMILIES):
         raise WorldError(
             f"--launcher {options.launcher} starts a fixed number of ranks; elastic training goes with ssh"
         )

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import IO
+from typing import IO, cast
 
 from plait.launch.records import Record
 
@@ -54,7 +54,8 @@ class Relay:
         self._waiting.close()
 
     def _end(self, key: selectors.SelectorKey) -> None:
-        self._waiting.unregister(key.fileobj)
+        pipe = cast(IO[bytes], self._waiting.unregister(key.fileobj).fileobj)
+        pipe.close()
         if rest := self._rests.pop(key.fd, b""):
             key.data[0].tail.append(rest.decode(errors="replace"))
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plait.launch import slurm
 from plait.launch.command import Command, run_command
-from plait.launch.elastic import elastic_job, is_elastic
+from plait.launch.elastic import elastic_job, is_elastic, range_of_nodes, restarts, uses_torchs_agent
 from plait.launch.fleet import run_fleet
 from plait.launch.job import Job, Node
 from plait.launch.local import run_job
 from plait.launch.mpi import FAMILIES, mpi_command
-from plait.launch.network import is_this_host
+from plait.launch.network import is_this_host, resolve
 from plait.launch.options import Options
+from plait.launch.outcome import Outcome
 from plait.launch.pdsh import pdsh_command, pdsh_end
+from plait.launch.ports import free_port
+from plait.launch.reform import GRACE_S, Crew, run_again_and_again
 from plait.launch.ssh import Ssh, node_words, shell_line
 
 
@@ -66,21 +69,48 @@ class Setup:
 
     def final_job(self) -> Job:
         """The job as hosts get it; made last, when the address and the port are known."""
-        return elastic_job(self.job, self.options) if is_elastic(self.options) else self.job
+        return elastic_job(self.job, self.options) if uses_torchs_agent(self.options) else self.job
 
     def run(self) -> int:
         """Run it to its end; returns the exit code of the worst rank."""
         patience = self.options.stop_grace
         with _pid_note(self.options.save_pid):
+            if is_elastic(self.options) and not uses_torchs_agent(self.options):
+                return run_elastic(self)
             if self.launcher == "local":
-                return run_job(self.final_job(), self.node, patience=patience)
+                return run_job(self.final_job(), self.node, patience=patience).code
             commands = self.commands()
             if self.launcher == "ssh":
-                return run_fleet(self.final_job(), [command.argv for command in commands], patience=patience)
+                return run_fleet(self.final_job(), [command.argv for command in commands], patience=patience).code
             ends = []
             if self.launcher == "pdsh":
                 ends = [pdsh_end(self.job, self.options.launcher_args, ssh_port=self.options.ssh_port)]
             return run_command(commands[0], patience=patience, afterwards=ends)
+
+
+def run_elastic(setup: Setup) -> int:
+    """Run a job that goes on when ranks or hosts are lost, or come back; returns its last exit code."""
+    options, patience = setup.options, setup.options.stop_grace
+    least, most = range_of_nodes(options, len(setup.job.nodes))
+    index = {node.host: number for number, node in enumerate(setup.job.nodes)}
+    crew = Crew(setup.job, least, most, lambda host, words: setup.reach(index[host], words))
+
+    def once(job: Job, join: Callable[[], bool]) -> Outcome:
+        again = replace(setup, job=_meeting_place(setup, job))
+        if setup.launcher == "local":
+            return run_job(again.job, setup.node, patience=patience, grace=GRACE_S, join=join)
+        commands = [command.argv for command in again.commands()]
+        return run_fleet(again.job, commands, patience=patience, grace=GRACE_S, join=join)
+
+    return run_again_and_again(crew, once, restarts=restarts(options))
+
+
+def _meeting_place(setup: Setup, job: Job) -> Job:
+    """The job with an address and a port for this attempt: the port of the last one may still be held."""
+    if setup.launcher == "local":
+        return job if setup.options.master_port is not None else replace(job, port=free_port())
+    first, same = job.nodes[0].host, job.nodes[0].host == setup.job.nodes[0].host
+    return job if same else replace(job, address=resolve(first))
 
 
 @contextmanager

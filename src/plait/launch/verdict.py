@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from plait.launch.records import Record, signal_name
 
 _GIB = 1 << 30
+_MESSAGE_LINES = 5
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Iteration)\b(?::|$)")
 _TORCHS_PREFIX = re.compile(r"^\[rank\d+\]:\s?")
 _GPU_FULL = re.compile(r"out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
@@ -99,6 +100,7 @@ def _of_exception(record: Record, exception: str) -> Verdict:
 
 
 def exception_in(lines: Sequence[str]) -> str:
-    """The exception that Python printed last; empty where there is none."""
+    """The exception that Python printed last, its message on one line; empty where there is none."""
     found = [_TORCHS_PREFIX.sub("", line) for line in lines]
-    return next((line.rstrip() for line in reversed(found) if _EXCEPTION.match(line)), "")
+    starts = [index for index, line in enumerate(found) if _EXCEPTION.match(line)]
+    return " ".join(line.strip() for line in found[starts[-1] :][:_MESSAGE_LINES]) if starts else ""

@@ -11,7 +11,7 @@ from pathlib import Path
 from plait.launch.evidence import Evidence
 from plait.launch.memory import OomCounter, Trail
 from plait.launch.records import Record
-from plait.spec.beat import read_beat, stack_signal
+from plait.spec.beat import STACK_SIGNAL, read_beat
 
 _LOG_BYTES = 1 << 14
 
@@ -61,13 +61,12 @@ class Witness:
                 self.look(record)
 
     def ask_for_stacks(self) -> None:
-        """Of the ranks that run and are prepared for it; others would die of the signal."""
+        """Of the ranks that run; those that are not prepared for it do not notice."""
         for record in self._records:
-            ready = record.running and record.pid is not None
-            beat = read_beat(self._folder / f"{record.place.rank}.beat") if ready else None
-            if beat is not None:
+            if record.running and record.pid is not None:
+                beat = read_beat(self._folder / f"{record.place.rank}.beat")
                 with suppress(ProcessLookupError):
-                    os.kill(beat.pid, stack_signal())
+                    os.kill(record.pid if beat is None else beat.pid, STACK_SIGNAL)
 
 
 def _text(path: Path, last: int | None = None) -> str:

@@ -114,8 +114,11 @@ def find_hardware(name_or_path: str | Path) -> Hardware:
     raise ConfigError(Problem("--gpu", f"no machine is called {text!r}", remedy))
 
 
-def hardware_here() -> Hardware:
-    """The machine at hand: its preset, with the sizes that are seen at once. Measures nothing."""
+def hardware_here(kind: str = "auto") -> Hardware:
+    """The machine at hand: its preset, with the sizes that are seen at once. Measures nothing.
+
+    `kind` is `cuda`, `cpu`, or `auto` for the first of these that is there.
+    """
     import psutil
     import torch
 
@@ -123,7 +126,7 @@ def hardware_here() -> Hardware:
     from plait.plan.presets import PRESETS
 
     host = psutil.virtual_memory().total / 2**30
-    if not torch.cuda.is_available():
+    if kind == "cpu" or not torch.cuda.is_available():
         cores = cpu_count()
         cpu = PRESETS["cpu"]
         flops = {word: tflops * cores / cpu.per_host for word, tflops in cpu.flops.items()}

@@ -50,10 +50,7 @@ def plan_rank(
     account = short.account.stretched(longer.account, groups - _FEW)
     account = account.repeated(lengths.micro_batches / lengths.least_micro_batches)
     account = _completed(account, longer.account)
-    flops = short.flops_per_token
-    if flops is not None and longer.flops_per_token is not None:
-        flops += (groups - _FEW) * (longer.flops_per_token - flops)
-    return replace(longer, account=account, flops_per_token=flops)
+    return replace(longer, account=account, flops_per_token=None)  # which is of the short model
 
 
 def _completed(account: Account, sample: Account) -> Account:

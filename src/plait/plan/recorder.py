@@ -21,6 +21,9 @@ from plait.plan.kernels import body_of, hidden_bytes
 from plait.spec.phase import Phase
 from plait.world.patch import replaced
 
+_NOTABLE = 1.02
+"""A peak that is not higher than the one before by this factor is not looked at again."""
+
 
 class Watcher(Protocol):
     """What wants to know of every operation."""
@@ -45,11 +48,9 @@ class Piece:
 
 @dataclass(slots=True)
 class Peak:
-    """The most memory that was in use during a phase, and when."""
+    """The most memory that was in use during a phase."""
 
     bytes: int = 0
-    at: int = 0
-    """Number of the operation."""
     reserved: int = 0
     """What the allocator had asked the device for by then."""
 
@@ -70,12 +71,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.backward_operations = 0
         """So many there were in the backward pass of the latest step."""
         self.operations = 0
-        self.step_began = 0
-        """Number of the operation with which the latest step began."""
         self.pieces: dict[int, Piece] = {}
-        self.stop_at: int | None = None
-        """After so many operations of a step `at_stop` is called: to look at what is there."""
-        self.at_stop: Callable[[], None] | None = None
+        self.at_height: Callable[[int], None] | None = None
+        """Is called with the bytes in use whenever they rise above `height`, which is raised by that and a little."""
+        self.height = 0
         self.paused = False
         """Whether operations are let through unseen, as while another recorder looks at them."""
         self._device = device
@@ -101,7 +100,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def enter(self, phase: Phase) -> None:
         """From now on the run is in this phase."""
         if phase is not Phase.IDLE and self.phase is Phase.IDLE:
-            self.step_began = self.operations
             self.backward_operations = 0
         self.phase = phase
         self._note_peak(phase)  # what is held when it begins, is held during it
@@ -113,11 +111,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def rise(self, size: int) -> None:
         """Note that for a moment so much more was in use, in pieces of their own."""
+        if self.at_height is not None and self.in_use + size > self.height:
+            self.height = int((self.in_use + size) * _NOTABLE)
+            self.at_height(self.in_use + size)
         if self._allocator is not None:
             self._allocator.stretch(size)
         peak = self.peaks[self.current_phase()]
         if self.in_use + size > peak.bytes:
-            peak.bytes, peak.at = self.in_use + size, self.operations
+            peak.bytes = self.in_use + size
 
     @contextmanager
     def aside(self, *watchers: Watcher, phase: Phase | None = None) -> Iterator[Recorder]:
@@ -159,8 +160,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_peak(phase, hidden)
         for watcher in self._watchers:
             watcher.saw(phase, func, args, kwargs, out)
-        if self.operations - self.step_began == self.stop_at and self.at_stop is not None:
-            self.at_stop()
+        if self.at_height is not None and self.in_use + hidden > self.height:
+            self.height = int((self.in_use + hidden) * _NOTABLE)
+            self.at_height(self.in_use + hidden)
         return out
 
     def _note_peak(self, phase: Phase, hidden: int = 0) -> None:
@@ -171,7 +173,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._allocator.free(self._allocator.allocate(hidden))
             peak.reserved = max(peak.reserved, self._allocator.reserved)
         if self.in_use + hidden > peak.bytes:
-            peak.bytes, peak.at = self.in_use + hidden, self.operations
+            peak.bytes = self.in_use + hidden
 
     def _hold(self, tensor: Tensor, phase: Phase, *, sent: bool) -> None:
         device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device

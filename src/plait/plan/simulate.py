@@ -1,15 +1,14 @@
 """One rank's training step, run by the real code on tensors without values.
 
 [Note: two steps] The first step makes the optimizer's state, and lets DTensor find out how its operations are spread;
-the second is what every later step is like. A third goes as far as the operation at which most memory was in use, and
-looks whose it is.
+the second is what every later step is like.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +110,7 @@ def simulate(
             recorder.end_at = recorder.backward_operations - recorder.backward_operations // max(layers, 1)
         timing.restart()
         recorder.peaks = defaultdict(Peak, {Phase.BUILD: recorder.peaks[Phase.BUILD]})
+        parts = _look_when_high(recorder, engine) if detailed else {}
         step()
         timing.stop()
         example = make_example(config, batch.micro)
@@ -121,8 +121,10 @@ def simulate(
             engine.pipeline.transport.handed_on if engine.pipeline is not None else None,
             notes,
         )
-        if detailed:
-            numbers |= {f"part.{part}": size for part, size in _look_at_peak(recorder, engine, step).items()}
+        numbers |= {f"part.{part}": size for part, size in parts.items()}
+        if parts:  # it was looked at shortly before the very top
+            highest = max(value for key, value in numbers.items() if key.startswith("peak.") and key != "peak.build")
+            numbers["part.temporaries"] = numbers.get("part.temporaries", 0) + highest - sum(parts.values())
         del workspace
         return found
 
@@ -139,25 +141,17 @@ def _numbers(recorder: Recorder, timing: Timing, engine: NativeEngine, tokens: i
     return numbers
 
 
-class _Seen(Exception):  # noqa: N818  # no error
-    """The moment that was waited for has been looked at: the step need not go on."""
-
-
-def _look_at_peak(recorder: Recorder, engine: NativeEngine, step: Callable[[], None]) -> dict[str, int]:
-    """Run the step again up to its highest moment, and sort what is in use by whose it is."""
+def _look_when_high(recorder: Recorder, engine: NativeEngine) -> dict[str, int]:
+    """Whose the memory is at the highest moment yet to come, filled in when it comes."""
     parts: dict[str, int] = {}
-    of_step = [peak for phase, peak in recorder.peaks.items() if phase is not Phase.BUILD]
-    peak = max((*of_step, recorder.end), key=lambda each: each.bytes)
 
-    def look() -> None:
+    def look(height: int) -> None:
+        parts.clear()
         parts.update(classify(recorder, engine))
-        parts["kernel workspaces"] = parts.get("kernel workspaces", 0) + max(0, peak.bytes - recorder.in_use)
-        raise _Seen
+        hidden = height - recorder.in_use  # what a kernel takes for itself
+        parts["kernel workspaces"] = parts.get("kernel workspaces", 0) + hidden
 
-    recorder.at_stop = look
-    recorder.stop_at = peak.at - recorder.step_began
-    with suppress(_Seen):
-        step()
+    recorder.at_height = look
     return parts
 
 

@@ -16,6 +16,7 @@ from plait.monitor import Monitor, build_monitor
 from plait.runner.describe import describe_run
 from plait.runner.elastic import possible_sizes
 from plait.runner.evaluate import evaluate
+from plait.runner.forecast import Foresight, write_report
 from plait.runner.hooks import Hook, HookTable, build_hooks
 from plait.runner.loop import train_loop
 from plait.runner.metrics import Metric
@@ -99,6 +100,9 @@ class Runner:
         self.metrics = list(metrics)
         self.hooks = HookTable([*build_hooks(self.config.hooks), *hooks])
         self.saver = Saver(self)
+        self.foresight = Foresight(self)
+        self.step_time: float | None = None
+        """Seconds of a step, as last logged."""
         self.epoch = 0
         """Epochs that are complete."""
         self.step_in_epoch = 0
@@ -119,6 +123,7 @@ class Runner:
     def world(self) -> World:
         """The processes of this run."""
         if self._world is None:
+            self.foresight.look(self._model, self._loss_fn, self._objects.get("data"), self._collate)
             self._world = open_world(self.config)
             if self._world.owns_processes:
                 atexit.register(self._leave)
@@ -146,6 +151,7 @@ class Runner:
 
     def _build(self) -> None:
         config, world = self.config, self.world
+        self.foresight.agree()
         world.heartbeat.belongs_to(str(Path(config.work_dir).absolute()))
         self.batch = batch_of(config, world.layout.data_parallel, self._objects.get("data"))
         world.heartbeat.can_go_on_with(possible_sizes(config, world.ranks, self._objects.get("data"), self.batch))
@@ -226,6 +232,7 @@ class Runner:
         on_main(self.world, lambda: self._make_work_dir(training=True))
         self.stop_reason = None
         self.emit(EventKind.RUN_START, **describe_run(self))
+        self.foresight.tell()
         start, first, reason = time.perf_counter(), engine.steps, "failed"
         measured: dict[str, Any] = {}
         try:
@@ -241,16 +248,20 @@ class Runner:
             raise
         finally:
             seconds = time.perf_counter() - start
-            self.emit(EventKind.RUN_END, reason=reason, seconds=seconds, steps=engine.steps - first, **measured)
+            ended = {"reason": reason, "seconds": seconds, "steps": engine.steps - first, **measured}
+            self.emit(EventKind.RUN_END, **ended)
+            if self.world.is_main:
+                write_report(Path(self.config.work_dir) / "report.json", ended)
 
     def _measured(self) -> dict[str, Any]:
         """What is known of a run at its end; every rank must ask."""
+        found = self.foresight.compare()
         bubble = self.engine.bubble()
-        if bubble is None:
-            return {}
-        if self.world.is_main:
-            self.emit(EventKind.MESSAGE, level="info", text=str(bubble))
-        return {"pipeline": asdict(bubble)}
+        if bubble is not None:
+            found["pipeline"] = asdict(bubble)
+            if self.world.is_main:
+                self.emit(EventKind.MESSAGE, level="info", text=str(bubble))
+        return found
 
     def validate(self) -> dict[str, float]:
         """Measure on `val_data`."""
@@ -345,6 +356,8 @@ class Runner:
         """Tell the sinks that something happened."""
         assert self._monitor is not None
         step = 0 if self._engine is None else self._engine.steps
+        if kind is EventKind.TRAIN:
+            self.step_time = data.get("time", self.step_time)
         # The epoch that the latest step belongs to, counted from 1.
         epoch = self.epoch + 1 if self.step_in_epoch else max(self.epoch, 1)
         self._monitor.emit(Event(kind, step, epoch, data))

@@ -12,6 +12,7 @@ from plait.config import ResolvedBatch, RunConfig, resolve_batch
 from plait.config.data import DataConfig, JsonlData, TextData
 from plait.config.train import BatchConfig
 from plait.data import Loader, adopt, build_dataset, is_stream, prepare, tokenizer_path
+from plait.data.collate import stack
 from plait.errors import ConfigError, Problem
 from plait.world import World, on_main
 
@@ -22,7 +23,10 @@ def is_section(value: Any) -> bool:
 
 
 def batch_of(config: RunConfig, data_parallel: int, given: Any) -> ResolvedBatch:
-    """The batch sizes on so many ranks that see different samples; a DataLoader's own batch size is the micro-batch where the section does not say."""
+    """The batch sizes on so many ranks that see different samples.
+
+    A DataLoader's own batch size is the micro-batch where the section does not say.
+    """
     section = config.batch
     if (
         isinstance(given, DataLoader)
@@ -76,6 +80,16 @@ def make_loader(
         collate=collate,
         **common,
     )
+
+
+def first_inputs(data: Any, micro: int, collate: Any) -> Any:
+    """One micro-batch of data that were given as an object, for its shapes; None where looking would use it up."""
+    if isinstance(data, DataLoader):
+        parts = adopt(data)
+        data, collate = parts.dataset, parts.collate
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or len(data) == 0:
+        return None
+    return (collate or stack)([data[index % len(data)] for index in range(micro)])
 
 
 def _described(role: str, section: DataConfig, config: RunConfig, world: World) -> Any:

@@ -33,9 +33,8 @@ NOW_AT = _NOW_AT
 NUMBER = {phase: number for number, phase in enumerate(_PHASES)}
 
 
-def stack_signal() -> int:
-    """The signal on which a rank writes down its stacks. One that hardly anybody has a use for."""
-    return signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+STACK_SIGNAL = signal.SIGURG
+"""On this signal a rank writes down its stacks. One that does nothing to a rank that is not prepared for it."""
 
 
 @dataclass(frozen=True, slots=True)

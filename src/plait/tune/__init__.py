@@ -1,7 +1,7 @@
 """`plait tune`: the fastest settings, found by measuring."""
 
+from plait.plan.candidate import Candidate
 from plait.tune.autotuning import Account, Translated, translate_autotuning
-from plait.tune.candidate import Candidate
 from plait.tune.config import TuneConfig, make_tune_config
 from plait.tune.order import Rank, rank_by_rule
 from plait.tune.search import Tuned, tune

@@ -23,7 +23,7 @@ from typing import Any
 
 from plait.config import RunConfig, to_dict
 from plait.errors import ConfigError, Problem
-from plait.tune.candidate import Candidate
+from plait.plan.candidate import Candidate
 from plait.tune.config import TuneConfig
 from plait.tune.trial import Outcome
 

@@ -1,4 +1,4 @@
-"""In which order candidates are tried."""
+"""What is tried, and in which order."""
 
 from __future__ import annotations
 
@@ -6,13 +6,36 @@ import random
 from collections.abc import Callable, Sequence
 
 from plait.config import RunConfig
-from plait.tune.candidate import Candidate
+from plait.plan.candidate import Candidate
+from plait.plan.space import Space
 from plait.tune.config import TuneConfig
 
 Rank = Callable[[RunConfig, Sequence[Candidate]], Sequence[Candidate]]
 """Candidates in the order in which they are expected to be fast. One that is left out is tried last."""
 
 _RECOMPUTE_COST = {"none": 0, "every": 1, "selective": 1, "auto": 1, "full": 2}
+
+
+def space_of(run: RunConfig, tune: TuneConfig) -> Space:
+    """What is varied: as asked, without compiling where that cannot work."""
+    return Space(
+        tune.nproc,
+        tuple(each for each in tune.dimensions if each != "compile" or _can_compile(run)),
+        tune.space,
+        tune.micro_min,
+        tune.micro_max,
+        tune.micro_count,
+    )
+
+
+def _can_compile(run: RunConfig) -> bool:
+    import torch
+
+    from plait.config.strategy import CompileConfig
+    from plait.parallel.compiling import why_not
+
+    there = run.device in ("auto", "cuda") and torch.cuda.is_available()
+    return why_not(CompileConfig(), torch.device("cuda" if there else "cpu")) is None
 
 
 def in_order(run: RunConfig, found: Sequence[Candidate], tune: TuneConfig, rank: Rank) -> list[Candidate]:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from plait.config import RunConfig, parse, to_yaml
 from plait.errors import ConfigError, TrainingError
+from plait.plan.candidate import Candidate
+from plait.plan.space import candidates
 from plait.tune.book import Book, Record, replace_file
-from plait.tune.candidate import Candidate
 from plait.tune.config import TuneConfig
 from plait.tune.legal import check_run, effective, in_one_line
-from plait.tune.order import Rank, in_order, rank_by_rule
-from plait.tune.space import candidates
+from plait.tune.order import Rank, in_order, rank_by_rule, space_of
 from plait.tune.trial import Outcome, run_trial
 
 Say = Callable[[str], None]
@@ -53,7 +53,7 @@ def tune(
     config = config or TuneConfig()
     run = check_run(source, overrides).config
     book = Book(Path(out), run, config, fresh=fresh)
-    found = _legal(candidates(run, config), source, overrides, config, book)
+    found = _legal(candidates(run, space_of(run, config)), source, overrides, config, book)
     ordered = in_order(run, found, config, rank)
     done = sum(book.find(each) is not None for each in ordered)
     say(f"{len(ordered)} settings to try, {done} of them done; results in {book.folder}")

@@ -70,7 +70,7 @@ def _leave() -> None:
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-        _clear_sharding_prop_cache()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 class Valueless(FakeTensorMode):  # type: ignore[no-untyped-call]

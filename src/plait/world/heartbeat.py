@@ -17,7 +17,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ _SHARE = 0.005
 class Heartbeat:
     """What this rank does, for whoever has to explain its end. Without a launcher it is kept, and nobody looks.
 
-    On `spec.beat.stack_signal` the stacks of all threads go to a file beside it, and so they do before a crash.
+    On `spec.beat.STACK_SIGNAL` the stacks of all threads go to a file beside it, and so they do before a crash.
     """
 
     def __init__(self, folder: Path | None = None, rank: int = 0, *, timeout_s: float = 0.0) -> None:
@@ -135,8 +134,7 @@ def _create(path: Path) -> int:
 def _dump_stacks_into(path: Path) -> None:
     """On the launcher's signal, and before a crash, the stacks of all threads go to a file."""
     stacks = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-    with suppress(AttributeError, ValueError):  # no such signals on this system
-        faulthandler.register(layout.stack_signal(), file=stacks, all_threads=True)
+    faulthandler.register(layout.STACK_SIGNAL, file=stacks, all_threads=True)
     if not faulthandler.is_enabled():
         faulthandler.enable(file=stacks, all_threads=True)
 

@@ -129,12 +129,12 @@ def test_torchruns_way_starts_the_ranks_of_one_host_of_several() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ["--elastic_training", "--nproc_per_node", "2"],
+        ["--elastic_training", "--rdzv_conf", "timeout=60", "--nproc_per_node", "2"],
         ["--rdzv_backend", "c10d", "--rdzv_endpoint", "h:1", "--nnodes", "1:3", "--nproc_per_node", "2"],
         ["--standalone", "--nproc_per_node", "2"],
     ],
 )
-def test_elasticity_brings_torchs_agent(words: list[str]) -> None:
+def test_torchruns_own_flags_bring_torchs_agent(words: list[str]) -> None:
     (command,) = setup(*words, "t.py", "--x").commands()
     assert command.argv[1:3] == ("-m", "torch.distributed.run")
     assert "--nproc-per-node=2" in command.argv
@@ -143,8 +143,9 @@ def test_elasticity_brings_torchs_agent(words: list[str]) -> None:
     assert "RANK" not in command.environment
 
 
-def test_elastic_hosts_may_fail_down_to_the_least() -> None:
-    made = setup("-H", "hosts", "--elastic_training", "--min_elastic_nodes", "1", "--num_gpus", "2", "t.py")
+def test_hosts_of_torchs_agent_may_fail_down_to_the_least() -> None:
+    words = ["--elastic_training", "--min_elastic_nodes", "1", "--num_gpus", "2", "--rdzv_backend", "c10d"]
+    made = setup("-H", "hosts", *words, "t.py")
     job = made.final_job()
     assert job.spare == 1
     assert job.once_per_node
@@ -166,7 +167,8 @@ def test_elastic_hosts_may_fail_down_to_the_least() -> None:
         (["-H", "absent", "t.py"], "'absent' cannot be read"),
         (["--launcher", "slurm", "-H", "hosts", "t.py"], "hosts come from Slurm"),
         (["--launcher", "mpich", "--elastic_training", "t.py"], "elastic training goes with ssh"),
-        (["--elastic_training", "--pass_local_rank", "t.py"], "--pass_local_rank is not for elastic training"),
+        (["--launcher", "pdsh", "--elastic_training", "t.py"], "elastic training goes with ssh"),
+        (["--standalone", "--pass_local_rank", "t.py"], "--pass_local_rank is not for torch's elastic agent"),
         (["--nproc_per_node", "many", "t.py"], "'many' is no number of ranks"),
         (["-i", "localhost:5", "--nproc_per_node", "2", "t.py"], "'localhost' has no slot 5"),
         (["-H", "hosts", "--nproc_per_node", "5", "t.py"], "has only 2 slots"),

@@ -14,7 +14,7 @@ import pytest
 
 from plait.errors import CheckpointError, ConfigError, Problem, WorldError
 from plait.launch import cpu_count, free_port, gpu_count, launched_size, run_ranks, tell
-from plait.launch.failure import Messages
+from plait.launch.failure import Messages, merged
 
 PYTHON = sys.executable
 
@@ -94,7 +94,8 @@ time.sleep(600)
     os.kill(pids[1], signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
-    assert errors == "plait: rank 1 was ended by SIGKILL\n"
+    assert "\nrank 1 was ended by SIGKILL, and not for want of memory" in errors
+    assert "rank 0: was ended by the launcher" in errors
     assert_gone(pids)  # even the one that does not listen
 
 
@@ -190,7 +191,7 @@ def test_messages_name_the_ranks_only_where_they_differ(monkeypatch: pytest.Monk
         for rank, text in ((0, "x"), (10, "y"), (2, "x")):
             monkeypatch.setenv("RANK", str(rank))
             tell(CheckpointError(text))
-        assert messages.texts() == ["rank 0, 2: x", "rank 10: y"]
+        assert merged(messages.raw()) == ["rank 0, 2: x", "rank 10: y"]
 
 
 def test_a_free_port_can_be_listened_on() -> None:

@@ -94,7 +94,7 @@ import sys
 from plait.launch import fleet
 from plait.launch.job import Job
 fleet.SAY_S, fleet.GRACE_S = 0.3, 1.0
-sys.exit(fleet.run_fleet(Job.from_json({job.to_json()!r}), {commands!r}, patience=1.0))
+sys.exit(fleet.run_fleet(Job.from_json({job.to_json()!r}), {commands!r}, patience=1.0).code)
 """
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -146,13 +146,13 @@ os.kill(os.getpid(), 9)
     found = pids(tmp_path, 1)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
-    assert "plait: rank 0 on a was ended by SIGKILL" in errors
+    assert "rank 0 on a was ended by SIGKILL" in errors
     assert_gone(found)
 
 
 def test_a_host_that_cannot_be_reached_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     job = python("pass", Node("nowhere", (0,)))
-    assert run_fleet(job, [[sys.executable, "-c", "raise SystemExit('connection refused')"]], patience=None) != 0
+    assert run_fleet(job, [[sys.executable, "-c", "raise SystemExit('connection refused')"]], patience=None).code != 0
     errors = capfd.readouterr().err
     assert "nowhere: connection refused" in errors
     assert "rank 0 on nowhere is lost" in errors
@@ -160,7 +160,7 @@ def test_a_host_that_cannot_be_reached_is_named(capfd: pytest.CaptureFixture[str
 
 def test_what_cannot_be_started_on_a_host_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     job = Job((os.path.join(os.sep, "no", "such", "program"),), (Node("a", (0,)),))
-    assert run_fleet(job, [node_words(0)], patience=None) != 0
+    assert run_fleet(job, [node_words(0)], patience=None).code != 0
     assert "a: rank 0 of 1 could not be started" in capfd.readouterr().err
 
 

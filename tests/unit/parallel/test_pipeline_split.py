@@ -15,7 +15,15 @@ from plait.config.model import GptConfig, LlamaConfig
 from plait.errors import ConfigError, ModelError
 from plait.models.gpt.model import Gpt
 from plait.models.llama.model import Llama
-from plait.parallel.pipeline import LayerSpec, LayerStack, TiedLayerSpec, make_stages, measure_layers, plan_stages
+from plait.parallel.pipeline import (
+    LayerSpec,
+    LayerStack,
+    TiedLayerSpec,
+    make_stages,
+    measure_layers,
+    plan_stages,
+    tie_stages,
+)
 from plait.parallel.pipeline.balance import balance, cut_at
 
 SIZES: dict[str, Any] = {"vocab_size": 32, "dim": 8, "layers": 4, "heads": 2, "seq_len": 8}
@@ -107,6 +115,28 @@ def test_splitting_a_model_with_values_copies_none_of_them() -> None:
     pointers = {p.data_ptr() for p in model.parameters()}
     stages = make_stages(plan_stages(model, ranks=1, schedule="interleaved_1f1b"), 0)
     assert {p.data_ptr() for stage in stages for p in stage.module.parameters()} == pointers
+
+
+def test_stages_of_one_rank_can_hold_one_embedding() -> None:
+    model = Gpt(GptConfig(type="gpt", **SIZES))
+    stages = make_stages(plan_stages(model, ranks=2, schedule="zbv"), 0, one_copy=True)
+    assert [dict(stage.tied) for stage in stages] == [{}, {}]
+    first, last = (stage.module for stage in stages)
+    assert first.embedding.weight is not last.embedding.weight
+    tie_stages([first, last])
+    assert first.embedding.weight is last.embedding.weight
+
+
+def test_stages_of_one_rank_count_as_one_holder_for_the_others() -> None:
+    def words() -> LayerSpec:
+        return TiedLayerSpec("words", nn.Linear, 4, 4, bias=False)
+
+    specs = [words(), LayerSpec(nn.ReLU), words(), words()]
+    plan = plan_stages(specs, ranks=2, schedule="zbv", split=["1", "2", "3"])
+    assert plan.tied == {"tied.words.weight": (0, 2, 3)}
+    tied = [{stage.index: dict(stage.tied) for stage in make_stages(plan, rank, one_copy=True)} for rank in (0, 1)]
+    holders = {"tied.words.weight": (0, 2)}
+    assert tied == [{0: holders, 3: {}}, {1: {}, 2: holders}]
 
 
 def test_the_head_and_the_embedding_count() -> None:

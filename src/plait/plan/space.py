@@ -2,65 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 from plait.config import RunConfig, resolve_batch, resolve_layout
 from plait.config.model import GptConfig, LlamaConfig
-from plait.tune.candidate import Candidate
-from plait.tune.config import TuneConfig
+from plait.plan.candidate import Candidate
 
 Settings = dict[str, Any]
 
+DIMENSIONS = ("zero", "layout", "recompute", "micro", "compile")
+"""What can be varied without the user's naming keys."""
 
-def candidates(run: RunConfig, tune: TuneConfig) -> list[Candidate]:
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What is varied."""
+
+    ranks: int
+    dimensions: tuple[str, ...] = DIMENSIONS
+    values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """The user's own keys, and what to try for each; a dimension that would set one of them stands back."""
+    micro_min: int = 1
+    micro_max: int = 1024
+    micro_count: int = 5
+    """At most so many micro-batch sizes."""
+
+
+def candidates(run: RunConfig, space: Space) -> list[Candidate]:
     """The run as it is written, then every combination of the values to try. Some may turn out to make no run."""
     dims: list[list[Settings]] = [
-        _zero(run, tune),
-        _layouts(run, tune),
-        _choices("recompute", "strategy.recompute.mode", ("none", "selective", "full"), tune),
-        _choices("compile", "strategy.compile.enabled", (False, True), tune) if _can_compile(run) else [{}],
-        *([{key: value} for value in values] for key, values in tune.space.items()),
+        _zero(run, space),
+        _layouts(run, space),
+        _choices("recompute", "strategy.recompute.mode", ("none", "selective", "full"), space),
+        _choices("compile", "strategy.compile.enabled", (False, True), space),
+        *([{key: value} for value in values] for key, values in space.values.items()),
     ]
     combined = [{key: value for part in parts for key, value in part.items()} for parts in product(*dims)]
-    found = [Candidate(settings | batch) for settings in combined for batch in _batches(run, settings, tune)]
+    found = [Candidate(settings | batch) for settings in combined for batch in _batches(run, settings, space)]
     return list({each.key: each for each in [Candidate({}), *found]}.values())
 
 
-def _wanted(dimension: str, tune: TuneConfig, *keys: str) -> bool:
+def _wanted(dimension: str, space: Space, *keys: str) -> bool:
     """Whether a dimension is varied: asked for, and none of its keys is the user's own."""
-    return dimension in tune.dimensions and not any(
-        own == key or own.startswith(f"{key}.") or key.startswith(f"{own}.") for own in tune.space for key in keys
+    return dimension in space.dimensions and not any(
+        own == key or own.startswith(f"{key}.") or key.startswith(f"{own}.") for own in space.values for key in keys
     )
 
 
-def _choices(dimension: str, key: str, values: tuple[Any, ...], tune: TuneConfig) -> list[Settings]:
-    return [{key: value} for value in values] if _wanted(dimension, tune, key) else [{}]
+def _choices(dimension: str, key: str, values: tuple[Any, ...], space: Space) -> list[Settings]:
+    return [{key: value} for value in values] if _wanted(dimension, space, key) else [{}]
 
 
-def _zero(run: RunConfig, tune: TuneConfig) -> list[Settings]:
-    if tune.nproc == 1 or not _wanted("zero", tune, "strategy.zero", "strategy.sharding"):
+def _zero(run: RunConfig, space: Space) -> list[Settings]:
+    if space.ranks == 1 or not _wanted("zero", space, "strategy.zero", "strategy.sharding"):
         return [{}]
     clear: Settings = {} if run.strategy.sharding is None else {"strategy.sharding": None}
     return [{**clear, "strategy.zero": stage} for stage in range(4)]
 
 
-def _layouts(run: RunConfig, tune: TuneConfig) -> list[Settings]:
+def _layouts(run: RunConfig, space: Space) -> list[Settings]:
     """Tensor and pipeline parallelism, for models that are known to be able to; data parallelism takes the rest."""
     model, layout = run.model, run.strategy.layout
     if (
-        tune.nproc == 1
+        space.ranks == 1
         or not isinstance(model, GptConfig | LlamaConfig)
-        or not _wanted("layout", tune, "strategy.layout")
+        or not _wanted("layout", space, "strategy.layout")
     ):
         return [{}]
     heads = (getattr(model, "kv_heads", None) or model.heads, model.heads)
-    sizes = range(1, tune.nproc + 1)
+    sizes = range(1, space.ranks + 1)
     pairs = [
         (tp, pp)
         for tp, pp in product(sizes, sizes)
-        if tune.nproc % (tp * pp * layout.cp * layout.ep) == 0
+        if space.ranks % (tp * pp * layout.cp * layout.ep) == 0
         and all(n % tp == 0 for n in heads)
         and pp <= model.layers
     ]
@@ -72,33 +89,23 @@ def _layouts(run: RunConfig, tune: TuneConfig) -> list[Settings]:
     return [{**free, "strategy.layout.tp": tp, "strategy.layout.pp": pp} for tp, pp in ordered]
 
 
-def _can_compile(run: RunConfig) -> bool:
-    import torch
-
-    from plait.config.strategy import CompileConfig
-    from plait.parallel.compiling import why_not
-
-    there = run.device in ("auto", "cuda") and torch.cuda.is_available()
-    return why_not(CompileConfig(), torch.device("cuda" if there else "cpu")) is None
-
-
-def _batches(run: RunConfig, settings: Settings, tune: TuneConfig) -> Iterator[Settings]:
+def _batches(run: RunConfig, settings: Settings, space: Space) -> Iterator[Settings]:
     """Ways to cut the global batch, which stays the same in every layout."""
-    if any(key == "batch" for key in tune.space):
+    if any(key == "batch" for key in space.values):
         yield {}
         return
-    fixed = _fixed_batch(run, settings, tune)
-    if not _wanted("micro", tune, "batch.micro", "batch.accumulation", "batch.total"):
+    fixed = _fixed_batch(run, settings, space)
+    if not _wanted("micro", space, "batch.micro", "batch.accumulation", "batch.total"):
         keep = run.batch.micro if "batch.accumulation" not in settings else None
         yield {"batch.micro": keep, **fixed, **{key: settings[key] for key in settings if key.startswith("batch.")}}
         return
-    share, left = divmod(fixed["batch.total"], _data_parallel(settings, run, tune))
-    for micro in [None] if left else _sizes(share, tune):  # what cannot be cut evenly is refused, with its reason
+    share, left = divmod(fixed["batch.total"], _data_parallel(settings, run, space))
+    for micro in [None] if left else _sizes(share, space):  # what cannot be cut evenly is refused, with its reason
         yield {**fixed, "batch.micro": micro}
 
 
-def _fixed_batch(run: RunConfig, settings: Settings, tune: TuneConfig) -> Settings:
-    layout = resolve_layout(run.strategy, size=tune.nproc, local_size=tune.nproc)
+def _fixed_batch(run: RunConfig, settings: Settings, space: Space) -> Settings:
+    layout = resolve_layout(run.strategy, size=space.ranks, local_size=space.ranks)
     micro_batches = run.strategy.pipeline.micro_batches
     total = resolve_batch(run.batch, layout.data_parallel, micro_batches=micro_batches).total
     fixed: Settings = {"batch.total": total, "batch.accumulation": None}
@@ -107,22 +114,22 @@ def _fixed_batch(run: RunConfig, settings: Settings, tune: TuneConfig) -> Settin
     return fixed
 
 
-def _data_parallel(settings: Settings, run: RunConfig, tune: TuneConfig) -> int:
+def _data_parallel(settings: Settings, run: RunConfig, space: Space) -> int:
     """Ranks that see different samples, as far as the settings say; the check of the whole run comes later."""
     sizes = {
         axis: settings.get(f"strategy.layout.{axis}", getattr(run.strategy.layout, axis)) for axis in ("tp", "pp", "cp")
     }
     others = [size for size in sizes.values() if isinstance(size, int) and size > 0]
-    ranks = tune.nproc
+    ranks = space.ranks
     for size in others:
         ranks //= size
     return max(ranks, 1)
 
 
-def _sizes(share: int, tune: TuneConfig) -> list[int]:
+def _sizes(share: int, space: Space) -> list[int]:
     """Divisors of a rank's share, largest first, spread evenly where there are too many."""
-    divisors = [n for n in range(min(share, tune.micro_max), tune.micro_min - 1, -1) if share % n == 0]
-    count = min(tune.micro_count, len(divisors))
+    divisors = [n for n in range(min(share, space.micro_max), space.micro_min - 1, -1) if share % n == 0]
+    count = min(space.micro_count, len(divisors))
     if count < 2:
         return divisors[:count]
     return [divisors[round(i * (len(divisors) - 1) / (count - 1))] for i in range(count)]

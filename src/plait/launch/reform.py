@@ -1,0 +1,199 @@
+"""Starting again after a failure: with the same ranks, or with those that are left, or with more that came back.
+
+Each attempt has processes of its own, which find each other at a fresh port, so nothing of the last one can be in
+their way. They go on from the last checkpoint: `PLAIT_ATTEMPT` tells the Runner so.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from plait.launch.job import Job, Node
+from plait.launch.outcome import Outcome
+from plait.launch.postmortem import TOLD, Finding, find
+from plait.launch.records import causes
+
+GRACE_S = 2.0
+"""How long ranks may take to leave once one has failed. They wait for it, and cannot finish a step."""
+PROBE_S = 10.0
+"""How often a host that is away is asked whether it is back."""
+WAIT_S = 600.0
+"""How long to wait for hosts where too few are left."""
+
+Slot = tuple[str, int]
+Reach = Callable[[str, Sequence[str]], list[str]]
+"""(host, words) → the command that runs them there."""
+
+
+@dataclass
+class Crew:
+    """Who could take part, who does, and what is known about the sizes that fit."""
+
+    job: Job
+    least: int
+    """Hosts that must be there."""
+    most: int
+    reach: Reach
+    away: set[str] = field(default_factory=set)
+    """Hosts that no longer answer."""
+    bad: set[Slot] = field(default_factory=set)
+    """Slots on which ranks fail again and again."""
+    sizes: tuple[int, ...] = ()
+    """Numbers of ranks that fit the run; none: any does."""
+    size: int = 0
+    _probes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _next: float = 0.0
+
+    def nodes(self) -> tuple[Node, ...]:
+        """The hosts that are there, with their good slots; at most as many as wanted."""
+        found = []
+        for node in self.job.nodes:
+            slots = tuple(slot for slot in node.slots if (node.host, slot) not in self.bad)
+            if slots and node.host not in self.away:
+                found.append(Node(node.host, slots))
+        return tuple(found[: self.most])
+
+    def fitting(self, available: int) -> int:
+        """The most ranks, of those there are, with which the run can go on; 0: none."""
+        if not self.sizes:
+            return available
+        return max((size for size in self.sizes if size <= available), default=0)
+
+    def someone_is_back(self) -> bool:
+        """Ask hosts that are away, in the background; whether one has come back and would make the run larger."""
+        if not self.away:
+            return False
+        if time.monotonic() > self._next:
+            self._next = time.monotonic() + PROBE_S
+            self._ask()
+        back = {host for host, probe in self._probes.items() if probe.poll() == 0}
+        self._probes = {host: probe for host, probe in self._probes.items() if probe.poll() is None}
+        self.away -= back
+        return bool(back) and self.fitting(sum(len(node.slots) for node in self.nodes())) > self.size
+
+    def _ask(self) -> None:
+        for host in self.away - self._probes.keys():
+            quiet = subprocess.DEVNULL
+            command = self.reach(host, ["true"])
+            self._probes[host] = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, process_group=0)
+
+    def close(self) -> None:
+        """Ask no more."""
+        for probe in self._probes.values():
+            probe.kill()
+            probe.wait()
+
+
+def run_again_and_again(crew: Crew, once: Callable[[Job, Callable[[], bool]], Outcome], *, restarts: int) -> int:
+    """Attempt a job until it ends well, or there is no use in another attempt; returns the last exit code."""
+    last: tuple[str, int, Slot] | None = None
+    attempt = done = 0
+    try:
+        while True:
+            nodes = _cut(crew.nodes(), crew.fitting(sum(len(node.slots) for node in crew.nodes())))
+            crew.size = sum(len(node.slots) for node in nodes)
+            outcome = once(_attempt(crew, nodes, attempt), crew.someone_is_back)
+            attempt += 1
+            if outcome.interrupted or (outcome.code == 0 and not outcome.reform):
+                return outcome.code
+            crew.sizes = next((r.evidence.beat.sizes for r in outcome.records if r.evidence.beat), crew.sizes)
+            if outcome.reform:
+                _say("hosts have come back; all ranks saved, left, and start again together")
+                continue
+            crew.away |= {record.place.host for record in outcome.records if record.lost}
+            found = find(outcome.records, hung=outcome.hung)
+            if (why := _useless(found, outcome)) is not None:
+                return _give_up(why, outcome)
+            done += 1
+            if done > restarts:
+                return _give_up(f"{restarts} new beginnings are all that --max_restarts allows", outcome)
+            place = _place(found)
+            if place is not None and last is not None and place[:2] == last[:2]:
+                if place[2] != last[2]:
+                    return _give_up("another rank failed in the same place before, so the run itself does", outcome)
+                crew.bad.add(place[2])
+                _say(f"slot {place[2][1]} of {place[2][0]} failed twice in the same place and is left out")
+            last = place
+            if (why := _too_few(crew)) is not None:
+                return _give_up(why, outcome)
+            _tell(crew, done, restarts)
+    finally:
+        crew.close()
+
+
+def _attempt(crew: Crew, nodes: tuple[Node, ...], attempt: int) -> Job:
+    most = sum(len(node.slots) for node in crew.job.nodes)
+    told = {"PLAIT_ATTEMPT": str(attempt), "PLAIT_MOST_RANKS": str(most)}
+    return replace(crew.job, nodes=nodes, environment={**crew.job.environment, **told})
+
+
+def _cut(nodes: Sequence[Node], size: int) -> tuple[Node, ...]:
+    """The first so many slots."""
+    found = []
+    for node in nodes:
+        slots = node.slots[:size]
+        size -= len(slots)
+        if slots:
+            found.append(Node(node.host, slots))
+    return tuple(found)
+
+
+def _useless(found: Finding, outcome: Outcome) -> str | None:
+    """Why another attempt would end like this one."""
+    failed = causes(outcome.records)
+    if any(record.message for record in failed) and all(record.exit_code == TOLD for record in failed):
+        return "what is wrong will be wrong again"
+    if not any(record.pid for record in outcome.records):
+        return "no rank could be started"
+    return None
+
+
+def _place(found: Finding) -> tuple[str, int, Slot] | None:
+    """Where in the run it failed, and on which slot; None where that is not known."""
+    if not found.records:
+        return None
+    record = found.records[0]
+    beat = record.evidence.beat
+    if record.lost:
+        return None
+    return found.verdict.what, -1 if beat is None else beat.step, (record.place.host, record.place.slot)
+
+
+def _too_few(crew: Crew) -> str | None:
+    """Wait for hosts where too few are left; why it is in vain."""
+    deadline = time.monotonic() + WAIT_S
+    if len(crew.nodes()) < crew.least:
+        _say(f"{len(crew.nodes())} hosts are left, and {crew.least} are needed: waiting for others to come back")
+    while len(crew.nodes()) < crew.least:
+        if time.monotonic() > deadline or not crew.away:
+            return f"{len(crew.nodes())} hosts are left, and {crew.least} are needed"
+        crew.someone_is_back()
+        time.sleep(0.2)
+    available = sum(len(node.slots) for node in crew.nodes())
+    if crew.fitting(available) == 0:
+        sizes = ", ".join(map(str, crew.sizes))
+        return (
+            f"{available} ranks are left, but the layout and the batch fit only {sizes}; set batch.total, and leave "
+            "batch.micro or batch.accumulation open"
+        )
+    return None
+
+
+def _tell(crew: Crew, done: int, restarts: int) -> None:
+    available = sum(len(node.slots) for node in crew.nodes())
+    size = crew.fitting(available)
+    rest = f", of {available} that are there: only so many fit the layout and the batch" if size < available else ""
+    _say(f"starting again from the last checkpoint with {size} ranks{rest} (new beginning {done} of {restarts})")
+
+
+def _give_up(why: str, outcome: Outcome) -> int:
+    _say(f"not started again: {why}")
+    return outcome.code or 1
+
+
+def _say(text: str) -> None:
+    print(f"plait: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,131 @@
+"""The plan that every run makes of itself before it starts."""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from plait.config.run import RunConfig
+from plait.errors import ConfigError, PlaitError, Problem
+from plait.plan.aside import in_a_child
+from plait.plan.hardware import Hardware, find_hardware, hardware_here
+from plait.plan.ladder import climb
+from plait.plan.plan import Plan, make_plan
+
+_PATIENCE_S = 180.0
+"""How long a run waits for its plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a run expects of itself. Plain values: it travels between ranks."""
+
+    peak_gib: float
+    """What the device's own account will say: tensors on a GPU, the whole process on a CPU."""
+    needed_gib: float
+    memory_gib: float
+    seconds: float | None
+    """Of a step; None where the machine's speed is not known."""
+    took: float
+    refusal: ConfigError | None = None
+    """Why the run should not start."""
+
+
+def forecast(
+    config: RunConfig,
+    *,
+    ranks: int,
+    local_ranks: int,
+    model: Any = None,
+    loss_function: Any = None,
+    example: Any = None,
+) -> Forecast | str:
+    """Plan this run on the machine at hand; a reason where that cannot be.
+
+    `example` is one micro-batch, where the data are no section that tells its shapes. This process stays as it was.
+    """
+
+    def look() -> Forecast | str:
+        return _look(config, ranks, local_ranks, model, loss_function, example)
+
+    return in_a_child(look, seconds=_PATIENCE_S)
+
+
+def _look(
+    config: RunConfig, ranks: int, local_ranks: int, model: Any, loss_function: Any, example: Any
+) -> Forecast | str:
+    start = time.perf_counter()
+    try:
+        machine = _machine(config, local_ranks)
+        options: dict[str, Any] = {"model": _maker(model), "loss_function": loss_function}
+        if example is not None:
+            options["make_example"] = lambda _config, _micro: _blank(example)
+        plan = make_plan(config, machine, ranks=ranks, detailed=False, **options)
+        refusal = None if plan.fits else _refusal(config, plan, machine, ranks, options)
+        known = machine.kind == "cuda" or bool(machine.measured)
+        peak = plan.fullest.account.peak[1] / 2**30
+        return Forecast(
+            peak if machine.kind == "cuda" else plan.needed_gib,
+            plan.needed_gib,
+            machine.memory_gib,
+            plan.seconds if known else None,
+            time.perf_counter() - start,
+            refusal,
+        )
+    except PlaitError as error:
+        return " ".join(str(error).split())
+    except (NotImplementedError, RuntimeError, TypeError, ValueError, AssertionError, AttributeError) as error:
+        # A model may do what tensors without values cannot; its run is not the worse for it.
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _machine(config: RunConfig, local_ranks: int) -> Hardware:
+    if config.plan.hardware is not None:
+        machine = find_hardware(config.plan.hardware)
+    elif config.device in ("auto", "cpu", "cuda"):
+        machine = hardware_here(config.device)
+    else:
+        raise ConfigError(
+            Problem("device", f"{config.device} is no machine that can be planned for", "Use cuda or cpu.")
+        )
+    return replace(machine, per_host=max(machine.per_host, local_ranks))
+
+
+def _maker(model: Any) -> Any:
+    """A model that was given as an object, as a function that makes another of the same shapes."""
+    if not isinstance(model, nn.Module):
+        return model
+
+    def make() -> nn.Module:
+        tensors: dict[int, Any] = {id(buffer): torch.empty_like(buffer) for buffer in model.buffers()}
+        for param in model.parameters():
+            tensors[id(param)] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype), param.requires_grad)
+        return copy.deepcopy(model, tensors)
+
+    return make
+
+
+def _blank(example: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), example)
+
+
+def _refusal(config: RunConfig, plan: Plan, machine: Hardware, ranks: int, options: dict[str, Any]) -> ConfigError:
+    phase, _ = plan.fullest.account.peak
+    if plan.needed_gib > machine.memory_gib:
+        what = (
+            f"each device would need {plan.needed_gib:.1f} GiB, in the {phase} phase, and has {machine.memory_gib:.1f}"
+        )
+    else:
+        what = f"a host would need {plan.host_gib:.0f} GiB, and has {machine.host_memory_gib:.0f}"
+    remedy = "Nothing on the ladder makes it fit here: use more devices, or a smaller model."
+    for rung in climb(config, machine, ranks=ranks, **options):
+        if rung.fits and rung.plan is not None:
+            remedy = f"With `{' '.join(rung.candidate.overrides)}` it needs {rung.plan.needed_gib:.1f} GiB."
+            break
+    return ConfigError(Problem("strategy", what, f"{remedy} `plan=warn` starts it all the same."))

@@ -1,0 +1,140 @@
+"""All ways to spread a run over a machine, from the fastest that fits to those that do not, each with its reason.
+
+[Note: a quick look, then a close one] There are hundreds of ways, and a simulation of one takes a second or two. So a
+few are simulated first, on tensor-parallel ranks alone: one for each number of them and each way to recompute. What
+these take, by layers and samples, gives a quick account of all others (`Quick`). The best by that account are then
+simulated as they are, and these figures count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from plait.config import check, parse
+from plait.config.run import RunConfig
+from plait.errors import ConfigError, PlaitError
+from plait.plan.candidate import Candidate
+from plait.plan.example import example_of
+from plait.plan.hardware import Hardware
+from plait.plan.plan import GIB, Plan, make_plan
+from plait.plan.quick import Quick, quick_look
+from plait.plan.simulate import MakeExample
+from plait.plan.space import Space, candidates
+
+_MARGIN = 1.1
+"""The quick account may be this far off; what it finds too large by more is not looked at again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One way to spread the run."""
+
+    candidate: Candidate
+    config: RunConfig | None
+    reason: str
+    """Why not; empty for a way that works."""
+    quick: Quick | None = None
+    plan: Plan | None = None
+    """Where it was simulated."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """As predicted; by the quick account where there is no better one."""
+        if self.plan is not None:
+            return self.plan.tokens_per_second
+        return 0.0 if self.quick is None else self.quick.tokens_per_second
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What a search has found, fastest first: those that were simulated and fit, then the others."""
+
+    found: tuple[Found, ...]
+    seconds: float
+
+    @property
+    def best(self) -> Found | None:
+        """The fastest that fits; None where nothing does."""
+        return next((each for each in self.found if each.plan is not None and not each.reason), None)
+
+
+def search(
+    config: RunConfig,
+    hardware: Hardware,
+    *,
+    ranks: int,
+    close: int = 8,
+    seconds: float = 50.0,
+    space: Space | None = None,
+    make_example: MakeExample = example_of,
+    say: Callable[[str], None] = lambda text: None,
+) -> Search:
+    """Look at every way to spread a run, and closely at the `close` best, for about so many seconds."""
+    start = time.monotonic()
+    space = space or Space(ranks, ("zero", "layout", "recompute", "micro"))
+    written = config.model_dump(mode="json", exclude_unset=True)
+    legal, refused = _legal(candidates(config, space), written)
+    say(f"{len(legal)} ways to spread the run, {len(refused)} more that no run can have")
+    looked = quick_look(legal, hardware, ranks, make_example)
+    promising, large = [], []
+    for each, quick in zip(legal, looked, strict=True):
+        if isinstance(quick, str):
+            refused.append(replace(each, reason=quick))
+        elif quick.needed_gib > hardware.memory_gib * _MARGIN:
+            reason = f"needs about {quick.needed_gib:.0f} GiB of {hardware.memory_gib:.0f}"
+            large.append(replace(each, quick=quick, reason=reason))
+        else:
+            promising.append(replace(each, quick=quick))
+    promising.sort(key=lambda each: -each.tokens_per_second)
+    simulated: list[Found] = []
+    for index, each in enumerate(promising):
+        fitting = sum(not one.reason for one in simulated)
+        if fitting >= close or (fitting and time.monotonic() - start > seconds):
+            promising = promising[index:]
+            break
+        simulated.append(_simulated(each, hardware, ranks, make_example))
+    else:
+        promising = []
+    fits = sorted((each for each in simulated if not each.reason), key=lambda each: -each.tokens_per_second)
+    fails = [each for each in simulated if each.reason]
+    rest = [replace(each, reason="slower by the quick account; not simulated") for each in promising]
+    return Search((*fits, *rest, *fails, *large, *refused), time.monotonic() - start)
+
+
+def _legal(found: Sequence[Candidate], written: dict[str, Any]) -> tuple[list[Found], list[Found]]:
+    legal, refused = [], []
+    seen: set[str] = set()
+    for candidate in found:
+        try:
+            config = parse(written, candidate.overrides).config
+            check(config, has_val=config.val_data is not None, require_length=False)
+        except ConfigError as error:
+            reason = "; ".join(f"{problem.path}: {problem.message}" for problem in error.problems)
+            refused.append(Found(candidate, None, reason))
+            continue
+        key = config.model_dump_json(include={"strategy", "batch"})
+        if key not in seen:
+            seen.add(key)
+            legal.append(Found(candidate, config, ""))
+    return legal, refused
+
+
+def _simulated(found: Found, hardware: Hardware, ranks: int, make_example: MakeExample) -> Found:
+    assert found.config is not None
+    try:
+        plan = make_plan(found.config, hardware, ranks=ranks, make_example=make_example, detailed=False)
+    except PlaitError as error:
+        return replace(found, reason=" ".join(str(error).split()))
+    reason = ""
+    if plan.needed_gib > hardware.memory_gib:
+        phase, peak = plan.fullest.account.peak
+        reason = (
+            f"needs {plan.needed_gib:.1f} GiB of {hardware.memory_gib:.1f}: "
+            f"{peak / GIB:.1f} in the {phase} phase of the {plan.fullest.name}"
+        )
+    elif plan.host_gib > hardware.host_memory_gib:
+        reason = f"needs {plan.host_gib:.0f} GiB of the host's {hardware.host_memory_gib:.0f}"
+    return replace(found, plan=plan, reason=reason)

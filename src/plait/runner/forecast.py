@@ -1,0 +1,96 @@
+"""The run's plan of itself: made before ranks join, told at the start, compared at the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from plait.config import resolve_layout
+from plait.errors import ConfigError
+from plait.plan.gate import Forecast, forecast
+from plait.runner.sources import batch_of, first_inputs
+from plait.runner.throughput import memory_mib
+from plait.spec import EventKind
+from plait.world import Ranks, detect_ranks
+
+if TYPE_CHECKING:
+    from plait.runner.runner import Runner
+
+
+class Foresight:
+    """What this run expected, and what came of it."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._found: Forecast | str | None = None
+
+    def look(self, model: Any, loss_function: Any, data: Any, collate: Any) -> None:
+        """Plan the run, on one rank, before it joins the others: a fake world and a real one do not go together."""
+        config, ranks = self._runner.config, detect_ranks()
+        if config.plan.gate == "off" or ranks.rank != 0 or dist.is_initialized():
+            return
+        options = {"model": model, "loss_function": loss_function}
+        if data is not None:
+            micro = self._micro(ranks, data)
+            example = None if micro is None else first_inputs(data, micro, collate)
+            if example is None:
+                self._found = "the data give no sample without being used up"
+                return
+            options["example"] = example
+        self._found = forecast(config, ranks=ranks.size, local_ranks=ranks.local_size, **options)
+
+    def _micro(self, ranks: Ranks, data: Any) -> int | None:
+        config = self._runner.config
+        try:
+            layout = resolve_layout(config.strategy, size=ranks.size, local_size=ranks.local_size)
+            return batch_of(config, layout.data_parallel, data).micro
+        except ConfigError:  # it is told where the run is built
+            return None
+
+    def agree(self) -> None:
+        """Let every rank know, and refuse a run that cannot fit."""
+        runner = self._runner
+        if runner.config.plan.gate == "off":
+            return
+        found = self._found = runner.world.broadcast(self._found)
+        if isinstance(found, Forecast) and found.refusal is not None and runner.config.plan.gate == "refuse":
+            raise found.refusal
+
+    def tell(self) -> None:
+        """Say what is expected."""
+        found = self._found
+        if isinstance(found, str):
+            self._runner.emit(EventKind.MESSAGE, level="info", text=f"no plan of this run: {found}")
+        elif found is not None:
+            step = "" if found.seconds is None else f", {found.seconds:.3g} s a step"
+            text = f"plan: {found.needed_gib:.2f} of {found.memory_gib:.1f} GiB{step} (known in {found.took:.1f} s)"
+            self._runner.emit(EventKind.MESSAGE, level="info", text=text)
+            if found.refusal is not None:
+                self._runner.emit(EventKind.MESSAGE, level="warning", text=str(found.refusal))
+
+    def compare(self) -> dict[str, Any]:
+        """Predicted and measured side by side, for the run's end."""
+        found = self._found
+        if not isinstance(found, Forecast):
+            return {}
+        runner = self._runner
+        peak, step = memory_mib(runner.world.device) / 1024, runner.step_time
+        words = [f"peak {peak:.2f} GiB ({found.peak_gib:.2f} predicted)"]
+        if step is not None and found.seconds is not None:
+            words.append(f"{step:.3g} s a step ({found.seconds:.3g} predicted)")
+        if runner.world.is_main:
+            runner.emit(EventKind.MESSAGE, level="info", text=f"measured: {', '.join(words)}")
+        return {
+            "plan": {
+                "peak_gib": {"predicted": found.peak_gib, "measured": peak},
+                "step_s": {"predicted": found.seconds, "measured": step},
+            }
+        }
+
+
+def write_report(path: Path, facts: dict[str, Any]) -> None:
+    """Keep how a run ended beside its log."""
+    path.write_text(json.dumps(facts, indent=1) + "\n")

@@ -1,0 +1,122 @@
+"""Real gloo ranks have the resident memory, and send the bytes, that their simulated step says."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait.config import parse_sections
+from plait.config.run import RunConfig
+from plait.plan.hardware import find_hardware
+from plait.plan.host import TIGHT_MALLOC
+from plait.plan.simulate import simulate
+from plait.strategy import prepare_native
+from plait.world import open_world
+from tests.multi.ranks import RankPool
+from tests.traffic import SentBytes
+
+STRATEGIES: dict[str, Any] = {
+    "ddp": "ddp",
+    "zero2": "zero2",
+    "zero3": "zero3",
+    "tp": {"layout": {"tp": 2}},
+    "pp": {"layout": {"pp": 2}},
+    "cp": {"layout": {"cp": 2}},
+}
+SMALL = {"vocab_size": 64, "dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "seq_len": 16}
+LARGE = {"vocab_size": 8000, "dim": 512, "layers": 4, "heads": 8, "ffn_dim": 1408, "seq_len": 64}
+TRIM, THRESHOLD = -1, -3
+"""glibc's numbers for the two settings of `TIGHT_MALLOC`, as `mallopt` takes them."""
+
+
+def config_of(strategy: Any, sizes: dict[str, int]) -> RunConfig:
+    return parse_sections(
+        model={"type": "llama", **sizes},
+        batch={"micro": 2, "accumulation": 2},
+        strategy=strategy,
+        optim={"type": "AdamW"},
+        train={"clip_norm": 1.0},
+        device="cpu",
+    ).config
+
+
+def train(config: RunConfig, steps: int) -> SentBytes:
+    """Some steps; what the last one sent."""
+    sizes: Any = config.model
+    with open_world(config) as world:
+        engine = prepare_native(config, world, accumulation=2)
+        for _ in range(steps):
+            ids = torch.randint(0, sizes.vocab_size, (2, 2, 2, sizes.seq_len))
+            with SentBytes() as sent:
+                engine.train_step([{"input_ids": inputs, "labels": labels} for inputs, labels in ids])
+        return sent
+
+
+def simulated(config: RunConfig) -> list[Any]:
+    found, received = [], None
+    for rank in range(2):
+        seen = simulate(config, find_hardware("cpu"), ranks=2, rank=rank, received=received)
+        received = seen.handed_on
+        found.append(seen.account)
+    return found
+
+
+# ---- what is sent
+
+
+def bytes_sent(rank: int, size: int, strategy: Any) -> float:
+    return train(config_of(strategy, SMALL), steps=2).bytes
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_ranks_send_what_was_simulated(two_ranks: RankPool, name: str) -> None:
+    expected = [account.total("sent") for account in simulated(config_of(STRATEGIES[name], SMALL))]
+    assert two_ranks.run(bytes_sent, STRATEGIES[name]) == expected
+
+
+# ---- what is held
+
+
+@pytest.fixture(scope="module")
+def fresh_ranks() -> Iterator[RankPool]:
+    """Ranks that have done nothing before."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def peak_growth(rank: int, size: int, strategy: Any) -> int:
+    """How far resident memory rises above that of the process, which a small run has made ready."""
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(THRESHOLD, int(TIGHT_MALLOC["MALLOC_MMAP_THRESHOLD_"]))
+    assert libc.mallopt(TRIM, int(TIGHT_MALLOC["MALLOC_TRIM_THRESHOLD_"]))
+    train(config_of(strategy, SMALL), steps=2)
+    gc.collect()
+    libc.malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts over
+    before = resident("VmRSS")
+    train(config_of(strategy, LARGE), steps=3)
+    gc.collect()
+    return resident("VmHWM") - before
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists() or not hasattr(ctypes.CDLL(None), "mallopt"),
+    reason="needs Linux with glibc",
+)
+@pytest.mark.parametrize("name", ["ddp", "zero3", "pp"])
+def test_resident_memory_rises_as_far_as_was_simulated(fresh_ranks: RankPool, name: str) -> None:
+    expected = [account.peak[1] for account in simulated(config_of(STRATEGIES[name], LARGE))]
+    for measured, predicted in zip(fresh_ranks.run(peak_growth, STRATEGIES[name]), expected, strict=True):
+        assert measured == pytest.approx(predicted, rel=0.1)

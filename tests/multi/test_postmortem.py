@@ -1,0 +1,132 @@
+"""Whatever ends a run, one page names the rank, what it was doing, and why."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+PLAIT = [sys.executable, "-m", "plait.cli.main", "launch"]
+VICTIM = str(Path(__file__).with_name("victim.py"))
+MARKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC", "PLAIT_")
+
+
+def clean() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(MARKS)} | {"OMP_NUM_THREADS": "1"}
+
+
+def run(
+    work_dir: Path, how: str, *, ranks: int = 2, timeout: float = 120.0, group: Path | None = None
+) -> tuple[int, str]:
+    """A run in which rank 1 comes to harm after 6 steps: the exit code, and the page."""
+    words = ["--nproc_per_node", str(ranks), VICTIM, str(work_dir), how, "1", "6", str(timeout)]
+    join = None if group is None else lambda: (group / "cgroup.procs").write_text(str(os.getpid()))
+    done = subprocess.run(
+        [*PLAIT, *words], env=clean(), capture_output=True, text=True, timeout=280, preexec_fn=join, check=False
+    )
+    assert (work_dir / "report.txt").exists(), done.stderr
+    page = (work_dir / "report.txt").read_text()
+    assert page in done.stderr  # the console has the same
+    return done.returncode, page
+
+
+def blamed(page: str) -> str:
+    """The line that names the cause, and what that rank was doing."""
+    return page.split("\n\n")[1]
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "cause"),
+    [
+        ("SIGKILL", 128 + signal.SIGKILL, "was ended by SIGKILL, and not for want of memory"),
+        ("SIGSEGV", 128 + signal.SIGSEGV, "crashed with SIGSEGV, in native code"),
+        ("exception", 1, "raised ValueError: the sample is odd"),
+        ("exit", 5, "left with exit code 5 and no exception"),
+        ("limit", 1, "was refused host memory: RuntimeError: "),
+    ],
+)
+def test_a_rank_that_fails_is_named_before_its_victims(tmp_path: Path, how: str, code: int, cause: str) -> None:
+    found, page = run(tmp_path / "run", how)
+    assert found == code, page
+    assert blamed(page).startswith(f"rank 1 {cause}"), page
+    assert re.search(r"doing +forward, after step 6, for [\d.]+ s", blamed(page)), page
+    assert "\n  rank 0: " in page.partition("The others:")[2]
+    if how == "SIGSEGV":
+        assert re.search(r'Stack of rank 1.*\n.* in string_at\n.*victim.py", line \d+ in harm', page), page
+    if how == "exception":
+        last = page.partition("Last lines of rank 1:")[2]
+        assert "raise ValueError" in last
+        assert "[rank0]" not in last
+
+
+@contextmanager
+def memory_group(limit: int) -> Iterator[Path]:
+    """A control group that may hold so many bytes, of either version."""
+    root = Path("/sys/fs/cgroup")
+    name = f"plait{random.randrange(10**9)}"
+    second = (root / "cgroup.controllers").exists()
+    folder = root / name if second else root / "memory" / name
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control groups here: {error}")
+    try:
+        file = folder / ("memory.max" if second else "memory.limit_in_bytes")
+        if not file.exists():
+            pytest.skip("the memory controller is not given to this control group")
+        file.write_text(str(limit))
+        for swap in ("memory.swap.max", "memory.memsw.limit_in_bytes"):
+            if (folder / swap).exists():
+                (folder / swap).write_text("0" if second else str(limit))
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+def test_memory_that_the_host_does_not_have_is_told_from_other_kills(tmp_path: Path) -> None:
+    with memory_group(1200 << 20) as group:
+        code, page = run(tmp_path / "run", "eat", group=group)
+    assert code == 128 + signal.SIGKILL
+    cause = "rank 1 was killed by the kernel: the host ran out of memory of the 1.2 GiB that its container may have"
+    assert blamed(page).startswith(cause), page
+    assert "doing        forward, after step 6" in page
+    assert re.search(r"host memory +[\d.]+ GiB, peak [\d.]+ GiB, limit 1.17 GiB; \+[\d.]+ GiB in the last", page), page
+
+
+def test_a_rank_that_sleeps_while_the_others_wait_is_named_with_all_stacks(tmp_path: Path) -> None:
+    code, page = run(tmp_path / "run", "sleep", timeout=15.0)
+    assert code != 0
+    assert page.startswith("The run hangs, and was ended.")
+    assert blamed(page).startswith("rank 1 did not come to all_reduce of "), page
+    assert "doing        forward, after step 6" in blamed(page)
+    assert "waiting in all_reduce of " in page.partition("The others:")[2]
+    asleep, awake = (page.partition(f"Stack of rank {rank}, ")[2].partition("\n\n")[0] for rank in (1, 0))
+    assert "in harm" in asleep
+    assert "replicate.py" in awake  # in the exchange of gradients
+
+
+def test_a_rank_that_leaves_a_collective_out_is_the_odd_one(tmp_path: Path) -> None:
+    code, page = run(tmp_path / "run", "skip", ranks=3, timeout=15.0)
+    assert code != 0
+    assert blamed(page).startswith("rank 1 "), page
+    assert "every rank must take equally many steps, and call collectives in the same order" in page
+
+
+def test_a_script_that_is_not_of_plait_is_explained_too(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text("import os, time\nif os.environ['RANK'] == '1': print('so long'); os.abort()\ntime.sleep(60)\n")
+    logs = tmp_path / "logs"
+    words = ["--nproc_per_node", "2", "--enable_each_rank_log", str(logs), str(script)]
+    done = subprocess.run([*PLAIT, *words], env=clean(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 128 + signal.SIGABRT
+    page = (logs / "report.txt").read_text()
+    assert blamed(page).startswith("rank 1 crashed with SIGABRT")
+    assert "Last lines of rank 1:\n  so long" in page
