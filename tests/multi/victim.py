@@ -1,4 +1,4 @@
-"""A small training run that comes to harm: `victim.py WORK_DIR HOW RANK STEP [TIMEOUT] [STEPS] [BATCH]`.
+"""A small training run that comes to harm: `victim.py WORK_DIR HOW RANK STEP [TIMEOUT] [STEPS] [BATCH] [EVERY]`.
 
 On one rank, after so many steps of the first attempt, something goes wrong. With `HOW` ending in `!` it goes wrong in
 every attempt; ending in `*3`, in the first three, each time on another rank after another number of steps.
@@ -23,7 +23,7 @@ from torch import Tensor, distributed, nn
 from plait import Runner
 from plait.runner.hooks import Hook
 
-RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ.get("PLAIT_ATTEMPT", "0"))
+RANK, ATTEMPT = int(os.environ.get("RANK", "0")), int(os.environ.get("PLAIT_ATTEMPT", "0"))
 
 
 def plan(how: str, rank: int, step: int) -> tuple[str, int, int]:
@@ -92,10 +92,10 @@ class Notes(Hook):
                 file.write(json.dumps([ATTEMPT, runner.world.size, runner.step, result.loss, time.time()]) + "\n")
 
 
-def main() -> None:
-    work_dir, how, rank, step, *rest = sys.argv[1:]
-    timeout, steps, batch = [*rest, *["300", "20", "12"][len(rest) :]]
-    torch.set_num_threads(1)
+def train(
+    work_dir: str, how: str = "", rank: str = "0", step: str = "0", timeout: str = "300", steps: str = "20",
+    batch: str = "12", every: str = "5",
+) -> None:  # fmt: skip
     what = plan(how, int(rank), int(step))
     rows = torch.randn(96, 4, generator=torch.Generator().manual_seed(5))
     with Runner(
@@ -105,7 +105,7 @@ def main() -> None:
         batch={"total": int(batch)},
         optim={"type": "AdamW", "lr": 0.01},
         train={"max_steps": int(steps)},
-        checkpoint={"every": 5},
+        checkpoint={"every": int(every)} if int(every) else {"last": False},
         work_dir=work_dir,
         device="cpu",
         timeout_s=float(timeout),
@@ -114,4 +114,6 @@ def main() -> None:
         runner.train()
 
 
-main()
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    train(*sys.argv[1:])

@@ -17,6 +17,9 @@ def train(config: str, overrides: Sequence[str], *, nproc: str, dry_run: bool) -
     """Check everything that can be checked, then start the ranks, or be one of them."""
     parsed = parse(config, overrides)
     count = _count(nproc)
+    if parsed.config.strategy.auto and launched_size() is None:
+        overrides = [*overrides, *_found(config, overrides, count)]
+        parsed = parse(config, overrides)
     _check(parsed, launched_size() or count)
     if dry_run:
         _show(parsed)
@@ -25,6 +28,21 @@ def train(config: str, overrides: Sequence[str], *, nproc: str, dry_run: bool) -
         sys.exit(run_ranks(command, count))
     else:
         _run(config, overrides)
+
+
+def _found(config: str, overrides: Sequence[str], ranks: int) -> list[str]:
+    """The settings of the fastest way to spread the run, for `strategy: auto`."""
+    from plait.plan.aside import in_a_child
+    from plait.plan.gate import best_settings
+
+    asked = [*overrides, "strategy.auto=false"]
+    wanted = parse(config, asked).config
+    found = in_a_child(lambda: best_settings(wanted, ranks), seconds=600.0)
+    if isinstance(found, str):
+        raise ConfigError(Problem("strategy.auto", f"no way was found: {found}", "Write a strategy."))
+    settings, words = found
+    print(f"strategy: auto takes {' '.join(settings) or 'the run as it is written'} ({words})")
+    return ["strategy.auto=false", *settings]
 
 
 def _count(nproc: str) -> int:

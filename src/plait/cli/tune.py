@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from plait.config import parse
+from plait.config import RunConfig, parse
 from plait.config.override import split_override
 from plait.config.read import read
 from plait.config.words import show
 from plait.errors import ConfigError, Problem
-from plait.tune import Rank, Tuned, make_tune_config, rank_by_rule, tune
+from plait.tune import Candidate, Rank, Tuned, make_tune_config, rank_by_rule, tune
 from plait.tune.book import Record
 
 _ROWS = 20
@@ -32,7 +32,7 @@ def search(
     out: str | None = None,
     fresh: bool = False,
     then_train: bool = False,
-    rank: Rank = rank_by_rule,
+    rank: Rank | None = None,
 ) -> None:
     """Search as the file `settings` says, with `options` (those that are not None) and `space` over it."""
     given = dict(read(settings)) if settings is not None else {}
@@ -43,7 +43,15 @@ def search(
     folder = out or f"{parse(config, overrides).config.work_dir.rstrip('/')}-tune"
     console = Console(soft_wrap=True, highlight=False)
     try:
-        found = tune(config, overrides, wanted, out=folder, rank=rank, fresh=fresh, say=_printer(console))
+        found = tune(
+            config,
+            overrides,
+            wanted,
+            out=folder,
+            rank=rank or _by_plan(wanted.nproc),
+            fresh=fresh,
+            say=_printer(console),
+        )
     except KeyboardInterrupt:
         console.print(f"\nstopped; the same command goes on from what is in {folder}", markup=False)
         sys.exit(130)
@@ -96,3 +104,20 @@ def _cell(record: Record, name: str) -> str:
     if not record.settings:
         return "as written"
     return "" if record.settings.get(name) is None else str(record.settings[name])
+
+
+def _by_plan(ranks: int) -> Rank:
+    """The order that the plan expects; where it knows nothing, a rule of thumb."""
+
+    def rank(run: RunConfig, found: Sequence[Candidate]) -> Sequence[Candidate]:
+        from plait.plan.aside import in_a_child
+        from plait.plan.hardware import hardware_here
+        from plait.plan.search import in_expected_order
+
+        def order() -> list[Candidate]:
+            return in_expected_order(run, found, hardware_here(run.device), ranks)
+
+        ordered = in_a_child(order, seconds=300.0)
+        return rank_by_rule(run, found) if isinstance(ordered, str) else ordered
+
+    return rank

@@ -12,6 +12,7 @@ from plait.config.words import choose
 ShardingWord = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
 
 SHORTHANDS: dict[str, dict[str, Any]] = {
+    "auto": {"auto": True},
     "single": {"layout": {"dp_replicate": 1, "dp_shard": 1}},
     "ddp": {"zero": 0},
     "zero0": {"zero": 0},
@@ -131,6 +132,8 @@ class CompileConfig(Shorthand):
 class StrategyConfig(Shorthand):
     """How training is spread. A word (`ddp`, `zero3`, `fsdp`, …) is short for the keys it stands for."""
 
+    auto: bool = False
+    """`plait train` looks for the fastest way to spread the run that fits, and trains with that."""
     engine: Literal["native"] = "native"
     zero: Annotated[int, Field(ge=0, le=3)] | None = None
     sharding: ShardingWord | None = None

@@ -187,7 +187,7 @@ def _tell(crew: Crew, done: int, restarts: int) -> None:
     available = sum(len(node.slots) for node in crew.nodes())
     size = crew.fitting(available)
     rest = f", of {available} that are there: only so many fit the layout and the batch" if size < available else ""
-    _say(f"starting again from the last checkpoint with {size} ranks{rest} (new beginning {done} of {restarts})")
+    _say(f"starting again from the last checkpoint with {size} {"rank" if size == 1 else "ranks"}{rest} (new beginning {done} of {restarts})")
 
 
 def _give_up(why: str, outcome: Outcome) -> int:

@@ -11,6 +11,7 @@ import pickle
 import select
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -36,7 +37,7 @@ def in_a_child(work: Callable[[], T], *, seconds: float) -> T | str:
         os.waitpid(child, 0)
     if data is None:
         return f"it took more than {seconds:.0f} s"
-    return pickle.loads(data) if data else "it ended without an answer"  # type: ignore[no-any-return]
+    return pickle.loads(data) if data else "it ended without an answer"
 
 
 def _answer(work: Callable[[], object], writing: int) -> None:
@@ -51,9 +52,8 @@ def _answer(work: Callable[[], object], writing: int) -> None:
 
 
 def _read(reading: int, seconds: float) -> bytes | None:
-    import time
-
-    end, parts = time.monotonic() + seconds, []
+    end = time.monotonic() + seconds
+    parts: list[bytes] = []
     while True:
         ready, _, _ = select.select([reading], [], [], max(0.0, end - time.monotonic()))
         if not ready:

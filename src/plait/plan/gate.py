@@ -17,6 +17,7 @@ from plait.plan.aside import in_a_child
 from plait.plan.hardware import Hardware, find_hardware, hardware_here
 from plait.plan.ladder import climb
 from plait.plan.plan import Plan, make_plan
+from plait.plan.search import search
 
 _PATIENCE_S = 180.0
 """How long a run waits for its plan."""
@@ -55,6 +56,16 @@ def forecast(
         return _look(config, ranks, local_ranks, model, loss_function, example)
 
     return in_a_child(look, seconds=_PATIENCE_S)
+
+
+def best_settings(config: RunConfig, ranks: int) -> tuple[list[str], str] | str:
+    """Overrides for the fastest way to spread a run over this machine, and what they promise; a reason without any."""
+    found = search(config, _machine(config, ranks), ranks=ranks)
+    best = found.best
+    if best is None or best.plan is None:
+        return next((each.reason for each in found.found if each.plan is not None), "nothing fits")
+    rate = f"{best.plan.tokens_per_second:,.0f} tokens/s, {best.plan.needed_gib:.1f} GiB"
+    return best.candidate.overrides, f"{rate}; {len(found.found)} ways in {found.seconds:.0f} s"
 
 
 def _look(

@@ -138,3 +138,12 @@ def _simulated(found: Found, hardware: Hardware, ranks: int, make_example: MakeE
     elif plan.host_gib > hardware.host_memory_gib:
         reason = f"needs {plan.host_gib:.0f} GiB of the host's {hardware.host_memory_gib:.0f}"
     return replace(found, plan=plan, reason=reason)
+
+
+def in_expected_order(config: RunConfig, found: Sequence[Candidate], hardware: Hardware, ranks: int) -> list[Candidate]:
+    """Candidates as the quick account expects them to be: fastest first, then those that are too large."""
+    legal, _ = _legal(found, config.model_dump(mode="json", exclude_unset=True))
+    looked = quick_look(legal, hardware, ranks, example_of)
+    known = [(each, quick) for each, quick in zip(legal, looked, strict=True) if not isinstance(quick, str)]
+    known.sort(key=lambda pair: (pair[1].needed_gib > hardware.memory_gib, -pair[1].tokens_per_second))
+    return [each.candidate for each, _ in known]

@@ -88,6 +88,10 @@ class Runner:
         self.parsed = parsed
         self.config: RunConfig = parsed.config
         self._objects = {role: value for role, value in objects.items() if value is not None}
+        if self.config.strategy.auto:
+            message = "`auto` is resolved by `plait train` before the ranks start, and this run is not"
+            remedy = "Start it with `plait train --nproc N`, or write what `plait plan --search` shows."
+            raise ConfigError(Problem("strategy.auto", message, remedy))
         check(self.config, has_val=self.has("val_data"), require_length=False, origins=parsed.origins)
         if model is None and self.config.model is None:
             raise ConfigError(Problem("model", "there is none", "give a module, or a section with a type"))

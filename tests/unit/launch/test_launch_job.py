@@ -101,7 +101,7 @@ def test_a_bound_rank_runs_on_its_cores_only(tmp_path: Path) -> None:
     )
     out = str(tmp_path / "out")
     job = Job((sys.executable, "-c", text), (Node("localhost", (0,)),), (out,), bind_cores=True, cores=(core,))
-    assert run_job(job, 0, patience=None) == 0
+    assert run_job(job, 0, patience=None).code == 0
     assert (tmp_path / "out").read_text() == f"{{{core}}} 1"
 
 
@@ -188,7 +188,7 @@ def test_the_exit_code_is_that_of_the_worst_cause(ends: list[tuple[int, bool]], 
 def test_each_rank_has_a_log_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = "import os,sys; print('out', os.environ['RANK']); print('err', file=sys.stderr)"
     job = Job((sys.executable, "-u", "-c", text), (Node("x", (0, 1)),), log_dir=str(tmp_path / "logs"), log_prefix="t_")
-    assert run_job(job, 0, patience=None) == 0
+    assert run_job(job, 0, patience=None).code == 0
     assert [(tmp_path / "logs" / f"t_rank{rank}.log").read_text() for rank in (0, 1)] == [
         "out 0\nerr\n",
         "out 1\nerr\n",

@@ -12,10 +12,10 @@ import yaml
 
 from plait.config import parse, resolve_batch, resolve_layout
 from plait.errors import ConfigError
+from plait.plan.space import candidates
 from plait.tune import Candidate, TuneConfig, make_tune_config, rank_by_rule
 from plait.tune.legal import effective
 from plait.tune.order import in_order
-from plait.plan.space import candidates
 
 RUN: dict[str, Any] = {
     "model": {"type": "llama", "vocab_size": 64, "dim": 32, "layers": 4, "heads": 8, "kv_heads": 4, "seq_len": 16},

@@ -1,0 +1,150 @@
+"""Who takes part in the next attempt, and when there is none."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from plait.launch import reform
+from plait.launch.evidence import Evidence
+from plait.launch.job import Job, Node
+from plait.launch.outcome import Outcome
+from plait.launch.records import Record, new_records, note_end
+from plait.launch.reform import Crew, run_again_and_again
+from plait.spec.beat import Beat
+from plait.spec.phase import Phase
+
+Once = Callable[[Job, Callable[[], bool]], Outcome]
+
+
+def crew(*slots: int, least: int = 1, back: bool = False, **more: int) -> Crew:
+    nodes = tuple(Node(f"h{index}", tuple(range(count))) for index, count in enumerate(slots))
+    words = [sys.executable, "-c", f"raise SystemExit({0 if back else 1})"]
+    return Crew(Job(("x",), nodes), least, more.get("most", len(slots)), lambda host, _: words)
+
+
+def records(job: Job, *, step: int, sizes: Sequence[int] = ()) -> list[Record]:
+    found = new_records(job, job.places())
+    for record in found:
+        record.pid = 1
+        record.evidence = Evidence(Beat(1, 60.0, Phase.FORWARD, step, 0.0, 1, sizes=tuple(sizes)))
+    return found
+
+
+def killed(slot: tuple[str, int], *, step: int = 3, sizes: Sequence[int] = ()) -> Once:
+    """An attempt in which the rank of one slot is killed, if it takes part, and all goes well if not."""
+
+    def once(job: Job, join: Callable[[], bool]) -> Outcome:
+        found = records(job, step=step, sizes=sizes)
+        bad = [record for record in found if (record.place.host, record.place.slot) == slot]
+        for record in found:
+            note_end(record, -signal.SIGKILL if record in bad else 0, by_us=False)
+        return Outcome(137 if bad else 0, found)
+
+    return once
+
+
+def attempts(crew: Crew, *outcomes: Once, restarts: int = 10) -> tuple[int, list[Job]]:
+    """The exit code, and the jobs that were attempted."""
+    jobs: list[Job] = []
+
+    def once(job: Job, join: Callable[[], bool]) -> Outcome:
+        jobs.append(job)
+        return outcomes[min(len(jobs), len(outcomes)) - 1](job, join)
+
+    return run_again_and_again(crew, once, restarts=restarts), jobs
+
+
+def test_the_same_ranks_start_again_and_know_which_attempt_it_is() -> None:
+    code, jobs = attempts(crew(2, 2), killed(("h1", 0)), killed(("h9", 9)))
+    assert code == 0
+    assert [job.size for job in jobs] == [4, 4]
+    assert [job.environment["PLAIT_ATTEMPT"] for job in jobs] == ["0", "1"]
+    assert jobs[0].environment["PLAIT_MOST_RANKS"] == "4"
+
+
+def test_a_slot_that_fails_twice_in_one_place_is_left_out() -> None:
+    code, jobs = attempts(crew(2, 2), killed(("h1", 0)))
+    assert code == 0
+    assert jobs[-1].nodes == (Node("h0", (0, 1)), Node("h1", (1,)))
+
+
+def test_failing_further_on_is_another_place() -> None:
+    stages = [killed(("h0", 1), step=step) for step in range(4)]
+    code, jobs = attempts(crew(2), *stages, killed(("h9", 9)))
+    assert code == 0
+    assert [job.size for job in jobs] == [2] * 5
+
+
+def test_the_same_failure_on_another_slot_is_the_runs_own() -> None:
+    code, jobs = attempts(crew(4), killed(("localhost", 0)), restarts=0)
+    assert (code, len(jobs)) == (0, 1)
+    code, jobs = attempts(crew(4), killed(("h0", 1)), killed(("h0", 2)))
+    assert (code, len(jobs)) == (137, 2)
+
+
+def test_the_nearest_size_that_fits_is_taken_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    code, jobs = attempts(crew(2, 2), killed(("h1", 1), sizes=[1, 2, 4, 8]))
+    assert code == 0
+    assert [job.size for job in jobs] == [4, 4, 2]
+    assert "with 2 ranks, of 3 that are there: only so many fit the layout and the batch" in capsys.readouterr().err
+
+
+def test_no_size_that_fits_ends_it_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    code, jobs = attempts(crew(4), killed(("h0", 1), sizes=[4]))
+    assert (code, len(jobs)) == (137, 2)
+    assert "3 ranks are left, but the layout and the batch fit only 4; set batch.total" in capsys.readouterr().err
+
+
+def test_there_are_no_more_new_beginnings_than_allowed(capsys: pytest.CaptureFixture[str]) -> None:
+    stages = [killed(("h0", 1), step=step) for step in range(9)]
+    code, jobs = attempts(crew(2), *stages, restarts=3)
+    assert (code, len(jobs)) == (137, 4)
+    assert "3 new beginnings are all that --max_restarts allows" in capsys.readouterr().err
+
+
+def lost(host: str) -> Once:
+    def once(job: Job, join: Callable[[], bool]) -> Outcome:
+        found = records(job, step=1)
+        for record in found:
+            record.lost = record.place.host == host
+            if not record.lost:
+                note_end(record, -signal.SIGTERM, by_us=True)
+        return Outcome(255 if any(record.lost for record in found) else 0, found)
+
+    return once
+
+
+def test_a_lost_host_is_done_without() -> None:
+    code, jobs = attempts(crew(2, 2, 2), lost("h0"))
+    assert code == 0
+    assert [node.host for node in jobs[-1].nodes] == ["h1", "h2"]
+
+
+def test_too_few_hosts_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reform, "WAIT_S", 0.5)
+    code, jobs = attempts(crew(1, 1, least=2), lost("h0"))
+    assert (code, len(jobs)) == (255, 1)
+    code, jobs = attempts(crew(1, 1, least=2, back=True), lost("h0"), killed(("h9", 9)))
+    assert (code, [job.size for job in jobs]) == (0, [2, 2])
+
+
+def test_a_host_that_is_back_makes_the_ranks_leave_and_start_together() -> None:
+    def waits(job: Job, join: Callable[[], bool]) -> Outcome:
+        while not join():
+            pass
+        return Outcome(0, records(job, step=5), reform=True)
+
+    code, jobs = attempts(crew(1, 1, back=True), lost("h1"), waits, killed(("h9", 9)))
+    assert code == 0
+    assert [job.size for job in jobs] == [2, 1, 2]
+
+
+def test_a_user_who_interrupts_is_obeyed() -> None:
+    def interrupted(job: Job, join: Callable[[], bool]) -> Outcome:
+        return Outcome(130, records(job, step=1), interrupted=True)
+
+    assert attempts(crew(2), interrupted)[0] == 130
