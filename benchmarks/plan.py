@@ -163,24 +163,45 @@ def measure(out: Path, only: list[int]) -> None:
 def predict(gpu: str, out: Path, only: list[int]) -> None:
     """The plan of every run."""
     from plait.plan.hardware import find_hardware
-    from plait.plan.simulate import simulate
+    from plait.plan.plan import make_plan
 
     machine, found = find_hardware(gpu), {}
     for index, run in enumerate(RUNS):
         if only and index not in only:
             continue
         start = time.perf_counter()
-        seen = simulate(config_of(run), machine, ranks=1)
-        phase, peak = seen.peak
+        config = config_of(run)
+        plan = make_plan(config, machine, ranks=1, detailed=False)
+        account = plan.ranks[0].account
         found[name_of(run)] = {
-            "allocated": peak.bytes / GIB,
-            "reserved": max(each.reserved for each in seen.peaks.values()) / GIB,
-            "phase": phase.value,
-            "seconds": seen.timing.total(),
+            "allocated": account.peak[1] / GIB,
+            "reserved": account.numbers["reserved"] / GIB,
+            "needed": plan.needed_gib,
+            "seconds": plan.seconds,
             "took": time.perf_counter() - start,
+            "deepspeed": states_gib(config),
+            "accelerate": 4 * 4 * parameters(config) / GIB,
         }
         print(f"{index:2d} {name_of(run)}: {found[name_of(run)]}", flush=True)
         out.write_text(json.dumps(found, indent=1))
+
+
+def parameters(config: Any) -> int:
+    """Numbers in the described model."""
+    import torch
+
+    from plait.models import build_model
+
+    with torch.device("meta"):
+        return sum(param.numel() for param in build_model(config.model).parameters())
+
+
+def states_gib(config: Any) -> float:
+    """DeepSpeed's estimate for one GPU without offload: 20 bytes a parameter at stage 2."""
+    from plait.plan.states import estimate_zero2_model_states_mem_needs
+
+    _, gpu = estimate_zero2_model_states_mem_needs(parameters(config), cpu_offload=False)
+    return float(gpu) / GIB
 
 
 def main() -> None:

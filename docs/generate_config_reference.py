@@ -43,6 +43,7 @@ WORDS: dict[str, str] = {
     "RunConfig.schedule": "How the learning rate moves; absent: not at all.",
     "RunConfig.precision": "Number formats. A word is `compute`.",
     "RunConfig.strategy": "How training is spread. A word is short for keys.",
+    "RunConfig.plan": "What a run does with its own plan; see plan.md. A word is `gate`.",
     "RunConfig.train": "Length, validation, clipping.",
     "RunConfig.checkpoint": "When to save, what to keep, what to start from.",
     "RunConfig.log": "What is written down.",

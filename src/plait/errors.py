@@ -51,6 +51,10 @@ class ConfigError(PlaitError):
         head = "1 problem" if count == 1 else f"{count} problems"
         super().__init__("\n".join([f"{head} in the run description:", *(f"  - {p}" for p in self.problems)]))
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
+        """It may travel between ranks, and arrives with its problems."""
+        return ConfigError, (self.problems,)
+
 
 class WorldError(PlaitError):
     """Ranks, devices, ports or process groups cannot be set up."""

@@ -120,6 +120,7 @@ def test_a_host_that_is_cut_off_is_done_without_until_it_is_back(tmp_path: Path)
         with subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
             try:
                 wait_until(lambda: sizes(work_dir)[-1:] == [2], "the run did not start")
+                time.sleep(2.5)  # heartbeats come from other hosts once a second
                 two.unplug(1)
                 wait_until(lambda: sizes(work_dir)[-1:] == [1], "it did not go on with one host")
                 page = (work_dir / "report.txt").read_text()

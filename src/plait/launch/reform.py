@@ -57,6 +57,17 @@ class Crew:
                 found.append(Node(node.host, slots))
         return tuple(found[: self.most])
 
+    @property
+    def available(self) -> int:
+        """How many ranks there could be."""
+        return sum(len(node.slots) for node in self.nodes())
+
+    def learn(self, outcome: Outcome) -> None:
+        """Who is gone, and with how many ranks the run can go on."""
+        beats = (record.evidence.beat for record in outcome.records)
+        self.sizes = next((beat.sizes for beat in beats if beat is not None and beat.sizes), self.sizes)
+        self.away |= {record.place.host for record in outcome.records if record.lost}
+
     def fitting(self, available: int) -> int:
         """The most ranks, of those there are, with which the run can go on; 0: none."""
         if not self.sizes:
@@ -73,7 +84,7 @@ class Crew:
         back = {host for host, probe in self._probes.items() if probe.poll() == 0}
         self._probes = {host: probe for host, probe in self._probes.items() if probe.poll() is None}
         self.away -= back
-        return bool(back) and self.fitting(sum(len(node.slots) for node in self.nodes())) > self.size
+        return bool(back) and self.fitting(self.available) > self.size
 
     def _ask(self) -> None:
         for host in self.away - self._probes.keys():
@@ -90,42 +101,29 @@ class Crew:
 
 def run_again_and_again(crew: Crew, once: Callable[[Job, Callable[[], bool]], Outcome], *, restarts: int) -> int:
     """Attempt a job until it ends well, or there is no use in another attempt; returns the last exit code."""
-    last: tuple[str, int, Slot] | None = None
-    attempt = done = 0
+    past, attempt = _Past(restarts), 0
     try:
         while True:
-            nodes = _cut(crew.nodes(), crew.fitting(sum(len(node.slots) for node in crew.nodes())))
-            crew.size = sum(len(node.slots) for node in nodes)
-            outcome = once(_attempt(crew, nodes, attempt), crew.someone_is_back)
+            outcome = once(_job(crew, attempt), crew.someone_is_back)
             attempt += 1
             if outcome.interrupted or (outcome.code == 0 and not outcome.reform):
                 return outcome.code
-            crew.sizes = next((r.evidence.beat.sizes for r in outcome.records if r.evidence.beat), crew.sizes)
+            crew.learn(outcome)
             if outcome.reform:
                 _say("hosts have come back; all ranks saved, left, and start again together")
-                continue
-            crew.away |= {record.place.host for record in outcome.records if record.lost}
-            found = find(outcome.records, hung=outcome.hung)
-            if (why := _useless(found, outcome)) is not None:
-                return _give_up(why, outcome)
-            done += 1
-            if done > restarts:
-                return _give_up(f"{restarts} new beginnings are all that --max_restarts allows", outcome)
-            place = _place(found)
-            if place is not None and last is not None and place[:2] == last[:2]:
-                if place[2] != last[2]:
-                    return _give_up("another rank failed in the same place before, so the run itself does", outcome)
-                crew.bad.add(place[2])
-                _say(f"slot {place[2][1]} of {place[2][0]} failed twice in the same place and is left out")
-            last = place
-            if (why := _too_few(crew)) is not None:
-                return _give_up(why, outcome)
-            _tell(crew, done, restarts)
+            elif (why := past.useless(outcome, crew) or _too_few(crew)) is not None:
+                _say(f"not started again: {why}")
+                return outcome.code or 1
+            else:
+                _say(f"starting again from the last checkpoint with {_those_of(crew)} ({past})")
     finally:
         crew.close()
 
 
-def _attempt(crew: Crew, nodes: tuple[Node, ...], attempt: int) -> Job:
+def _job(crew: Crew, attempt: int) -> Job:
+    """The job with those who can take part in this attempt."""
+    nodes = _cut(crew.nodes(), crew.fitting(crew.available))
+    crew.size = sum(len(node.slots) for node in nodes)
     most = sum(len(node.slots) for node in crew.job.nodes)
     told = {"PLAIT_ATTEMPT": str(attempt), "PLAIT_MOST_RANKS": str(most)}
     return replace(crew.job, nodes=nodes, environment={**crew.job.environment, **told})
@@ -142,24 +140,44 @@ def _cut(nodes: Sequence[Node], size: int) -> tuple[Node, ...]:
     return tuple(found)
 
 
-def _useless(found: Finding, outcome: Outcome) -> str | None:
-    """Why another attempt would end like this one."""
-    failed = causes(outcome.records)
-    if any(record.message for record in failed) and all(record.exit_code == TOLD for record in failed):
-        return "what is wrong will be wrong again"
-    if not any(record.pid for record in outcome.records):
-        return "no rank could be started"
-    return None
+class _Past:
+    """How earlier attempts ended, to tell bad luck from what will happen again."""
+
+    def __init__(self, restarts: int) -> None:
+        self._restarts, self._done = restarts, 0
+        self._last: tuple[str, int, Slot] | None = None
+
+    def __str__(self) -> str:
+        return f"new beginning {self._done} of {self._restarts}"
+
+    def useless(self, outcome: Outcome, crew: Crew) -> str | None:
+        """Why another attempt would end no better. A slot that fails twice in the same place is left out."""
+        failed = causes(outcome.records)
+        if any(record.message for record in failed) and all(record.exit_code == TOLD for record in failed):
+            return "what is wrong will be wrong again"
+        if not any(record.pid for record in outcome.records):
+            return "no rank could be started"
+        self._done += 1
+        if self._done > self._restarts:
+            return f"{self._restarts} new beginnings are all that --max_restarts allows"
+        place, last = _place(find(outcome.records, hung=outcome.hung)), self._last
+        self._last = place
+        if place is None or last is None or place[:2] != last[:2]:
+            return None
+        host, slot = place[2]
+        if place[2] != last[2]:
+            return "another rank failed in the same place before, so the run itself is at fault"
+        crew.bad.add(place[2])
+        _say(f"slot {slot} of {host} failed twice in the same place and is left out")
+        return None
 
 
 def _place(found: Finding) -> tuple[str, int, Slot] | None:
     """Where in the run it failed, and on which slot; None where that is not known."""
-    if not found.records:
+    record = found.records[0] if found.records else None
+    if record is None or record.lost:
         return None
-    record = found.records[0]
     beat = record.evidence.beat
-    if record.lost:
-        return None
     return found.verdict.what, -1 if beat is None else beat.step, (record.place.host, record.place.slot)
 
 
@@ -173,26 +191,19 @@ def _too_few(crew: Crew) -> str | None:
             return f"{len(crew.nodes())} hosts are left, and {crew.least} are needed"
         crew.someone_is_back()
         time.sleep(0.2)
-    available = sum(len(node.slots) for node in crew.nodes())
-    if crew.fitting(available) == 0:
+    if crew.fitting(crew.available) == 0:
         sizes = ", ".join(map(str, crew.sizes))
         return (
-            f"{available} ranks are left, but the layout and the batch fit only {sizes}; set batch.total, and leave "
-            "batch.micro or batch.accumulation open"
+            f"{crew.available} ranks are left, but the layout and the batch fit only {sizes}; set batch.total, "
+            "and leave batch.micro or batch.accumulation open"
         )
     return None
 
 
-def _tell(crew: Crew, done: int, restarts: int) -> None:
-    available = sum(len(node.slots) for node in crew.nodes())
-    size = crew.fitting(available)
+def _those_of(crew: Crew) -> str:
+    available, size = crew.available, crew.fitting(crew.available)
     rest = f", of {available} that are there: only so many fit the layout and the batch" if size < available else ""
-    _say(f"starting again from the last checkpoint with {size} {"rank" if size == 1 else "ranks"}{rest} (new beginning {done} of {restarts})")
-
-
-def _give_up(why: str, outcome: Outcome) -> int:
-    _say(f"not started again: {why}")
-    return outcome.code or 1
+    return f"{size} {'rank' if size == 1 else 'ranks'}{rest}"
 
 
 def _say(text: str) -> None:

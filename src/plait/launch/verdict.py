@@ -49,7 +49,8 @@ def judge(record: Record) -> Verdict:
     """The verdict on a rank that ended badly of itself."""
     if record.lost:
         return Verdict(
-            "is lost: its host no longer answers", "look at the host and its network; was it restarted, or reclaimed?"
+            "is lost: its host no longer answers",
+            "look at the host and its network; it may have been restarted, or reclaimed",
         )
     code = record.exit_code or 0
     if code < 0:

@@ -18,6 +18,7 @@ from plait.plan.hardware import Hardware, find_hardware, hardware_here
 from plait.plan.ladder import climb
 from plait.plan.plan import Plan, make_plan
 from plait.plan.search import search
+from plait.world import restore_rng_state, rng_state
 
 _PATIENCE_S = 180.0
 """How long a run waits for its plan."""
@@ -55,7 +56,14 @@ def forecast(
     def look() -> Forecast | str:
         return _look(config, ranks, local_ranks, model, loss_function, example)
 
-    return in_a_child(look, seconds=_PATIENCE_S)
+    found = in_a_child(look, seconds=_PATIENCE_S)
+    if isinstance(found, str) and "fork" in found:
+        # A process that has gone backward before cannot do so in a copy; then it is done here, and put right after.
+        here = torch.device("cpu")
+        state = rng_state(here)
+        found = look()
+        restore_rng_state(state, here)
+    return found
 
 
 def best_settings(config: RunConfig, ranks: int) -> tuple[list[str], str] | str:

@@ -5,7 +5,7 @@ asks malloc for. What the kernel counts for a process, its resident memory, is m
 and what malloc keeps after it was freed. glibc maps large pieces one by one and gives them back at once, but it raises
 the size from which on it does so, up to 32 MiB, whenever such a piece is freed. Sharded runs make and free many pieces
 of that size; they end up in one heap, and holes between them stay. With the size fixed (`TIGHT_MALLOC`), resident
-memory follows the tensors to one or two percent. Without it a rank keeps more, and two ranks that do the same keep
+memory follows the tensors to a few percent. Without it a rank keeps more, and two ranks that do the same keep
 different amounts: where parameters are replicated a tenth more, where they are gathered and freed up to two thirds.
 The price of the fixed size is time, a fifth of a step and more on a virtual machine, because memory that is new is
 cleared page by page.

@@ -15,6 +15,7 @@ from plait.models import build_model
 from plait.plan.account import Account
 from plait.plan.example import example_of
 from plait.plan.hardware import Hardware
+from plait.plan.host import host_bytes
 from plait.plan.rankplan import plan_rank
 from plait.plan.simulate import MakeExample
 
@@ -170,15 +171,14 @@ def _flops_per_token(config: RunConfig) -> float | None:
     return None if count is None else float(count(length))
 
 
-_PROCESS_GIB = {"cpu": 0.45, "cuda": 3.0}
-"""What a process takes of its host before it has a model: torch; with CUDA, its libraries and pinned memory too."""
+_CUDA_PROCESS_GIB = 3.0
+"""What a process takes of its host before it has a model: torch, CUDA's libraries, pinned memory."""
 
 
 def _host_gib(config: RunConfig, hardware: Hardware, layout: Layout, account: Account) -> float:
     """Memory of one host: its processes, and checkpoints that are written in the background."""
-    each = _PROCESS_GIB[hardware.kind]
-    if config.checkpoint.async_save:
-        each += account.numbers["state"] / GIB
+    local = min(layout.size, hardware.per_host)
+    staged = account.numbers["state"] / GIB if config.checkpoint.async_save else 0.0
     if hardware.kind == "cpu":
-        each += account.peak[1] / GIB
-    return each * min(layout.size, hardware.per_host)
+        return host_bytes(account, ranks=local) / GIB + staged * local
+    return (_CUDA_PROCESS_GIB + staged) * local

@@ -12,8 +12,8 @@ from plait.plan.hardware import Hardware
 from plait.plan.shorten import lengths_of, shortened
 from plait.plan.simulate import MakeExample, Simulated, simulate
 
-_FEW, _MORE = 2, 3
-"""Groups of layers of the two short models."""
+_FEW, _MORE = 3, 4
+"""Groups of layers of the two short models: with three there is one that is neither first nor last."""
 
 
 def plan_rank(

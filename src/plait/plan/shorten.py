@@ -48,7 +48,7 @@ class Lengths:
     @property
     def is_short(self) -> bool:
         """Whether nothing is gained by making it shorter."""
-        return self.layers <= 4 * self.period
+        return self.layers <= 5 * self.period
 
 
 def layers_of(config: RunConfig) -> int | None:

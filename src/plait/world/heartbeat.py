@@ -10,6 +10,7 @@ small ring (`TORCH_FR_BUFFER_SIZE`). Where there is none, phases alone are known
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import json
 import mmap
@@ -28,6 +29,7 @@ from plait.spec import beat as layout
 FOLDER = "PLAIT_FAILURES"
 """The environment variable in which the launcher names the folder for heartbeats."""
 _EVERY_S = 0.25
+_LAST_LOOK_S = 1.0
 _SHARE = 0.005
 """Looking may take so much of the rank's time; with a long recorder it looks more rarely."""
 
@@ -43,6 +45,7 @@ class Heartbeat:
         self._file = None if folder is None else _create(folder / f"{rank}.beat")
         self._map: Any = mmap.mmap(-1 if self._file is None else self._file, layout.SIZE)
         self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
         self.enter(Phase.BUILD, 0)
         if folder is not None:
             _dump_stacks_into(folder / f"{rank}.stacks")
@@ -64,7 +67,9 @@ class Heartbeat:
     def look_around(self, device: torch.device) -> None:
         """Begin to look at collectives and memory, until `close`; where nobody reads it, do nothing."""
         if self._file is not None:
-            threading.Thread(target=self._look, args=(device,), name="plait heartbeat", daemon=True).start()
+            self._thread = threading.Thread(target=self._look, args=(device,), name="plait heartbeat", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)  # a thread inside of torch must not meet the end of the interpreter
 
     def _look(self, device: torch.device) -> None:
         recorder, seen = _recorder(device), _Seen()
@@ -88,6 +93,9 @@ class Heartbeat:
     def close(self) -> None:
         """Stop looking. The file stays for the launcher."""
         self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_LAST_LOOK_S)
+            self._thread = None
 
 
 class _Seen:

@@ -1,7 +1,8 @@
-"""`plait plan --schedule` draws a pipeline."""
+"""`plait plan`: what a run will take, its schedule as a picture, DeepSpeed's tables, and the search."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -45,3 +46,63 @@ def test_a_run_without_a_pipeline_has_none(
     assert call(monkeypatch, "run.yaml", *changes, "--schedule") == 2
     assert "no pipeline" in capsys.readouterr().err
     assert not (tmp_path / "schedule.svg").exists()
+
+
+SMALL = """
+model: {type: gpt, vocab_size: 64, dim: 32, layers: 2, heads: 2, seq_len: 16}
+batch: {total: 8}
+train: {max_steps: 100}
+"""
+
+
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    (tmp_path / "run.yaml").write_text(SMALL)
+    monkeypatch.chdir(tmp_path)
+    return call(monkeypatch, "run.yaml", *words)
+
+
+def test_a_plan_says_that_it_fits_and_writes_all_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("strategy.zero=2", "--gpus", "8", "--gpu", "h100", "--out", "plan.json")
+    assert planned(tmp_path, monkeypatch, *words) == 0
+    said = capsys.readouterr().out
+    assert "8 × h100-80g: dp_shard 8, ZeRO 2" in said
+    assert "fits:" in said
+    assert "100 steps take" in said
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["fits"] is True
+    assert written["ranks"]["every rank"]["peak.backward"] > 0
+
+
+def test_a_plan_that_does_not_fit_says_so_with_its_exit_code_and_shows_the_ladder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("model.dim=16384", "model.layers=100", "batch.micro=2", "--gpus", "2", "--gpu", "a100-40g")
+    assert planned(tmp_path, monkeypatch, *words) == 1
+    said = capsys.readouterr().out
+    assert "does not fit" in said
+    assert "strategy.zero=3" in said
+
+
+def test_a_search_shows_the_best_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planned(tmp_path, monkeypatch, "--search", "--gpus", "2", "--gpu", "h100", "--out", "ways.json") == 0
+    rows = json.loads((tmp_path / "ways.json").read_text())
+    assert rows[0]["reason"] == ""
+    assert "tokens/s" in capsys.readouterr().out
+
+
+def test_an_unknown_machine_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planned(tmp_path, monkeypatch, "--gpu", "z9000") == 2
+    assert "z9000" in capsys.readouterr().err
+
+
+def test_states_only_prints_deepspeeds_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planned(tmp_path, monkeypatch, "--states-only", "--gpus", "2") == 0
+    assert "offload_optimizer" in capsys.readouterr().out

@@ -1,0 +1,147 @@
+"""From what is known of ranks to who is to blame, for what."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from plait.launch.evidence import Evidence
+from plait.launch.hang import missing
+from plait.launch.job import Job, Node
+from plait.launch.postmortem import find, report
+from plait.launch.records import Record, new_records, note_end
+from plait.launch.verdict import exception_in, judge
+from plait.launch.watch import Watch
+from plait.spec.beat import Beat
+from plait.spec.phase import Phase
+
+
+def ranks(count: int) -> list[Record]:
+    job = Job(("x",), (Node("h", tuple(range(count))),))
+    return new_records(job, job.places())
+
+
+def beat(record: Record, *, phase: Phase = Phase.REDUCE, waits_s: float | None = None, **more: Any) -> None:
+    about = {"collective": "all_reduce of 8", "called": 1000.0 - (waits_s or 0.0), "pending": waits_s is not None}
+    record.evidence = Evidence(Beat(1, 100.0, phase, more.pop("step", 4), 999.0, 1, **{**about, **more}), at=1000.0)
+
+
+def ended(code: int, *lines: str, message: str = "", **evidence: Any) -> Record:
+    (record,) = ranks(1)
+    note_end(record, code, by_us=False)
+    record.tail.extend(lines)
+    record.message, record.evidence = message, Evidence(**evidence)
+    return record
+
+
+TRACE = ["Traceback (most recent call last):", '  File "t.py", line 3, in <module>']
+
+
+@pytest.mark.parametrize(
+    ("record", "what", "victim"),
+    [
+        (ended(-9), "was ended by SIGKILL, and not for want of memory", False),
+        (ended(-9, oom_kills=1, limit=3 << 29), "ran out of memory of the 1.5 GiB that its container may have", False),
+        (ended(-7), "crashed with SIGBUS", False),
+        (ended(-11), "crashed with SIGSEGV, in native code", False),
+        (ended(-15), "was ended by SIGTERM", False),
+        (ended(3, *TRACE, "ValueError: handled before"), "left with exit code 3 and no exception", False),
+        (ended(1, *TRACE, "[rank0]: KeyError: 'x'"), "raised KeyError: 'x'", False),
+        (ended(1, *TRACE, "torch.OutOfMemoryError: CUDA out of memory. Tried"), "ran out of GPU memory", False),
+        (ended(1, *TRACE, "RuntimeError: [enforce fail] can't allocate memory: you"), "was refused host memory", False),
+        (ended(1, *TRACE, "MemoryError"), "was refused host memory: MemoryError", False),
+        (ended(1, *TRACE, "RuntimeError: [gloo/x.cc:1] Connection closed by peer"), "lost the connection", True),
+        (ended(1, '  File "distributed_c10d.py"', "RuntimeError: Timed out waiting"), "waited too long", True),
+        (ended(2, message="no text"), "stopped: no text", False),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_end_has_its_own_words(record: Record, what: str, victim: bool) -> None:
+    verdict = judge(record)
+    assert what in verdict.what
+    assert verdict.victim == victim
+    assert victim or verdict.remedy or record.message
+
+
+def test_an_exceptions_message_may_have_several_lines() -> None:
+    lines = ["ValueError: earlier", *TRACE, "a.b.ConfigError: two problems:", "  - one", "  - two"]
+    assert exception_in(lines) == "a.b.ConfigError: two problems: - one - two"
+
+
+def test_the_first_that_is_nobodys_victim_is_to_blame() -> None:
+    found = ranks(3)
+    for record, code, line in ((found[0], 1, "RuntimeError: Connection reset by peer"), (found[2], -9, "")):
+        note_end(record, code, by_us=False)
+        record.tail.append(line)
+    note_end(found[1], -signal.SIGTERM, by_us=True)
+    assert find(found, hung=False).records == (found[2],)
+    page = report(found, hung=False, several_hosts=True)
+    assert page.splitlines()[2].startswith("rank 2 on h was ended by SIGKILL")
+    assert "rank 0: lost the connection to another rank: RuntimeError: Connection reset by peer" in page
+
+
+def test_whoever_does_not_wait_is_missing() -> None:
+    found = ranks(4)
+    for record in found:
+        beat(record, waits_s=50.0)
+    beat(found[2], phase=Phase.FORWARD)
+    assert missing(found) == ([found[2]], "did not come to all_reduce of 8")
+
+
+def test_whoever_waits_for_something_else_is_odd() -> None:
+    found = ranks(3)
+    for record in found:
+        beat(record, waits_s=50.0)
+    beat(found[1], waits_s=50.0, collective="broadcast of 1", step=5)
+    absent, why = missing(found)
+    assert absent == [found[1]]
+    assert why == "waits for another collective than the others, who wait in all_reduce of 8"
+
+
+def test_two_ranks_that_wait_for_each_other_are_not_judged() -> None:
+    found = ranks(2)
+    beat(found[0], waits_s=50.0)
+    beat(found[1], waits_s=50.0, collective="broadcast of 1")
+    assert missing(found) == ([], "")
+    assert "no rank stands out" in report(found, hung=True, several_hosts=False)
+
+
+def test_a_rank_that_left_too_early_is_to_blame_for_those_who_time_out() -> None:
+    found = ranks(2)
+    note_end(found[0], 0, by_us=False)
+    note_end(found[1], 1, by_us=False)
+    found[1].tail.extend(["distributed", "RuntimeError: Connection closed by peer"])
+    assert find(found, hung=False).records == (found[0],)
+
+
+@pytest.mark.parametrize(("waits_s", "hangs"), [(85.0, False), (95.0, True)])
+def test_a_hang_is_seen_shortly_before_the_collective_gives_up(waits_s: float, hangs: bool) -> None:
+    found = ranks(2)
+    beat(found[0], waits_s=waits_s)
+    beat(found[1])
+    assert Watch(found).hangs() == hangs
+
+
+def test_a_rank_that_all_wait_for_most_of_the_time_is_told_once() -> None:
+    found = ranks(3)
+    watch = Watch(found, window=8, share=0.75)
+    said = []
+    for look in range(20):
+        for record in found:
+            slow = record.place.rank == 1 and look % 8 != 0
+            beat(record, phase=Phase.IDLE, waits_s=None if slow else 0.1, tick=look)
+        said.append(watch.straggler())
+    (text,) = filter(None, said)
+    assert text.startswith("rank 1 on h is slower than the others: at ")
+    assert "mostly in idle; its data, logs or hooks are slow" in text
+
+
+def test_ranks_that_take_turns_are_not_slow() -> None:
+    found = ranks(3)
+    watch = Watch(found, window=6, share=0.5)
+    for look in range(30):
+        for record in found:
+            beat(record, waits_s=None if record.place.rank == look % 3 else 0.1, tick=look)
+        assert watch.straggler() is None

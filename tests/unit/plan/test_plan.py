@@ -1,0 +1,182 @@
+"""A plan: from a few layers, of first and last stage, with what to change where it does not fit."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from plait.config import parse_sections
+from plait.config.run import RunConfig
+from plait.errors import ConfigError
+from plait.plan.gate import Forecast, forecast
+from plait.plan.hardware import find_hardware
+from plait.plan.ladder import climb
+from plait.plan.plan import make_plan
+from plait.plan.rankplan import plan_rank
+from plait.plan.search import in_expected_order, search
+from plait.plan.space import Space, candidates
+from plait.spec import LossTerm
+
+H100 = find_hardware("h100")
+
+
+def small(**sections: Any) -> RunConfig:
+    rng = random.Random()
+    heads = rng.choice([2, 4])
+    model = {
+        "type": "llama",
+        "vocab_size": rng.choice([500, 1000]),
+        "dim": 32 * heads,
+        "layers": rng.choice([7, 9]),
+        "heads": heads,
+        "kv_heads": rng.choice([1, heads]),
+        "ffn_dim": rng.choice([96, 200]),
+        "seq_len": rng.choice([32, 64]),
+    }
+    return parse_sections(**{"model": model, "batch": {"micro": 2}, "precision": "bf16", **sections}).config
+
+
+@pytest.mark.parametrize(
+    ("strategy", "batch", "ranks"),
+    [
+        ("single", {"micro": 2}, 1),
+        ({"recompute": "full"}, {"micro": 1}, 1),
+        ({"compile": {"scope": "block"}}, {"micro": 2}, 1),
+        ({"zero": 3}, {"micro": 1}, 8),
+        ({"zero": 1, "layout": {"tp": 2}}, {"micro": 2, "accumulation": 5}, 64),
+    ],
+    ids=["eager", "recompute", "compiled", "zero3", "tp2-accumulation"],
+)
+def test_a_few_layers_and_micro_batches_give_the_same_account_as_all(strategy: Any, batch: Any, ranks: int) -> None:
+    config = small(strategy=strategy, batch=batch)
+    if "tp" in str(strategy):
+        config = config.model_copy(update={"model": config.model.model_copy(update={"kv_heads": 2})})  # type: ignore[union-attr]
+    quick = plan_rank(config, H100, ranks=ranks).account
+    whole = plan_rank(config, H100, ranks=ranks, exact=True).account
+    assert quick.peak[0] == whole.peak[0]
+    assert quick.peak[1] == pytest.approx(whole.peak[1], rel=1e-4)
+    for prefix in ("state", "flops", "tokens", "sent"):
+        assert quick.total(prefix) == pytest.approx(whole.total(prefix), rel=1e-6)
+    for prefix in ("compute", "hidden", "waited", "host"):
+        assert quick.total(prefix) == pytest.approx(whole.total(prefix), rel=0.02)
+
+
+def test_a_pipeline_of_many_layers_is_planned_from_its_first_and_last_stage() -> None:
+    strategy = {"zero": 1, "layout": {"pp": 2}, "pipeline": {"micro_batches": 8}}
+    config = small(strategy=strategy, batch={"micro": 1})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"layers": 16})})  # type: ignore[union-attr]
+    quick, whole = make_plan(config, H100, ranks=4), make_plan(config, H100, ranks=4, exact=True)
+    assert [rank.name for rank in quick.ranks] == ["first pipeline stage", "last pipeline stage"]
+    for short, full in zip(quick.ranks, whole.ranks, strict=True):
+        assert short.account.peak[1] == pytest.approx(full.account.peak[1], rel=2e-3)
+        assert short.account.seconds() == pytest.approx(full.account.seconds(), rel=0.02)
+    assert quick.bubble > 0
+    assert quick.seconds > max(rank.account.seconds() for rank in quick.ranks)
+
+
+def test_the_parts_at_the_peak_add_up_to_it() -> None:
+    account = make_plan(small(strategy={"zero": 2}), H100, ranks=8).fullest.account
+    assert sum(account.under("part").values()) == pytest.approx(account.peak[1])
+    assert {"parameters", "optimizer", "activations"} <= account.under("part").keys()
+
+
+def test_more_memory_is_needed_than_tensors_take() -> None:
+    plan = make_plan(small(), H100, ranks=1)
+    assert plan.needed_gib * 2**30 > plan.fullest.account.peak[1] + H100.context_gib * 2**30 * 0.99
+
+
+def test_what_does_not_fit_is_led_up_the_ladder_to_what_does() -> None:
+    config = small(batch={"total": 64, "micro": 16}, strategy="ddp")
+    written = parse_sections(**config.model_dump(exclude_unset=True) | {"batch": {"total": 64, "micro": 1}}).config
+    spare = replace(H100, context_gib=0.0)
+    tight = replace(spare, memory_gib=make_plan(written, spare, ranks=4).needed_gib * 0.97)
+    rungs = list(climb(config, tight, ranks=4))
+    assert rungs[-1].fits
+    assert not any(rung.fits for rung in rungs[:-1])
+    assert rungs[0].candidate.settings["batch.micro"] == 1
+    assert rungs[0].candidate.settings["batch.total"] == 64
+
+
+def test_a_search_finds_the_fastest_that_fits_and_gives_a_reason_for_every_other() -> None:
+    config = small(batch={"total": 8}, strategy="ddp")
+    found = search(config, H100, ranks=2, close=2)
+    assert found.best is not None
+    assert found.best.plan is not None
+    assert found.best.plan.fits
+    simulated = [each for each in found.found if each.plan is not None and not each.reason]
+    assert found.best is simulated[0]
+    assert found.best.tokens_per_second == max(each.tokens_per_second for each in simulated)
+    assert all(each.reason for each in found.found if each.plan is None)
+    nothing = search(config, replace(H100, memory_gib=0.001), ranks=2, close=2)
+    assert nothing.best is None
+    assert all(each.reason for each in nothing.found)
+
+
+def test_the_plan_orders_candidates_for_the_tuner() -> None:
+    config = small(batch={"total": 8}, strategy="ddp")
+    found = candidates(config, Space(2, ("recompute",)))
+    order = in_expected_order(config, found, H100, 2)
+    ordered = [each.settings.get("strategy.recompute.mode", "none") for each in order]
+    assert ordered.index("none") < ordered.index("full")
+
+
+# ---- the gate
+
+
+def gate(config: RunConfig, **options: Any) -> Forecast | str:
+    return forecast(config, ranks=1, local_ranks=1, **options)
+
+
+def test_a_run_that_cannot_fit_is_refused_with_the_change_that_would_make_it_fit(tmp_path: Any) -> None:
+    config = small(batch={"total": 64, "micro": 64}, strategy="single")
+    needed = make_plan(config, H100, ranks=1).fullest.account.peak[1] / 2**30
+    machine = tmp_path / "machine.yaml"
+    data = replace(H100, memory_gib=needed * 0.7, context_gib=0.0).to_dict()
+    machine.write_text(str(data).replace("'", '"').replace("(", "[").replace(")", "]"))
+    found = gate(config.model_copy(update={"plan": config.plan.model_copy(update={"hardware": str(machine)})}))
+    assert isinstance(found, Forecast)
+    assert found.refusal is not None
+    with pytest.raises(ConfigError, match=r"batch\.micro=1"):
+        raise found.refusal
+
+
+def test_a_forecast_leaves_the_process_as_it_was() -> None:
+    before = torch.get_rng_state()
+    found = gate(small())
+    assert isinstance(found, Forecast)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.distributed.is_initialized()
+    assert torch.ones(2).sum().item() == 2.0
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> LossTerm:
+        return LossTerm(self.linear(x).square().sum(), x.shape[0])
+
+
+class LooksAtValues(Own):
+    def forward(self, x: torch.Tensor) -> LossTerm:
+        return super().forward(x[x[:, 0] > 0])
+
+
+def test_a_model_given_as_an_object_is_planned_and_not_touched() -> None:
+    model = Own()
+    weight = model.linear.weight.detach().clone()
+    config = parse_sections(batch={"micro": 4}).config
+    assert isinstance(gate(config, model=model, example=torch.randn(4, 8)), Forecast)
+    assert torch.equal(model.linear.weight, weight)
+
+
+def test_a_model_that_looks_at_values_is_told_as_the_reason() -> None:
+    config = parse_sections(batch={"micro": 4}).config
+    found = gate(config, model=LooksAtValues(), example=torch.randn(4, 8))
+    assert isinstance(found, str)
