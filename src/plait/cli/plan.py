@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from plait.plan.hardware import Hardware
     from plait.plan.plan import Plan
-    from plait.plan.search import Search
+    from plait.plan.ways import Search
 
 GIB = 2**30
 _SHOWN = 12
@@ -88,7 +88,7 @@ def search_run(source: str, overrides: Sequence[str], *, gpu: str | None, gpus: 
     """Show the fastest ways to spread a run that fit, and why the others do not; whether any does."""
     from rich.console import Console
 
-    from plait.plan.search import search
+    from plait.plan.ways import search
 
     config = parse(source, overrides).config
     machine, ranks = _machine(gpu, config), gpus or least_ranks(config)

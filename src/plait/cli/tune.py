@@ -112,7 +112,7 @@ def _by_plan(ranks: int) -> Rank:
     def rank(run: RunConfig, found: Sequence[Candidate]) -> Sequence[Candidate]:
         from plait.plan.aside import in_a_child
         from plait.plan.hardware import hardware_here
-        from plait.plan.search import in_expected_order
+        from plait.plan.ways import in_expected_order
 
         def order() -> list[Candidate]:
             return in_expected_order(run, found, hardware_here(run.device), ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ def _others(records: Sequence[Record], several_hosts: bool) -> list[str]:
     for record in records:
         beat = record.evidence.beat
         end = "was ended by the launcher" if record.exit_code else "ended well"
-        what = judge(record).what if record.failed else end
+        what = textwrap.shorten(judge(record).what, 160, placeholder=" …") if record.failed else end
         wait = f", waiting in {beat.collective}" if beat is not None and beat.pending else ""
         text = f"{what} ({_doing(record)}{wait})" if beat is not None else what
         same.setdefault(text, []).append(str(record.place.rank))

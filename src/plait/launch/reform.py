@@ -160,13 +160,18 @@ class _Past:
         self._done += 1
         if self._done > self._restarts:
             return f"{self._restarts} new beginnings are all that --max_restarts allows"
-        place, last = _place(find(outcome.records, hung=outcome.hung)), self._last
+        found = find(outcome.records, hung=outcome.hung)
+        place, last = _place(found), self._last
         self._last = place
         if place is None or last is None or place[:2] != last[:2]:
             return None
         host, slot = place[2]
         if place[2] != last[2]:
-            return "another rank failed in the same place before, so the run itself is at fault"
+            return (
+                None
+                if found.verdict.outside
+                else "another rank failed in the same place before, so the run itself is at fault"
+            )
         crew.bad.add(place[2])
         _say(f"slot {slot} of {host} failed twice in the same place and is left out")
         return None

@@ -43,6 +43,8 @@ class Verdict:
     """It only noticed that another one was gone or late."""
     late: bool = False
     """It waited for another one until its patience ended."""
+    outside: bool = False
+    """Somebody else ended it, for reasons that are not the run's."""
 
 
 def judge(record: Record) -> Verdict:
@@ -75,6 +77,7 @@ def _of_signal(record: Record, number: int) -> Verdict:
         return Verdict(
             "was ended by SIGKILL, and not for want of memory: the kernel counts no such kill",
             "somebody or something on its host sent the signal: a batch system at its limit, an operator, a clean-up",
+            outside=True,
         )
     if number == signal.SIGBUS:
         return Verdict("crashed with SIGBUS, bad access to mapped memory", "is /dev/shm full? see `plait doctor`")
@@ -83,7 +86,7 @@ def _of_signal(record: Record, number: int) -> Verdict:
             f"crashed with {name}, in native code",
             "the stack below shows which call; an extension or a library there does not fit, or has an error",
         )
-    return Verdict(f"was ended by {name}", "somebody sent the signal; Plait did not")
+    return Verdict(f"was ended by {name}", "somebody sent the signal; Plait did not", outside=True)
 
 
 def _of_exception(record: Record, exception: str) -> Verdict:

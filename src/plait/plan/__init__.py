@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from plait.plan.hardware import Hardware, find_hardware, hardware_here
     from plait.plan.plan import Plan, make_plan
-    from plait.plan.search import Search, search
     from plait.plan.states import (
         estimate_zero2_model_states_mem_needs_all_cold,
         estimate_zero2_model_states_mem_needs_all_live,
         estimate_zero3_model_states_mem_needs_all_cold,
         estimate_zero3_model_states_mem_needs_all_live,
     )
+    from plait.plan.ways import Search, search
 
 _HOMES = {
     "Hardware": "hardware",
@@ -23,8 +23,8 @@ _HOMES = {
     "hardware_here": "hardware",
     "Plan": "plan",
     "make_plan": "plan",
-    "Search": "search",
-    "search": "search",
+    "Search": "ways",
+    "search": "ways",
     "estimate_zero2_model_states_mem_needs_all_cold": "states",
     "estimate_zero2_model_states_mem_needs_all_live": "states",
     "estimate_zero3_model_states_mem_needs_all_cold": "states",

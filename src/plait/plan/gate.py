@@ -17,7 +17,7 @@ from plait.plan.aside import in_a_child
 from plait.plan.hardware import Hardware, find_hardware, hardware_here
 from plait.plan.ladder import climb
 from plait.plan.plan import Plan, make_plan
-from plait.plan.search import search
+from plait.plan.ways import search
 from plait.world import restore_rng_state, rng_state
 
 _PATIENCE_S = 180.0
@@ -68,12 +68,15 @@ def forecast(
 
 def best_settings(config: RunConfig, ranks: int) -> tuple[list[str], str] | str:
     """Overrides for the fastest way to spread a run over this machine, and what they promise; a reason without any."""
-    found = search(config, _machine(config, ranks), ranks=ranks)
+    machine = _machine(config, ranks)
+    found = search(config, machine, ranks=ranks)
     best = found.best
     if best is None or best.plan is None:
         return next((each.reason for each in found.found if each.plan is not None), "nothing fits")
-    rate = f"{best.plan.tokens_per_second:,.0f} tokens/s, {best.plan.needed_gib:.1f} GiB"
-    return best.candidate.overrides, f"{rate}; {len(found.found)} ways in {found.seconds:.0f} s"
+    known = machine.kind == "cuda" or machine.measured
+    rate = f"{best.plan.tokens_per_second:,.0f} tokens/s, " if known else ""
+    words = f"{rate}{best.plan.needed_gib:.1f} GiB; {len(found.found)} ways in {found.seconds:.0f} s"
+    return best.candidate.overrides, words
 
 
 def _look(

@@ -22,7 +22,7 @@ from plait.plan.shorten import layers_of
 from plait.plan.simulate import MakeExample
 
 if TYPE_CHECKING:
-    from plait.plan.search import Found
+    from plait.plan.ways import Found
 
 GIB = 2**30
 
@@ -82,7 +82,7 @@ def _sample(config: RunConfig, hardware: Hardware, layout: Layout, make_example:
     alone = config.model_copy(update={"strategy": strategy, "batch": BatchConfig(micro=1, accumulation=1)})
     try:
         ranks = layout.tp * layout.cp * layout.ep
-        return plan_rank(alone, hardware, ranks=ranks, make_example=make_example, detailed=True).account
+        return plan_rank(alone, hardware, ranks=ranks, make_example=make_example, detailed=True, groups=(2, 3)).account
     except PlaitError as error:
         return " ".join(str(error).split())
 

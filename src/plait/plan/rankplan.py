@@ -12,6 +12,8 @@ from plait.plan.hardware import Hardware
 from plait.plan.shorten import lengths_of, shortened
 from plait.plan.simulate import MakeExample, Simulated, simulate
 
+_SPARE = 0.03
+"""The allocator keeps at least this share of the peak beyond need."""
 _FEW, _MORE = 3, 4
 """Groups of layers of the two short models: with three there is one that is neither first nor last."""
 
@@ -29,8 +31,12 @@ def plan_rank(
     received: Any = None,
     detailed: bool = False,
     exact: bool = False,
+    groups: tuple[int, int] = (_FEW, _MORE),
 ) -> Simulated:
-    """Simulate `rank`, which has the pipeline stage `stage`: whole where `exact`, else by [Note: a few layers]."""
+    """Simulate `rank`, which has the pipeline stage `stage`: whole where `exact`, else by [Note: a few layers].
+
+    `groups` says how long the two short models are.
+    """
     options: dict[str, Any] = {
         "ranks": ranks,
         "rank": rank,
@@ -43,11 +49,11 @@ def plan_rank(
     if lengths is None or lengths.is_short or exact:
         layers = 1 if lengths is None else lengths.layers
         return simulate(config, hardware, model=model, layers=layers, **options)
-    few, more = (shortened(config, ranks, hardware.per_host, stage, groups, lengths) for groups in (_FEW, _MORE))
+    few, more = (shortened(config, ranks, hardware.per_host, stage, count, lengths) for count in groups)
     short = simulate(few.config, hardware, layers=few.layers, **options)
     longer = simulate(more.config, hardware, layers=more.layers, **options)
-    groups = lengths.layers / lengths.period
-    account = short.account.stretched(longer.account, groups - _FEW)
+    times = (lengths.layers / lengths.period - groups[0]) / (groups[1] - groups[0])
+    account = short.account.stretched(longer.account, times)
     account = account.repeated(lengths.micro_batches / lengths.least_micro_batches)
     account = _completed(account, longer.account)
     return replace(longer, account=account, flops_per_token=None)  # which is of the short model
@@ -57,5 +63,7 @@ def _completed(account: Account, sample: Account) -> Account:
     """What does not grow by the same amount with each layer: the build, one module at a time, and the allocator's."""
     numbers = dict(account.numbers)
     numbers["peak.build"] = max(numbers["peak.build"], sample.numbers["peak.build"])
-    numbers["reserved"] = account.peak[1] * sample.numbers["reserved"] / sample.peak[1]
+    # What the allocator keeps beyond need is a few pieces of the largest sizes, however many layers there are.
+    spare = max(sample.numbers["reserved"] - sample.peak[1], _SPARE * account.peak[1])
+    numbers["reserved"] = account.peak[1] + spare
     return Account(numbers)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from plait.config import resolve_layout
@@ -62,6 +63,8 @@ class Foresight:
     def tell(self) -> None:
         """Say what is expected."""
         found = self._found
+        if self._runner.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._runner.world.device)  # the peak that is compared is this run's
         if isinstance(found, str):
             self._runner.emit(EventKind.MESSAGE, level="info", text=f"no plan of this run: {found}")
         elif found is not None:

@@ -34,15 +34,15 @@ def records(job: Job, *, step: int, sizes: Sequence[int] = ()) -> list[Record]:
     return found
 
 
-def killed(slot: tuple[str, int], *, step: int = 3, sizes: Sequence[int] = ()) -> Once:
+def killed(slot: tuple[str, int], *, step: int = 3, sizes: Sequence[int] = (), by: int = signal.SIGKILL) -> Once:
     """An attempt in which the rank of one slot is killed, if it takes part, and all goes well if not."""
 
     def once(job: Job, join: Callable[[], bool]) -> Outcome:
         found = records(job, step=step, sizes=sizes)
         bad = [record for record in found if (record.place.host, record.place.slot) == slot]
         for record in found:
-            note_end(record, -signal.SIGKILL if record in bad else 0, by_us=False)
-        return Outcome(137 if bad else 0, found)
+            note_end(record, -by if record in bad else 0, by_us=False)
+        return Outcome(128 + by if bad else 0, found)
 
     return once
 
@@ -79,11 +79,15 @@ def test_failing_further_on_is_another_place() -> None:
     assert [job.size for job in jobs] == [2] * 5
 
 
-def test_the_same_failure_on_another_slot_is_the_runs_own() -> None:
-    code, jobs = attempts(crew(4), killed(("localhost", 0)), restarts=0)
-    assert (code, len(jobs)) == (0, 1)
-    code, jobs = attempts(crew(4), killed(("h0", 1)), killed(("h0", 2)))
-    assert (code, len(jobs)) == (137, 2)
+def test_the_same_crash_on_another_slot_is_the_runs_own() -> None:
+    crashes = [killed(("h0", slot), by=signal.SIGSEGV) for slot in (1, 2)]
+    code, jobs = attempts(crew(4), *crashes)
+    assert (code, len(jobs)) == (139, 2)
+
+
+def test_whoever_is_killed_from_outside_may_be_anywhere() -> None:
+    code, jobs = attempts(crew(4), *[killed(("h0", slot)) for slot in (1, 2, 3)], killed(("h9", 9)))
+    assert (code, [job.size for job in jobs]) == (0, [4] * 4)
 
 
 def test_the_nearest_size_that_fits_is_taken_and_said(capsys: pytest.CaptureFixture[str]) -> None:

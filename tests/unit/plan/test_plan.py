@@ -18,8 +18,8 @@ from plait.plan.hardware import find_hardware
 from plait.plan.ladder import climb
 from plait.plan.plan import make_plan
 from plait.plan.rankplan import plan_rank
-from plait.plan.search import in_expected_order, search
 from plait.plan.space import Space, candidates
+from plait.plan.ways import in_expected_order, search
 from plait.spec import LossTerm
 
 H100 = find_hardware("h100")

@@ -30,9 +30,7 @@ def run(work_dir: Path, **sections: object) -> None:
 
 
 @pytest.mark.planned
-def test_the_report_has_predicted_and_measured_side_by_side(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_has_predicted_and_measured_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "run")
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["plan"]["peak_gib"]["predicted"] > 0

@@ -8,12 +8,13 @@ simulated as they are, and these figures count.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from plait.config import check, parse
+from plait.config import check, parse, resolve_layout
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, PlaitError
 from plait.plan.candidate import Candidate
@@ -76,7 +77,7 @@ def search(
     start = time.monotonic()
     space = space or Space(ranks, ("zero", "layout", "recompute", "micro"))
     written = config.model_dump(mode="json", exclude_unset=True)
-    legal, refused = _legal(candidates(config, space), written)
+    legal, refused = _legal(candidates(config, space), written, ranks)
     say(f"{len(legal)} ways to spread the run, {len(refused)} more that no run can have")
     looked = quick_look(legal, hardware, ranks, make_example)
     promising, large = [], []
@@ -90,9 +91,11 @@ def search(
             promising.append(replace(each, quick=quick))
     promising.sort(key=lambda each: -each.tokens_per_second)
     simulated: list[Found] = []
+    late = False
     for index, each in enumerate(promising):
         fitting = sum(not one.reason for one in simulated)
-        if fitting >= close or (fitting and time.monotonic() - start > seconds):
+        late = bool(fitting) and time.monotonic() - start > seconds
+        if fitting >= close or late:
             promising = promising[index:]
             break
         simulated.append(_simulated(each, hardware, ranks, make_example))
@@ -100,26 +103,37 @@ def search(
         promising = []
     fits = sorted((each for each in simulated if not each.reason), key=lambda each: -each.tokens_per_second)
     fails = [each for each in simulated if each.reason]
-    rest = [replace(each, reason="slower by the quick account; not simulated") for each in promising]
+    why = "not simulated: the search's time was up" if late else "not simulated: slower by the quick account"
+    rest = [replace(each, reason=why) for each in promising]
     return Search((*fits, *rest, *fails, *large, *refused), time.monotonic() - start)
 
 
-def _legal(found: Sequence[Candidate], written: dict[str, Any]) -> tuple[list[Found], list[Found]]:
+def _legal(found: Sequence[Candidate], written: dict[str, Any], ranks: int) -> tuple[list[Found], list[Found]]:
+    """Those that make a run, one of each that would be the same, and those that do not, with the reason."""
     legal, refused = [], []
     seen: set[str] = set()
     for candidate in found:
         try:
             config = parse(written, candidate.overrides).config
             check(config, has_val=config.val_data is not None, require_length=False)
+            key = _same(config, ranks)
         except ConfigError as error:
             reason = "; ".join(f"{problem.path}: {problem.message}" for problem in error.problems)
             refused.append(Found(candidate, None, reason))
             continue
-        key = config.model_dump_json(include={"strategy", "batch"})
         if key not in seen:
             seen.add(key)
             legal.append(Found(candidate, config, ""))
     return legal, refused
+
+
+def _same(config: RunConfig, ranks: int) -> str:
+    """Equal for two runs that do the same: with one copy of the model, every ZeRO stage is the same."""
+    layout = resolve_layout(config.strategy, size=ranks, local_size=ranks)
+    data: dict[str, Any] = config.model_dump(mode="json", include={"strategy", "batch"})
+    data["strategy"] |= {"zero": config.strategy.stage if layout.replicas > 1 else 0, "layout": layout.sizes()}
+    data["strategy"]["sharding"] = None
+    return json.dumps(data, sort_keys=True)
 
 
 def _simulated(found: Found, hardware: Hardware, ranks: int, make_example: MakeExample) -> Found:
@@ -142,7 +156,7 @@ def _simulated(found: Found, hardware: Hardware, ranks: int, make_example: MakeE
 
 def in_expected_order(config: RunConfig, found: Sequence[Candidate], hardware: Hardware, ranks: int) -> list[Candidate]:
     """Candidates as the quick account expects them to be: fastest first, then those that are too large."""
-    legal, _ = _legal(found, config.model_dump(mode="json", exclude_unset=True))
+    legal, _ = _legal(found, config.model_dump(mode="json", exclude_unset=True), ranks)
     looked = quick_look(legal, hardware, ranks, example_of)
     known = [(each, quick) for each, quick in zip(legal, looked, strict=True) if not isinstance(quick, str)]
     known.sort(key=lambda pair: (pair[1].needed_gib > hardware.memory_gib, -pair[1].tokens_per_second))
