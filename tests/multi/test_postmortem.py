@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -101,8 +102,18 @@ def test_memory_that_the_host_does_not_have_is_told_from_other_kills(tmp_path: P
     assert re.search(r"host memory +[\d.]+ GiB, peak [\d.]+ GiB, limit 1.17 GiB; \+[\d.]+ GiB in the last", page), page
 
 
-def test_a_rank_that_sleeps_while_the_others_wait_is_named_with_all_stacks(tmp_path: Path) -> None:
-    code, page = run(tmp_path / "run", "sleep", timeout=15.0)
+@pytest.fixture(scope="module")
+def hangs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """Two runs that hang, at the same time: most of it is waiting."""
+    folder = tmp_path_factory.mktemp("hangs")
+    with ThreadPoolExecutor(2) as pool:
+        ranks = {"sleep": 2, "skip": 3}
+        found = {how: pool.submit(run, folder / how, how, ranks=n, timeout=15.0) for how, n in ranks.items()}
+        return {how: future.result() for how, future in found.items()}
+
+
+def test_a_rank_that_sleeps_while_the_others_wait_is_named_with_all_stacks(hangs: dict[str, tuple[int, str]]) -> None:
+    code, page = hangs["sleep"]
     assert code != 0
     assert page.startswith("The run hangs, and was ended.")
     assert blamed(page).startswith("rank 1 did not come to all_reduce of "), page
@@ -113,8 +124,8 @@ def test_a_rank_that_sleeps_while_the_others_wait_is_named_with_all_stacks(tmp_p
     assert "replicate.py" in awake  # in the exchange of gradients
 
 
-def test_a_rank_that_leaves_a_collective_out_is_the_odd_one(tmp_path: Path) -> None:
-    code, page = run(tmp_path / "run", "skip", ranks=3, timeout=15.0)
+def test_a_rank_that_leaves_a_collective_out_is_the_odd_one(hangs: dict[str, tuple[int, str]]) -> None:
+    code, page = hangs["skip"]
     assert code != 0
     assert blamed(page).startswith("rank 1 "), page
     assert "every rank must take equally many steps, and call collectives in the same order" in page

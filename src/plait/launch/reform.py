@@ -167,11 +167,8 @@ class _Past:
             return None
         host, slot = place[2]
         if place[2] != last[2]:
-            return (
-                None
-                if found.verdict.outside
-                else "another rank failed in the same place before, so the run itself is at fault"
-            )
+            own = "another rank failed in the same place before, so the run itself is at fault"
+            return None if found.verdict.outside else own
         crew.bad.add(place[2])
         _say(f"slot {slot} of {host} failed twice in the same place and is left out")
         return None
