@@ -33,7 +33,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--kills", type=int, default=20)
     options.add_argument("--ranks", type=int, default=4)
-    options.add_argument("--steps", type=int, default=60)
+    options.add_argument("--steps", type=int, default=200)
     options.add_argument("--seed", type=int, default=0)
     given = options.parse_args()
     from tests.multi import victim

@@ -12,9 +12,8 @@ def compare(measured_file: Path, predicted_file: Path, *, plot: Path | None) -> 
     """Print run by run how far the plan was off, and the two other estimates; draw measured over predicted."""
     measured, predicted = json.loads(measured_file.read_text()), json.loads(predicted_file.read_text())
     rows = [(name, measured[name], predicted[name]) for name in predicted if "seconds" in measured.get(name, {})]
-    print(
-        "| run | peak GiB, measured | predicted | off | DeepSpeed's estimate | Accelerate's | s/step | predicted | off |"
-    )
+    columns = ("run", "peak GiB, measured", "predicted", "off", "DeepSpeed's estimate", "Accelerate's")
+    print(f"| {' | '.join((*columns, 's/step', 'predicted', 'off'))} |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name, real, plan in rows:
         print(
@@ -48,9 +47,10 @@ def picture(points: list[tuple[float, float]]) -> str:
     def y(value: float) -> float:
         return size - edge - value * scale
 
-    ticks = [step for step in range(0, int(top) + 1, 20)]
+    ticks = range(0, int(top) + 1, 20)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{size}" height="{size}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{size}" height="{size}" '
+        'font-family="sans-serif" font-size="12">',
         f'<rect width="{size}" height="{size}" fill="white"/>',
         f'<line x1="{x(0)}" y1="{y(0)}" x2="{x(top)}" y2="{y(top)}" stroke="#999" stroke-dasharray="4 3"/>',
         f'<path d="M{x(0)} {y(top)}V{y(0)}H{x(top)}" fill="none" stroke="#333"/>',
@@ -63,7 +63,6 @@ def picture(points: list[tuple[float, float]]) -> str:
         for real, plan in points
     ]
     lines.append(f'<text x="{size / 2}" y="{size - 12}" text-anchor="middle">measured peak, GiB</text>')
-    lines.append(
-        f'<text x="14" y="{size / 2}" text-anchor="middle" transform="rotate(-90 14 {size / 2})">predicted peak, GiB</text>'
-    )
+    turned = f'x="14" y="{size / 2}" text-anchor="middle" transform="rotate(-90 14 {size / 2})"'
+    lines.append(f"<text {turned}>predicted peak, GiB</text>")
     return "\n".join([*lines, "</svg>\n"])

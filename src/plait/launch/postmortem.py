@@ -99,7 +99,7 @@ def report(records: Sequence[Record], *, hung: bool, several_hosts: bool) -> str
         lines += _details(record, several_hosts=several_hosts and len(blamed) > 1)
     if found.verdict.remedy:
         lines += ["", f"What to do: {found.verdict.remedy}."]
-    lines += _others([record for record in records if record not in blamed], several_hosts)
+    lines += _others([record for record in records if record not in blamed])
     for record in blamed[:_STACKS_SHOWN]:
         if record.tail:
             said = [f"  {line}" for line in list(record.tail)[-_LAST_LINES:]]
@@ -119,7 +119,7 @@ def _details(record: Record, *, several_hosts: bool) -> list[str]:
         rows.append(("doing", f"{_doing(record)}, for {max(found.at - found.beat.since, 0.0):.1f} s"))
         if found.beat.collective:
             state = f"waiting for {found.waiting_s:.1f} s" if found.beat.pending else "done"
-            rows.append(("collective", f"{found.beat.collective} ({state})"))
+            rows.append(("collective", f"{found.beat.collective}, no. {found.beat.count} ({state})"))
     if found.memory:
         seconds, growth = found.growth
         limit = "" if found.limit is None else f", limit {found.limit / _GIB:.2f} GiB"
@@ -136,7 +136,7 @@ def _doing(record: Record) -> str:
     return "unknown" if beat is None else f"{beat.phase}, after step {beat.step}"
 
 
-def _others(records: Sequence[Record], several_hosts: bool) -> list[str]:
+def _others(records: Sequence[Record]) -> list[str]:
     """The rest, those together of whom the same is to be said."""
     same: dict[str, list[str]] = {}
     for record in records:

@@ -41,8 +41,6 @@ class Verdict:
     remedy: str = ""
     victim: bool = False
     """It only noticed that another one was gone or late."""
-    late: bool = False
-    """It waited for another one until its patience ended."""
     outside: bool = False
     """Somebody else ended it, for reasons that are not the run's."""
 
@@ -99,7 +97,7 @@ def _of_exception(record: Record, exception: str) -> Verdict:
     if _CUT_OFF.search(exception):
         return Verdict(f"lost the connection to another rank: {shown}", victim=True)
     if _TIMED_OUT.search(exception) and "distributed" in text:
-        return Verdict(f"waited too long for another rank: {shown}", victim=True, late=True)
+        return Verdict(f"waited too long for another rank: {shown}", victim=True)
     return Verdict(f"raised {shown}", "its last lines show where")
 
 

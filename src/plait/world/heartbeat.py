@@ -77,17 +77,18 @@ class Heartbeat:
         while not self._stop.wait(every - time.time() % every):
             start = time.perf_counter()
             if recorder is not None:
-                seen.take(json.loads(recorder(True, False)).get("entries", ()))
+                try:
+                    seen.take(json.loads(recorder(True, False)).get("entries", ()))
+                except (KeyError, TypeError, ValueError):
+                    recorder = None  # the recorder of another torch: then phases alone are told
+                    continue
+                tick = round(time.time() / _EVERY_S)
                 layout.put_collective(
-                    self._map,
-                    seen.name,
-                    called=seen.called,
-                    count=seen.count,
-                    tick=round(time.time() / _EVERY_S),
-                    pending=seen.pending,
+                    self._map, seen.name, called=seen.called, count=seen.count, tick=tick, pending=seen.pending
                 )
             if device.type == "cuda":
-                layout.put_memory(self._map, torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
+                used, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+                layout.put_memory(self._map, used, peak)
             every = _EVERY_S * max(1, round((time.perf_counter() - start) / _SHARE / _EVERY_S))
 
     def close(self) -> None:
