@@ -60,6 +60,9 @@ def plan(
         bool, typer.Option("--schedule", help="Draw the pipeline: who works on which micro-batch, when.")
     ] = False,
     exact: Annotated[bool, typer.Option("--exact", help="Simulate every layer, not a few for all.")] = False,
+    timeline: Annotated[
+        str | None, typer.Option("--timeline", metavar="SVG", help="Draw memory over one step; implies --exact.")
+    ] = None,
     out: Annotated[
         str | None, typer.Option("--out", "-o", help="Write the figures (JSON) or the picture (SVG).")
     ] = None,
@@ -79,7 +82,7 @@ def plan(
     fits = (
         commands.search_run(config, words, gpu=gpu, gpus=gpus, out=out)
         if search
-        else commands.plan_run(config, words, gpu=gpu, gpus=gpus, out=out, exact=exact)
+        else commands.plan_run(config, words, gpu=gpu, gpus=gpus, out=out, timeline=timeline, exact=exact)
     )
     if not fits:
         raise typer.Exit(1)

@@ -56,7 +56,14 @@ def least_ranks(config: RunConfig) -> int:
 
 
 def plan_run(
-    source: str, overrides: Sequence[str], *, gpu: str | None, gpus: int | None, out: str | None, exact: bool
+    source: str,
+    overrides: Sequence[str],
+    *,
+    gpu: str | None,
+    gpus: int | None,
+    out: str | None,
+    timeline: str | None,
+    exact: bool,
 ) -> bool:
     """Show what a run will take, and what to change where it does not fit; whether it fits."""
     from rich.console import Console
@@ -66,12 +73,17 @@ def plan_run(
 
     config = parse(source, overrides).config
     machine, ranks = _machine(gpu, config), gpus or least_ranks(config)
-    plan = make_plan(config, machine, ranks=ranks, exact=exact)
+    plan = make_plan(config, machine, ranks=ranks, exact=exact or timeline is not None)
     console = Console(soft_wrap=True)
     _show(console, plan, config)
     if out is not None:
         Path(out).write_text(json.dumps(plan.to_dict(), indent=1) + "\n")
         console.print(f"{out}: all figures")
+    if timeline is not None:
+        from plait.plan.timeline import draw_timeline
+
+        Path(timeline).write_text(draw_timeline(plan))
+        console.print(f"{timeline}: memory over one step")
     if not plan.fits:
         console.print("\nOne change after the other, each on top of those before:")
         for rung in climb(config, machine, ranks=ranks):
@@ -161,6 +173,7 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
         yield f"  {part}", [account.under("part").get(part, 0.0) for account in accounts]
     yield "  kept free by the allocator", [max(0.0, a.numbers["reserved"] - a.peak[1]) for a in accounts]
     yield "  CUDA context", [plan.hardware.context_gib * GIB] * len(accounts)
+    yield "a checkpoint of the rank", [account.numbers["state"] for account in accounts]
 
 
 def _time_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:

@@ -18,6 +18,7 @@ from plait.plan.hardware import Hardware
 from plait.plan.host import host_bytes
 from plait.plan.rankplan import plan_rank
 from plait.plan.simulate import MakeExample
+from plait.spec.phase import Phase
 
 GIB = 2**30
 
@@ -29,6 +30,8 @@ class RankPlan:
     name: str
     """`every rank`, `first pipeline stage`, `last pipeline stage`."""
     account: Account
+    trail: tuple[tuple[Phase, int], ...] = ()
+    """Bytes in use after every operation of a step; only of a plan that is `exact`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ def make_plan(
         "exact": exact,
     }
     first = plan_rank(config, hardware, **options)
-    found = [RankPlan("every rank" if layout.pp == 1 else "first pipeline stage", first.account)]
+    found = [RankPlan("every rank" if layout.pp == 1 else "first pipeline stage", first.account, tuple(first.trail))]
     notes, bubble = list(first.notes), 0.0
     if layout.pp > 1:
         from plait.parallel.pipeline import theoretical_bubble
@@ -145,7 +148,7 @@ def make_plan(
         last_rank = (layout.pp - 1) * (layout.size // layout.pp)
         stage = layout.pp - 1
         last = plan_rank(config, hardware, rank=last_rank, stage=stage, received=first.handed_on, **options)
-        found.append(RankPlan("last pipeline stage", last.account))
+        found.append(RankPlan("last pipeline stage", last.account, tuple(last.trail)))
         notes += last.notes
         bubble = theoretical_bubble(pipeline.schedule, layout.pp, batch.accumulation, pipeline.stages_per_rank)
     return Plan(

@@ -56,7 +56,7 @@ def plan_rank(
     account = short.account.stretched(longer.account, times)
     account = account.repeated(lengths.micro_batches / lengths.least_micro_batches)
     account = _completed(account, longer.account)
-    return replace(longer, account=account, flops_per_token=None)  # which is of the short model
+    return replace(longer, account=account, flops_per_token=None, trail=[])  # those of the short model
 
 
 def _completed(account: Account, sample: Account) -> Account:

@@ -75,6 +75,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.at_height: Callable[[int], None] | None = None
         """Is called with the bytes in use whenever they rise above `height`, which is raised by that and a little."""
         self.height = 0
+        self.trail: list[tuple[Phase, int]] | None = None
+        """Bytes in use after every operation, where somebody wants them."""
         self.paused = False
         """Whether operations are let through unseen, as while another recorder looks at them."""
         self._device = device
@@ -160,6 +162,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_peak(phase, hidden)
         for watcher in self._watchers:
             watcher.saw(phase, func, args, kwargs, out)
+        if self.trail is not None:
+            self.trail.append((phase, self.in_use + hidden))
         if self.at_height is not None and self.in_use + hidden > self.height:
             self.height = int((self.in_use + hidden) * _NOTABLE)
             self.at_height(self.in_use + hidden)

@@ -43,6 +43,8 @@ class Simulated:
     account: Account
     flops_per_token: float | None
     """Of the model's own account, where it gives one."""
+    trail: list[tuple[Phase, int]] = field(default_factory=list)
+    """Bytes in use after every operation of the step; only where every layer was simulated."""
     handed_on: Any = None
     """What a pipeline stage hands to the next."""
     notes: list[str] = field(default_factory=list)
@@ -113,6 +115,7 @@ def simulate(
         timing.restart()
         recorder.peaks = defaultdict(Peak, {Phase.BUILD: recorder.peaks[Phase.BUILD]})
         parts = _look_when_high(recorder, engine) if detailed else {}
+        recorder.trail = [] if detailed else None
         step()
         timing.stop()
         example = make_example(config, batch.micro)
@@ -123,6 +126,7 @@ def simulate(
         found = Simulated(
             Account(numbers),
             _flops_per_token(engine, example),
+            recorder.trail or [],
             engine.pipeline.transport.handed_on if engine.pipeline is not None else None,
             notes,
         )

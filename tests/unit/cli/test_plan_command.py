@@ -106,3 +106,10 @@ def test_states_only_prints_deepspeeds_tables(
 ) -> None:
     assert planned(tmp_path, monkeypatch, "--states-only", "--gpus", "2") == 0
     assert "offload_optimizer" in capsys.readouterr().out
+
+
+def test_a_timeline_draws_the_memory_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert planned(tmp_path, monkeypatch, "--gpu", "h100", "--timeline", "step.svg") == 0
+    picture = ElementTree.fromstring((tmp_path / "step.svg").read_text())
+    shapes = [each for each in picture.iter() if each.tag.endswith("polygon")]
+    assert len(shapes) >= 3  # forward, backward, step
