@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,57 +13,11 @@ from torch.utils._pytree import tree_map_only
 
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, PlaitError, Problem
-from plait.plan.aside import in_a_child
+from plait.plan.expectation import Forecast
 from plait.plan.hardware import Hardware, find_hardware, hardware_here
 from plait.plan.ladder import climb
 from plait.plan.plan import Plan, make_plan
 from plait.plan.ways import search
-from plait.world import restore_rng_state, rng_state
-
-_PATIENCE_S = 180.0
-"""How long a run waits for its plan."""
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """What a run expects of itself. Plain values: it travels between ranks."""
-
-    peak_gib: float
-    """What the device's own account will say: tensors on a GPU, the whole process on a CPU."""
-    needed_gib: float
-    memory_gib: float
-    seconds: float | None
-    """Of a step; None where the machine's speed is not known."""
-    took: float
-    refusal: ConfigError | None = None
-    """Why the run should not start."""
-
-
-def forecast(
-    config: RunConfig,
-    *,
-    ranks: int,
-    local_ranks: int,
-    model: Any = None,
-    loss_function: Any = None,
-    example: Any = None,
-) -> Forecast | str:
-    """Plan this run on the machine at hand; a reason where that cannot be.
-
-    `example` is one micro-batch, where the data are no section that tells its shapes. This process stays as it was.
-    """
-
-    def look() -> Forecast | str:
-        return _look(config, ranks, local_ranks, model, loss_function, example)
-
-    found = in_a_child(look, seconds=_PATIENCE_S)
-    if isinstance(found, str) and "fork" in found:
-        # A process that has gone backward before cannot do so in a copy; then it is done here, and put right after.
-        here = torch.device("cpu")
-        state = rng_state(here)
-        found = look()
-        restore_rng_state(state, here)
-    return found
 
 
 def best_settings(config: RunConfig, ranks: int) -> tuple[list[str], str] | str:
@@ -79,9 +33,10 @@ def best_settings(config: RunConfig, ranks: int) -> tuple[list[str], str] | str:
     return best.candidate.overrides, words
 
 
-def _look(
+def look_ahead(
     config: RunConfig, ranks: int, local_ranks: int, model: Any, loss_function: Any, example: Any
 ) -> Forecast | str:
+    """Plan a run here and now; see `expectation.forecast`, which leaves the process as it was."""
     start = time.perf_counter()
     try:
         machine = _machine(config, local_ranks)

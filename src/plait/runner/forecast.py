@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from plait.config import resolve_layout
 from plait.errors import ConfigError
-from plait.plan.gate import Forecast, forecast
+from plait.plan.expectation import Forecast, forecast
 from plait.runner.sources import batch_of, first_inputs
 from plait.runner.throughput import memory_mib
 from plait.spec import EventKind

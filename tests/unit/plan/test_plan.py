@@ -13,7 +13,7 @@ from torch import nn
 from plait.config import parse_sections
 from plait.config.run import RunConfig
 from plait.errors import ConfigError
-from plait.plan.gate import Forecast, forecast
+from plait.plan.expectation import Forecast, forecast
 from plait.plan.hardware import find_hardware
 from plait.plan.ladder import climb
 from plait.plan.plan import make_plan
