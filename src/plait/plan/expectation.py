@@ -1,6 +1,6 @@
 """What a run expects of itself.
 
-On its own, because nothing else of the plan is loaded here: that takes longer than torch itself, and happens in a child.
+Nothing else of the plan is loaded here: that takes longer than loading torch, and happens in a child.
 """
 
 from __future__ import annotations

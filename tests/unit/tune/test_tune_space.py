@@ -15,7 +15,7 @@ from plait.errors import ConfigError
 from plait.plan.space import candidates
 from plait.tune import Candidate, TuneConfig, make_tune_config, rank_by_rule
 from plait.tune.legal import effective
-from plait.tune.order import in_order
+from plait.tune.order import in_order, space_of
 
 RUN: dict[str, Any] = {
     "model": {"type": "llama", "vocab_size": 64, "dim": 32, "layers": 4, "heads": 8, "kv_heads": 4, "seq_len": 16},
@@ -25,7 +25,8 @@ RUN: dict[str, Any] = {
 
 
 def spaces(nproc: int, run: dict[str, Any] = RUN, **changes: Any) -> list[Candidate]:
-    return candidates(parse(run).config, TuneConfig(nproc=nproc, **changes))
+    config = parse(run).config
+    return candidates(config, space_of(config, TuneConfig(nproc=nproc, **changes)))
 
 
 def test_every_setting_keeps_the_global_batch() -> None:
