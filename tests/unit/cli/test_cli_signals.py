@@ -12,7 +12,7 @@ import psutil
 
 from plait.checkpoint import CheckpointFolder, read_manifest
 
-ENDLESS = ("train.max_steps=1000000", "log.every=5", "checkpoint.resume=auto", "strategy=zero2")
+ENDLESS = ("train.max_steps=1000000", "log.every=5", "checkpoint.resume=auto", "strategy=zero2", "plan=off")
 
 
 def start(place: Any) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
