@@ -26,13 +26,15 @@ from plait.plan.kernels import MATMUL_WORKSPACE, kernels_of_cuda
 from plait.plan.recorder import Peak, Recorder
 from plait.plan.timing import Timing
 from plait.spec.phase import Phase
-from plait.strategy import prepare_native
+from plait.strategy import Length, prepare_native
 from plait.strategy.native.engine import NativeEngine
 from plait.world import local_part
 from plait.world.fake import fake_world
 
 _REORDERED = 1.06
 """Inductor orders a backward pass that recomputes in its own way; measured, that takes up to this much more."""
+_SOME_LENGTH = Length(total_steps=1000, steps_per_epoch=1000)
+"""A schedule may ask how long the run is; what a step takes does not depend on it."""
 MakeExample = Callable[[RunConfig, int], Any]
 
 
@@ -96,6 +98,7 @@ def simulate(
             world,
             model=model,
             loss_function=loss_function,
+            length=_SOME_LENGTH,
             accumulation=batch.accumulation,
             example=make_example(config, batch.micro),
             say=notes.append,

@@ -154,6 +154,11 @@ def test_a_forecast_leaves_the_process_as_it_was() -> None:
     assert torch.ones(2).sum().item() == 2.0
 
 
+def test_a_schedule_that_needs_the_length_of_the_run_is_planned_too() -> None:
+    found = gate(small(schedule={"type": "CosineAnnealingLR"}, train={"max_epochs": 2}))
+    assert isinstance(found, Forecast)
+
+
 class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
