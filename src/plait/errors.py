@@ -56,6 +56,13 @@ class ConfigError(PlaitError):
         return ConfigError, (self.problems,)
 
 
+def in_one_line(error: PlaitError) -> str:
+    """An error as a reason in a table or a log."""
+    if isinstance(error, ConfigError):
+        return "; ".join(f"{problem.path}: {problem.message}" for problem in error.problems)
+    return " ".join(str(error).split())
+
+
 class WorldError(PlaitError):
     """Ranks, devices, ports or process groups cannot be set up."""
 

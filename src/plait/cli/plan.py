@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,8 +10,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from plait.config import parse, resolve_batch, resolve_layout
+from plait.config.layout import least_ranks
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, Problem
+from plait.monitor.units import duration
+from plait.spec import Phase
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,7 +35,7 @@ def draw_pipeline(config: str, overrides: Sequence[str], out: str | None, *, ran
     if strategy.layout.pp == 1:
         message = "1: the run has no pipeline, so there is no schedule to draw"
         raise ConfigError(Problem("strategy.layout.pp", message, "Write `strategy.layout.pp: 2`, or more."))
-    size = ranks or least_ranks(found)
+    size = ranks or least_ranks(found.strategy)
     layout = resolve_layout(strategy, size=size, local_size=size)
     pipeline = strategy.pipeline
     batch = resolve_batch(found.batch, layout.data_parallel, micro_batches=pipeline.micro_batches)
@@ -46,13 +48,6 @@ def draw_pipeline(config: str, overrides: Sequence[str], out: str | None, *, ran
     idle = theoretical_bubble(pipeline.schedule, layout.pp, batch.accumulation, pipeline.stages_per_rank)
     micro = f"{batch.accumulation} micro-batch{'' if batch.accumulation == 1 else 'es'}"
     typer.echo(f"{path}: {pipeline.schedule} over {layout.pp} ranks, {micro}, {idle:.1%} idle")
-
-
-def least_ranks(config: RunConfig) -> int:
-    """As few ranks as the layout can have."""
-    layout = config.strategy.layout
-    sizes = (layout.pp, layout.ep, layout.cp, layout.tp, layout.dp_replicate or 1, layout.dp_shard or 1)
-    return math.prod(sizes)
 
 
 def plan_run(
@@ -72,7 +67,7 @@ def plan_run(
     from plait.plan.plan import make_plan
 
     config = parse(source, overrides).config
-    machine, ranks = _machine(gpu, config), gpus or least_ranks(config)
+    machine, ranks = _machine(gpu, config), gpus or least_ranks(config.strategy)
     plan = make_plan(config, machine, ranks=ranks, exact=exact or timeline is not None)
     console = Console(soft_wrap=True)
     _show(console, plan, config)
@@ -103,7 +98,7 @@ def search_run(source: str, overrides: Sequence[str], *, gpu: str | None, gpus: 
     from plait.plan.ways import search
 
     config = parse(source, overrides).config
-    machine, ranks = _machine(gpu, config), gpus or least_ranks(config)
+    machine, ranks = _machine(gpu, config), gpus or least_ranks(config.strategy)
     console = Console(soft_wrap=True)
     found = search(config, machine, ranks=ranks, say=lambda text: console.print(text, style="dim"))
     _show_search(console, found)
@@ -158,15 +153,15 @@ def _show(console: Console, plan: Plan, config: RunConfig) -> None:
     if plan.bubble:
         console.print(f"{plan.bubble:.1%} of the pipeline's time is idle ({config.strategy.pipeline.schedule})")
     if config.train.max_steps is not None:
-        console.print(f"{config.train.max_steps:,} steps take {_duration(plan.seconds * config.train.max_steps)}")
+        console.print(f"{config.train.max_steps:,} steps take {duration(plan.seconds * config.train.max_steps)}")
     for note in plan.notes:
         console.print(f"note: {note}", highlight=False)
 
 
 def _memory_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
     accounts = [rank.account for rank in plan.ranks]
-    for phase in ("build", "forward", "backward", "reduce", "step"):
-        yield phase, [account.peaks().get(phase, 0.0) for account in accounts]  # type: ignore[call-overload]
+    for phase in (Phase.BUILD, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP):
+        yield phase, [account.peaks().get(phase, 0.0) for account in accounts]
     yield "at the peak:", [0.0] * len(accounts)
     parts = dict.fromkeys(part for account in accounts for part in account.under("part"))
     for part in sorted(parts, key=lambda part: -accounts[0].under("part").get(part, 0.0)):
@@ -199,14 +194,3 @@ def _show_search(console: Console, found: Search) -> None:
     console.print(table)
     if len(found.found) > _SHOWN:
         console.print(f"and {len(found.found) - _SHOWN} more; all of them with --out FILE ({found.seconds:.0f} s)")
-
-
-def _duration(seconds: float) -> str:
-    hours = seconds / 3600
-    return (
-        f"{hours / 24:.1f} days"
-        if hours >= 48
-        else f"{hours:.1f} hours"
-        if hours >= 1
-        else f"{seconds / 60:.1f} minutes"
-    )

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
-from plait.config import Parsed, check, describe, parse, resolve_batch, resolve_layout
-from plait.config.draft import origin_of
-from plait.config.paths import missing_paths
+from plait.config import Parsed, describe, parse, resolve_batch, resolve_layout
+from plait.config.complete import check_complete
 from plait.errors import ConfigError, Problem
 from plait.launch import gpu_count, launched_size, run_ranks
 
@@ -54,22 +52,16 @@ def _count(nproc: str) -> int:
 
 
 def _check(parsed: Parsed, ranks: int) -> None:
+    check_complete(parsed, require_length=True)
     config = parsed.config
-    check(config, has_val=config.val_data is not None, require_length=True, origins=parsed.origins)
-    absent = [role for role in ("model", "data") if getattr(config, role) is None]
-    problems = [Problem(role, "there is none", f"add a section `{role}` with a `type`") for role in absent]
-    problems += [replace(each, origin=origin_of(each.path, parsed.origins)) for each in missing_paths(config)]
-    if problems:
-        raise ConfigError(problems)
     layout = resolve_layout(config.strategy, size=ranks, local_size=ranks)
     pipeline = config.strategy.pipeline
     batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=pipeline.micro_batches)
     if layout.pp > 1:
         # Late: it brings torch, which the launcher otherwise does without.
-        from plait.parallel.pipeline import check_micro_batches, resolve_virtual
+        from plait.parallel.pipeline import check_pipeline
 
-        resolve_virtual(pipeline.schedule, pipeline.stages_per_rank)
-        check_micro_batches(pipeline.schedule, layout.pp, batch.accumulation)
+        check_pipeline(pipeline, layout.pp, batch.accumulation)
 
 
 def _show(parsed: Parsed) -> None:

@@ -40,6 +40,11 @@ class Layout:
         return asdict(self)
 
 
+def least_ranks(strategy: StrategyConfig) -> int:
+    """As few ranks as the layout can have: the product of the axes that it fixes."""
+    return prod(size or 1 for size in strategy.layout.model_dump().values())
+
+
 def resolve_layout(strategy: StrategyConfig, *, size: int, local_size: int) -> Layout:
     """Fill in the axes that are absent, and refuse sizes that do not multiply to the number of ranks."""
     wanted = strategy.layout

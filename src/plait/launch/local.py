@@ -257,11 +257,11 @@ class LocalRanks:
             self.pause(_POLL_S)
 
 
-def follow_the_launcher() -> None:
-    """Ask the kernel for SIGTERM when the launcher is gone, so that `kill -9` of it leaves no orphans."""
+def follow_the_launcher(number: int = signal.SIGTERM) -> None:
+    """Ask the kernel for a signal when whoever started this process is gone, so that `kill -9` leaves no orphans."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, number)
 
 
 class Signals:

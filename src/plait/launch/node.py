@@ -31,7 +31,7 @@ from plait.launch.job import Job
 from plait.launch.local import LocalRanks, Signals
 from plait.launch.network import interface_variables, source_address
 from plait.launch.postmortem import conclude
-from plait.launch.records import Record, exit_code
+from plait.launch.records import exit_code
 from plait.launch.relay import Relay
 from plait.launch.watch import Watch
 
@@ -200,7 +200,7 @@ def run_alone(job: Job, node: int) -> int:
                 ranks.start()
                 relay.open(ranks.outputs())
                 while ranks.poll():
-                    if any(map(_failed, ranks.records)) or signals.waited > GRACE_S or hang_up.poll(0):
+                    if any(record.failed for record in ranks.records) or signals.waited > GRACE_S or hang_up.poll(0):
                         ranks.end(say=0.5, grace=GRACE_S)
                     relay.pump(_TICK_S)
             relay.close()
@@ -209,10 +209,6 @@ def run_alone(job: Job, node: int) -> int:
         return exit_code(ranks.records)
     finally:
         note.unlink(missing_ok=True)
-
-
-def _failed(record: Record) -> bool:
-    return record.failed
 
 
 def end(job: str) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from plait.config import dialect
+from plait.config import RunConfig, check, dialect, parse
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,15 @@ class Candidate:
     def overrides(self) -> list[str]:
         """As they would be typed after `plait train run.yaml`."""
         return [f"{key}={written(value)}" for key, value in self.settings.items()]
+
+    def applied_to(self, run: RunConfig) -> RunConfig:
+        """The run with these settings; a `ConfigError` where that is none.
+
+        Only what was written is written again: a default that another setting leaves without effect is no error.
+        """
+        changed = parse(run.model_dump(mode="json", exclude_unset=True), self.overrides).config
+        check(changed, has_val=changed.val_data is not None, require_length=False)
+        return changed
 
 
 def written(value: Any) -> str:

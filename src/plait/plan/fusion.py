@@ -204,7 +204,7 @@ class FusedGraph:
         body = body_of(node.target)
         args, kwargs = _values((node.args, node.kwargs))
         if body is None:
-            return hidden_bytes(node.target, args, None) if _is_extern(node) else 0
+            return hidden_bytes(node.target, args) if _is_extern(node) else 0
         with self._recorder.aside() as inside:
             body(*args, **kwargs)
         return max(0, max(peak.bytes for peak in inside.peaks.values()) - _bytes(node))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from plait.config.run import RunConfig
-from plait.errors import ConfigError, PlaitError, Problem
+from plait.errors import ConfigError, PlaitError, Problem, in_one_line
 from plait.plan.expectation import Forecast
 from plait.plan.hardware import Hardware, find_hardware, hardware_here
 from plait.plan.ladder import climb
@@ -56,7 +56,7 @@ def look_ahead(
             refusal,
         )
     except PlaitError as error:
-        return " ".join(str(error).split())
+        return in_one_line(error)
     except (NotImplementedError, RuntimeError, TypeError, ValueError, AssertionError, AttributeError) as error:
         # A model may do what tensors without values cannot; its run is not the worse for it.
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -64,7 +64,7 @@ def look_ahead(
 
 def _machine(config: RunConfig, local_ranks: int) -> Hardware:
     if config.plan.hardware is not None:
-        machine = find_hardware(config.plan.hardware)
+        machine = find_hardware(config.plan.hardware, key="plan.hardware")
     elif config.device in ("auto", "cpu", "cuda"):
         machine = hardware_here(config.device)
     else:

@@ -90,8 +90,8 @@ class Hardware:
         return {key: value for key, value in data.items() if value is not None}
 
 
-def find_hardware(name_or_path: str | Path) -> Hardware:
-    """The machine that a preset's name or a file says.
+def find_hardware(name_or_path: str | Path, *, key: str = "--gpu") -> Hardware:
+    """The machine that a preset's name or a file says; `key` is what a user wrote it under.
 
     Names are read leniently: `H100`, `h100_80GB` and `NVIDIA H100 80GB HBM3` are `h100-80g`. Raises `ConfigError` for
     a name that means nothing or several things, and for a file with a wrong key or value.
@@ -105,13 +105,13 @@ def find_hardware(name_or_path: str | Path) -> Hardware:
     if len(found) == 1:
         return PRESETS[found[0]]
     if found:
-        raise ConfigError(Problem("--gpu", f"{text!r} may be {listed(found, 'or')}", "Write which one."))
+        raise ConfigError(Problem(key, f"{text!r} may be {listed(found, 'or')}", "Write which one."))
     meant = nearest(text, [name.partition("-")[0] for name in PRESETS])
     first = f"Did you mean `{meant}`? " if meant else ""
     remedy = (
         f"{first}The presets are {listed(PRESETS)}; `plait doctor --measure --out machine.yaml` describes this one."
     )
-    raise ConfigError(Problem("--gpu", f"no machine is called {text!r}", remedy))
+    raise ConfigError(Problem(key, f"no machine is called {text!r}", remedy))
 
 
 def hardware_here(kind: str = "auto") -> Hardware:

@@ -81,7 +81,7 @@ _BACKWARD_EFFICIENT = {
 }
 
 
-def hidden_bytes(func: Any, args: Any, out: Any) -> int:
+def hidden_bytes(func: Any, args: Any) -> int:
     """Bytes that a kernel takes while it runs, beside its arguments and results."""
     if func in _BACKWARD_ATTENTION:
         _, q, k = args[:3]

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from plait.config import check, parse, resolve_batch, resolve_layout
+from plait.config import resolve_batch, resolve_layout
 from plait.config.run import RunConfig
-from plait.errors import PlaitError
+from plait.errors import PlaitError, in_one_line
 from plait.plan.candidate import Candidate
 from plait.plan.hardware import Hardware
 from plait.plan.plan import Plan, make_plan
@@ -31,17 +31,14 @@ class Rung:
 
 def climb(config: RunConfig, hardware: Hardware, *, ranks: int, **options: Any) -> Iterator[Rung]:
     """Rung by rung up to the first that fits. Each keeps the global batch and the losses."""
-    written = config.model_dump(mode="json", exclude_unset=True)
     settings: dict[str, Any] = {}
     for change in _changes(config, ranks, hardware.per_host):
         settings = {**settings, **change}
         candidate = Candidate(dict(settings))
         try:
-            changed = parse(written, candidate.overrides).config
-            check(changed, has_val=changed.val_data is not None, require_length=False)
-            plan = make_plan(changed, hardware, ranks=ranks, detailed=False, **options)
+            plan = make_plan(candidate.applied_to(config), hardware, ranks=ranks, detailed=False, **options)
         except PlaitError as error:
-            yield Rung(candidate, None, " ".join(str(error).split()))
+            yield Rung(candidate, None, in_one_line(error))
             continue
         yield Rung(candidate, plan)
         if plan.fits:

@@ -14,7 +14,7 @@ from plait.config.batch import ResolvedBatch, resolve_batch
 from plait.config.layout import Layout, resolve_layout
 from plait.config.run import RunConfig
 from plait.config.train import BatchConfig
-from plait.errors import PlaitError
+from plait.errors import PlaitError, in_one_line
 from plait.plan.account import Account
 from plait.plan.hardware import Hardware
 from plait.plan.rankplan import plan_rank
@@ -45,7 +45,7 @@ def quick_look(found: Sequence[Found], hardware: Hardware, ranks: int, make_exam
         try:
             looked.append(_look(each.config, hardware, ranks, samples, make_example))
         except PlaitError as error:
-            looked.append(" ".join(str(error).split()))
+            looked.append(in_one_line(error))
     return looked
 
 
@@ -56,9 +56,9 @@ def _look(
     layout = resolve_layout(strategy, size=ranks, local_size=min(ranks, hardware.per_host))
     batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=strategy.pipeline.micro_batches)
     if layout.pp > 1:
-        from plait.parallel.pipeline import check_micro_batches
+        from plait.parallel.pipeline import check_pipeline
 
-        check_micro_batches(strategy.pipeline.schedule, layout.pp, batch.accumulation)
+        check_pipeline(strategy.pipeline, layout.pp, batch.accumulation)
         if layout.pp > (layers_of(config) or layout.pp):
             return f"{layout.pp} pipeline stages, but fewer layers"
     key = layout.tp, layout.cp, layout.ep, strategy.recompute.mode, strategy.compile.enabled
@@ -84,7 +84,7 @@ def _sample(config: RunConfig, hardware: Hardware, layout: Layout, make_example:
         ranks = layout.tp * layout.cp * layout.ep
         return plan_rank(alone, hardware, ranks=ranks, make_example=make_example, detailed=True, groups=(2, 3)).account
     except PlaitError as error:
-        return " ".join(str(error).split())
+        return in_one_line(error)
 
 
 def _from_sample(sample: Account, config: RunConfig, hardware: Hardware, layout: Layout, batch: ResolvedBatch) -> Quick:

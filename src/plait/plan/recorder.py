@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._hold(tensor, phase, sent=sent)
-        hidden = hidden_bytes(func, args, out) if self._device == "cuda" else 0
+        hidden = hidden_bytes(func, args) if self._device == "cuda" else 0
         self._note_peak(phase, hidden)
         for watcher in self._watchers:
             watcher.saw(phase, func, args, kwargs, out)

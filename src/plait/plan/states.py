@@ -198,7 +198,8 @@ _MOMENTS: dict[type, float] = {AdagradConfig: 1, LionConfig: 1, AdafactorConfig:
 def account_of(config: RunConfig, params: int) -> StatesAccount:
     """What the states of this run's parameters come to on one device, by its `precision` and `optim`.
 
-    Gradients are counted as they come out of the backward pass, in the format of the weights that compute.
+    Gradients are counted as Plait keeps them: in the format in which they are summed, beside fp32 weights; otherwise
+    in that of the weights.
     """
     precision, optim = config.precision, config.optim
     weights = 4 if precision.compute in ("fp32", "tf32") else 2
@@ -209,4 +210,5 @@ def account_of(config: RunConfig, params: int) -> StatesAccount:
     if isinstance(optim, AdamConfig | AdamWConfig) and optim.amsgrad:
         moments = 3.0
     each = 4 if precision.master else weights
-    return StatesAccount(params, weights, weights, separate + moments * each)
+    gradients = weights if not precision.master or precision.reduce in ("bf16", "fp16") else 4
+    return StatesAccount(params, weights, gradients, separate + moments * each)

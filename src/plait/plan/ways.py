@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from plait.config import check, parse, resolve_layout
+from plait.config import resolve_layout
 from plait.config.run import RunConfig
-from plait.errors import ConfigError, PlaitError
+from plait.errors import ConfigError, PlaitError, in_one_line
 from plait.plan.candidate import Candidate
 from plait.plan.example import example_of
 from plait.plan.hardware import Hardware
@@ -76,8 +76,7 @@ def search(
     """Look at every way to spread a run, and closely at the `close` best, for about so many seconds."""
     start = time.monotonic()
     space = space or Space(ranks, ("zero", "layout", "recompute", "micro"))
-    written = config.model_dump(mode="json", exclude_unset=True)
-    legal, refused = _legal(candidates(config, space), written, ranks)
+    legal, refused = _legal(candidates(config, space), config, ranks)
     say(f"{len(legal)} ways to spread the run, {len(refused)} more that no run can have")
     looked = quick_look(legal, hardware, ranks, make_example)
     promising, large = [], []
@@ -108,18 +107,16 @@ def search(
     return Search((*fits, *rest, *fails, *large, *refused), time.monotonic() - start)
 
 
-def _legal(found: Sequence[Candidate], written: dict[str, Any], ranks: int) -> tuple[list[Found], list[Found]]:
+def _legal(found: Sequence[Candidate], run: RunConfig, ranks: int) -> tuple[list[Found], list[Found]]:
     """Those that make a run, one of each that would be the same, and those that do not, with the reason."""
     legal, refused = [], []
     seen: set[str] = set()
     for candidate in found:
         try:
-            config = parse(written, candidate.overrides).config
-            check(config, has_val=config.val_data is not None, require_length=False)
+            config = candidate.applied_to(run)
             key = _same(config, ranks)
         except ConfigError as error:
-            reason = "; ".join(f"{problem.path}: {problem.message}" for problem in error.problems)
-            refused.append(Found(candidate, None, reason))
+            refused.append(Found(candidate, None, in_one_line(error)))
             continue
         if key not in seen:
             seen.add(key)
@@ -141,7 +138,7 @@ def _simulated(found: Found, hardware: Hardware, ranks: int, make_example: MakeE
     try:
         plan = make_plan(found.config, hardware, ranks=ranks, make_example=make_example, detailed=False)
     except PlaitError as error:
-        return replace(found, reason=" ".join(str(error).split()))
+        return replace(found, reason=in_one_line(error))
     reason = ""
     if plan.needed_gib > hardware.memory_gib:
         phase, peak = plan.fullest.account.peak
@@ -156,7 +153,7 @@ def _simulated(found: Found, hardware: Hardware, ranks: int, make_example: MakeE
 
 def in_expected_order(config: RunConfig, found: Sequence[Candidate], hardware: Hardware, ranks: int) -> list[Candidate]:
     """Candidates as the quick account expects them to be: fastest first, then those that are too large."""
-    legal, _ = _legal(found, config.model_dump(mode="json", exclude_unset=True), ranks)
+    legal, _ = _legal(found, config, ranks)
     looked = quick_look(legal, hardware, ranks, example_of)
     known = [(each, quick) for each, quick in zip(legal, looked, strict=True) if not isinstance(quick, str)]
     known.sort(key=lambda pair: (pair[1].needed_gib > hardware.memory_gib, -pair[1].tokens_per_second))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from plait.config import Layout, ResolvedBatch, RunConfig, parse_sections, resolve_batch, resolve_layout, to_dict
+from plait.config.layout import least_ranks
 from plait.config.model import GptConfig, HFConfig, ImportedModel, LlamaConfig
 from plait.errors import ConfigError, Problem
 from plait.launch import gpu_count
@@ -57,9 +57,7 @@ def make_cases(config: RunConfig, *, ranks: int | None = None, layers: int | Non
 
 def default_ranks(config: RunConfig) -> int:
     """The product of the axes that the layout fixes; two where that is one and an axis is free."""
-    layout = config.strategy.layout
-    fixed = prod(size or 1 for size in (layout.pp, layout.ep, layout.cp, layout.tp))
-    fixed *= (layout.dp_replicate or 1) * (layout.dp_shard or 1)
+    layout, fixed = config.strategy.layout, least_ranks(config.strategy)
     free = layout.dp_replicate is None or layout.dp_shard is None
     return 2 if fixed == 1 and free else fixed
 

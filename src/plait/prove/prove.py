@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plait.config import Layout, RunConfig, check, parse, to_dict
-from plait.config.draft import origin_of
-from plait.config.paths import missing_paths
+from plait.config import Layout, RunConfig, parse, to_dict
+from plait.config.complete import check_complete
 from plait.errors import ConfigError, Problem, TrainingError
 from plait.launch import run_ranks
 from plait.prove.cases import Cases, make_cases
@@ -61,16 +59,10 @@ def prove(
 def _checked(source: str | Path | Mapping[str, Any], overrides: Sequence[str], steps: int) -> RunConfig:
     """The run description, with everything in order that can be seen before a process starts."""
     parsed = parse(source, overrides)
-    config = parsed.config
-    check(config, has_val=config.val_data is not None, require_length=False, origins=parsed.origins)
-    absent = [role for role in ("model", "data") if getattr(config, role) is None]
-    problems = [Problem(role, "there is none", f"add a section `{role}` with a `type`") for role in absent]
-    problems += [replace(each, origin=origin_of(each.path, parsed.origins)) for each in missing_paths(config)]
+    check_complete(parsed, require_length=False)
     if steps < 1:
-        problems.append(Problem("--steps", f"{steps}: there is nothing to compare", "Give 1 or more."))
-    if problems:
-        raise ConfigError(problems)
-    return config
+        raise ConfigError(Problem("--steps", f"{steps}: there is nothing to compare", "Give 1 or more."))
+    return parsed.config
 
 
 def _run(job: Job, ranks: int, who: str) -> None:

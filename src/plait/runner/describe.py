@@ -1,8 +1,10 @@
-"""What a run will use, told before it starts."""
+"""What a run will use, told before it starts, and how it ended, kept when it is over."""
 
 from __future__ import annotations
 
+import json
 import platform
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,6 +62,11 @@ def describe_run(runner: Runner) -> dict[str, Any]:
         "resumed": runner.resumed_from is not None,
         "max_steps": runner.total_steps,
     }
+
+
+def write_report(path: Path, ended: dict[str, Any]) -> None:
+    """Keep how a run ended beside its log."""
+    path.write_text(json.dumps(ended, indent=1) + "\n")
 
 
 def _segment(stage: int | None, layout: Layout) -> str:

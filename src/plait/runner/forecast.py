@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,8 +90,3 @@ class Foresight:
                 "step_s": {"predicted": found.seconds, "measured": step},
             }
         }
-
-
-def write_report(path: Path, facts: dict[str, Any]) -> None:
-    """Keep how a run ended beside its log."""
-    path.write_text(json.dumps(facts, indent=1) + "\n")

@@ -13,10 +13,11 @@ from typing import Any
 from plait.config import Parsed, RunConfig, check, parse, parse_sections, to_yaml
 from plait.errors import ConfigError, Problem, TrainingError
 from plait.monitor import Monitor, build_monitor
-from plait.runner.describe import describe_run
+from plait.plan.hardware import find_hardware
+from plait.runner.describe import describe_run, write_report
 from plait.runner.elastic import possible_sizes
 from plait.runner.evaluate import evaluate
-from plait.runner.forecast import Foresight, write_report
+from plait.runner.forecast import Foresight
 from plait.runner.hooks import Hook, HookTable, build_hooks
 from plait.runner.loop import train_loop
 from plait.runner.metrics import Metric
@@ -92,6 +93,10 @@ class Runner:
             message = "`auto` is resolved by `plait train` before the ranks start, and this run is not"
             remedy = "Start it with `plait train --nproc N`, or write what `plait plan --search` shows."
             raise ConfigError(Problem("strategy.auto", message, remedy))
+        if self.config.plan.hardware is not None:
+            find_hardware(
+                self.config.plan.hardware, key="plan.hardware"
+            )  # a wrong name is an error, not a missing plan
         check(self.config, has_val=self.has("val_data"), require_length=False, origins=parsed.origins)
         if model is None and self.config.model is None:
             raise ConfigError(Problem("model", "there is none", "give a module, or a section with a type"))
@@ -176,8 +181,9 @@ class Runner:
         self._model = None
         self.enter(Phase.LOAD)
         self.resumed_from = self.saver.resume()
-        enter = world.heartbeat.enter
-        engine.on_phase = lambda phase: enter(phase, engine.steps)
+        if world.heartbeat.is_read:  # otherwise a step would tell nobody, six times
+            enter = world.heartbeat.enter
+            engine.on_phase = lambda phase: enter(phase, engine.steps)
         self.enter(Phase.IDLE)
 
     def _make_work_dir(self, *, training: bool = False) -> None:

@@ -6,19 +6,13 @@ import json
 from collections.abc import Sequence
 
 from plait.config import Parsed, check, parse, resolve_batch, resolve_layout
-from plait.config.paths import missing_paths
-from plait.errors import ConfigError, PlaitError, Problem
+from plait.config.complete import check_complete
 
 
 def check_run(source: str, overrides: Sequence[str]) -> Parsed:
     """The run to be tuned; a `ConfigError` where it cannot be one."""
     parsed = parse(source, overrides)
-    config = parsed.config
-    check(config, has_val=config.val_data is not None, require_length=True, origins=parsed.origins)
-    absent = [role for role in ("model", "data") if getattr(config, role) is None]
-    problems = [Problem(role, "there is none", f"add a section `{role}` with a `type`") for role in absent]
-    if problems := [*problems, *missing_paths(config)]:
-        raise ConfigError(problems)
+    check_complete(parsed, require_length=True)
     return parsed
 
 
@@ -33,18 +27,10 @@ def effective(source: str, overrides: Sequence[str], ranks: int) -> str:
     layout = resolve_layout(strategy, size=ranks, local_size=ranks)
     batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=strategy.pipeline.micro_batches)
     if layout.pp > 1:
-        from plait.parallel.pipeline import check_micro_batches, resolve_virtual
+        from plait.parallel.pipeline import check_pipeline
 
-        resolve_virtual(strategy.pipeline.schedule, strategy.pipeline.stages_per_rank)
-        check_micro_batches(strategy.pipeline.schedule, layout.pp, batch.accumulation)
+        check_pipeline(strategy.pipeline, layout.pp, batch.accumulation)
     data = config.model_dump(mode="json")
     data["strategy"] |= {"zero": strategy.stage, "sharding": None, "layout": layout.sizes()}
     data["batch"] = [batch.total, batch.micro, batch.accumulation]
     return json.dumps(data, sort_keys=True)
-
-
-def in_one_line(error: PlaitError) -> str:
-    """An error as a reason in a table."""
-    if isinstance(error, ConfigError):
-        return "; ".join(f"{problem.path}: {problem.message}" for problem in error.problems)
-    return " ".join(str(error).split())

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.config import RunConfig, parse, to_yaml
-from plait.errors import ConfigError, TrainingError
+from plait.errors import ConfigError, TrainingError, in_one_line
 from plait.plan.candidate import Candidate
 from plait.plan.space import candidates
 from plait.tune.book import Book, Record, replace_file
 from plait.tune.config import TuneConfig
-from plait.tune.legal import check_run, effective, in_one_line
+from plait.tune.legal import check_run, effective
 from plait.tune.order import Rank, in_order, rank_by_rule, space_of
 from plait.tune.trial import Outcome, run_trial
 

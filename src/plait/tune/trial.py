@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import shutil
@@ -13,12 +12,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import psutil
 
 from plait.config import RunConfig
+from plait.launch.local import follow_the_launcher
 from plait.monitor.jsonl import events_path, read_events
 from plait.spec import Event, EventKind
 from plait.tune.config import TuneConfig
@@ -76,7 +77,7 @@ def run_trial(
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_the_tuner,
+            preexec_fn=partial(follow_the_launcher, signal.SIGKILL),
         )
         try:
             code: int | None = trial.wait(limit_s)
@@ -101,13 +102,6 @@ def measuring(run: RunConfig, tune: TuneConfig, work_dir: Path) -> list[str]:
         "log.console=plain",
     ]
     return changes if run.val_data is None else [*changes, f"train.val_every={_NEVER}"]
-
-
-def _end_with_the_tuner() -> None:
-    """Ask the kernel to end the trial when the tuner is gone; `run_ranks` asks the same for its ranks."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def _end_session(trial: subprocess.Popen[bytes]) -> None:

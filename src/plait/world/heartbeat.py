@@ -51,6 +51,11 @@ class Heartbeat:
             _dump_stacks_into(folder / f"{rank}.stacks")
             layout.put_about(self._map, os.getpid(), timeout_s)
 
+    @property
+    def is_read(self) -> bool:
+        """Whether a launcher looks at it."""
+        return self._file is not None
+
     def enter(self, phase: Phase, step: int) -> None:
         """A phase begins."""
         self._changes += 1
@@ -66,7 +71,7 @@ class Heartbeat:
 
     def look_around(self, device: torch.device) -> None:
         """Begin to look at collectives and memory, until `close`; where nobody reads it, do nothing."""
-        if self._file is not None:
+        if self.is_read:
             self._thread = threading.Thread(target=self._look, args=(device,), name="plait heartbeat", daemon=True)
             self._thread.start()
             atexit.register(self.close)  # a thread inside of torch must not meet the end of the interpreter

@@ -168,3 +168,8 @@ def test_a_word_and_an_override_that_disagree_name_where_the_word_came_from():
     parsed = parse({"strategy": "fsdp"}, ["strategy.zero=2"], origin="run.yaml")
     with pytest.raises(ConfigError, match=r"strategy.sharding \(from run.yaml\): FULL_SHARD is stage 3"):
         check(parsed.config, has_val=False, require_length=False, origins=parsed.origins)
+
+
+@pytest.mark.parametrize("plan", [False, "off", {"gate": False}, {"gate": "off"}])
+def test_the_gate_is_off_however_yaml_reads_the_word(plan: object) -> None:
+    assert parse({"plan": plan}).config.plan.gate == "off"

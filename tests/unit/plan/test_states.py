@@ -104,9 +104,9 @@ def test_seven_billion_parameters_need_112_gb() -> None:
     ("settings", "expected"),
     [
         ({}, (4, 4, 8)),
-        ({"precision": "bf16"}, (2, 2, 12)),
+        ({"precision": "bf16"}, (2, 4, 12)),
         ({"precision": {"compute": "bf16", "master": False}}, (2, 2, 4)),
-        ({"precision": "bf16", "optim": {"type": "SGD"}}, (2, 2, 4)),
+        ({"precision": "bf16", "optim": {"type": "SGD"}}, (2, 4, 4)),
         ({"optim": {"type": "SGD", "momentum": 0.9}}, (4, 4, 4)),
         ({"optim": {"type": "AdamW", "amsgrad": True}}, (4, 4, 12)),
         ({"optim": {"type": "Lion"}}, (4, 4, 4)),

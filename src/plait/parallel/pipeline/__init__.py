@@ -18,6 +18,7 @@ from plait.parallel.pipeline.run import AnswerOf, BeforeBackward, LossOf
 from plait.parallel.pipeline.schedule import (
     SCHEDULES,
     check_micro_batches,
+    check_pipeline,
     is_legal,
     make_table,
     nearest_legal,
@@ -45,6 +46,7 @@ __all__ = [
     "agree",
     "bytes_sent",
     "check_micro_batches",
+    "check_pipeline",
     "draw_schedule",
     "is_legal",
     "make_stages",

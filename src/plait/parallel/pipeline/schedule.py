@@ -12,6 +12,7 @@ from enum import StrEnum
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
+from plait.config.strategy import PipelineConfig
 from plait.errors import ConfigError, Problem
 
 
@@ -167,6 +168,12 @@ def check_micro_batches(word: str, ranks: int, micro_batches: int) -> None:
             f"the nearest number that works is {nearest_legal(word, ranks, micro_batches)}",
         )
     )
+
+
+def check_pipeline(options: PipelineConfig, ranks: int, micro_batches: int) -> None:
+    """Refuse stages or micro-batches that the schedule of a run cannot work with."""
+    resolve_virtual(options.schedule, options.stages_per_rank)
+    check_micro_batches(options.schedule, ranks, micro_batches)
 
 
 def make_table(word: str, ranks: int, micro_batches: int, virtual: int | None = None) -> Table:
