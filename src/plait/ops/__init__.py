@@ -1,0 +1,1 @@
+"""Kernels, each beside its plain twin, and file I/O that does not wait."""
