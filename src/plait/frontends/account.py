@@ -1,0 +1,62 @@
+"""What became of every key of another framework's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from plait.errors import ConfigError, Problem
+
+
+class Answer(StrEnum):
+    """The four things that can happen to a key. There is no fifth: nothing is ignored."""
+
+    HONOURED = "honoured"
+    """It does here what it does there."""
+    MAPPED = "mapped"
+    """Something here does the same under another name, or nearly so; the text says what."""
+    UNNEEDED = "unneeded"
+    """It has no meaning in this engine; the text says why it is safe to leave out."""
+    REFUSED = "refused"
+    """It cannot be had; the text says what to write instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key, its value, and what became of it."""
+
+    key: str
+    value: Any
+    answer: Answer
+    text: str
+
+
+@dataclass(slots=True)
+class Account:
+    """The answers to a whole configuration, in its own order."""
+
+    entries: list[Entry] = field(default_factory=list)
+
+    def add(self, answer: Answer, key: str, value: Any, text: str) -> None:
+        """Write down what became of a key."""
+        self.entries.append(Entry(key, value, answer, text))
+
+    def of(self, *answers: Answer) -> Iterable[Entry]:
+        """The entries with one of these answers."""
+        return (entry for entry in self.entries if entry.answer in answers)
+
+    def raise_refusals(self) -> None:
+        """One error that names every refused key; none where nothing was refused."""
+        problems = [Problem(entry.key, f"{entry.value!r}", entry.text) for entry in self.of(Answer.REFUSED)]
+        if problems:
+            raise ConfigError(problems)
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """A run description in Plait's words, and the account of how it came about."""
+
+    sections: dict[str, Any]
+    account: Account
