@@ -1,15 +1,20 @@
 """How parameters move: groups, optimizers, schedules, clipping."""
 
+from plait.optim.adopt import Adoption, OptimizerSource, bare_step
 from plait.optim.build import ViewGroup, build_optimizer, is_elementwise, supports_grad_scale
 from plait.optim.clip import clip_by_value, grad_norm, grad_norm_tensor
 from plait.optim.groups import GroupSpec, ParameterInfo, parameter_infos, split_groups
-from plait.optim.schedule import Schedule, build_schedule
+from plait.optim.schedule import OwnRates, Schedule, build_schedule
 
 __all__ = [
+    "Adoption",
     "GroupSpec",
+    "OptimizerSource",
+    "OwnRates",
     "ParameterInfo",
     "Schedule",
     "ViewGroup",
+    "bare_step",
     "build_optimizer",
     "build_schedule",
     "clip_by_value",

@@ -86,7 +86,7 @@ def _build(config: OptimConfig, groups: Sequence[ViewGroup]) -> Optimizer:
             chosen = _implementation(config, groups)
             sgd = SGD(params, momentum=config.momentum, nesterov=config.nesterov, **common, **chosen)
             if config.momentum != 0:
-                _prepare_momentum(sgd)
+                prepare_momentum(sgd)
             return sgd
         case AdagradConfig():
             chosen = _implementation(config, groups)
@@ -131,7 +131,7 @@ def _build(config: OptimConfig, groups: Sequence[ViewGroup]) -> Optimizer:
 def _implementation(
     config: AdamWConfig | AdamConfig | SGDConfig | AdagradConfig, groups: Sequence[ViewGroup]
 ) -> dict[str, bool]:
-    misfit = next((t for t in _views(groups) if not _has_fused(config.type, t)), None)
+    misfit = next((t for t in _views(groups) if not has_fused(config.type, t)), None)
     if config.implementation == "fused" and misfit is not None:
         raise ConfigError(
             Problem(
@@ -147,14 +147,16 @@ def _implementation(
     return {"fused": wanted == "fused", "foreach": wanted == "foreach"}
 
 
-def _has_fused(kind: str, tensor: Tensor) -> bool:
+def has_fused(kind: str, tensor: Tensor) -> bool:
+    """Whether torch has a fused step of this optimizer for such a tensor, and one that is right."""
     if tensor.device.type not in _FUSED_DEVICES[kind] or not tensor.is_floating_point():
         return False
     # torch 2.13's fused SGD on CPU gives wrong updates for 16-bit tensors of 16 or more elements.
     return not (kind == "SGD" and tensor.device.type == "cpu" and tensor.dtype.itemsize < 4)
 
 
-def _prepare_momentum(optimizer: Optimizer) -> None:
+def prepare_momentum(optimizer: Optimizer) -> None:
+    """Give every parameter of an SGD its momentum, of zeros."""
     # Fused SGD allocates its buffers, unfilled, in the first step, and leaves them so if that step is
     # skipped for an overflow. Starting from zeros gives the same first step, and is safe.
     for tensor in (t for group in optimizer.param_groups for t in group["params"]):

@@ -73,6 +73,14 @@ class Schedule:
         return lr
 
 
+class OwnRates:
+    """Rates that somebody else sets: those in the groups of the optimizer, as they are at each step."""
+
+    def apply(self, optimizer: Optimizer, step: int) -> float:
+        """Change nothing; returns the rate of the first group."""
+        return float(optimizer.param_groups[0]["lr"])
+
+
 def build_schedule(
     config: ScheduleConfig | None, *, base_lr: float, total_steps: int | None, steps_per_epoch: int | None
 ) -> Schedule:

@@ -158,7 +158,7 @@ def test_a_run_description_is_counted_without_giving_its_model_storage(
     out = capsys.readouterr().out
     total = int(float(out.split("M parameters")[0].replace(",", "")) * 1e6)
     assert 68e9 < total < 70e9
-    assert "16 B a parameter" in out
+    assert "18 B a parameter" in out
     assert "HW: Setup with 2 nodes, 8 GPUs per node." in out
     assert out.count("offload_optimizer=") == 2 + 6
 

@@ -16,7 +16,7 @@ from plait.strategy.base import Engine, Evaluation, StepResult
 from plait.strategy.native import state
 from plait.strategy.native.blame import find_culprit
 from plait.strategy.native.forward import Forward, Say
-from plait.strategy.native.loss import LossFunction, LossNormalizer, WeightedLoss, read_loss
+from plait.strategy.native.loss import LossFunction, LossNormalizer, Sums, WeightedLoss, read_loss
 from plait.strategy.native.update import Updater
 from plait.strategy.native.views import Views
 from plait.world import World
@@ -140,13 +140,19 @@ class NativeEngine(Engine):
         torch.autograd.backward(loss if scaler is None else loss * scaler.scale)
 
     def _finish_step(self) -> StepResult:
+        self._complete_gradients()
+        return self._update(self._normalizer.finish())
+
+    def _complete_gradients(self) -> None:
         self.on_phase(Phase.REDUCE)
         if self._gradients is not None:
             self._gradients.finish()
         if self._staged is not None:
             self._staged.finish()
+
+    def _update(self, sums: Sums) -> StepResult:
         self.on_phase(Phase.STEP)
-        result = self.updater.apply(self._normalizer.finish(), self.steps)
+        result = self.updater.apply(sums, self.steps)
         if result.skipped:
             self._report_skip()
         elif self.updater.skips_in_a_row:
@@ -162,12 +168,15 @@ class NativeEngine(Engine):
         scaler = self.updater.scaler
         if scaler is not None and not scaler.at_minimum:
             return  # an overflow is part of the search for a scale, which ends by itself
-        ready = self._forward.ready(_inputs_and_samples(self._last_batch)[0])
-        culprits = self.world.gather(find_culprit(self.model, self.views, lambda: self._answer(ready)))
+        culprits = self.world.gather(find_culprit(self.model, self.views, self._repeat_forward))
         self._after_forward_alone()
         blame = str(min(culprits))
         self._say(f"step {self.steps} skipped on every rank: not finite, first seen in {blame}")
         self.updater.count_skip(True, blame)
+
+    def _repeat_forward(self) -> Any:
+        """What the model says to the micro-batch that it saw last."""
+        return self._answer(self._forward.ready(_inputs_and_samples(self._last_batch)[0]))
 
     def _answer(self, ready: Any) -> Any:
         """What the model says; in a pipeline, None on ranks without the last stage."""

@@ -54,40 +54,41 @@ class Forward:
         return nullcontext() if self._context is None else self._context
 
     def __call__(self, inputs: Any) -> Any:
-        """What the model says to inputs that are ready."""
-        if self.plain:
-            return self._call(inputs)
-        if self._compiled:
-            return self._call_compiled(inputs)
-        if self._context is not None:
-            with self._context:
-                return self._call(inputs)
-        return self._call(inputs)
-
-    def _call(self, inputs: Any) -> Any:
+        """What the model says to inputs that are ready: a mapping or a row of arguments, or the only one."""
         if self._is_row:
             from plait.parallel.pipeline.outline import first_part
 
-            return self._model(first_part(inputs))
+            return self.call((first_part(inputs),), {})
         kind = type(inputs)
         if kind is dict or isinstance(inputs, Mapping):
-            return self._model(**inputs)
+            return self.call((), inputs)
         if kind is tuple or kind is list or isinstance(inputs, (tuple, list)):
-            return self._model(*inputs)
-        return self._model(inputs)
+            return self.call(inputs, {})
+        return self.call((inputs,), {})
 
-    def _call_compiled(self, inputs: Any) -> Any:
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the model says to arguments that are ready."""
+        if self.plain:
+            return self._model(*args, **kwargs)
+        if self._compiled:
+            return self._call_compiled(args, kwargs)
+        if self._context is not None:
+            with self._context:
+                return self._model(*args, **kwargs)
+        return self._model(*args, **kwargs)
+
+    def _call_compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         from torch._dynamo.exc import TorchDynamoException
 
         compiled, self._compiled = self._compiled, []
         try:
-            outputs = self(inputs)
+            outputs = self.call(args, kwargs)
         except TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)  # what the backend raised, where it was the backend
             reason = next((line for line in str(cause).splitlines() if line.strip()), "")
             self._say(f"torch.compile gave up, training goes on without it: {type(cause).__name__}: {reason}")
             undo_compile(compiled)
-            return self(inputs)
+            return self.call(args, kwargs)
         self._compiled = compiled
         return outputs
 

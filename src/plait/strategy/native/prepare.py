@@ -15,11 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from plait.config.run import RunConfig
 from plait.errors import ModelError
 from plait.models import build_model
-from plait.optim import ViewGroup, build_optimizer, build_schedule, is_elementwise, split_groups
+from plait.optim import (
+    Adoption,
+    OptimizerSource,
+    OwnRates,
+    Schedule,
+    ViewGroup,
+    build_optimizer,
+    build_schedule,
+    is_elementwise,
+    split_groups,
+)
 from plait.parallel import compiling, materialize, recompute
 from plait.parallel.initializer import Initializer, Writes, find_initializer
 from plait.parallel.replicate import GradientBuckets
@@ -52,16 +63,19 @@ def prepare_native(
     world: World,
     *,
     model: ModelSource = None,
+    optimizer: OptimizerSource | None = None,
     loss_function: LossFunction | None = None,
     length: Length | None = None,
     accumulation: int = 1,
     example: Any = None,
+    engine: type[NativeEngine] = NativeEngine,
     say: Say = print,
 ) -> NativeEngine:
     """Make a model ready to train as `config` says.
 
-    `model` is a module, a function that makes one, or absent where `config.model` describes it. `example` is
-    one micro-batch's inputs; only `recompute: auto` looks at it.
+    `model` is a module, a function that makes one, or absent where `config.model` describes it. `optimizer` is a
+    user's own, over the parameters of that module; absent: as `config.optim` says. `example` is one micro-batch's
+    inputs; only `recompute: auto` looks at it.
     """
     strategy, policy, device = config.strategy, make_policy(config.precision), world.device
     shards = world.layout.dp_shard * world.layout.ep * world.layout.cp
@@ -74,7 +88,10 @@ def prepare_native(
     module, initializer = _build(config, model)
     if initializer is None and world.everyone is not None:
         materialize.copy_from_main(module, world.everyone, device)
-    specs = split_groups(module, config.optim)  # of the whole model: a pattern may fit what other ranks hold
+    adopted = None if optimizer is None else _adopt(optimizer, module, say)
+    elementwise = is_elementwise(config.optim) if adopted is None else adopted.is_elementwise
+    # Of the whole model: a pattern may fit what other ranks hold.
+    specs = split_groups(module, config.optim) if adopted is None else adopted.specs
     skeleton = copy.deepcopy(module) if world.layout.pp > 1 and initializer is not None else module
     stages = split_stages(module, config, world, example, sharded=sharded)
     parts = [stage.module for stage in stages] or [module]
@@ -107,34 +124,33 @@ def prepare_native(
     if stages and hasattr(skeleton, "flops_per_token"):
         whole.flops_per_token = skeleton.flops_per_token  # of the model, not of a stage
     if sharded:
-        views: Views = ShardViews(*_trainable(whole), elementwise=is_elementwise(config.optim))
+        views: Views = ShardViews(*_trainable(whole), elementwise=elementwise)
         gradients: Gradients | None = collectors[0] if len(collectors) == 1 else Several(collectors)
     else:
-        gradients, views = _replicate(whole, policy, config, world)
+        gradients, views = _replicate(whole, policy, config, world, elementwise=elementwise)
     staged = staged_steps(stages, collectors, views, config, world) if stages else None
     _measure_norm(views, world, stages)
 
     by_name = dict(zip(views.names, views.tensors, strict=True))
-    groups = [
-        ViewGroup(names, [by_name[name] for name in names], spec.options)
-        for spec in specs
-        if (names := tuple(name for name in spec.names if name in by_name))
-    ]
+    if adopted is not None:
+        updating = adopted.onto(by_name)
+    else:
+        groups = [
+            ViewGroup(names, [by_name[name] for name in names], spec.options)
+            for spec in specs
+            if (names := tuple(name for name in spec.names if name in by_name))
+        ]
+        updating = build_optimizer(config.optim, groups)
     seed_everything(config.seed, world.rank // world.layout.tp)  # those along `tp` must drop the same elements
     updater = Updater(
         views,
-        build_optimizer(config.optim, groups),
-        build_schedule(
-            config.schedule,
-            base_lr=config.optim.lr,
-            total_steps=length.total_steps,
-            steps_per_epoch=length.steps_per_epoch,
-        ),
+        updating,
+        _schedule(config, length, updating, adopted=adopted is not None),
         scaler=LossScaler(config.precision.scaler) if policy.compute == torch.float16 else None,
         config=config.train,
         device=device,
     )
-    return NativeEngine(
+    return engine(
         whole,
         world,
         policy=policy,
@@ -147,6 +163,28 @@ def prepare_native(
         cut=spread[0][0],
         staged=staged,
         say=say,
+    )
+
+
+def _adopt(optimizer: OptimizerSource, module: nn.Module, say: Say) -> Adoption:
+    adopted = Adoption(optimizer, module)
+    left_out = frozenset(adopted.left_out(module))
+    if left_out:
+        say(f"{len(left_out)} trainable parameters are not in the optimizer and stay as they are: {min(left_out)}, …")
+        for name, param in module.named_parameters():
+            if name in left_out:
+                param.requires_grad_(False)
+    return adopted
+
+
+def _schedule(config: RunConfig, length: Length, optimizer: Optimizer, *, adopted: bool) -> Schedule | OwnRates:
+    if adopted and config.schedule is None:
+        return OwnRates()
+    return build_schedule(
+        config.schedule,
+        base_lr=optimizer.param_groups[0]["initial_lr"] if adopted else config.optim.lr,
+        total_steps=length.total_steps,
+        steps_per_epoch=length.steps_per_epoch,
     )
 
 
@@ -254,8 +292,10 @@ def _trainable(module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
     return [name for name, _ in pairs], [param for _, param in pairs]
 
 
-def _replicate(module: nn.Module, policy: Policy, config: RunConfig, world: World) -> tuple[Gradients | None, Views]:
-    layout, elementwise = world.layout, is_elementwise(config.optim)
+def _replicate(
+    module: nn.Module, policy: Policy, config: RunConfig, world: World, *, elementwise: bool
+) -> tuple[Gradients | None, Views]:
+    layout = world.layout
     rounds = policy.mixed and policy.master
     rounded = _round(module, policy.compute) if rounds else {}
     names, params = _trainable(module)

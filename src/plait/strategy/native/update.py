@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from torch.optim import Optimizer
 
 from plait.config.train import TrainConfig
 from plait.errors import NonFiniteError
-from plait.optim import Schedule, clip_by_value, grad_norm, grad_norm_tensor, supports_grad_scale
+from plait.optim import OwnRates, Schedule, bare_step, clip_by_value, grad_norm, grad_norm_tensor, supports_grad_scale
 from plait.precision import LossScaler
 from plait.strategy.base import StepResult
 from plait.strategy.native.loss import Sums
@@ -27,7 +25,7 @@ class Updater:
         self,
         views: Views,
         optimizer: Optimizer,
-        schedule: Schedule,
+        schedule: Schedule | OwnRates,
         *,
         scaler: LossScaler | None,
         config: TrainConfig,
@@ -38,17 +36,29 @@ class Updater:
         self.scaler = scaler
         self.skips_in_a_row = 0
         self._views = views
-        self._clip_norm = config.clip_norm
-        self._clip_value = config.clip_value
+        self.clip_norm = config.clip_norm
+        self.clip_value = config.clip_value
         self._guard = config.guard
         self._device = device
-        self._folds_scale = supports_grad_scale(optimizer) and config.clip_value is None
+        self._fused = supports_grad_scale(optimizer)
         self._skips = config.guard.enabled or scaler is not None
-        self.stays_on_device = device.type == "cuda" and self._folds_scale
+        self._bare_step = bare_step(optimizer)
+
+    @property
+    def _folds_scale(self) -> bool:
+        """Whether the optimizer scales gradients as it reads them. Clipping by value comes between the two."""
+        return self._fused and self.clip_value is None
+
+    @property
+    def stays_on_device(self) -> bool:
         """Whether a step is decided by the device itself, so that the host need not wait for it."""
-        # Without torch's wrapper around `step`, which serves profilers and step hooks that nobody has here: for a
-        # small model it costs as much as the update.
-        self._bare_step = partial(inspect.unwrap(type(optimizer).step), optimizer)
+        return self._device.type == "cuda" and self._folds_scale
+
+    def measure_norm(self) -> float:
+        """The norm of the step's gradients, unscaled; they must be complete."""
+        grads = self._views.gather_gradients()
+        scale = 1.0 if self.scaler is None else 1.0 / self.scaler.scale
+        return grad_norm(grads, self._views.norm_group, self._views.norm_weights) * scale
 
     def apply(self, sums: Sums, step: int) -> StepResult:
         """Update the weights with the gradients of a step whose loss adds up to `sums`."""
@@ -70,15 +80,15 @@ class Updater:
         return StepResult(loss, norm, self._skips and not finite, lr, targets, stop)
 
     def _apply(self, grads: list[Tensor], norm: float, factor: float) -> None:
-        if self._clip_norm is not None and norm > self._clip_norm:
-            factor *= self._clip_norm / (norm + 1e-6)
+        if self.clip_norm is not None and norm > self.clip_norm:
+            factor *= self.clip_norm / (norm + 1e-6)
         if self._folds_scale:
             self._step(None if factor == 1.0 else torch.full((), 1.0 / factor, device=self._device), None)
             return
         if factor != 1.0:
             torch._foreach_mul_(grads, factor)
-        if self._clip_value is not None:
-            clip_by_value(grads, self._clip_value)
+        if self.clip_value is not None:
+            clip_by_value(grads, self.clip_value)
         self._update()
 
     def _apply_on_device(self, grads: list[Tensor], sums: Sums, factor: Tensor | float) -> tuple[float, bool]:
@@ -86,8 +96,8 @@ class Updater:
         factor = factor * sums.correction()
         norm = grad_norm_tensor(grads, self._views.norm_group, self._views.norm_weights) * factor
         finite = norm.isfinite() & sums.total.isfinite()
-        if self._clip_norm is not None:
-            factor = factor * (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        if self.clip_norm is not None:
+            factor = factor * (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         scale = None
         if isinstance(factor, Tensor):
             scale = (1.0 / factor).float()

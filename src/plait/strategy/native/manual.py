@@ -1,0 +1,173 @@
+"""An engine for loops that compute the loss themselves: forward, backward and step, each called by the user."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from plait.config.run import RunConfig
+from plait.errors import ConfigError, Problem, TrainingError
+from plait.optim import OptimizerSource
+from plait.precision import LossScaler
+from plait.spec import Phase
+from plait.strategy.base import StepResult
+from plait.strategy.native.engine import NativeEngine
+from plait.strategy.native.forward import Say
+from plait.strategy.native.loss import Sums
+from plait.strategy.native.prepare import Length, ModelSource, prepare_native
+from plait.world import World
+
+
+class ManualEngine(NativeEngine):
+    """What the loops of other frameworks need: any call of the model, any scalar as a loss.
+
+    A loss is this rank's mean over one micro-batch. It is divided by `accumulation`, and gradients are averaged
+    over the ranks with other data, as DistributedDataParallel does it: each micro-batch counts alike, whatever it
+    holds. `train_step` stays, and counts targets.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._losses: list[Tensor] = []
+        self._last_call: tuple[Sequence[Any], Mapping[str, Any]] = (), {}
+        self._reduced = False
+        self._complete = False
+        self._share = 1.0 / self.world.layout.replicas
+        self._usual_clip = self.updater.clip_norm
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What updates the weights; a user's own where one was given."""
+        return self.updater.optimizer
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The loss scaler; None except in fp16."""
+        return self.updater.scaler
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model: arguments on the device, in the compute format; in whatever mode the model is."""
+        if self._staged is not None:
+            raise TrainingError(
+                "a model spread by strategy.layout.pp cannot be called by itself: a pipeline has several micro-batches "
+                "under way; call train_step (DeepSpeed: train_batch)"
+            )
+        self.on_phase(Phase.FORWARD)
+        if not self._forward.plain:
+            args, kwargs = self._forward.ready(args), self._forward.ready(kwargs)
+        self._last_call = args, kwargs
+        if torch.is_grad_enabled():
+            return self._forward.call(args, kwargs)
+        try:
+            return self._forward.call(args, kwargs)
+        finally:
+            self._after_forward_alone()
+
+    def backward(self, loss: Tensor, *, last: bool | None = None, retain_graph: bool = False) -> None:
+        """Backward through the mean loss of one micro-batch.
+
+        `last` says whether `step` follows, so that gradients are reduced meanwhile; absent: after `accumulation`
+        of them.
+        """
+        if loss.ndim != 0:
+            raise TrainingError(
+                f"backward wants a scalar loss, not a tensor of shape {tuple(loss.shape)}: take its mean"
+            )
+        if self._reduced and self._gradients is not None:
+            raise TrainingError(
+                "backward was called again after the last micro-batch of a step: its gradients are summed over ranks "
+                "already. Add the losses and call backward once, or set the number of micro-batches to accumulate"
+            )
+        if last is None:
+            last = len(self._losses) + 1 >= self.accumulation
+        self._losses.append(loss.detach())
+        if self._gradients is not None:
+            self._gradients.before_backward(last=last)
+        self._reduced = last
+        self.on_phase(Phase.BACKWARD)
+        scaler = self.updater.scaler
+        factor = self._share / self.accumulation * (1.0 if scaler is None else scaler.scale)
+        # In fp32: a scaled fp16 loss would overflow before any gradient does.
+        torch.autograd.backward(loss.float() * factor if factor != 1.0 else loss, retain_graph=retain_graph)
+
+    @property
+    def pending(self) -> int:
+        """Backward passes since the last step."""
+        return len(self._losses)
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Complete the step's gradients and clip them in the `step` that follows; returns their norm before."""
+        self._finish_gradients()
+        self.updater.clip_norm = max_norm
+        return self.updater.measure_norm()
+
+    def step(self) -> StepResult:
+        """Update the weights with the gradients of all backward passes since the last step.
+
+        The loss in the result is this rank's mean.
+        """
+        if not self._losses:
+            raise TrainingError("step was called without a backward pass before it")
+        self._finish_gradients()
+        # What is decided for all ranks is decided from the norm, which is the same on all of them.
+        nothing = torch.zeros((), device=self.world.device)
+        count = float(len(self._losses) * self.world.layout.replicas)
+        losses, self._losses = self._losses, []
+        self._reduced = self._complete = False
+        result = self._update(Sums(nothing, count, False, divisor=None))
+        self.updater.clip_norm = self._usual_clip
+        setattr(self.optimizer, "_opt_called", True)  # noqa: B010  # else torch's schedulers warn of a missing step
+        return result._replace(loss=float(torch.stack([loss.float() for loss in losses]).mean()))
+
+    def _finish_gradients(self) -> None:
+        if not self._complete:
+            if not self._reduced and self._gradients is not None:
+                raise TrainingError(
+                    f"step was called after {len(self._losses)} backward passes, none of which was the last one of a "
+                    f"step; `accumulation` is {self.accumulation}"
+                )
+            self._complete_gradients()
+        self._complete = True
+
+    def _repeat_forward(self) -> Any:
+        args, kwargs = self._last_call
+        return self._forward.call(args, kwargs)
+
+
+def prepare_manual(
+    config: RunConfig,
+    world: World,
+    *,
+    model: ModelSource,
+    optimizer: OptimizerSource | None = None,
+    accumulation: int = 1,
+    length: Length | None = None,
+    example: Any = None,
+    say: Say = print,
+) -> ManualEngine:
+    """Make a model ready for a loop of the user's own, as `config` says; see `prepare_native`."""
+    if config.strategy.layout.cp > 1:
+        raise ConfigError(
+            Problem(
+                "strategy.layout.cp",
+                "cuts each sequence, and only a step that sees the whole micro-batch can do that",
+                "Use `train_step`, or leave it out.",
+            )
+        )
+    engine = prepare_native(
+        config,
+        world,
+        model=model,
+        optimizer=optimizer,
+        accumulation=accumulation,
+        length=length,
+        example=example,
+        engine=ManualEngine,
+        say=say,
+    )
+    assert isinstance(engine, ManualEngine)
+    return engine
