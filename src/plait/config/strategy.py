@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat
 
 from plait.config.base import Many, NonNegativeInt, PositiveInt, RefusedError, Section, Shorthand
+from plait.config.offload import OffloadConfig
 from plait.config.words import choose
 
 ShardingWord = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
@@ -157,6 +158,7 @@ class StrategyConfig(Shorthand):
     """Build on the meta device, so that no rank ever holds the whole model."""
     recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
     compile: CompileConfig = Field(default_factory=CompileConfig)
+    offload: OffloadConfig = Field(default_factory=OffloadConfig)
 
     @classmethod
     def expand(cls, value: Any) -> Any:

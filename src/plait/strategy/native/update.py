@@ -41,6 +41,8 @@ class Updater:
         self._guard = config.guard
         self._device = device
         self._fused = supports_grad_scale(optimizer)
+        self.stays_on_device = device.type == "cuda"
+        """Whether a step is decided by the device itself where the optimizer can, so that the host need not wait."""
         self._skips = config.guard.enabled or scaler is not None
         self._bare_step = bare_step(optimizer)
 
@@ -48,11 +50,6 @@ class Updater:
     def _folds_scale(self) -> bool:
         """Whether the optimizer scales gradients as it reads them. Clipping by value comes between the two."""
         return self._fused and self.clip_value is None
-
-    @property
-    def stays_on_device(self) -> bool:
-        """Whether a step is decided by the device itself, so that the host need not wait for it."""
-        return self._device.type == "cuda" and self._folds_scale
 
     def measure_norm(self) -> float:
         """The norm of the step's gradients, unscaled; they must be complete."""
@@ -65,7 +62,7 @@ class Updater:
         grads = self._views.gather_gradients()
         lr = self.schedule.apply(self.optimizer, step)
         scale = 1.0 if self.scaler is None else 1.0 / self.scaler.scale
-        if self.stays_on_device:
+        if self.stays_on_device and self._folds_scale:
             norm, finite = self._apply_on_device(grads, sums, scale)
             loss, targets, stop = sums.read()
         else:
