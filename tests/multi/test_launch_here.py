@@ -109,10 +109,17 @@ def test_neither_launcher_nor_doctor_loads_torch(work: Path, words: list[str]) -
     assert not {"torch", "numpy"} & loaded
 
 
-def test_autotuning_of_a_script_says_that_there_is_none_yet(work: Path) -> None:
+def test_autotuning_wants_a_run_that_is_described(work: Path) -> None:
     done = subprocess.run([*PLAIT, "--autotuning", "run", "sum.py"], cwd=work, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "--autotuning run: a script of your own cannot be tuned yet" in done.stderr
+    assert "--autotuning run: only a run that is described can be tuned" in done.stderr
+
+
+def test_autotuning_of_a_described_run_reaches_the_tuner(work: Path) -> None:
+    words = ["--autotuning", "tune", "--no_python", "plait", "train", "absent.yaml"]
+    done = subprocess.run([*PLAIT, *words], cwd=work, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "absent.yaml" in done.stderr
 
 
 def test_the_report_of_the_machine_has_a_verdict_on_each_line() -> None:

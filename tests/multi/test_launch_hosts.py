@@ -69,9 +69,9 @@ def run(work: Path, *words: str, env: dict[str, str] | None = None) -> subproces
     return subprocess.run(command, cwd=work, env=env or environment(), capture_output=True, text=True, timeout=200)
 
 
-def start(work: Path, *words: str) -> subprocess.Popen[str]:
+def start(work: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    return subprocess.Popen([*PLAIT, *words], cwd=work, env=environment(), stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen([*PLAIT, *words], cwd=work, env=env or environment(), stdout=pipe, stderr=pipe, text=True)
 
 
 def pids(work: Path, count: int) -> list[int]:
@@ -182,6 +182,19 @@ def test_the_worst_exit_code_comes_back(three: Hosts, work: Path) -> None:
 def test_however_the_launcher_ends_no_rank_stays(three: Hosts, work: Path, number: int) -> None:
     process = start(work, "--no_ssh_check", "-H", three.hostfile(2, 1, 1), *three.ssh(), "sleep.py", "out", "600")
     found = pids(work, 4)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0, errors
+    assert gone(found)
+
+
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nor_where_pdsh_started_them(three: Hosts, work: Path, number: int) -> None:
+    env = environment(PDSH_SSH_ARGS_APPEND=f"-F {three.config}")
+    words = ["--launcher", "pdsh", "--no_ssh_check", "-H", three.hostfile(1, 1, 1), "sleep.py", "out", "600"]
+    process = start(work, *words, env=env)
+    found = pids(work, 3)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode != 0, errors

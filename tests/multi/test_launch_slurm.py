@@ -71,8 +71,10 @@ def test_inside_an_allocation_srun_starts_the_ranks(work: Path, cluster: dict[st
     assert_summed(work)
 
 
-def test_the_exit_code_of_the_worst_rank_comes_back(work: Path, cluster: dict[str, str]) -> None:
-    assert inside(work, cluster, "end.py").returncode == 5
+def test_the_exit_code_of_the_worst_rank_comes_back_with_its_page(work: Path, cluster: dict[str, str]) -> None:
+    done = inside(work, cluster, "end.py")
+    assert done.returncode == 5
+    assert "rank 1 left with exit code 5" in done.stderr, done.stderr
 
 
 def test_outside_of_one_a_batch_job_is_submitted_and_does_the_same(work: Path, cluster: dict[str, str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,10 +26,10 @@ def clean() -> dict[str, str]:
 
 
 def run(
-    work_dir: Path, how: str, *, ranks: int = 2, timeout: float = 120.0, group: Path | None = None
+    work_dir: Path, how: str, *flags: str, ranks: int = 2, timeout: float = 120.0, group: Path | None = None
 ) -> tuple[int, str]:
     """A run in which rank 1 comes to harm after 6 steps: the exit code, and the page."""
-    words = ["--nproc_per_node", str(ranks), VICTIM, str(work_dir), how, "1", "6", str(timeout)]
+    words = ["--nproc_per_node", str(ranks), *flags, VICTIM, str(work_dir), how, "1", "6", str(timeout)]
     join = None if group is None else lambda: (group / "cgroup.procs").write_text(str(os.getpid()))
     done = subprocess.run(
         [*PLAIT, *words], env=clean(), capture_output=True, text=True, timeout=280, preexec_fn=join, check=False
@@ -141,3 +142,19 @@ def test_a_script_that_is_not_of_plait_is_explained_too(tmp_path: Path) -> None:
     page = (logs / "report.txt").read_text()
     assert blamed(page).startswith("rank 1 crashed with SIGABRT")
     assert "Last lines of rank 1:\n  so long" in page
+
+
+def test_ranks_that_mpi_started_are_explained_too(tmp_path: Path) -> None:
+    if shutil.which("mpirun.openmpi") is None or shutil.which("mpiexec.hydra") is None:
+        pytest.skip("OpenMPI and MPICH are not both installed")
+    openmpi = ["--launcher", "openmpi", "--launcher_args", "--allow-run-as-root --oversubscribe"]
+    with ThreadPoolExecutor() as pool:
+        killed = pool.submit(run, tmp_path / "killed", "SIGKILL", "--launcher", "mpich")
+        asleep = pool.submit(run, tmp_path / "asleep", "sleep", *openmpi, timeout=15.0)
+    code, page = killed.result()
+    assert code == 128 + signal.SIGKILL
+    assert re.search(r"^rank 1 was ended by SIGKILL, and not for want of memory", page, re.M), page
+    code, page = asleep.result()
+    assert code != 0
+    assert "rank 1 did not come to" in page
+    assert "Stack of rank 1" in page

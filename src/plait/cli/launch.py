@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plait.errors import WorldError
@@ -32,12 +33,10 @@ def launch(words: Sequence[str]) -> None:
     options = parse_options(words)
     if (note := misplaced(options)) is not None:
         print(f"plait: note: {note}", file=sys.stderr)
-    if options.autotuning is not None:
-        raise WorldError(
-            f"--autotuning {options.autotuning}: a script of your own cannot be tuned yet; "
-            "start it without the flag, or describe the run and use `plait tune`"
-        )
     setup = prepare(options, words)
+    if options.autotuning is not None:
+        _tune(setup)
+        return
     if options.dry_run:
         print("\n".join(command.shown() for command in setup.commands()))
     elif options.preflight:
@@ -46,6 +45,24 @@ def launch(words: Sequence[str]) -> None:
         if setup.remote and not options.no_ssh_check:
             setup = _cleared(setup)
         sys.exit(setup.run())
+
+
+def _tune(setup: Setup) -> None:
+    """Hand a described run to `plait tune`; `run` trains with what it finds."""
+    options = setup.options
+    program = "plait" if options.module else Path(options.script).name
+    described = (options.module or options.no_python) and program == "plait" and options.arguments[:1] == ("train",)
+    if not described or len(options.arguments) < 2:
+        raise WorldError(
+            f"--autotuning {options.autotuning}: only a run that is described can be tuned, not a script's own: "
+            "plait launch --autotuning run --no_python plait train run.yaml"
+        )
+    if setup.launcher != "local":
+        raise WorldError(f"--autotuning {options.autotuning}: trials run on one host; leave out the hostfile")
+    from plait.cli.tune import search
+
+    _, config, *overrides = options.arguments
+    search(config, overrides, options={"nproc": setup.job.size}, then_train=options.autotuning == "run")
 
 
 def _cleared(setup: Setup) -> Setup:

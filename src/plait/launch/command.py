@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from plait.errors import WorldError
+from plait.launch.desk import Desk
 from plait.launch.local import Signals, follow_the_launcher
 
 _GRACE_S = 5.0
@@ -51,17 +52,24 @@ class Command:
                 Path(path).unlink(missing_ok=True)
 
 
-def run_command(command: Command, *, patience: float | None, afterwards: Sequence[Command] = ()) -> int:
-    """Run it to its end; returns its exit code. A signal ends it, and `afterwards` ends what it may have left."""
+def run_command(
+    command: Command, *, patience: float | None, afterwards: Sequence[Command] = (), desk: Desk | None = None
+) -> int:
+    """Run it to its end; returns its exit code, or the worst rank's where the `desk` knows.
+
+    A signal ends it, and `afterwards` ends what it may have left.
+    """
     with command.with_files():
-        code, interrupted = _run(command, patience)
+        code, interrupted = _run(command, patience, desk)
+    if desk is not None and not interrupted:
+        code = desk.conclude(128 - code if code < 0 else code)
     if interrupted or code:
         for other in afterwards:
             subprocess.run(other.argv, env={**os.environ, **other.environment}, check=False)
     return 128 - code if code < 0 else code
 
 
-def _run(command: Command, patience: float | None) -> tuple[int, bool]:
+def _run(command: Command, patience: float | None, desk: Desk | None) -> tuple[int, bool]:
     try:
         process = subprocess.Popen(
             command.argv,
@@ -71,17 +79,24 @@ def _run(command: Command, patience: float | None) -> tuple[int, bool]:
         )
     except OSError as error:
         raise WorldError(f"{command.argv[0]} could not be started: {error}; is it installed?") from error
-    with Signals(lambda number: _pass_on(process, number)) as signals:
+    attend = time.sleep if desk is None else desk.attend
+    with Signals(lambda number: _pass_on(process, number, desk)) as signals:
         while process.poll() is None:
             if patience is not None and signals.waited > patience:
                 process.terminate()
-            if patience is not None and signals.waited > patience + _GRACE_S:
+            if signals.interrupts > 1 or (patience is not None and signals.waited > patience + _GRACE_S):
                 process.kill()
-            time.sleep(0.05)
+            attend(0.05)
     return process.returncode, signals.interrupts > 0
 
 
-def _pass_on(process: subprocess.Popen[bytes], number: int) -> None:
-    """mpirun, srun and pdsh all end their processes on SIGTERM, while two of them want SIGINT twice."""
-    if process.poll() is None:
+def _pass_on(process: subprocess.Popen[bytes], number: int, desk: Desk | None) -> None:
+    """To the ranks themselves, where they can be reached, so that they have time to save.
+
+    Else to what started them: mpirun, srun and pdsh all end their processes on SIGTERM, while two of them want SIGINT
+    twice.
+    """
+    if desk is not None and desk.connected:
+        desk.send(number)
+    elif process.poll() is None:
         process.send_signal(signal.SIGTERM if number == signal.SIGINT else number)

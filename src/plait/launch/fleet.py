@@ -14,12 +14,12 @@ from contextlib import suppress
 from typing import IO, Any
 
 from plait.launch.console import Console
-from plait.launch.evidence import Evidence
 from plait.launch.job import Job
 from plait.launch.local import Signals, follow_the_launcher
+from plait.launch.news import take
 from plait.launch.outcome import LEAVE_S, Outcome, never
 from plait.launch.postmortem import conclude
-from plait.launch.records import Record, causes, exit_code, new_records, note_end
+from plait.launch.records import Record, causes, exit_code, new_records
 from plait.launch.watch import Watch
 
 SAY_S = 2.0
@@ -182,17 +182,11 @@ class Fleet:
             self._of_rank(self._by_rank[news["rank"]], news)
 
     def _of_rank(self, record: Record, news: dict[str, Any]) -> None:
-        if "pid" in news:
-            record.pid, record.log, record.started = news["pid"], news["log"], time.time()
-        elif "evidence" in news:
-            record.evidence = Evidence.from_json(news["evidence"])
-            record.message = news.get("message", "")
-            record.tail.extend(news.get("tail", ()))
-            if "code" in news:
-                note_end(record, news["code"], by_us=news["by_us"])
-        else:
-            ((stream, text),) = ((name, news[name]) for name in ("out", "err") if name in news)
-            self._console.write(record, stream, text.encode("latin-1"))
+        for stream in ("out", "err"):
+            if stream in news:
+                self._console.write(record, stream, news[stream].encode("latin-1"))
+                return
+        take(record, news)
 
     def _closed(self, node: _Connection, code: int) -> None:
         """A connection is gone. Ranks that it did not tell the end of are lost with it."""

@@ -64,6 +64,8 @@ class Job:
     """So many hosts may fail before the rest is ended too."""
     once_per_node: bool = False
     """Start the program once a host: it starts the ranks itself."""
+    contact: str = ""
+    """Where ranks that others start for the launcher call it back; empty: nowhere."""
     rendezvous: bool = False
     """The first host keeps the meeting place of torch's elastic agents."""
 

@@ -125,7 +125,8 @@ class LocalRanks:
 
     What they print goes to their log, or else into pipes that `outputs` has: errors always, so that their last lines
     can be shown again, the rest where `capture` says so. A progress bar needs the terminal itself. `pause` is how to
-    wait; whoever reads the pipes must do it there too, or ranks that print much could not end.
+    wait; whoever reads the pipes must do it there too, or ranks that print much could not end. `places` are the ranks
+    to start where that is not all of the host's.
     """
 
     def __init__(
@@ -134,13 +135,14 @@ class LocalRanks:
         node: int,
         *,
         messages: Messages,
+        places: Sequence[Place] | None = None,
         more: dict[str, str] | None = None,
         capture: bool = True,
         stdin: bool = True,
         pause: Callable[[float], object] = time.sleep,
     ) -> None:
         self.job = job
-        self.records = new_records(job, job.started_on(node))
+        self.records = new_records(job, job.started_on(node) if places is None else places)
         self.witness = Witness(self.records, messages.folder)
         self.pause = pause
         self._more = {**messages.environment, **(more or {})}
@@ -197,6 +199,7 @@ class LocalRanks:
                 stdout=log or (subprocess.PIPE if self._capture else None),
                 stderr=subprocess.STDOUT if log else subprocess.PIPE,
                 process_group=0,
+                close_fds=False,  # ours are not inherited anyway; MPICH hands its ranks one
                 preexec_fn=prepare,
             )
         finally:

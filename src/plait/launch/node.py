@@ -21,19 +21,21 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from plait.errors import PlaitError
 from plait.launch.failure import Messages
-from plait.launch.job import Job
+from plait.launch.job import Job, Place
+from plait.launch.line import Line
 from plait.launch.local import LocalRanks, Signals
 from plait.launch.network import interface_variables, source_address
+from plait.launch.news import Reporter, obey
 from plait.launch.postmortem import conclude
 from plait.launch.records import exit_code
 from plait.launch.relay import Relay
-from plait.launch.watch import Watch
 
 SILENCE_S = 60.0
 """So long without a beat, and the launcher counts as gone."""
@@ -104,8 +106,6 @@ def serve(node: int) -> int:
             link.say(error=str(error))
             return 2
         link.listen()
-        for record in ranks.records:
-            link.say(rank=record.place.rank, pid=record.pid, log=record.log)
         with Signals(ranks.send):
             _Hand(link, ranks).attend()
     return exit_code(ranks.records)
@@ -127,8 +127,7 @@ class _Hand:
 
     def __init__(self, link: _Link, ranks: LocalRanks) -> None:
         self._link, self._ranks = link, ranks
-        self._told: set[int] = set()
-        self._watch = Watch(ranks.records)
+        self._reporter = Reporter(ranks, link.say)
         self._waiting = selectors.DefaultSelector()
         ranks.pause = self._pump
 
@@ -137,11 +136,13 @@ class _Hand:
         for record, name, pipe in self._ranks.outputs():
             os.set_blocking(pipe.fileno(), False)
             self._waiting.register(pipe, selectors.EVENT_READ, (record, name))
+        self._reporter.begin()
         while True:
             running = self._ranks.poll()
             ready = self._pump(_TICK_S if running else 0)
-            self._obey()
-            self._report()
+            while not self._link.orders.empty():
+                obey(self._ranks, self._link.orders.get())
+            self._reporter.tell()
             if running and self._link.cut:
                 self._ranks.end(say=0.0, grace=GRACE_S)
             # A worker that outlives its rank may hold the pipe open: the rank's end counts, not the pipe's.
@@ -160,55 +161,52 @@ class _Hand:
                 self._waiting.unregister(key.fileobj)
         return bool(ready)
 
-    def _obey(self) -> None:
-        while not self._link.orders.empty():
-            order = self._link.orders.get()
-            if "signal" in order:
-                self._ranks.send(order["signal"])
-            elif "stacks" in order:
-                self._ranks.witness.ask_for_stacks()
-            elif "end" in order:
-                self._ranks.end(say=0.0, grace=order["end"])
-
-    def _report(self) -> None:
-        """How ranks do, once a second, and their ends."""
-        if self._watch.due():
-            self._ranks.witness.look_at_all()
-            for record in self._ranks.records:
-                if record.running:
-                    self._link.say(rank=record.place.rank, evidence=record.evidence.to_json())
-        for record in self._ranks.records:
-            if record.exit_code is not None and record.place.rank not in self._told:
-                self._told.add(record.place.rank)
-                about = {"evidence": record.evidence.to_json(), "message": record.message}
-                if record.log is not None:
-                    about["tail"] = list(record.tail)
-                self._link.say(rank=record.place.rank, code=record.exit_code, by_us=record.ended_by_us, **about)
-
 
 def run_alone(job: Job, node: int) -> int:
-    """Run a job without orders: ranks print to the console, which is also the lifeline."""
+    """Run a host's ranks without orders on stdin: they print to the console, which is also the lifeline."""
     note = _note(job.id, node)
     note.write_text(str(os.getpid()))
     hang_up = select.poll()
     hang_up.register(sys.stdout.fileno(), 0)  # nothing asked for: only that the other end is gone is told
     try:
-        with Messages() as messages:
-            relay = Relay()
-            ranks = LocalRanks(job, node, messages=messages, more=more_variables(job), pause=relay.pump)
-            with Signals(ranks.send) as signals:
-                ranks.start()
-                relay.open(ranks.outputs())
-                while ranks.poll():
-                    if any(record.failed for record in ranks.records) or signals.waited > GRACE_S or hang_up.poll(0):
-                        ranks.end(say=0.5, grace=GRACE_S)
-                    relay.pump(_TICK_S)
-            relay.close()
-            if not signals.waited:
-                conclude(ranks.records, hung=False, log_dir=job.log_dir, several_hosts=True)
-        return exit_code(ranks.records)
+        return attend_here(job, node, must_end=lambda: bool(hang_up.poll(0)))
     finally:
         note.unlink(missing_ok=True)
+
+
+def attend_here(
+    job: Job, node: int, places: Sequence[Place] | None = None, *, must_end: Callable[[], bool] = lambda: False
+) -> int:
+    """Run ranks of this host to their end, in touch with the launcher where it can be reached; returns the exit code.
+
+    Where it cannot, why they failed is said here.
+    """
+    line = Line(job.contact)
+    with Messages() as messages:
+        relay = Relay()
+        more = more_variables(job)
+        ranks = LocalRanks(
+            job, node, places=places, messages=messages, more=more, capture=places is None, pause=relay.pump
+        )
+        reporter = Reporter(ranks, line.say)
+        with Signals(ranks.send) as signals:
+            ranks.start()
+            reporter.begin()
+            relay.open(ranks.outputs())
+            while ranks.poll():
+                for order in line.orders():
+                    obey(ranks, order)
+                reporter.tell(ended_by_us=signals.waited > 0.0)
+                failed = any(record.failed for record in ranks.records)
+                if failed or signals.waited > GRACE_S or line.cut or must_end():
+                    ranks.end(say=0.5, grace=GRACE_S)
+                relay.pump(_TICK_S)
+        relay.close()
+        reporter.tell(ended_by_us=signals.waited > 0.0)
+        if not signals.waited and not line.connected:
+            conclude(ranks.records, hung=False, log_dir=job.log_dir, several_hosts=True)
+    line.close()
+    return exit_code(ranks.records)
 
 
 def end(job: str) -> int:

@@ -1,4 +1,5 @@
-"""Becomes one rank of a job that mpirun or srun started: says who it is in torchrun's words, then runs the script.
+"""Stands beside one rank of a job that mpirun or srun started: tells it in torchrun's words who it is, runs the script
+as its child, and tells the launcher how that does.
 
 mpirun … python -m plait.launch.rank --job '{…}'
 """
@@ -10,12 +11,10 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NoReturn
 
 from plait.errors import PlaitError, WorldError
-from plait.launch.binding import available_cores
 from plait.launch.job import Job
-from plait.launch.network import interface_variables
+from plait.launch.node import attend_here
 
 # rank, size
 _NAMES = (
@@ -42,39 +41,18 @@ def which_rank(environment: Mapping[str, str], size: int) -> int:
     raise WorldError("neither MPI nor Slurm has started this process; plait.launch.rank is for their ranks only")
 
 
-def main() -> None:
-    """Read the job, and turn into the script."""
+def main() -> int:
+    """Read the job, and see the script through to its end."""
     options = argparse.ArgumentParser(prog="plait.launch.rank")
     options.add_argument("--job", required=True)
     try:
-        become(Job.from_json(options.parse_args().job))
+        job = Job.from_json(options.parse_args().job)
+        place = job.places()[which_rank(os.environ, job.size)]
+        return attend_here(job, place.node, [place])
     except PlaitError as error:
         print(f"plait: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
-def become(job: Job) -> NoReturn:
-    """Replace this process by the script."""
-    place = job.places()[which_rank(os.environ, job.size)]
-    present = {**os.environ, **job.environment}
-    if len(job.nodes) > 1:
-        present |= interface_variables(job.address, present)
-    cores = available_cores()
-    bound = job.cores_for(place, cores)
-    if bound:
-        os.sched_setaffinity(0, bound)
-        present["OMP_NUM_THREADS"] = str(len(bound))
-    argv = job.argv(place)
-    if (log := job.log_file(place)) is not None:
-        os.makedirs(os.path.dirname(log), exist_ok=True)
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-    try:
-        os.execvpe(argv[0], argv, {**present, **job.variables(place, present)})
-    except OSError as error:
-        raise WorldError(f"rank {place.rank} of {job.size} could not be started: {argv[0]}: {error}") from error
+        return 2
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from plait.launch import slurm
 from plait.launch.command import Command, run_command
+from plait.launch.desk import Desk
 from plait.launch.elastic import elastic_job, is_elastic, range_of_nodes, restarts, uses_torchs_agent
 from plait.launch.fleet import run_fleet
 from plait.launch.job import Job, Node
@@ -79,13 +80,17 @@ class Setup:
                 return run_elastic(self)
             if self.launcher == "local":
                 return run_job(self.final_job(), self.node, patience=patience).code
-            commands = self.commands()
             if self.launcher == "ssh":
-                return run_fleet(self.final_job(), [command.argv for command in commands], patience=patience).code
-            ends = []
-            if self.launcher == "pdsh":
-                ends = [pdsh_end(self.job, self.options.launcher_args, ssh_port=self.options.ssh_port)]
-            return run_command(commands[0], patience=patience, afterwards=ends)
+                argvs = [command.argv for command in self.commands()]
+                return run_fleet(self.final_job(), argvs, patience=patience).code
+            if self.launcher == "slurm" and not slurm.in_allocation():
+                return run_command(self.commands()[0], patience=patience)  # submits, and is done
+            with Desk(self.job) as desk:
+                told = replace(self, job=desk.job)
+                ends = []
+                if self.launcher == "pdsh":
+                    ends = [pdsh_end(self.job, self.options.launcher_args, ssh_port=self.options.ssh_port)]
+                return run_command(told.commands()[0], patience=patience, afterwards=ends, desk=desk)
 
 
 def run_elastic(setup: Setup) -> int:

@@ -1,0 +1,161 @@
+"""Where the launcher hears of ranks that mpirun, srun or pdsh have started for it, and gives them orders.
+
+Those programs start processes and pass on what is printed; that a rank hangs, or why it died, they do not know. So
+whatever they start calls back over a connection of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from plait.launch.fleet import GRACE_S, STACK_S, STUCK_S
+from plait.launch.job import Job
+from plait.launch.network import is_this_host, resolve, source_address
+from plait.launch.news import take
+from plait.launch.postmortem import conclude
+from plait.launch.records import causes, exit_code, new_records, note_end
+from plait.launch.watch import Watch
+
+_MOST_BYTES = 1 << 24
+"""A line longer than this is not from a rank of ours."""
+
+
+class Desk:
+    """Listens while it is open. `job` is the job with the way to here in it."""
+
+    def __init__(self, job: Job) -> None:
+        far = [node.host for node in job.nodes if not is_this_host(node.host)]
+        address = source_address(resolve(far[0])) if far else "127.0.0.1"
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._password = secrets.token_hex(16)
+        self._door = socket.create_server((address, 0), family=family, backlog=job.size)
+        self._door.setblocking(False)
+        self.job = replace(job, contact=f"{address}:{self._door.getsockname()[1]}:{self._password}")
+        self.records = new_records(job, job.places())
+        self.hung = False
+        self._callers: dict[socket.socket, _Caller] = {}
+        self._waiting = selectors.DefaultSelector()
+        self._waiting.register(self._door, selectors.EVENT_READ)
+        self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._watch = Watch(self.records)
+        self._end_at: float | None = None
+
+    def __enter__(self) -> Desk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for line in [*self._callers, self._door]:
+            line.close()
+        self._waiting.close()
+
+    @property
+    def connected(self) -> bool:
+        """Whether any rank can be told anything."""
+        return any(caller.known for caller in self._callers.values())
+
+    def send(self, number: int) -> None:
+        """Pass a signal on to every rank, soon: this is safe inside a signal handler."""
+        self._signals.put(number)
+
+    def attend(self, seconds: float) -> None:
+        """Hear what comes within that time, and see to a run that hangs."""
+        for key, _ in self._waiting.select(seconds):
+            if key.fileobj is self._door:
+                self._admit()
+            else:
+                self._hear(key.fileobj)  # type: ignore[arg-type]
+        while not self._signals.empty():
+            self._order(signal=self._signals.get())
+        if not self.hung and self._watch.due():
+            if (late := self._watch.straggler()) is not None:
+                print(f"plait: {late}", file=sys.stderr, flush=True)
+            if self._watch.hangs():
+                self.hung, self._end_at = True, time.monotonic() + STACK_S
+                self._order(stacks=True)
+        if self._end_at is not None and time.monotonic() > self._end_at:
+            self._end_at = None
+            self._order(end=STUCK_S if self.hung else GRACE_S)
+
+    def _admit(self) -> None:
+        with suppress(OSError):
+            line, _ = self._door.accept()
+            line.setblocking(False)
+            self._callers[line] = _Caller()
+            self._waiting.register(line, selectors.EVENT_READ)
+
+    def _hear(self, line: socket.socket) -> None:
+        caller = self._callers[line]
+        try:
+            data = line.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        caller.rest += data
+        *lines, caller.rest = caller.rest.split(b"\n")
+        for text in lines:
+            if not self._take(caller, json.loads(text)):
+                data = b""
+        if not data or len(caller.rest) > _MOST_BYTES:
+            self._hang_up(line)
+
+    def _take(self, caller: _Caller, news: dict[str, Any]) -> bool:
+        """Whether the caller may go on."""
+        if not caller.known:
+            caller.known = secrets.compare_digest(str(news.get("password")), self._password)
+            return caller.known
+        record = self.records[news["rank"]]
+        caller.ranks.add(record.place.rank)
+        take(record, news)
+        return True
+
+    def _hang_up(self, line: socket.socket) -> None:
+        """A caller is gone. Ranks that it did not tell the end of went with it."""
+        self._waiting.unregister(line)
+        line.close()
+        caller = self._callers.pop(line)
+        others_failed = bool(causes(self.records))
+        for rank in caller.ranks:
+            record = self.records[rank]
+            if record.running and others_failed:
+                note_end(record, -signal.SIGKILL, by_us=True)  # as MPI and Slurm do once a rank has failed
+            elif record.running:
+                record.lost, record.ended = True, time.time()
+
+    def _order(self, **order: Any) -> None:
+        text = json.dumps(order).encode() + b"\n"
+        for line, caller in self._callers.items():
+            if caller.known:
+                with suppress(OSError):  # gone: `_hear` sees it
+                    line.sendall(text)
+
+    def conclude(self, code: int) -> int:
+        """Say why a run ended badly whose command ended with `code`; returns the exit code of the worst rank."""
+        deadline = time.monotonic() + 1.0
+        while self._callers and time.monotonic() < deadline:
+            self.attend(0.05)
+        known = [record for record in self.records if record.exit_code is not None or record.lost]
+        if known and (code or self.hung):
+            several = len(self.job.nodes) > 1
+            conclude(known, hung=self.hung, log_dir=self.job.log_dir, several_hosts=several)
+        return (exit_code(known) or code) if code or self.hung else 0
+
+
+class _Caller:
+    """Who is at the other end of a connection."""
+
+    def __init__(self) -> None:
+        self.known = False
+        """Has given the password."""
+        self.rest = b""
+        self.ranks: set[int] = set()

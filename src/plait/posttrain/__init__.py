@@ -1,0 +1,1 @@
+"""From a pretrained model to one that answers: fine-tuning, preferences, reinforcement."""
