@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from itertools import pairwise
 from math import lcm
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from plait.config.batch import resolve_batch
+from plait.config.depth import depth_of, with_depth
 from plait.config.layout import resolve_layout
-from plait.config.model import GptConfig, HFConfig, LlamaConfig, MoeConfig
+from plait.config.model import ImportedModel, MoeConfig
 from plait.config.run import RunConfig
 from plait.config.train import BatchConfig
 from plait.models import build_model
 
-_LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
-"""What `transformers` calls the number of layers."""
 _SPARE = 2
 """Micro-batches beyond those that a pipeline has under way: one that begins, one that ends."""
 
@@ -53,20 +50,7 @@ class Lengths:
 
 def layers_of(config: RunConfig) -> int | None:
     """How many layers the described model has; None where that cannot be told, or changed."""
-    model = config.model
-    if isinstance(model, GptConfig | LlamaConfig):
-        return model.layers
-    if isinstance(model, HFConfig):
-        mapping = _mapping(model)
-        return next((mapping[key] for key in _LAYER_KEYS if isinstance(mapping.get(key), int)), None)
-    return None
-
-
-def _mapping(model: HFConfig) -> dict[str, Any]:
-    if model.config is not None:
-        return dict(model.config)
-    found: dict[str, Any] = json.loads((Path(model.path or ".") / "config.json").read_text())
-    return found
+    return None if isinstance(config.model, ImportedModel) else depth_of(config.model)
 
 
 def lengths_of(config: RunConfig, ranks: int, per_host: int, stage: int) -> Lengths | None:
@@ -116,15 +100,8 @@ def shortened(config: RunConfig, ranks: int, per_host: int, stage: int, groups: 
 
 
 def _with_layers(config: RunConfig, layers: int) -> RunConfig:
-    model = config.model
-    if isinstance(model, HFConfig):
-        mapping = _mapping(model)
-        key = next(each for each in _LAYER_KEYS if each in mapping)
-        update: dict[str, Any] = {"config": {**mapping, key: layers}, "path": None}
-    else:
-        update = {"layers": layers}
-    assert model is not None
-    return config.model_copy(update={"model": model.model_copy(update=update)})
+    assert config.model is not None
+    return config.model_copy(update={"model": with_depth(config.model, layers)})
 
 
 def _layer_names(config: RunConfig) -> list[str]:

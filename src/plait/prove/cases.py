@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from plait.config import Layout, ResolvedBatch, RunConfig, parse_sections, resolve_batch, resolve_layout, to_dict
+from plait.config.depth import LAYER_KEYS, depth_of, with_depth
 from plait.config.layout import least_ranks
-from plait.config.model import GptConfig, HFConfig, ImportedModel, LlamaConfig
+from plait.config.model import HFConfig
 from plait.errors import ConfigError, Problem
 from plait.launch import gpu_count
 
-LAYER_KEYS = ("layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""How models call their number of layers."""
 _TIME_KEYS = ("by_epoch", "max_epochs", "max_steps", "clip_norm", "clip_value", "guard")
 """What of `train` decides a step. The rest is about validating and stopping."""
 
@@ -65,42 +62,16 @@ def default_ranks(config: RunConfig) -> int:
 def shrink(config: RunConfig, layers: int, notes: list[str]) -> dict[str, Any]:
     """The `model` section with so many layers."""
     model = config.model
-    section: dict[str, Any] = dict(to_dict(config)["model"])
-    if isinstance(model, GptConfig | LlamaConfig):
-        notes.append(f"The model was shrunk from {model.layers} to {layers} layers.")
-        return {**section, "layers": layers}
-    if isinstance(model, HFConfig):
-        found = _transformers_config(model)
-        if model.path is not None and model.pretrained:
-            notes.append("The shrunk model started from random weights, not from the pretrained ones.")
-        return {"type": "hf", "task": model.task, "config": _fewer(found, layers, "model.config", notes)}
-    if isinstance(model, ImportedModel):
-        return {**section, "args": _fewer(model.args, layers, "model.args", notes)}
-    message = f"{layers}: a {getattr(model, 'type', 'model')} has no number of layers to shrink"
-    raise ConfigError(Problem("--layers", message, "Leave it out."))
-
-
-def _transformers_config(model: HFConfig) -> Mapping[str, Any]:
-    if model.config is not None:
-        return model.config
-    assert model.path is not None
-    found: dict[str, Any] = json.loads((Path(model.path).expanduser() / "config.json").read_text())
-    return found
-
-
-def _fewer(settings: Mapping[str, Any], layers: int, place: str, notes: list[str]) -> dict[str, Any]:
-    for key in LAYER_KEYS:
-        if isinstance(count := settings.get(key), int):
-            notes.append(f"The model was shrunk from {count} to {layers} layers.")
-            # Some models list what each layer is.
-            cut = {name: value[:layers] for name, value in settings.items() if _one_each(value, count)}
-            return {**settings, **cut, key: layers}
-    message = f"{layers}: `{place}` has no number of layers under any of {', '.join(LAYER_KEYS)}"
-    raise ConfigError(Problem("--layers", message, "Set such a key, or leave the option out."))
-
-
-def _one_each(value: Any, count: int) -> bool:
-    return isinstance(value, list) and len(value) == count
+    depth = depth_of(model)
+    if model is None or depth is None:
+        message = f"{layers}: a {getattr(model, 'type', 'model')} has no number of layers to shrink"
+        raise ConfigError(Problem("--layers", message, f"Leave it out, or set one of {', '.join(LAYER_KEYS)}."))
+    notes.append(f"The model was shrunk from {depth} to {layers} layers.")
+    if isinstance(model, HFConfig) and model.path is not None and model.pretrained:
+        notes.append("The shrunk model started from random weights, not from the pretrained ones.")
+    shrunk = with_depth(model, layers)
+    section: dict[str, Any] = dict(to_dict(config.model_copy(update={"model": shrunk}))["model"])
+    return {key: value for key, value in section.items() if value is not None}
 
 
 def _common(config: RunConfig, notes: list[str]) -> dict[str, Any]:
