@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_TARGETS = ("hf", "torch", "plait", "deepspeed")
+_TARGETS = ("hf", "torch", "plait", "deepspeed", "yaml")
 _WEIGHTS = ("model", "ema")
 
 
@@ -63,11 +63,16 @@ def check_use(src: str | None, options: Options, *, inspect: str | None, every: 
 
 
 def convert(src: str | None, dst: str | None, options: Options) -> None:
-    """Write a checkpoint in another form; everything that can be wrong with the options is said at once."""
+    """Write a checkpoint, or a configuration, in another form; all that is wrong with the options is said at once."""
     shard_size, problems = _check(src, dst, options)
     if problems:
         raise ConfigError(problems)
     assert src is not None
+    if options.to == "yaml":
+        from plait.cli.translating import convert_config
+
+        convert_config(src, dst, overwrite=options.overwrite)
+        return
     assert dst is not None
 
     import torch
@@ -151,8 +156,8 @@ def _show(path: str, *, every: bool, verify: bool) -> None:
 
 
 def _check(src: str | None, dst: str | None, options: Options) -> tuple[int, list[Problem]]:
-    problems = []
-    if src is None or dst is None:
+    problems = _check_alone(options) if options.to == "yaml" else []
+    if src is None or (dst is None and options.to != "yaml"):
         missing = "SRC and DST" if src is None else "DST"
         problems.append(Problem(missing, "not given", "write `plait convert SRC DST --to …`, or --inspect PATH"))
     for key, value, choices in (
@@ -168,10 +173,22 @@ def _check(src: str | None, dst: str | None, options: Options) -> tuple[int, lis
     shard_size = int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
     if shard_size <= 0:
         problems.append(Problem("--shard-size", f"{options.shard_size!r} is no size", "write 5GB or 500MiB"))
-    if options.optimizer and options.to != "torch":
+    if options.optimizer and options.to not in ("torch", "yaml"):
         instead = "hf has no place for it" if options.to == "hf" else "the others take it anyway"
         problems.append(Problem("--optimizer", f"goes with `--to torch` alone; {instead}", "leave it out"))
     return shard_size, problems
+
+
+def _check_alone(options: Options) -> list[Problem]:
+    """A configuration has no weights, so what is said about weights would have no effect."""
+    words = {key: value for key, value in asdict(options).items() if key not in ("to", "overwrite")}
+    return [
+        Problem(
+            f"--{key.replace('_', '-')}", "goes with a checkpoint, and `--to yaml` with a configuration", "leave it out"
+        )
+        for key, value in words.items()
+        if value != getattr(PLAIN, key)
+    ]
 
 
 @contextmanager

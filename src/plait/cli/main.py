@@ -110,9 +110,9 @@ def prove(
 
 @app.command()
 def convert(
-    src: Annotated[str | None, typer.Argument(help="A checkpoint of Plait, FSDP, DeepSpeed or Hugging Face.")] = None,
+    src: Annotated[str | None, typer.Argument(help="A checkpoint, or with `--to yaml` a ds_config.json.")] = None,
     dst: Annotated[str | None, typer.Argument(help="Where to write: a folder, or a file with `--to torch`.")] = None,
-    to: Annotated[str | None, typer.Option("--to", help="What to write: hf, torch, plait or deepspeed.")] = None,
+    to: Annotated[str | None, typer.Option("--to", help="What to write: hf, torch, plait, deepspeed or yaml.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights: keep, fp32, bf16 or fp16.")] = "keep",
     model: Annotated[
         str | None,
@@ -128,7 +128,7 @@ def convert(
         bool, typer.Option("--verify", help="With --inspect: read all, compare checksums; exit code 1 if damaged.")
     ] = False,
 ) -> None:
-    """Turn a checkpoint into another kind, or look into it."""
+    """Turn a checkpoint into another kind, or look into it; with `--to yaml`, another framework's configuration."""
     from plait.cli import convert as commands
 
     options = commands.Options(to, dtype, model, weights, shard_size, optimizer=optimizer, overwrite=overwrite)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plait.config.draft import origin_of
+from plait.config.engine import check_library
 from plait.config.parse import Parsed
 from plait.config.paths import missing_paths
 from plait.config.rules import check
@@ -12,7 +13,7 @@ from plait.errors import ConfigError, Problem
 
 
 def check_complete(parsed: Parsed, *, require_length: bool) -> None:
-    """Refuse a run that breaks a rule, lacks its model or its data, or names files that are not there."""
+    """Refuse a run that breaks a rule, lacks its model or its data, or names files or an engine that are not there."""
     config = parsed.config
     check(config, has_val=config.val_data is not None, require_length=require_length, origins=parsed.origins)
     absent = [role for role in ("model", "data") if getattr(config, role) is None]
@@ -20,3 +21,4 @@ def check_complete(parsed: Parsed, *, require_length: bool) -> None:
     problems += [replace(each, origin=origin_of(each.path, parsed.origins)) for each in missing_paths(config)]
     if problems:
         raise ConfigError(problems)
+    check_library(config.strategy.engine)

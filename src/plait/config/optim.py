@@ -42,6 +42,15 @@ class AdamConfig(_Implemented):
     amsgrad: bool = False
 
 
+class AdamW8bitConfig(_Optim):
+    """AdamW whose moments take 8 bits a number, with one scale for 256 of them."""
+
+    type: Literal["AdamW8bit"] = "AdamW8bit"
+    weight_decay: NonNegativeFloat = 0.01
+    betas: Pair[Fraction] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+
+
 class SGDConfig(_Implemented):
     """Stochastic gradient descent, with momentum if asked."""
 
@@ -106,6 +115,14 @@ class MuonConfig(_Optim):
 
 
 OptimConfig = Annotated[
-    AdamWConfig | AdamConfig | SGDConfig | AdagradConfig | LionConfig | LambConfig | AdafactorConfig | MuonConfig,
+    AdamWConfig
+    | AdamConfig
+    | AdamW8bitConfig
+    | SGDConfig
+    | AdagradConfig
+    | LionConfig
+    | LambConfig
+    | AdafactorConfig
+    | MuonConfig,
     Field(discriminator="type"),
 ]

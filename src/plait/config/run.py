@@ -12,6 +12,7 @@ from plait.config.data import DataConfig
 from plait.config.model import ModelConfig
 from plait.config.optim import AdamWConfig, OptimConfig
 from plait.config.plan import PlanConfig
+from plait.config.posttrain import DpoConfig, LoraConfig, Phase, PosttrainConfig, RewardConfig, SftConfig
 from plait.config.precision import PrecisionConfig
 from plait.config.schedule import ScheduleConfig
 from plait.config.strategy import StrategyConfig
@@ -44,6 +45,18 @@ class RunConfig(Shorthand):
     log: LogConfig = Field(default_factory=LogConfig)
     plan: PlanConfig = Field(default_factory=PlanConfig)
     hooks: Many[HookConfig] = ()
+    phase: Phase | None = None
+    """Set by `plait sft`, `plait reward` and `plait dpo`; absent: plain training."""
+    posttrain: PosttrainConfig | None = None
+    """Examples, tokens and first weights of the phases after pretraining."""
+    lora: LoraConfig | None = None
+    """Small matrices beside frozen ones; absent: the model itself learns."""
+    sft: SftConfig | None = None
+    """What is particular to `plait sft`."""
+    reward: RewardConfig | None = None
+    """What is particular to `plait reward`."""
+    dpo: DpoConfig | None = None
+    """What is particular to `plait dpo`."""
 
     @classmethod
     def expand(cls, value: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat
 
 from plait.config.base import Many, NonNegativeInt, PositiveInt, RefusedError, Section, Shorthand
+from plait.config.engine import EngineWord, PluginWord, engine_stage, usual_stage, with_file_read
 from plait.config.offload import OffloadConfig
 from plait.config.words import choose
 
@@ -135,7 +136,12 @@ class StrategyConfig(Shorthand):
 
     auto: bool = False
     """`plait train` looks for the fastest way to spread the run that fits, and trains with that."""
-    engine: Literal["native"] = "native"
+    engine: EngineWord = "native"
+    """`native`, or the real library of that name behind the same interface; see engines.md."""
+    config: dict[str, Any] | None = None
+    """For `engine: deepspeed` a ds_config, the file or its keys; for `colossalai` the plugin's own options."""
+    plugin: PluginWord | None = None
+    """For `engine: colossalai`: which of its ways to spread."""
     zero: Annotated[int, Field(ge=0, le=3)] | None = None
     sharding: ShardingWord | None = None
     """FSDP's own words for the same thing."""
@@ -162,7 +168,9 @@ class StrategyConfig(Shorthand):
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """A word is the keys that `SHORTHANDS` gives it."""
+        """A word is the keys that `SHORTHANDS` gives it; a file that `config` names is the keys in it."""
+        if isinstance(value, dict):
+            return with_file_read(value)
         if not isinstance(value, str):
             return value
         word = value.lower().replace("-", "").replace("_", "")
@@ -174,7 +182,10 @@ class StrategyConfig(Shorthand):
 
     @property
     def stage(self) -> int:
-        """The ZeRO stage that `zero` or `sharding` asks for."""
+        """The ZeRO stage that `zero`, `sharding` or the engine's own configuration asks for."""
+        if self.engine != "native":
+            own = engine_stage(self.engine, self.plugin, self.config)
+            return own if own is not None else usual_stage(self.plugin) if self.zero is None else self.zero
         if self.sharding is not None:
             return {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "_HYBRID_SHARD_ZERO2": 2}.get(self.sharding, 3)
         return self.zero or 0

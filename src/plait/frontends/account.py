@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from plait.config.words import show
 from plait.errors import ConfigError, Problem
+
+_WIDEST = 56
+"""Characters of a key with its value that lines are aligned to."""
+
+ABSENT = "(absent)"
+"""The value of a key that is not there, where what it means without being there has to be said."""
 
 
 class Answer(StrEnum):
@@ -32,6 +40,11 @@ class Entry:
     answer: Answer
     text: str
 
+    @property
+    def shown(self) -> str:
+        """The value as it was written, cut where it is long."""
+        return ABSENT if self.value == ABSENT else show(self.value)
+
 
 @dataclass(slots=True)
 class Account:
@@ -47,9 +60,24 @@ class Account:
         """The entries with one of these answers."""
         return (entry for entry in self.entries if entry.answer in answers)
 
+    def summary(self) -> str:
+        """How many keys got which answer, in one line."""
+        counts = Counter(entry.answer for entry in self.entries)
+        said = ", ".join(f"{counts[answer]} {answer}" for answer in Answer if counts[answer])
+        total = len(self.entries)
+        return f"{total} key{'' if total == 1 else 's'}" + (f": {said}" if said else "")
+
+    def lines(self) -> list[str]:
+        """One line a key: the answer, the key with its value, and what became of it."""
+        keys = [f"{entry.key}: {entry.shown}" for entry in self.entries]
+        width = min(max(map(len, keys), default=0), _WIDEST)
+        return [
+            f"{entry.answer:<8}  {key:<{width}}  {entry.text}" for entry, key in zip(self.entries, keys, strict=True)
+        ]
+
     def raise_refusals(self) -> None:
         """One error that names every refused key; none where nothing was refused."""
-        problems = [Problem(entry.key, f"{entry.value!r}", entry.text) for entry in self.of(Answer.REFUSED)]
+        problems = [Problem(entry.key, entry.shown, entry.text) for entry in self.of(Answer.REFUSED)]
         if problems:
             raise ConfigError(problems)
 

@@ -2,7 +2,7 @@
 
 from plait.optim.adopt import Adoption, OptimizerSource, bare_step
 from plait.optim.build import ViewGroup, build_optimizer, is_elementwise, supports_grad_scale
-from plait.optim.clip import clip_by_value, grad_norm, grad_norm_tensor
+from plait.optim.clip import clip_by_value, grad_norm, grad_norm_tensor, norm_of
 from plait.optim.groups import GroupSpec, ParameterInfo, parameter_infos, split_groups
 from plait.optim.schedule import OwnRates, Schedule, build_schedule
 
@@ -21,6 +21,7 @@ __all__ = [
     "grad_norm",
     "grad_norm_tensor",
     "is_elementwise",
+    "norm_of",
     "parameter_infos",
     "split_groups",
     "supports_grad_scale",

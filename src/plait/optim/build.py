@@ -14,6 +14,7 @@ from plait.config.optim import (
     AdafactorConfig,
     AdagradConfig,
     AdamConfig,
+    AdamW8bitConfig,
     AdamWConfig,
     LambConfig,
     LionConfig,
@@ -23,7 +24,7 @@ from plait.config.optim import (
 from plait.errors import ConfigError, Problem
 from plait.optim.lion import Lion
 
-_ELEMENTWISE = (AdamWConfig, AdamConfig, SGDConfig, AdagradConfig, LionConfig)
+_ELEMENTWISE = (AdamWConfig, AdamConfig, AdamW8bitConfig, SGDConfig, AdagradConfig, LionConfig)
 # Where fused steps are known to exist in every supported torch, and to honour `grad_scale` and `found_inf`.
 _FUSED_DEVICES = {
     "AdamW": ("cpu", "cuda"),
@@ -91,6 +92,10 @@ def _build(config: OptimConfig, groups: Sequence[ViewGroup]) -> Optimizer:
         case AdagradConfig():
             chosen = _implementation(config, groups)
             return Adagrad(params, lr_decay=config.lr_decay, eps=config.eps, **common, **chosen)
+        case AdamW8bitConfig():
+            from plait.optim.adam8bit import AdamW8bit
+
+            return AdamW8bit(params, betas=config.betas, eps=config.eps, **common)
         case LionConfig():
             return Lion(params, betas=config.betas, **common)
         case LambConfig():

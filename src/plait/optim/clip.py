@@ -22,17 +22,27 @@ def grad_norm(
     say how much each part counts: a half, say, where two ranks of the group hold the same one.
     Accumulated in fp32 or wider, so that half-precision gradients do not overflow.
     """
-    if group is None and all(tensor.device.type == "cpu" for tensor in tensors):
+    return norm_of(_norms(tensors), group, weights)
+
+
+def norm_of(
+    norms: Sequence[Tensor], group: dist.ProcessGroup | None = None, weights: Sequence[float] | None = None
+) -> float:
+    """The same from the norm of each part."""
+    if group is None and all(norm.device.type == "cpu" for norm in norms):
         # Without torch operations on top: for a small model they would cost more than the norms themselves.
-        return math.sqrt(sum(norm.item() ** 2 for norm in _norms(tensors)))
-    return float(grad_norm_tensor(tensors, group, weights))
+        return math.sqrt(sum(norm.item() ** 2 for norm in norms))
+    return float(_combine(norms, group, weights))
 
 
 def grad_norm_tensor(
     tensors: list[Tensor], group: dist.ProcessGroup | None = None, weights: Sequence[float] | None = None
 ) -> Tensor:
     """The same as a tensor, without waiting for the device."""
-    norms = _norms(tensors)
+    return _combine(_norms(tensors), group, weights)
+
+
+def _combine(norms: Sequence[Tensor], group: dist.ProcessGroup | None, weights: Sequence[float] | None) -> Tensor:
     if norms:
         each = torch.stack(list(norms)).double().square()
         squares = (

@@ -9,13 +9,14 @@ holds more than one module beyond its own shards.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from plait.parallel.initializer import Initializer
-from plait.world import is_sharded
+from plait.world import is_sharded, local_part
 
 
 def give_storage(model: nn.Module, device: torch.device) -> None:
@@ -31,7 +32,13 @@ def give_storage(model: nn.Module, device: torch.device) -> None:
             module._parameters[key] = first._parameters[first_key]
 
 
-def initialize(model: nn.Module, initializer: Initializer, *, seed: int, device: torch.device) -> None:
+Keep = Callable[[nn.Parameter, torch.Tensor], None]
+"""Is given a parameter and its whole values in fp32, which the parameter may round."""
+
+
+def initialize(
+    model: nn.Module, initializer: Initializer, *, seed: int, device: torch.device, keep: Keep | None = None
+) -> None:
     """Set all values; see [Note: initial values do not depend on the layout]."""
     done: set[int] = set()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
@@ -42,15 +49,20 @@ def initialize(model: nn.Module, initializer: Initializer, *, seed: int, device:
                 continue
             done.update(id(p) for p in held.values())
             torch.manual_seed(_seed_of(seed, name))
-            _initialize_module(module, held, fresh, initializer, device)
+            _initialize_module(module, held, fresh, initializer, device, keep)
 
 
 def _initialize_module(
-    module: nn.Module, held: dict[str, nn.Parameter], fresh: set[str], initializer: Initializer, device: torch.device
+    module: nn.Module,
+    held: dict[str, nn.Parameter],
+    fresh: set[str],
+    initializer: Initializer,
+    device: torch.device,
+    keep: Keep | None,
 ) -> None:
     """Fill the `fresh` parameters of one module; the others it shares with a module that came before."""
     whole = {
-        key: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device), requires_grad=p.requires_grad)
+        key: nn.Parameter(torch.empty(p.shape, dtype=_wide(p, keep), device=device), requires_grad=p.requires_grad)
         for key, p in held.items()
     }
     module._parameters.update(whole)
@@ -60,19 +72,31 @@ def _initialize_module(
         module._parameters.update(held)
     for key in fresh:
         assign_whole(held[key], whole[key].data)
+        if keep is not None:
+            keep(held[key], whole[key].data)
+
+
+def _wide(param: nn.Parameter, keep: Keep | None) -> torch.dtype:
+    rounds = keep is not None and param.dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if rounds else param.dtype
 
 
 def assign_whole(param: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy a whole tensor into a parameter, of which this rank may hold only a part."""
     with torch.no_grad():
-        if is_sharded(param):
-            from torch.distributed.tensor import distribute_tensor
+        local_part(param).copy_(part_of(param, whole))
 
-            # src_data_rank=None: every rank has the whole tensor, so nothing is sent.
-            part = distribute_tensor(whole.to(param.device), param.device_mesh, param.placements, src_data_rank=None)
-            param.to_local().copy_(part.to_local())
-        else:
-            param.copy_(whole)
+
+def part_of(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a whole tensor that is spread as a parameter is. Call it without gradients enabled."""
+    if not is_sharded(param):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    # src_data_rank=None: every rank has the whole tensor, so nothing is sent.
+    device = param.device_mesh.device_type
+    part = distribute_tensor(whole.to(device), param.device_mesh, param.placements, src_data_rank=None)
+    return part.to_local()
 
 
 def _seed_of(seed: int, name: str) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.ops.blockwise import Packed
 from plait.plan.recorder import Recorder
 from plait.spec.phase import Phase
 from plait.strategy.native.engine import NativeEngine
-from plait.strategy.native.views import BucketViews
 from plait.world import is_sharded
 
 PARTS = (
@@ -57,13 +57,14 @@ def _known(engine: NativeEngine) -> Iterator[tuple[str, Tensor]]:
         yield "parameters", buffer
     for state in engine.updater.optimizer.state.values():
         for value in state.values():
-            if isinstance(value, Tensor):
-                yield "optimizer", value
+            for part in value if isinstance(value, Packed) else (value,):
+                if isinstance(part, Tensor):
+                    yield "optimizer", part
     for name, tensor in zip(engine.views.names, engine.views.tensors, strict=True):
         yield "parameters", tensor  # the fp32 weights behind rounded ones
         if tensor.grad is not None:
             yield "gradients", tensor.grad
-        if isinstance(engine.views, BucketViews):
+        if engine.views.in_buckets:
             yield "gradients", engine.views.gradient_of(name)
     yield from _gathered(engine)
 

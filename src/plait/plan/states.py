@@ -15,6 +15,7 @@ from plait.config.optim import (
     AdafactorConfig,
     AdagradConfig,
     AdamConfig,
+    AdamW8bitConfig,
     AdamWConfig,
     LionConfig,
     MuonConfig,
@@ -209,6 +210,8 @@ def account_of(config: RunConfig, params: int) -> StatesAccount:
         moments = 1.0 if optim.momentum else 0.0
     if isinstance(optim, AdamConfig | AdamWConfig) and optim.amsgrad:
         moments = 3.0
-    each = 4 if precision.master else weights
+    each = 4.0 if precision.master else weights
+    if isinstance(optim, AdamW8bitConfig):
+        each = 1 + 4 / 256  # a code, and a share of a block's scale
     gradients = weights if not precision.master or precision.reduce in ("bf16", "fp16") else 4
     return StatesAccount(params, weights, gradients, separate + moments * each)

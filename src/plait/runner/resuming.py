@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from plait.runner.saving import Saver
 
 _SHOWN = 8
+_SAME_STATE = frozenset({"AdamW", "AdamW8bit"})
+"""Optimizers that find in a checkpoint what they need, whichever of them wrote it."""
 
 
 def resume(runner: Runner, saver: Saver) -> Path | None:
@@ -157,7 +159,7 @@ def _set_position(runner: Runner, state: Mapping[str, Any]) -> None:
 
 def _refuse_another_optimizer(path: Path, state: Mapping[str, Any], wanted: str) -> None:
     saved = state.get("config", {}).get("optim", {}).get("type")
-    if saved is not None and saved != wanted:
+    if saved is not None and saved != wanted and not {saved, wanted} <= _SAME_STATE:
         raise CheckpointError(
             f"{path} was trained with {saved}, and optim.type is {wanted}: their states do not fit each other; "
             f"write `optim.type: {saved}`"

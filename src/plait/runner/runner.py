@@ -25,7 +25,7 @@ from plait.runner.saving import Saver
 from plait.runner.signals import StopSignals
 from plait.runner.sources import batch_of, is_section, make_loader
 from plait.spec import Event, EventKind, Phase
-from plait.strategy import Engine, Length, prepare_native
+from plait.strategy import Engine, Length, prepare_engine
 from plait.world import World, on_main, open_world
 
 
@@ -168,7 +168,7 @@ class Runner:
         self.steps_per_epoch: int | None = None if self.loader is None else self.loader.steps_per_epoch
         on_main(world, self._make_work_dir)
         self._monitor = build_monitor(config.log, Path(config.work_dir), world.rank)
-        self._engine = engine = prepare_native(
+        self._engine = engine = prepare_engine(
             config,
             world,
             model=self._model,

@@ -1,6 +1,7 @@
 """How training is spread: one interface, several engines."""
 
 from plait.strategy.base import Engine, Evaluation, StepResult
+from plait.strategy.factory import prepare_engine
 from plait.strategy.native.manual import ManualEngine, prepare_manual
 from plait.strategy.native.prepare import Length, prepare_native
 from plait.strategy.prepare import prepare
@@ -12,6 +13,7 @@ __all__ = [
     "ManualEngine",
     "StepResult",
     "prepare",
+    "prepare_engine",
     "prepare_manual",
     "prepare_native",
 ]

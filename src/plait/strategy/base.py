@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from plait.spec import Phase
 from plait.world import World
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class Engine(ABC):
     world: World
     steps: int
     """Optimizer steps so far, skipped ones included."""
+    on_phase: Callable[[Phase], None]
+    """Is told what this rank begins to do."""
 
     @abstractmethod
     def train_step(self, micro_batches: Sequence[Any]) -> StepResult:

@@ -9,8 +9,9 @@ from torch import nn
 
 from plait.config import check, parse_sections, resolve_batch
 from plait.strategy.base import Engine
+from plait.strategy.factory import prepare_engine
 from plait.strategy.native.loss import LossFunction
-from plait.strategy.native.prepare import Length, prepare_native
+from plait.strategy.native.prepare import Length
 from plait.world import World, open_world
 
 
@@ -53,7 +54,7 @@ def prepare(
     config = parsed.config
     check(config, has_val=False, require_length=False)
     world = world or open_world(config)
-    return prepare_native(
+    return prepare_engine(
         config,
         world,
         model=model,

@@ -10,13 +10,22 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from plait.config.draft import origin_of
-from plait.config.rules import data, model, offload, precision, strategy, train
+from plait.config.rules import data, engine, model, offload, posttrain, precision, strategy, train
 from plait.config.rules.facts import Facts
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, Problem
 
 Rule = Callable[[Facts], Iterable[Problem]]
-RULES: tuple[Rule, ...] = (*strategy.RULES, *offload.RULES, *precision.RULES, *train.RULES, *model.RULES, *data.RULES)
+RULES: tuple[Rule, ...] = (
+    *strategy.RULES,
+    *offload.RULES,
+    *engine.RULES,
+    *precision.RULES,
+    *train.RULES,
+    *model.RULES,
+    *data.RULES,
+    *posttrain.RULES,
+)
 
 
 def violations(config: RunConfig, *, has_val: bool, require_length: bool) -> list[Problem]:

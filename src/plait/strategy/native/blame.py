@@ -47,7 +47,7 @@ def find_culprit(model: nn.Module, views: Views, forward_again: Callable[[], Any
     if found:
         return Culprit(0, f"the output of {found[0]}")
     # The backward pass meets the last parameters first, so the last bad gradient is the first one made.
-    bad = [name for index, name in enumerate(views.names) if not _finite(views.tensors[index].grad)]
+    bad = [name for index, name in enumerate(views.names) if not _finite(views.gradient(index))]
     if bad:
         return Culprit(1, f"the gradient of {bad[-1]}")
     return Culprit(2, "the loss, though every output and gradient is finite")

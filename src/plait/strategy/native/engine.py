@@ -70,7 +70,9 @@ class NativeEngine(Engine):
         # Ranks along `tp` compute the same losses; they are counted once. In a pipeline, the last stage has them.
         self._counts = world.coordinate("tp") == 0 and (staged is None or staged.pipeline.has_last)
         self._normalizer = LossNormalizer(world.everyone, world.device, counts=self._counts)
-        self._forward = Forward(model, world.device, policy, compiled=compiled, cut=cut, say=say)
+        self._forward = Forward(
+            model, world.device, policy, compiled=compiled, cut=cut, before=views.before_forward, say=say
+        )
         self._say = say
         self._pending = 0
         self._awaits_backward = False

@@ -26,19 +26,21 @@ class Forward:
         *,
         compiled: Sequence[nn.Module],
         cut: Callable[[Any], Any] | None = None,
+        before: Callable[[], None] | None = None,
         say: Say,
     ) -> None:
-        """`cut` makes this rank's part of a micro-batch, where ranks share one."""
+        """`cut` makes this rank's part of a micro-batch, where ranks share one; `before` is done before each call."""
         self._model = model
         self._device = device if device.type != "cpu" else None
         self._cast_to = policy.compute if policy.mixed and policy.cast_inputs else None
         self._context = policy.context(device) if policy.mixed else None
         self._compiled = list(compiled)
         self._cut = cut
+        self._before = before
         self._say = say
         # A row of layers takes one thing. In a pipeline that is the first part of a micro-batch, so it is here.
         self._is_row = type(model).forward is nn.Sequential.forward
-        self.plain = self._device is None and self._context is None and cut is None and not compiled
+        self.plain = self._device is None and self._context is None and cut is None and not compiled and before is None
         """Whether nothing has to be done to inputs, nor around a call."""
 
     def ready(self, inputs: Any) -> Any:
@@ -51,6 +53,8 @@ class Forward:
 
     def context(self) -> AbstractContextManager[Any]:
         """What a call runs under."""
+        if self._before is not None:
+            self._before()
         return nullcontext() if self._context is None else self._context
 
     def __call__(self, inputs: Any) -> Any:
@@ -70,6 +74,8 @@ class Forward:
         """What the model says to arguments that are ready."""
         if self.plain:
             return self._model(*args, **kwargs)
+        if self._before is not None:
+            self._before()
         if self._compiled:
             return self._call_compiled(args, kwargs)
         if self._context is not None:

@@ -39,6 +39,7 @@ from plait.precision import FP32_MODULES, LossScaler, Policy, make_policy
 from plait.strategy.native.engine import Gradients, NativeEngine
 from plait.strategy.native.forward import Say
 from plait.strategy.native.loss import LossFunction
+from plait.strategy.native.offloaded import OffloadedUpdater, OffloadedViews, Offloading
 from plait.strategy.native.spread import Several, joined, rebound, shard_part, split_stages, spread_axes, staged_steps
 from plait.strategy.native.update import Updater
 from plait.strategy.native.views import BucketViews, DirectViews, ShardViews, Views
@@ -85,7 +86,7 @@ def prepare_native(
         make_deterministic()
     torch.set_float32_matmul_precision("high" if policy.tf32 else "highest")
 
-    module, initializer = _build(config, model)
+    module, initializer = build_module(config, model)
     if initializer is None and world.everyone is not None:
         materialize.copy_from_main(module, world.everyone, device)
     adopted = None if optimizer is None else _adopt(optimizer, module, say)
@@ -108,8 +109,12 @@ def prepare_native(
         compiled += _compile(part, units, config, device, sharded=sharded or bool(stages), say=say)
 
     collectors: list[Gradients] = []
+    away = _offloading(config, world, policy, say, elementwise=elementwise)
+    keep = None if away is None else away.keep
     for part, units, (_, experts) in zip(parts, all_units, spread, strict=True):
-        if not policy.master:
+        if away is not None:
+            away.set_aside(part)
+        if not policy.master or (away is not None and away.rounds):
             _cast(part, policy.compute)
         if sharded:
             collectors.append(shard_part(part, units, experts, config, policy, world))
@@ -117,15 +122,27 @@ def prepare_native(
             part.to(device)
         else:
             materialize.give_storage(part, device)
-            materialize.initialize(part, rebound(initializer, part), seed=config.seed, device=device)
+        if away is not None:
+            away.take_aside(part)
+            if len(parts) == 1:  # else parts may come to share parameters yet
+                away.open(*_trainable(part), all_units)
+        if initializer is not None:
+            materialize.initialize(part, rebound(initializer, part), seed=config.seed, device=device, keep=keep)
     whole = parts[0] if len(parts) == 1 else joined(parts, sharded=sharded)
+    if away is not None and len(parts) > 1:
+        away.open(*_trainable(whole), all_units)
     if model is None:
-        _load_pretrained(skeleton, whole, config)
+        load_pretrained_into(skeleton, whole, config, keep=keep)
     if stages and hasattr(skeleton, "flops_per_token"):
         whole.flops_per_token = skeleton.flops_per_token  # of the model, not of a stage
-    if sharded:
-        views: Views = ShardViews(*_trainable(whole), elementwise=elementwise)
-        gradients: Gradients | None = collectors[0] if len(collectors) == 1 else Several(collectors)
+    views: Views
+    gradients: Gradients | None
+    if away is not None:
+        buckets = None if sharded else _summing_buckets(_trainable(whole)[1], policy, config, world)
+        gradients, views = away.views(whole, *_trainable(whole), parts, all_units, collectors, buckets, compiled)
+    elif sharded:
+        views = ShardViews(*_trainable(whole), elementwise=elementwise)
+        gradients = collectors[0] if len(collectors) == 1 else Several(collectors)
     else:
         gradients, views = _replicate(whole, policy, config, world, elementwise=elementwise)
     staged = staged_steps(stages, collectors, views, config, world) if stages else None
@@ -142,7 +159,9 @@ def prepare_native(
         ]
         updating = build_optimizer(config.optim, groups)
     seed_everything(config.seed, world.rank // world.layout.tp)  # those along `tp` must drop the same elements
-    updater = Updater(
+    if isinstance(views, OffloadedViews):
+        views.store.attach(updating)
+    updater = (Updater if away is None else OffloadedUpdater)(
         views,
         updating,
         _schedule(config, length, updating, adopted=adopted is not None),
@@ -188,7 +207,7 @@ def _schedule(config: RunConfig, length: Length, optimizer: Optimizer, *, adopte
     )
 
 
-def _build(config: RunConfig, model: ModelSource) -> tuple[nn.Module, Initializer | None]:
+def build_module(config: RunConfig, model: ModelSource) -> tuple[nn.Module, Initializer | None]:
     """The module, and what will give it values; no such thing where it has them already."""
     if isinstance(model, nn.Module):
         return model, _initializer_of(model)
@@ -230,8 +249,13 @@ def _initializer_of(module: nn.Module) -> Initializer | None:
     return initializer
 
 
-def _load_pretrained(skeleton: nn.Module, module: nn.Module, config: RunConfig) -> None:
-    """Fill a model from a folder of `transformers`; of a stage, what it has. The skeleton has all names and shapes."""
+def load_pretrained_into(
+    skeleton: nn.Module, module: nn.Module, config: RunConfig, *, keep: materialize.Keep | None = None
+) -> None:
+    """Fill a model from a folder of `transformers`; of a stage, what it has. The skeleton has all names and shapes.
+
+    `keep` is given what the parameters may round.
+    """
     if config.model is None or config.model.type != "hf" or config.model.path is None or not config.model.pretrained:
         return
     from plait.models.hf import load_pretrained
@@ -241,6 +265,8 @@ def _load_pretrained(skeleton: nn.Module, module: nn.Module, config: RunConfig) 
     def put(name: str, whole: Tensor) -> None:
         if name in tensors:
             materialize.assign_whole(tensors[name], whole)
+            if keep is not None and isinstance(param := tensors[name], nn.Parameter):
+                keep(param, whole)
 
     load_pretrained(skeleton, config.model.path, put)
 
@@ -303,19 +329,40 @@ def _replicate(
         if any(is_sharded(param) for param in params):
             return None, ShardViews(names, params, elementwise=elementwise)
         return None, DirectViews(names, params)
+    buckets = _buckets(params, policy, config, world)
+    masters = [rounded.get(param) for param in params]
+    # A checkpoint holds them as they were, on every layout alike.
+    frozen = {param: data for param, data in rounded.items() if not param.requires_grad}
+    return buckets, BucketViews(names, params, buckets, masters, frozen, elementwise=elementwise)
+
+
+def _buckets(params: list[nn.Parameter], policy: Policy, config: RunConfig, world: World) -> GradientBuckets:
     # Both are made here, on every rank: a stage of a pipeline may have no experts, where another has some.
     dense = world.group("dp_replicate", "dp_shard", "ep", "cp")
     of_experts = world.group("dp_replicate", "dp_shard", "cp")
-    buckets = GradientBuckets(
+    return GradientBuckets(
         params,
         dtype_of=lambda param: policy.reduce if param.dtype == policy.compute else param.dtype,
         group_of=lambda param: of_experts if _is_expert(param) else dense,
         bucket_bytes=int(config.strategy.bucket_mb * 2**20),
     )
-    masters = [rounded.get(param) for param in params]
-    # A checkpoint holds them as they were, on every layout alike.
-    frozen = {param: data for param, data in rounded.items() if not param.requires_grad}
-    return buckets, BucketViews(names, params, buckets, masters, frozen, elementwise=elementwise)
+
+
+def _summing_buckets(
+    params: list[nn.Parameter], policy: Policy, config: RunConfig, world: World
+) -> GradientBuckets | None:
+    """Buckets where gradients are summed over ranks, or over the stages that share a weight; None elsewhere."""
+    if world.layout.replicas == 1 and world.layout.pp == 1:
+        return None
+    return _buckets(params, policy, config, world)
+
+
+def _offloading(config: RunConfig, world: World, policy: Policy, say: Say, *, elementwise: bool) -> Offloading | None:
+    if not config.strategy.offload.on:
+        return None
+    if not elementwise:
+        raise ModelError("strategy.offload updates weights in parts, and this optimizer looks at whole parameters")
+    return Offloading(config, world, policy, say)
 
 
 def _is_expert(param: nn.Parameter) -> bool:

@@ -19,7 +19,7 @@ from plait.parallel.initializer import Initializer
 from plait.parallel.units import Unit
 from plait.precision import Policy
 from plait.strategy.native.engine import Gradients
-from plait.strategy.native.views import BucketViews, Views
+from plait.strategy.native.views import Views
 from plait.world import World
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def staged_steps(
     splits = config.strategy.recompute.mode == "none"
     pipeline = Pipeline(stages, schedule=options.schedule, group=group, device=world.device, splits_backward=splits)
     of_stage = {stage.index: collector for stage, collector in zip(stages, collectors, strict=False)}
-    find = views.gradient_of if isinstance(views, BucketViews) else None
+    find = views.gradient_of if views.in_buckets else None
     return StagedSteps(pipeline, of_stage, None if find is None else lambda _stage, name: find(name))
 
 

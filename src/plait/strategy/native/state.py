@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from plait.optim.base import OwnOptimizer
 from plait.strategy.native.views import Views
 from plait.world import is_sharded
 
@@ -17,6 +18,13 @@ _FACTORS = frozenset({"row_var", "col_var"})
 
 def collect(model: nn.Module, views: Views, optimizer: Optimizer) -> dict[str, Tensor]:
     """Every tensor a checkpoint holds, under names that no layout changes."""
+    with views.revealed():
+        if isinstance(optimizer, OwnOptimizer):
+            optimizer.widen()
+        return _collect(model, views, optimizer)
+
+
+def _collect(model: nn.Module, views: Views, optimizer: Optimizer) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     index_of = {id(param): index for index, param in enumerate(views.params)}
     for name, param in model.named_parameters():
@@ -49,19 +57,39 @@ def _whole(views: Views, index: int, value: Tensor) -> Tensor:
 def allocate(views: Views, optimizer: Optimizer, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
     """Make room for the optimizer tensors named in `shapes` (`<parameter>.<key>` → whole shape, dtype)."""
     index_of = {name: index for index, name in enumerate(views.names)}
+    elsewhere = views.make_room(_of_whole_shape(views, index_of, shapes))
     for entry, (shape, dtype) in shapes.items():
         name, _, key = entry.rpartition(".")
         if name not in index_of:
             continue  # the loader reports entries that nobody wants
         index = index_of[name]
         tensor = views.tensors[index]
-        if shape == views.params[index].shape and len(shape) > 0 and key not in _FACTORS:
-            room: Tensor = torch.zeros_like(tensor, dtype=dtype).detach()
+        if _fits(views, index, key, shape):
+            if index in elsewhere:
+                continue
+            on_host = isinstance(optimizer, OwnOptimizer) and optimizer.wide_on_host
+            room: Tensor = torch.zeros_like(tensor, dtype=dtype, device="cpu" if on_host else None).detach()
         else:
             # Scalars such as `step` live on the host unless a fused kernel reads them on the device.
             device = tensor.device if len(shape) > 0 or _on_device(optimizer) else torch.device("cpu")
             room = torch.zeros(shape, dtype=dtype, device=device)
         optimizer.state[tensor][key] = room
+
+
+def _fits(views: Views, index: int, key: str, shape: torch.Size) -> bool:
+    """Whether a state has the shape of its parameter, and is cut as it is."""
+    return shape == views.params[index].shape and len(shape) > 0 and key not in _FACTORS
+
+
+def _of_whole_shape(
+    views: Views, index_of: Mapping[str, int], shapes: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> dict[int, list[tuple[str, torch.dtype]]]:
+    found: dict[int, list[tuple[str, torch.dtype]]] = {}
+    for entry, (shape, dtype) in shapes.items():
+        name, _, key = entry.rpartition(".")
+        if name in index_of and _fits(views, index_of[name], key, shape):
+            found.setdefault(index_of[name], []).append((key, dtype))
+    return found
 
 
 def _on_device(optimizer: Optimizer) -> bool:

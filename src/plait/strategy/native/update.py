@@ -41,10 +41,13 @@ class Updater:
         self._guard = config.guard
         self._device = device
         self._fused = supports_grad_scale(optimizer)
-        self.stays_on_device = device.type == "cuda"
-        """Whether a step is decided by the device itself where the optimizer can, so that the host need not wait."""
         self._skips = config.guard.enabled or scaler is not None
         self._bare_step = bare_step(optimizer)
+
+    @property
+    def stays_on_device(self) -> bool:
+        """Whether a step is decided by the device itself where the optimizer can, so that the host need not wait."""
+        return self._device.type == "cuda"
 
     @property
     def _folds_scale(self) -> bool:
@@ -55,7 +58,7 @@ class Updater:
         """The norm of the step's gradients, unscaled; they must be complete."""
         grads = self._views.gather_gradients()
         scale = 1.0 if self.scaler is None else 1.0 / self.scaler.scale
-        return grad_norm(grads, self._views.norm_group, self._views.norm_weights) * scale
+        return self._norm(grads) * scale
 
     def apply(self, sums: Sums, step: int) -> StepResult:
         """Update the weights with the gradients of a step whose loss adds up to `sums`."""
@@ -68,7 +71,7 @@ class Updater:
         else:
             loss, targets, stop = sums.read()
             factor = scale if sums.divisor is None else scale * sums.divisor / (targets or 1.0)
-            norm = grad_norm(grads, self._views.norm_group, self._views.norm_weights) * factor
+            norm = self._norm(grads) * factor
             finite = math.isfinite(norm) and math.isfinite(loss)
             if finite or not self._skips:
                 self._apply(grads, norm, factor)
@@ -76,9 +79,17 @@ class Updater:
             self.scaler.update(overflow=not finite)
         return StepResult(loss, norm, self._skips and not finite, lr, targets, stop)
 
-    def _apply(self, grads: list[Tensor], norm: float, factor: float) -> None:
+    def _norm(self, grads: list[Tensor]) -> float:
+        return grad_norm(grads, self._views.norm_group, self._views.norm_weights)
+
+    def _clipped(self, norm: float, factor: float) -> float:
+        """The factor of all gradients, clipping included."""
         if self.clip_norm is not None and norm > self.clip_norm:
-            factor *= self.clip_norm / (norm + 1e-6)
+            return factor * (self.clip_norm / (norm + 1e-6))
+        return factor
+
+    def _apply(self, grads: list[Tensor], norm: float, factor: float) -> None:
+        factor = self._clipped(norm, factor)
         if self._folds_scale:
             self._step(None if factor == 1.0 else torch.full((), 1.0 / factor, device=self._device), None)
             return

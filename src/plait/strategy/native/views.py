@@ -10,7 +10,8 @@ parameter (LAMB, Adafactor, Muon) get the DTensor itself.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 
 import torch
@@ -30,6 +31,8 @@ class Views(ABC):
     """How much each of them counts; see `optim.grad_norm`."""
     frozen: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
     """Parameters that do not train and are rounded for computing: what they were before."""
+    before_forward: Callable[[], None] | None = None
+    """What must be done before each call of the model, where that cannot be left to the model's own hooks."""
 
     def __init__(self, names: Sequence[str], params: Sequence[nn.Parameter], *, elementwise: bool = True) -> None:
         """`elementwise`: the optimizer is content with this rank's part of a parameter."""
@@ -65,6 +68,30 @@ class Views(ABC):
         """Forget the gradients of this step."""
         for param in self.params:
             param.grad = None
+
+    @property
+    def in_buckets(self) -> bool:
+        """Whether gradients are collected in buckets, where `gradient_of` finds them."""
+        return False
+
+    def gradient_of(self, name: str) -> Tensor:
+        """This rank's part of a gradient, where it is collected."""
+        raise NotImplementedError("only gradients in buckets have a place of their own")
+
+    def gradient(self, index: int) -> Tensor | None:
+        """The gradient of this step, while there is one."""
+        return self.tensors[index].grad
+
+    def revealed(self) -> AbstractContextManager[None]:
+        """While this lasts, the tensors and the optimizer's state can be read, wherever they live."""
+        return nullcontext()
+
+    def make_room(self, wanted: Mapping[int, Sequence[tuple[str, torch.dtype]]]) -> frozenset[int]:
+        """Make room for optimizer state of the shapes of the views, where that is not ordinary memory.
+
+        Returns for which views that was done.
+        """
+        return frozenset()
 
     def local(self, index: int) -> Tensor:
         """This rank's part of one tensor."""
@@ -131,6 +158,11 @@ class BucketViews(Views):
             tensor.grad = local if self._elementwise else same_kind(local, tensor)
             grads.append(local)
         return grads
+
+    @property
+    def in_buckets(self) -> bool:
+        """They are."""
+        return True
 
     def gradient_of(self, name: str) -> Tensor:
         """This rank's part of a gradient, where it is collected."""

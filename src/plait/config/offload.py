@@ -1,0 +1,51 @@
+"""`strategy.offload`: memory beyond the device."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat
+
+from plait.config.base import NonNegativeInt, PathText, PositiveInt, Shorthand
+
+Tier = Literal["none", "cpu", "nvme"]
+
+
+class OffloadConfig(Shorthand):
+    """What lives in host memory or in files rather than on the device. A word says where the optimizer does."""
+
+    optimizer: Tier = "none"
+    """Where the fp32 weights and the optimizer's state live, and where the update is computed: on the CPU."""
+    params: Tier = "none"
+    """Where the weights live that compute, between their uses; goes with `zero: 3`."""
+    path: PathText | None = None
+    """Folder of the `nvme` tier, best on a local disk. Absent: `offload` in `work_dir`."""
+    budget_gib: PositiveFloat | None = None
+    """With `optimizer: nvme`: host memory of one rank for what passes through. Absent: as `bucket_mb` asks."""
+    bucket_mb: PositiveFloat = 256.0
+    """fp32 weights that are updated as one; while one bucket computes, others travel."""
+    ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of the weights whose update stays on the device."""
+    delayed: bool = False
+    """A step's update runs beside the next step, which still computes with the weights from before it."""
+    prefetch_params: NonNegativeInt = 50_000_000
+    """With `params: nvme`: weights of coming units that are read ahead, at most so many numbers."""
+    live_params: PositiveInt = 1_000_000_000
+    """With `params: nvme`: at most so many numbers in memory at one time, beyond what the unit in use needs."""
+    persistent_params: NonNegativeInt = 100_000
+    """With `params: nvme`: weights of units with fewer numbers than this stay in memory."""
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        """A word is where the optimizer lives."""
+        return {"optimizer": value} if isinstance(value, str) else value
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is offloaded."""
+        return self.optimizer != "none"
+
+    @property
+    def uses_files(self) -> bool:
+        """Whether anything lies in files."""
+        return "nvme" in (self.optimizer, self.params)

@@ -1,0 +1,192 @@
+"""`posttrain`, `sft`, `reward`, `dpo`, `lora`: from a language model to one that answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+
+from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, RefusedError, Section
+
+PHASES = ("sft", "reward", "dpo")
+"""The phases that have a command each."""
+Phase = Literal["sft", "reward", "dpo"]
+
+
+class TaskData(Section):
+    """Questions that are made up, with answers that can be checked. Needs no file."""
+
+    type: Literal["task"] = "task"
+    name: Literal["arithmetic", "sorting"] = "arithmetic"
+    """`arithmetic`: `17+25=` and its result. `sorting`: letters, and the same in order."""
+    samples: PositiveInt = 4096
+    """How many questions there are before any split."""
+    size: PositiveInt = 2
+    """Digits of a number, or a quarter of the letters at most."""
+
+
+class FileData(Section):
+    """JSON lines, Parquet, or a folder that `datasets` saved: one example a row.
+
+    A row has a prompt with an answer, or with a chosen and a rejected one, or a conversation.
+    """
+
+    type: Literal["file"] = "file"
+    path: PathText
+    """A `.jsonl` or `.parquet` file, a folder of such files, or a folder of `datasets.save_to_disk`."""
+    prompt_key: str = "prompt"
+    """Text, or a list of messages."""
+    answer_key: str | None = None
+    """Absent: `response`, `answer`, `completion` or `chosen`, the first that a row has."""
+    chosen_key: str = "chosen"
+    """The better answer."""
+    rejected_key: str = "rejected"
+    """The worse answer."""
+    messages_key: str = "messages"
+    """A conversation: a list of `{role, content}`. A row that has it needs no prompt."""
+
+
+class Gsm8kData(Section):
+    """School maths: `question` and `answer`; or graded solutions of models, of which each right and wrong one pair."""
+
+    type: Literal["gsm8k"] = "gsm8k"
+    path: PathText
+    """`gsm8k_train.jsonl`, or `gsm8k_model_solutions.jsonl` for pairs."""
+
+
+ExampleData = Annotated[TaskData | FileData | Gsm8kData, Field(discriminator="type")]
+
+
+class TemplateConfig(Section):
+    """How a conversation becomes one row of tokens. Only what the assistant says is learned."""
+
+    kind: Literal["plain", "marked", "tokenizer"] = "plain"
+    """`plain`: prompt and answer one after the other, an end token after each answer. `marked`: every turn between
+    `start` and `end`, its role first. `tokenizer`: the chat template of a Hugging Face tokenizer."""
+    start: str = "<|im_start|>"
+    """Of `marked`: what begins a turn; one token where the tokenizer has it, else text."""
+    end: str = "<|im_end|>"
+    """Of `marked`: what ends a turn."""
+    system: str = "system"
+    """Of `marked`: the word for this role."""
+    user: str = "user"
+    """Of `marked`: the word for this role."""
+    assistant: str = "assistant"
+    """Of `marked`: the word for this role."""
+    end_token: bool = True
+    """Put the tokenizer's end token behind the last answer, and learn it."""
+
+
+class PosttrainConfig(Section):
+    """What the phases have in common: examples, their split, tokens, and the weights to begin with."""
+
+    data: Many[ExampleData] = (TaskData(),)
+    """Sources, one after another."""
+    data_split: Many[NonNegativeInt] | str | None = None
+    """Shares of the examples for SFT, reward model and reinforcement learning: `2,4,4`. DPO takes the second. Absent:
+    every phase has all."""
+    val_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
+    """Of the phase's examples, kept for validation."""
+    tokenizer: PathText | None = None
+    """A `tokenizer.json`, or a folder with one. Absent: that of the folder in `model.path`, or the characters of the
+    made-up task."""
+    template: TemplateConfig = Field(default_factory=TemplateConfig)
+    """How a conversation becomes tokens."""
+    max_len: PositiveInt | None = None
+    """Tokens of a prompt with its answer at most. Absent: `model.seq_len`."""
+    too_long: Literal["skip", "error"] = "skip"
+    """An example longer than `max_len` is left out and counted, or is an error."""
+    empty: Literal["skip", "error"] = "skip"
+    """The same for an example with an empty answer, or without a prompt."""
+    incomplete: Literal["skip", "error"] = "error"
+    """The same for a row that lacks a field, or has one of the wrong type."""
+    start: PathText | None = None
+    """Weights to begin with: a run, a checkpoint, or a Hugging Face folder of the same model. Absent: as `model`
+    says."""
+
+    @model_validator(mode="after")
+    def _readable_split(self) -> PosttrainConfig:
+        split_shares(self.data_split)
+        return self
+
+
+class LoraConfig(Section):
+    """Small matrices beside frozen ones: `W + alpha / rank · B · A`."""
+
+    rank: PositiveInt = 8
+    """Rows of `A`, columns of `B`."""
+    alpha: PositiveFloat = 16.0
+    """Weight of the product, divided by `rank`."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Of the input of `A`, while training."""
+    targets: Many[str] = ("linear",)
+    """Linear layers that get one: `linear` for all inside the blocks, a last name (`q_proj`), or a pattern of full
+    names (`blocks.*.attention.*`)."""
+    only: bool = True
+    """Train nothing else. False: the whole model learns too."""
+    also: Many[str] = ()
+    """With `only`: patterns of other parameters that learn too (`*norm*`)."""
+    scaled_by_root: bool = False
+    """`alpha / √rank` in place of `alpha / rank` (rsLoRA)."""
+    adapter: PathText | None = None
+    """A folder with an adapter of `peft` or of a run, to begin with."""
+    base: Literal["full", "int8", "nf4"] = "full"
+    """How the frozen matrices beside an adapter are held: as they are, or in 8 or 4 bits a number."""
+
+    @model_validator(mode="after")
+    def _frozen_to_be_small(self) -> LoraConfig:
+        if self.base != "full" and not self.only:
+            raise RefusedError(f"base {self.base!r} cannot be trained, and `only` is false", "Leave one of them out.")
+        if self.also and not self.only:
+            raise RefusedError("`also` has no effect: with `only: false` everything is trained", "Leave it out.")
+        return self
+
+
+class SftConfig(Section):
+    """Learning from answers."""
+
+    packing: bool = True
+    """Several examples in a row of `max_len` tokens; they do not see each other."""
+
+
+class RewardConfig(Section):
+    """A model that tells the better of two answers, by a number for each."""
+
+    margin: NonNegativeFloat = 0.0
+    """By how much the chosen one must be ahead before a pair counts as learned."""
+    center: NonNegativeFloat = 0.0
+    """Weight of the squared sum of both numbers, which keeps them around zero."""
+
+
+class DpoConfig(Section):
+    """Learning from pairs, without a reward model."""
+
+    loss: Literal["dpo", "ipo", "hinge", "kto", "apo_zero"] = "dpo"
+    """`dpo`: logistic. `ipo`: squared, of a token's mean. `hinge`: as SLiC. `kto`: each answer for itself, against the
+    mean of the step before. `apo_zero`: each for itself, against zero."""
+    beta: PositiveFloat = 0.1
+    """How strongly the reference holds."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    """Of `dpo`: the share of pairs that may be the wrong way round."""
+    reference: Literal["start", "base", "none"] = "start"
+    """`start`: the model as it is before the first step; its numbers are computed once. `base`: the model without its
+    adapter, at every step. `none`: none."""
+    desirable: NonNegativeFloat = 1.0
+    """Of `kto`: weight of chosen answers."""
+    undesirable: NonNegativeFloat = 1.0
+    """Of `kto`: weight of rejected answers."""
+    sft_weight: NonNegativeFloat = 0.0
+    """Weight of the chosen answers' own loss, a mean over tokens, beside the other."""
+
+
+def split_shares(value: tuple[int, ...] | str | None) -> tuple[int, int, int]:
+    """The three shares that `data_split` says."""
+    if value is None:
+        return (0, 0, 0)
+    try:
+        shares = tuple(int(part) for part in value.split(",")) if isinstance(value, str) else tuple(value)
+    except ValueError:
+        shares = ()
+    if len(shares) != 3 or min(shares) < 0 or sum(shares) == 0:
+        raise RefusedError(f"data_split {value!r} is not three shares", "Write three numbers, such as `2,4,4`.")
+    return shares[0], shares[1], shares[2]

@@ -1,0 +1,76 @@
+"""Rules for `strategy.offload`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from plait.config.optim import AdafactorConfig, LambConfig, MuonConfig
+from plait.config.rules.facts import Facts, idle
+from plait.errors import Problem
+
+_PATH = "strategy.offload"
+
+
+def options_need_a_tier(facts: Facts) -> Iterator[Problem]:
+    """Each option belongs to a tier."""
+    offload = facts.config.strategy.offload
+    if not offload.on:
+        reason = "nothing is offloaded (`strategy.offload.optimizer` is none)"
+        names = ("bucket_mb", "ratio", "delayed")
+        yield from idle(_PATH, offload, names, reason, "Leave it out, or write `optimizer: cpu`.")
+    if offload.optimizer != "nvme":
+        reason = f"`{_PATH}.optimizer` is {offload.optimizer}"
+        yield from idle(_PATH, offload, ("budget_gib",), reason, "Leave it out, or write `optimizer: nvme`.")
+    if not offload.uses_files:
+        yield from idle(_PATH, offload, ("path",), "nothing lies in files", "Leave it out, or use the tier nvme.")
+    if offload.params != "nvme":
+        names = ("prefetch_params", "live_params", "persistent_params")
+        reason = f"`{_PATH}.params` is {offload.params}"
+        yield from idle(_PATH, offload, names, reason, "Leave it out, or write `params: nvme`.")
+
+
+def params_need_stage_three(facts: Facts) -> Iterator[Problem]:
+    """Below stage 3 weights stay whole on the device between their uses."""
+    strategy = facts.config.strategy
+    offload = strategy.offload
+    if offload.params == "none":
+        return
+    if strategy.stage != 3:
+        message = f"{offload.params} needs stage 3: at stage {strategy.stage} the weights stay on the device"
+        yield Problem(f"{_PATH}.params", message, "Write `strategy.zero: 3`, or leave it out.")
+    if not offload.on:
+        message = f"{offload.params}, but the optimizer is to be on the device, and would have to fetch every weight"
+        yield Problem(f"{_PATH}.params", message, f"Write `{_PATH}.optimizer: cpu` (or `nvme`) too.")
+
+
+def optimizer_works_by_element(facts: Facts) -> Iterator[Problem]:
+    """A bucket is updated without looking at the rest, nor at other ranks."""
+    config = facts.config
+    if config.strategy.offload.on and isinstance(config.optim, (AdafactorConfig, LambConfig, MuonConfig)):
+        message = f"{config.optim.type} looks at whole parameters, but an offloaded one is updated in parts"
+        yield Problem("optim.type", message, f"Use AdamW, Adam, Lion, SGD or Adagrad, or leave out `{_PATH}`.")
+
+
+def delay_is_for_all(facts: Facts) -> Iterator[Problem]:
+    """What stays on the device is updated at once, so a delay would be one for some weights only."""
+    offload = facts.config.strategy.offload
+    if offload.delayed and offload.ratio > 0:
+        message = f"true, but `{_PATH}.ratio` keeps a share on the device, where updates are never late"
+        yield Problem(f"{_PATH}.delayed", message, "Leave one of the two out.")
+
+
+def files_are_saved_in_the_foreground(facts: Facts) -> Iterator[Problem]:
+    """Saving in the background copies all state to host memory first, which is what files are to spare."""
+    config = facts.config
+    if config.strategy.offload.optimizer == "nvme" and config.checkpoint.async_save:
+        message = f"true copies the state to host memory first, but `{_PATH}.optimizer: nvme` keeps it out of there"
+        yield Problem("checkpoint.async_save", message, "Leave it out.")
+
+
+RULES = (
+    options_need_a_tier,
+    params_need_stage_three,
+    optimizer_works_by_element,
+    delay_is_for_all,
+    files_are_saved_in_the_foreground,
+)

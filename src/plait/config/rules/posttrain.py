@@ -1,0 +1,90 @@
+"""Rules for the phases after pretraining."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from plait.config.model import ResNetConfig
+from plait.config.posttrain import PHASES
+from plait.config.rules.facts import Facts, given, idle
+from plait.errors import Problem
+
+_SECTIONS = ("posttrain", "lora", *PHASES)
+
+
+def sections_belong_to_a_phase(facts: Facts) -> Iterator[Problem]:
+    """Plain training would not look at them."""
+    if facts.config.phase is None:
+        for name in given(facts.config, *_SECTIONS):
+            message = "this section has no effect: the run is none of sft, reward and dpo"
+            yield Problem(name, message, "Start it with `plait sft`, `plait reward` or `plait dpo`.")
+
+
+def a_phase_has_its_own_data(facts: Facts) -> Iterator[Problem]:
+    """Examples are not rows of tokens."""
+    if facts.config.phase is not None:
+        for name in given(facts.config, "data", "val_data", "test_data"):
+            yield Problem(name, f"has no effect in phase {facts.config.phase}", "Write `posttrain.data` instead.")
+
+
+def pairs_stay_on_one_rank(facts: Facts) -> Iterator[Problem]:
+    """Their loss is of whole answers, two at a time; ranks that have parts of them cannot compute it."""
+    layout = facts.config.strategy.layout
+    for axis in ("cp", "pp"):
+        if facts.config.phase in ("reward", "dpo") and (getattr(layout, axis) or 1) > 1:
+            message = f"{getattr(layout, axis)}, but the loss of a pair needs whole answers on one rank"
+            yield Problem(f"strategy.layout.{axis}", message, f"Use `strategy.layout.{axis}: 1` with tp or ZeRO.")
+
+
+def language_models_answer(facts: Facts) -> Iterator[Problem]:
+    """Others have no tokens."""
+    if facts.config.phase is not None and isinstance(facts.config.model, ResNetConfig):
+        yield Problem("model.type", "resnet is no language model", "Use gpt, llama, moe or hf.")
+
+
+def reference_without_adapter_needs_one(facts: Facts) -> Iterator[Problem]:
+    """Otherwise it would be the model itself."""
+    dpo = facts.config.dpo
+    if facts.config.phase == "dpo" and dpo is not None and dpo.reference == "base" and facts.config.lora is None:
+        yield Problem("dpo.reference", "`base` is the model without its adapter, and there is none", "Add `lora`.")
+
+
+def settings_of_other_losses_are_idle(facts: Facts) -> Iterator[Problem]:
+    """Each loss has its own settings."""
+    dpo = facts.config.dpo
+    if dpo is None:
+        return
+    reason, remedy = f"the loss is {dpo.loss}", "Leave it out."
+    if dpo.loss != "dpo":
+        yield from idle("dpo", dpo, ("label_smoothing",), reason, remedy)
+    if dpo.loss != "kto":
+        yield from idle("dpo", dpo, ("desirable", "undesirable"), reason, remedy)
+
+
+def words_of_other_templates_are_idle(facts: Facts) -> Iterator[Problem]:
+    """Only `marked` turns have marks and role words."""
+    posttrain = facts.config.posttrain
+    if posttrain is not None and (kind := posttrain.template.kind) != "marked":
+        words = ("start", "end", "system", "user", "assistant")
+        reason = f"`kind` is {kind}"
+        yield from idle("posttrain.template", posttrain.template, words, reason, "Write `kind: marked`.")
+
+
+def small_matrices_are_not_cut(facts: Facts) -> Iterator[Problem]:
+    """A matrix in 4 or 8 bits is no parameter, so nothing cuts it."""
+    lora, tp = facts.config.lora, facts.config.strategy.layout.tp or 1
+    if lora is not None and lora.base != "full" and tp > 1:
+        message = f"{lora.base} with strategy.layout.tp {tp}: ranks cannot share a matrix in so few bits"
+        yield Problem("lora.base", message, "Use ZeRO, or `base: full`.")
+
+
+RULES = (
+    sections_belong_to_a_phase,
+    a_phase_has_its_own_data,
+    pairs_stay_on_one_rank,
+    language_models_answer,
+    reference_without_adapter_needs_one,
+    settings_of_other_losses_are_idle,
+    words_of_other_templates_are_idle,
+    small_matrices_are_not_cut,
+)

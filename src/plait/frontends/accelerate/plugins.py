@@ -1,0 +1,249 @@
+"""Accelerate's plugins and handlers: the same names and arguments, each read through the same words as a file.
+
+A plugin's `as_config` gives the keys that an `accelerate` YAML would have; what becomes of them is decided in one
+place, for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from plait.frontends.accelerate.fsdp import SHARDING
+
+
+@dataclass
+class GradientAccumulationPlugin:
+    """How micro-batches make up a step."""
+
+    num_steps: int = 1
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+    """Of no effect here: what is kept between micro-batches follows from the ZeRO stage."""
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """How loaders are spread over ranks."""
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+    """Of no effect here: where a loader stands is always saved and restored, see `skip_first_batches`."""
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a script writes."""
+
+    project_dir: str | Path | None = None
+    logging_dir: str | Path | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        if self.logging_dir is None:
+            self.logging_dir = self.project_dir
+
+    def set_directories(self, project_dir: str | Path | None = None) -> None:
+        """Write to another folder."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir
+
+
+_FSDP_WORDS = {
+    "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+    "cpu_offload": "fsdp_offload_params",
+}
+
+
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """FSDP, 1 or 2. Values may be torch's own (`ShardingStrategy.FULL_SHARD`) or their names."""
+
+    fsdp_version: int | None = None
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Any = None
+    cpu_offload: Any = None
+    ignored_modules: Any = None
+    state_dict_type: Any = None
+    limit_all_gathers: bool | None = None
+    use_orig_params: bool | None = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_offload: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: Any = None
+    min_num_params: int | None = None
+
+    def as_config(self) -> dict[str, Any]:
+        """The keys of an `accelerate` YAML."""
+        section = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None and each.name not in ("mixed_precision_policy", "fsdp_version"):
+                section[_FSDP_WORDS.get(each.name, f"fsdp_{each.name}")] = _word(value)
+        section["fsdp_version"] = self.fsdp_version or 1
+        return {"distributed_type": "FSDP", "fsdp_config": section}
+
+    def precision(self) -> dict[str, str]:
+        """The section `precision` that its policy stands for."""
+        policy = self.mixed_precision_policy
+        if policy is None:
+            return {}
+        if isinstance(policy, str):
+            return {"compute": policy, "reduce": policy if policy != "tf32" else "fp32"}
+        given = dict(policy) if isinstance(policy, Mapping) else vars(policy)
+        wanted = {"compute": given.get("param_dtype"), "reduce": given.get("reduce_dtype")}
+        return {key: _DTYPES[str(dtype).rpartition(".")[2]] for key, dtype in wanted.items() if dtype is not None}
+
+
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+_POLICIES = {
+    "transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "size_based_auto_wrap_policy": "SIZE_BASED_WRAP",
+}
+
+
+def _word(value: Any) -> Any:
+    """A value of torch's as the word for it."""
+    name = getattr(getattr(value, "func", value), "__name__", None)  # partial(size_based_auto_wrap_policy, …)
+    if name in _POLICIES:
+        return _POLICIES[name]
+    if hasattr(value, "offload_params"):
+        return bool(value.offload_params)
+    if type(value).__name__ == "CPUOffloadPolicy":
+        return True
+    found = getattr(value, "name", value)  # an enum's
+    return found.lstrip("_") if isinstance(found, str) and found.lstrip("_") in SHARDING else found
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """DeepSpeed's settings, from its own configuration or from these arguments."""
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | None = None
+    gradient_clipping: float | None = None
+    zero_stage: int | None = None
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+
+    def as_config(self) -> dict[str, Any]:
+        """The keys of an `accelerate` YAML."""
+        words = {"hf_ds_config": "deepspeed_config_file", "transformer_moe_cls_names": "deepspeed_moe_layer_cls_names"}
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        section = {words.get(name, name): value for name, value in given.items() if value is not None}
+        return {"distributed_type": "DEEPSPEED", "deepspeed_config": section or {"zero_stage": 2}}
+
+
+@dataclass
+class ParallelismConfig:
+    """Sizes of the mesh axes."""
+
+    dp_replicate_size: int = 1
+    dp_shard_size: int = 1
+    tp_size: int = 1
+    cp_size: int = 1
+
+    def as_config(self) -> dict[str, Any]:
+        """The keys of an `accelerate` YAML."""
+        sizes = {f"parallelism_config_{each.name}": getattr(self, each.name) for each in fields(self)}
+        return {"parallelism_config": sizes}
+
+
+@dataclass
+class TorchDynamoPlugin:
+    """`torch.compile`."""
+
+    backend: str = "no"
+    mode: str | None = None
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    use_regional_compilation: bool = False
+
+    def as_config(self) -> dict[str, Any]:
+        """The keys of an `accelerate` YAML."""
+        section: dict[str, Any] = {"dynamo_backend": str(getattr(self.backend, "value", self.backend))}
+        words = {"mode": "dynamo_mode", "fullgraph": "dynamo_use_fullgraph", "dynamic": "dynamo_use_dynamic"}
+        words["use_regional_compilation"] = "dynamo_use_regional_compilation"
+        section.update({key: value for name, key in words.items() if (value := getattr(self, name))})
+        return {"dynamo_config": section}
+
+
+@dataclass
+class DistributedDataParallelKwargs:
+    """Options of DistributedDataParallel. Only the size of a bucket says something here."""
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: Any = None
+
+    def sections(self) -> dict[str, Any]:
+        """What they set."""
+        found: dict[str, Any] = {"strategy": {"bucket_mb": float(self.bucket_cap_mb)}}
+        hook = str(getattr(self.comm_hook, "value", self.comm_hook or "no")).lower()
+        if hook in ("fp16", "bf16"):
+            found["precision"] = {"reduce": hook}
+        return found
+
+
+@dataclass
+class GradScalerKwargs:
+    """How the fp16 loss scale moves."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@dataclass
+class InitProcessGroupKwargs:
+    """How ranks are connected."""
+
+    backend: str | None = None
+    timeout: timedelta | None = None
+
+    def sections(self) -> dict[str, Any]:
+        """What they set."""
+        found: dict[str, Any] = {}
+        if self.backend is not None:
+            found["backend"] = self.backend
+        if self.timeout is not None:
+            found["timeout_s"] = self.timeout.total_seconds()
+        return found
+
+
+@dataclass
+class AutocastKwargs:
+    """What `accelerator.autocast()` does."""
+
+    enabled: bool = True
+    cache_enabled: bool | None = None

@@ -1,0 +1,149 @@
+"""Who this process is among the others, and what only some of them do."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.world import World
+
+Function = Callable[..., Any]
+
+
+class Processes:
+    """The part of an `Accelerator` that is about processes alone."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._triggered = False
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.world.device
+
+    @property
+    def num_processes(self) -> int:
+        """How many there are."""
+        return self.world.size
+
+    @property
+    def process_index(self) -> int:
+        """Which one this is."""
+        return self.world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Which one this is on its host."""
+        return self.world.ranks.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first one."""
+        return self.world.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first one of its host."""
+        return self.world.ranks.local_rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last one."""
+        return self.world.rank == self.world.size - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several."""
+        return self.world.size > 1
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process is here."""
+        self.world.barrier()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once a host."""
+        if self.is_local_main_process:
+            builtins.print(*args, **kwargs)
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """The main process goes through the block before the others."""
+        yield from self._first(self.is_main_process)
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """The first process of each host goes through the block before its others."""
+        yield from self._first(self.is_local_main_process)
+
+    def _first(self, goes_first: bool) -> Iterator[None]:
+        if not goes_first:
+            self.wait_for_everyone()
+        yield
+        if goes_first:
+            self.wait_for_everyone()
+
+    def on_main_process(self, function: Function) -> Function:
+        """A function that only the main process runs."""
+        return _only(self.is_main_process, function)
+
+    def on_local_main_process(self, function: Function) -> Function:
+        """A function that only the first process of each host runs."""
+        return _only(self.is_local_main_process, function)
+
+    def on_last_process(self, function: Function) -> Function:
+        """A function that only the last process runs."""
+        return _only(self.is_last_process, function)
+
+    def on_process(self, function: Function | None = None, process_index: int | None = None) -> Function:
+        """A function that only one process runs."""
+        if function is None:
+            return lambda given: self.on_process(given, process_index)
+        return _only(self.process_index == (process_index or 0), function)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This process's part of a list, tuple, mapping of lists or tensor; with padding, the last entry repeats."""
+        yield self._part(inputs, apply_padding)
+
+    def _part(self, inputs: Any, padded: bool) -> Any:
+        if self.num_processes == 1:
+            return inputs
+        if isinstance(inputs, dict):
+            return {key: self._part(value, padded) for key, value in inputs.items()}
+        each, longer = divmod(len(inputs), self.num_processes)
+        index = self.process_index
+        start = index * each + min(index, longer)
+        part = inputs[start : start + each + (1 if index < longer else 0)]
+        missing = each + (1 if longer else 0) - len(part)
+        if not padded or missing == 0:
+            return part
+        last = inputs[-1:]
+        if isinstance(inputs, Tensor):
+            return torch.cat([part, *([last] * missing)])
+        return part + last * missing
+
+    def set_trigger(self) -> None:
+        """Raise a flag that `check_trigger` sees on every process."""
+        self._triggered = True
+
+    def check_trigger(self) -> bool:
+        """Whether some process raised its flag; lowers it. Every process must ask."""
+        raised = self.world.any(self._triggered)
+        if raised:
+            self._triggered = False
+        return raised
+
+
+def _only(here: bool, function: Function) -> Function:
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if here else None
+
+    return run

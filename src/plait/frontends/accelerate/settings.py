@@ -1,0 +1,90 @@
+"""From what an `Accelerator` was given to one run description."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from plait.config import RunConfig, check, parse_sections
+from plait.config.read import read
+from plait.errors import ConfigError, Problem
+from plait.frontends.accelerate.config import translate
+from plait.frontends.accelerate.plugins import FullyShardedDataParallelPlugin, GradScalerKwargs
+from plait.frontends.account import Account
+
+
+def build_config(
+    file: str | Path | None,
+    plugins: Sequence[Any],
+    handlers: Sequence[Any],
+    *,
+    mixed_precision: str | None,
+    cpu: bool,
+    sections: Mapping[str, Any] | None,
+) -> tuple[RunConfig, Account]:
+    """The run description, and the account of every key of the file and the plugins.
+
+    A plugin stands over the file; `sections`, in Plait's own words, over both.
+    """
+    words: dict[str, Any] = dict(read(file)) if file is not None else {}
+    for plugin in plugins:
+        words.update(plugin.as_config())
+    if mixed_precision is not None:
+        words["mixed_precision"] = str(getattr(mixed_precision, "value", mixed_precision))
+    if cpu:
+        words["use_cpu"] = True
+    found = translate(words)
+    found.account.raise_refusals()
+    result = dict(found.sections)
+    for each in (*handlers, *plugins):
+        if isinstance(each, FullyShardedDataParallelPlugin):
+            result = merged(result, {"precision": each.precision()})
+        elif hasattr(each, "sections"):
+            result = merged(result, each.sections())
+    result = merged(result, sections or {})
+    if _compute(result) == "fp16" and words.get("distributed_type") != "DEEPSPEED":
+        scaler = next((each for each in handlers if isinstance(each, GradScalerKwargs)), GradScalerKwargs())
+        result = merged({"precision": {"scaler": _scaler(scaler)}}, result)
+    config = parse_sections(**result).config
+    check(config, has_val=False, require_length=False)
+    _refuse_axes(config)
+    return config, found.account
+
+
+def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, the second over the first; a shorthand of a whole section replaces it."""
+    result = dict(one)
+    for key, value in other.items():
+        inner = result.get(key)
+        both = isinstance(inner, Mapping) and isinstance(value, Mapping)
+        result[key] = merged(inner, value) if both else value  # type: ignore[arg-type]
+    return result
+
+
+def _compute(sections: Mapping[str, Any]) -> Any:
+    precision = sections.get("precision", {})
+    return precision if isinstance(precision, str) else precision.get("compute")
+
+
+def _scaler(kwargs: GradScalerKwargs) -> dict[str, Any]:
+    """torch's GradScaler in Plait's words."""
+    power = math.log2(kwargs.init_scale)
+    problems = []
+    if not power.is_integer():
+        problems.append(Problem("GradScalerKwargs.init_scale", f"{kwargs.init_scale}", "Write a power of two."))
+    for name, usual in (("growth_factor", 2.0), ("backoff_factor", 0.5), ("enabled", True)):
+        if getattr(kwargs, name) != usual:
+            message = f"{getattr(kwargs, name)} cannot be had: the scale doubles and halves"
+            problems.append(Problem(f"GradScalerKwargs.{name}", message, f"Write {usual}."))
+    if problems:
+        raise ConfigError(problems)
+    return {"initial_power": int(power), "window": kwargs.growth_interval, "hysteresis": 1}
+
+
+def _refuse_axes(config: RunConfig) -> None:
+    for axis, why in (("pp", "runs several micro-batches at once"), ("cp", "cuts each sequence")):
+        if getattr(config.strategy.layout, axis) > 1:
+            message = f"{why}: a loop that calls the model itself cannot do that"
+            raise ConfigError(Problem(f"strategy.layout.{axis}", message, "Use `plait train` or `Runner` for it."))

@@ -1,0 +1,97 @@
+"""DeepSpeed's API on Plait's native engine: `import plait.frontends.deepspeed as deepspeed`.
+
+A training script runs as it is, with this one line changed. `docs/deepspeed-api.md` lists what is offered.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from plait.frontends.deepspeed.absent import not_offered
+
+if TYPE_CHECKING:
+    from plait.frontends.deepspeed import (
+        accelerator,
+        checkpointing,
+        comm,
+        config,
+        moe,
+        ops,
+        pipe,
+        runtime,
+        utils,
+        zero,
+    )
+    from plait.frontends.deepspeed.accelerator import get_accelerator
+    from plait.frontends.deepspeed.comm import init_distributed
+    from plait.frontends.deepspeed.engine import DeepSpeedEngine
+    from plait.frontends.deepspeed.inference import InferenceEngine, init_inference
+    from plait.frontends.deepspeed.start import add_config_arguments, initialize
+    from plait.frontends.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+    from plait.frontends.deepspeed.pipeline import PipelineEngine
+
+__version__ = "0.19.8+plait"
+"""The DeepSpeed whose API this is."""
+version = __version__
+
+_HOMES = {
+    "DeepSpeedEngine": "engine",
+    "InferenceEngine": "inference",
+    "LayerSpec": "pipe",
+    "PipelineEngine": "pipeline",
+    "PipelineModule": "pipe",
+    "TiedLayerSpec": "pipe",
+    "add_config_arguments": "start",
+    "get_accelerator": "accelerator",
+    "init_distributed": "comm",
+    "init_inference": "inference",
+    "initialize": "start",
+}
+_MODULES = (
+    "accelerator",
+    "checkpointing",
+    "comm",
+    "config",
+    "moe",
+    "ops",
+    "pipe",
+    "runtime",
+    "utils",
+    "zero",
+)
+
+__all__ = [
+    "DeepSpeedEngine",
+    "InferenceEngine",
+    "LayerSpec",
+    "PipelineEngine",
+    "PipelineModule",
+    "TiedLayerSpec",
+    "__version__",
+    "accelerator",
+    "add_config_arguments",
+    "checkpointing",
+    "comm",
+    "config",
+    "get_accelerator",
+    "init_distributed",
+    "init_inference",
+    "initialize",
+    "moe",
+    "ops",
+    "pipe",
+    "runtime",
+    "utils",
+    "version",
+    "zero",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded when asked for: a configuration can be translated without loading torch.
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _HOMES:
+        raise not_offered(__name__, name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

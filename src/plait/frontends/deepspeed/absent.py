@@ -1,0 +1,26 @@
+"""What is said of a name of DeepSpeed that is not offered here."""
+
+from __future__ import annotations
+
+_INSTEAD = {
+    "DeepSpeedTransformerLayer": "torch's own attention is fused; use the model as it is",
+    "DeepSpeedTransformerConfig": "torch's own attention is fused; use the model as it is",
+    "DeepSpeedHybridEngine": "generate from the model that trains with plait.generate",
+    "DeepSpeedConfig": "plait.frontends.deepspeed.config.translate reads a configuration, with an account of every key",
+    "tp_model_init": "`tensor_parallel: {autotp_size: n}` in the configuration does the same",
+    "module_inject": "`tensor_parallel: {autotp_size: n}` in the configuration spreads a model's layers",
+    "onebit": "compressed optimizers are gone from DeepSpeed 0.19 too; use AdamW",
+    "compression": "there is no compression of models here",
+    "autotuning": "`plait tune` looks for the fastest settings",
+    "profiling": "`plait plan` counts a step's operations, memory and time before it runs",
+    "nebula": "`checkpoint.async_save` writes checkpoints while training goes on",
+    "sequence": "`strategy.layout.cp` with `plait train` spreads sequences",
+    "linear": "LoRA models of peft train as they are",
+}
+
+
+def not_offered(module: str, name: str) -> AttributeError:
+    """The error for a name that a module here does not have."""
+    short = module.replace("plait.frontends.deepspeed", "deepspeed", 1)
+    instead = f": {_INSTEAD[name]}" if name in _INSTEAD else "; docs/deepspeed-api.md lists what is"
+    return AttributeError(f"{short}.{name} is not offered by Plait's DeepSpeed front end{instead}")

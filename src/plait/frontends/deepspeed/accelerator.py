@@ -1,0 +1,140 @@
+"""`deepspeed.accelerator.get_accelerator()`: the device of this machine, asked in DeepSpeed's words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from plait.frontends.deepspeed.absent import not_offered
+from plait.world import detect_ranks
+
+__all__ = ["Accelerator", "get_accelerator"]
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """One kind of device."""
+
+    _name: str
+
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self._name)
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """`cuda`, or `cuda:1` with an index; the CPU has none."""
+        return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> torch.device:
+        """The same as a device of torch."""
+        return torch.device(self.device_name(device_index))
+
+    def current_device(self) -> int:
+        """The index of the device in use; 0 on the CPU."""
+        return 0 if self._name == "cpu" else int(self._module.current_device())
+
+    def current_device_name(self) -> str:
+        """The name of the device in use."""
+        return self.device_name(self.current_device())
+
+    def set_device(self, device_index: int) -> None:
+        """Use this device from now on; the CPU is one."""
+        if self._name != "cpu":
+            self._module.set_device(device_index)
+
+    def device_count(self) -> int:
+        """How many devices there are; on the CPU as many as ranks on this host."""
+        return detect_ranks().local_size if self._name == "cpu" else int(self._module.device_count())
+
+    def is_available(self) -> bool:
+        """Whether there is one."""
+        return self._name == "cpu" or bool(self._module.is_available())
+
+    def communication_backend_name(self) -> str:
+        """What carries collectives of its tensors."""
+        return {"cuda": "nccl", "xpu": "xccl"}.get(self._name, "gloo")
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait until the device has done all that it was asked."""
+        if self._name != "cpu":
+            self._module.synchronize(device_index)
+
+    def empty_cache(self) -> None:
+        """Give cached memory back."""
+        if self._name != "cpu":
+            self._module.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes of tensors on the device; 0 on the CPU, where nobody counts."""
+        return 0 if self._name == "cpu" else int(self._module.memory_allocated(device_index))
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """The most there have been."""
+        return 0 if self._name == "cpu" else int(self._module.max_memory_allocated(device_index))
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Let `max_memory_allocated` begin anew."""
+        if self._name != "cpu":
+            self._module.reset_peak_memory_stats(device_index)
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes of the device, or of this host."""
+        if self._name == "cpu":
+            import psutil
+
+            return int(psutil.virtual_memory().total)
+        return int(self._module.get_device_properties(self.device(device_index)).total_memory)
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes that are free."""
+        if self._name == "cpu":
+            import psutil
+
+            return int(psutil.virtual_memory().available)
+        return int(self._module.mem_get_info(device_index)[0])
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the generator of the device in use."""
+        torch.manual_seed(seed) if self._name == "cpu" else self._module.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed the generators of all devices."""
+        torch.manual_seed(seed) if self._name == "cpu" else self._module.manual_seed_all(seed)
+
+    def initial_seed(self) -> int:
+        """The seed that was given last."""
+        return int(torch.initial_seed() if self._name == "cpu" else self._module.initial_seed())
+
+    def is_bf16_supported(self) -> bool:
+        """Whether it computes in bf16."""
+        return self._name == "cpu" or bool(self._module.is_bf16_supported())
+
+    def is_fp16_supported(self) -> bool:
+        """Whether it computes in fp16."""
+        return True
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """The formats that it computes in."""
+        smaller = [torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+        return [torch.float32, *smaller]
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is there."""
+        return tensor.device.type == self._name
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        """Host memory that the device can read by itself; on the CPU there is nothing to pin it for."""
+        return tensor if self._name == "cpu" else tensor.pin_memory()
+
+    def __getattr__(self, name: str) -> Any:
+        raise not_offered(__name__, name)
+
+
+def get_accelerator() -> Accelerator:
+    """The best kind of device that torch sees here."""
+    for name in ("cuda", "xpu"):
+        if getattr(torch, name).is_available():
+            return Accelerator(name)
+    return Accelerator("cpu")

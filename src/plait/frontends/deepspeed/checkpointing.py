@@ -1,0 +1,93 @@
+"""`deepspeed.checkpointing`: activations that are computed again in the backward pass.
+
+[Note: what is remembered between two calls]
+DeepSpeed's functions have no object to keep settings in: `configure` is called once, and `checkpoint` deep inside a
+model. So this one module remembers something, in a context variable that holds a frozen value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint as recompute
+
+from plait.errors import ConfigError, Problem
+from plait.frontends.deepspeed.absent import not_offered
+
+__all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    on_host: bool = False
+
+
+_settings: ContextVar[_Settings | None] = ContextVar("deepspeed_checkpointing", default=None)
+"""[Note: what is remembered between two calls]"""
+
+
+def configure(
+    mpu_: Any,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Say how `checkpoint` keeps what it needs; arguments go before the section `activation_checkpointing`.
+
+    `checkpoint_in_cpu` moves it to host memory. Partitioned activations belong to Megatron's tensor parallelism and
+    are refused. One buffer for all, its number of checkpoints, waiting for the device and timing have no meaning here:
+    torch's allocator needs no such buffer.
+    """
+    section = _section(deepspeed_config)
+    if partition_activations is None:
+        partition_activations = bool(section.get("partition_activations", False))
+    if partition_activations and mpu_ is not None and mpu_.get_model_parallel_world_size() > 1:
+        message = "true shares activations among Megatron's tensor-parallel ranks, which are not known here"
+        remedy = "Leave it out; `strategy.tensor.sequence_parallel` spreads activations under `plait train`."
+        raise ConfigError(Problem("activation_checkpointing.partition_activations", message, remedy))
+    if checkpoint_in_cpu is None:
+        checkpoint_in_cpu = bool(section.get("cpu_checkpointing", False))
+    _settings.set(_Settings(checkpoint_in_cpu))
+
+
+def _section(config: Any) -> Mapping[str, Any]:
+    if config is None:
+        return {}
+    from plait.frontends.deepspeed.config import read_config
+
+    found = read_config(config).get("activation_checkpointing")
+    return found if isinstance(found, Mapping) else {}
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called."""
+    return _settings.get() is not None
+
+
+def reset() -> None:
+    """Forget the buffers of the last pass: there are none here, torch frees what is no longer needed."""
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function now, and again in the backward pass; in between only its arguments are kept."""
+    settings = _settings.get()
+    if settings is None or not settings.on_host:
+        return recompute(function, *args, use_reentrant=False, **kwargs)
+    with save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return recompute(function, *args, use_reentrant=False, **kwargs)
+
+
+non_reentrant_checkpoint = checkpoint
+
+
+def __getattr__(name: str) -> Any:
+    raise not_offered(__name__, name)

@@ -1,0 +1,159 @@
+"""`deepspeed.comm`: torch.distributed under DeepSpeed's name, and how to join."""
+
+from __future__ import annotations
+
+import atexit
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import (
+    ReduceOp,
+    all_gather,
+    all_gather_into_tensor,
+    all_gather_object,
+    all_reduce,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    batch_isend_irecv,
+    broadcast,
+    broadcast_object_list,
+    destroy_process_group,
+    gather,
+    get_global_rank,
+    get_rank,
+    get_world_size,
+    irecv,
+    is_available,
+    is_initialized,
+    isend,
+    monitored_barrier,
+    new_group,
+    recv,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_tensor,
+    scatter,
+    send,
+)
+
+from plait.config import parse_sections
+from plait.errors import WorldError
+from plait.frontends.deepspeed.absent import not_offered
+from plait.world import detect_ranks, open_world
+
+__all__ = [
+    "ReduceOp",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "destroy_process_group",
+    "gather",
+    "get_all_ranks_from_group",
+    "get_global_rank",
+    "get_local_rank",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "inference_all_reduce",
+    "init_distributed",
+    "irecv",
+    "is_available",
+    "is_initialized",
+    "isend",
+    "monitored_barrier",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+]
+
+inference_all_reduce = all_reduce
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join the other ranks, as the environment of plait launch, torchrun, Slurm or MPI tells them; once.
+
+    A process without any of these is alone, and gets a group of its own. Absent, `dist_backend` is the one of the
+    device. `config` and `verbose` change nothing about joining.
+    """
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise WorldError(
+            "dist_init_required=False says that the ranks have joined already, and they have not: call "
+            "torch.distributed.init_process_group first, or leave it out"
+        )
+    if init_method is not None:
+        dist.init_process_group(
+            dist_backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size
+        )
+        return
+    ranks = detect_ranks()
+    if ranks.size == 1:
+        # Scripts ask for ranks and wait at barriers when they are alone, too.
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        atexit.register(_leave)
+        return
+    if ranks.launcher == "mpi" and not auto_mpi_discovery:
+        raise WorldError("auto_mpi_discovery=False, but only MPI's variables say who the ranks are; leave it out")
+    # NCCL comes with gloo beside it, for what lies in host memory.
+    backend = "auto" if dist_backend in (None, "nccl") and _has_cuda(dist_backend) else dist_backend
+    seconds = None if timeout is None else timeout.total_seconds()
+    open_world(parse_sections(backend=backend, timeout_s=seconds).config).heartbeat.close()
+
+
+def _has_cuda(backend: str | None) -> bool:
+    import torch
+
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise WorldError(
+            "dist_backend='nccl' was asked for, and torch sees no CUDA device; leave it out, or use 'gloo'"
+        )
+    return True
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def get_local_rank() -> int:
+    """Rank among the processes of this host."""
+    return detect_ranks().local_rank
+
+
+def get_world_group() -> Any:
+    """The group of all ranks."""
+    return dist.group.WORLD
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """The ranks of a group, as all ranks know them."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
+
+
+def __getattr__(name: str) -> Any:
+    raise not_offered(__name__, name)

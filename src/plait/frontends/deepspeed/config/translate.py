@@ -1,0 +1,161 @@
+"""From a DeepSpeed configuration to a run description, with nothing dropped on the way."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from plait.config import parse
+from plait.config.rules import violations
+from plait.errors import ConfigError, Problem
+from plait.frontends.account import Answer, Translation
+from plait.frontends.deepspeed.config import (
+    batch,
+    checkpoints,
+    compiling,
+    gradients,
+    monitors,
+    optimizer,
+    others,
+    parallel,
+    precision,
+    removed,
+    scheduler,
+    zero,
+)
+from plait.frontends.deepspeed.config.kinds import SECTION
+from plait.frontends.deepspeed.config.read import read_config
+from plait.frontends.deepspeed.config.work import AUTO, Key, Table, Work
+
+if TYPE_CHECKING:
+    from plait.tune import Translated
+
+_SECRETS = ("api_key",)
+
+
+def translate(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    world_size: int | None = None,
+    auto: Mapping[str, Any] | None = None,
+) -> Translation:
+    """The run description that a DeepSpeed configuration asks for, and what became of each of its keys.
+
+    `config` is a file (JSON, comments allowed), a mapping, or base64. With `world_size`, the number of processes, the
+    batch sizes are checked against it. `auto` has values for dotted keys that are left open with `"auto"`.
+
+    A key that DeepSpeed never had, a value of the wrong type and two keys that contradict each other are a
+    `ConfigError`, with all of them at once. A key that cannot be had is `refused` in the account, and no error here:
+    `account.raise_refusals()` makes it one.
+    """
+    given = _filled(read_config(config), auto or {})
+    today, old_names, problems = removed.renamed(given)
+    work = Work(today, world_size, problems=problems)
+    if not SECTION.has(today):
+        raise ConfigError(Problem("config", "a key is no text", "Write keys as texts."))
+    work.walk("", today, TABLE)
+    gradients.clip_by_default(work)
+    precision.finish(work)
+    batch.check(work)
+    if not work.problems:
+        work.problems += _wrong_with(work)
+    if work.problems:
+        raise ConfigError([_named(problem, old_names) for problem in work.problems])
+    _finish_account(work, old_names)
+    return Translation(work.sections, work.account)
+
+
+def search(config: str | os.PathLike[str] | Mapping[str, Any], *, nproc: int = 1) -> Translated | None:
+    """The search that the `autotuning` section asks for; None where there is no such section."""
+    from plait.tune import translate_autotuning
+
+    section = read_config(config).get("autotuning")
+    return None if not isinstance(section, Mapping) else translate_autotuning(section, nproc=nproc)
+
+
+def _autotuning(work: Work, key: str, value: Mapping[str, Any]) -> None:
+    """A search is about many runs, and no part of the description of one: the account has its words."""
+    from plait.tune import translate_autotuning
+
+    try:
+        found = translate_autotuning({name: each for name, each in value.items() if each not in (None, AUTO)})
+    except ConfigError as error:
+        work.problems += error.problems
+        return
+    answers = {"honoured": work.honour, "mapped": work.map, "without meaning": work.leave}
+    for entry in found.account:
+        tune = " (of `plait tune`)" if entry.fate != "without meaning" else ""
+        answers[entry.fate](f"{key}.{entry.key}", value[entry.key], f"{entry.words}{tune}")
+    for name, each in value.items():
+        if each in (None, AUTO):
+            work.map(f"{key}.{name}", each, "left open: the default of `plait tune`")
+
+
+TABLE: Table = {
+    **batch.TABLE,
+    **optimizer.TABLE,
+    **scheduler.TABLE,
+    **precision.TABLE,
+    **zero.TABLE,
+    **parallel.TABLE,
+    **gradients.TABLE,
+    **checkpoints.TABLE,
+    **compiling.TABLE,
+    **monitors.TABLE,
+    **others.TABLE,
+    **removed.TABLE,
+    "autotuning": Key(SECTION, _autotuning),
+}
+"""Every top-level key that DeepSpeed has or had, and what becomes of it."""
+
+KEYS = frozenset([*TABLE, *removed.OLD_NAMES])
+"""The names of them, old ones included."""
+
+
+def _filled(config: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the configuration with the values for what it leaves open."""
+    filled = copy.deepcopy(dict(config))
+    for path, value in auto.items():
+        *sections, last = path.split(".")
+        place: Any = filled
+        for name in sections:
+            place = place.get(name) if isinstance(place, dict) else None
+        if isinstance(place, dict) and place.get(last) == AUTO:
+            place[last] = value
+    return filled
+
+
+def _wrong_with(work: Work) -> list[Problem]:
+    """What Plait's own schema and rules say about the result, told in DeepSpeed's words."""
+    try:
+        found = violations(parse(work.sections).config, has_val=False, require_length=False)
+    except ConfigError as error:
+        found = list(error.problems)
+    return [replace(problem, path=_source(work, problem.path), origin=f"as {problem.path}") for problem in found]
+
+
+def _source(work: Work, path: str) -> str:
+    """The DeepSpeed key behind a key of the run description."""
+    known = [each for each in work.sources if path == each or path.startswith(f"{each}.") or each.startswith(path)]
+    return work.sources[known[0]] if known else path
+
+
+def _named(problem: Problem, old_names: Mapping[str, str]) -> Problem:
+    first, dot, rest = problem.path.partition(".")
+    return replace(problem, path=f"{old_names.get(first, first)}{dot}{rest}")
+
+
+def _finish_account(work: Work, old_names: Mapping[str, str]) -> None:
+    """Old names as they were written, and no secret shown."""
+    for index, entry in enumerate(work.account.entries):
+        first, dot, rest = entry.key.partition(".")
+        if first in old_names:
+            answer = Answer.MAPPED if entry.answer is Answer.HONOURED else entry.answer
+            text = f"{entry.text} (`{first}` is its name today)"
+            entry = replace(entry, key=f"{old_names[first]}{dot}{rest}", answer=answer, text=text)
+        if isinstance(entry.value, Mapping) and any(name in entry.value for name in _SECRETS):
+            entry = replace(entry, value={k: "…" if k in _SECRETS else v for k, v in entry.value.items()})
+        work.account.entries[index] = entry

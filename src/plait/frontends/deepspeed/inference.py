@@ -1,0 +1,139 @@
+"""`deepspeed.init_inference`: a model in a smaller format, and spread over ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.config import parse_sections
+from plait.errors import ConfigError, Problem
+from plait.frontends.deepspeed.comm import init_distributed
+from plait.frontends.deepspeed.config import read_config
+from plait.precision import cast_floats
+from plait.world import open_world
+
+_WITHOUT_MEANING = {
+    "replace_with_kernel_inject": "attention is torch's own fused one, in the model as it is",
+    "kernel_inject": "attention is torch's own fused one, in the model as it is",
+    "replace_method": "nothing is replaced",
+    "enable_cuda_graph": "kernels are launched one by one; the results are the same",
+    "use_triton": "kernels are torch's own",
+    "triton_autotune": "kernels are torch's own",
+    "triangular_masking": "the model makes its own mask",
+    "tm": "the model makes its own mask",
+    "max_out_tokens": "memory is taken as it is needed",
+    "max_tokens": "memory is taken as it is needed",
+    "min_out_tokens": "memory is taken as it is needed",
+    "min_tokens": "memory is taken as it is needed",
+    "return_tuple": "the model's own answer is returned",
+    "transposed_mode": "weights stay as they are",
+    "training_mp_size": "a checkpoint does not depend on the ranks that wrote it",
+    "injection_policy": "a model's own plan says how it is cut",
+    "injection_dict": "a model's own plan says how it is cut",
+}
+_FORMATS = {
+    "fp32": torch.float32,
+    "float": torch.float32,
+    "float32": torch.float32,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "float16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+class InferenceEngine(nn.Module):
+    """A model that answers. What the model itself offers, `generate` among it, can be asked of the engine."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.module = module
+        self.dtype = dtype
+        self.device = device
+        self.eval()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What the model says, without gradients; floating-point inputs are cast to its format."""
+        with torch.inference_mode():
+            args, named = (cast_floats(_moved(given, self.device), self.dtype) for given in (inputs, kwargs))
+            return self.module(*args, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+            raise AttributeError(f"neither Plait's InferenceEngine nor the model in it has {name!r}") from None
+
+
+def init_inference(
+    model: nn.Module, config: str | os.PathLike[str] | Mapping[str, Any] | None = None, **kwargs: Any
+) -> InferenceEngine:
+    """A model made ready to answer: `dtype`, and `tensor_parallel: {tp_size: n}` by the model's own plan.
+
+    Options that only choose kernels have no meaning here and are named once; quantization, experts, and loading from
+    DeepSpeed's inference checkpoints are refused.
+    """
+    given = {**({} if config is None else read_config(config)), **kwargs}
+    dtype, size = _dtype(given.pop("dtype", torch.float16)), _ranks(given)
+    idle = [name for name in given if name in _WITHOUT_MEANING]
+    wrong = [
+        Problem(f"init_inference({name}=…)", f"{value!r} is not offered", "Leave it out.")
+        for name, value in given.items()
+        if name not in _WITHOUT_MEANING and value not in (None, False, 1, {}, "")
+    ]
+    if wrong:
+        raise ConfigError(wrong)
+    if size > 1:
+        init_distributed()
+    world = open_world(parse_sections(strategy={"layout": {"tp": size}} if size > 1 else None).config)
+    mesh = world.submesh("tp")
+    model.to(dtype)
+    if mesh is not None:
+        from plait.parallel.tensor import apply_tensor_parallel
+
+        apply_tensor_parallel(model, mesh, plan=None, sequence=False, async_tp=False, stage=False)
+    model.to(world.device)
+    if idle and world.is_main:
+        print(
+            "\n".join(f"plait: init_inference({name}=…) has no meaning here: {_WITHOUT_MEANING[name]}" for name in idle)
+        )
+    return InferenceEngine(model, dtype, world.device)
+
+
+def _dtype(value: Any) -> torch.dtype:
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return value
+    found = _FORMATS.get(str(value).removeprefix("torch."))
+    if found is None:
+        remedy = "Write torch.bfloat16, torch.float16 or torch.float32."
+        raise ConfigError(Problem("init_inference(dtype=…)", f"{value!r} is not offered", remedy))
+    return found
+
+
+def _ranks(given: dict[str, Any]) -> int:
+    """How many ranks share the layers, by any of its names."""
+    size = 1
+    for name in ("tensor_parallel", "tp"):
+        section = given.pop(name, None) or {}
+        left = {key: value for key, value in section.items() if key not in ("tp_size", "enabled", "tp_grain_size")}
+        if any(value is not None for value in left.values()):
+            message = f"{sorted(left)} are not offered"
+            raise ConfigError(Problem(f"init_inference({name}=…)", message, "Write {'tp_size': n}."))
+        size = max(size, int(section.get("tp_size", 1)))
+    return max(size, int(given.pop("mp_size", 1)))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _moved(each, device) for key, each in value.items()}
+    return type(value)(_moved(each, device) for each in value) if type(value) in (list, tuple) else value

@@ -1,0 +1,230 @@
+"""`deepspeed.pipe`: a model as a row of layers, spread over ranks by `strategy.layout.pp`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.errors import ConfigError, ModelError, Problem
+
+__all__ = ["LayerSpec", "PipeDataParallelTopology", "PipelineModule", "TiedLayerSpec"]
+
+
+class LayerSpec:
+    """A layer that is not built yet."""
+
+    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
+            raise ModelError(f"LayerSpec takes a class of modules, not {typename!r}")
+        self.typename = typename
+        self.module_args = module_args
+        self.module_kwargs = module_kwargs
+
+    def build(self, log: bool = False) -> nn.Module:
+        """The layer."""
+        if log:
+            print(f"building {self!r}")
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.typename.__name__})"
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer whose module is that of the first layer with the same `key`; `forward_fn(module, x)` is its use."""
+
+    def __init__(
+        self,
+        key: str,
+        typename: type[nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = ("weight",),
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key = key
+        self.forward_fn = forward_fn
+        self.tied_weight_attr = tied_weight_attr
+
+
+@dataclass(frozen=True, slots=True)
+class PipeDataParallelTopology:
+    """So many stages, and so many rows of them that see different samples."""
+
+    num_pp: int
+    num_dp: int
+
+    def get_dim(self, axis: str) -> int:
+        """How many ranks an axis has."""
+        return {"pipe": self.num_pp, "data": self.num_dp}.get(axis, 1)
+
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self.num_pp * self.num_dp
+
+
+class _Function(nn.Module):
+    """A layer that is a function without parameters."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, x: Any) -> Any:
+        """Call it."""
+        return self._function(x)
+
+
+class PipelineModule(nn.Module):
+    """Layers one after another: a list of modules, `LayerSpec`s and functions, or an `nn.Sequential`.
+
+    The layers are built on every rank, in order, so that their values are those of one process; `initialize` keeps
+    those of this rank's stage. A tied layer may stand at the very front, with one other use of it behind the rest;
+    that is how an embedding and a head share weights. See [Note: a seam in forward], `parallel/pipeline/outline.py`.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Sequential | Iterable[Any],
+        num_stages: int | None = None,
+        topology: PipeDataParallelTopology | None = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] | None = None,
+        checkpointable_layers: list[str] | None = None,
+        dynamic_shape: bool = False,
+    ) -> None:
+        super().__init__()
+        if num_stages is None and topology is None:
+            raise ConfigError(Problem("num_stages", "there is neither this nor a `topology`", "Write num_stages=2."))
+        if activation_checkpoint_func is not None:
+            message = "is not offered: layers are recomputed by `strategy.recompute`"
+            raise ConfigError(Problem("activation_checkpoint_func", message, "Leave it out."))
+        if topology is not None and topology.get_dim("model") > 1:
+            raise ConfigError(Problem("topology", "has an axis `model`", "Use `tensor_parallel` of the configuration."))
+        self.num_stages = int(num_stages if num_stages is not None else topology.get_dim("pipe"))  # type: ignore[union-attr]
+        self.loss_fn = loss_fn
+        self._interval = activation_checkpoint_interval
+        self._recomputed = tuple(checkpointable_layers or ())
+        specs = list(layers)
+        end = _tied_end(specs)
+        built = [
+            _build(spec, base_seed + index if seed_layers else None, seed_fn)
+            for index, spec in enumerate(specs)
+            if index != end
+        ]
+        self.config = SimpleNamespace(tie_embeddings=False)
+        """What the native pipeline asks a model: whether what comes after the layers uses what comes before them."""
+        self._first_use = self._last_use = None
+        if end is not None:
+            self.first = built.pop(0)
+            self._first_use, self._last_use = specs[0].forward_fn, specs[end].forward_fn
+            self.config.tie_embeddings = True
+        middle = len(built) if end is None else end - 1
+        self.layers = nn.ModuleList(built[:middle])
+        if end is not None:
+            self.last = nn.Sequential(*built[middle:])
+        self._split = _split(partition_method, self.layers, self.num_stages)
+
+    def forward(self, inputs: Any, labels: Any = None, hidden: Any = None) -> Any:
+        """Pass the inputs through all layers that are here; `hidden` is what the layers before them gave."""
+        tied, x = self.config.tie_embeddings, hidden
+        if hidden is None:
+            x = _use(self._first_use, self.first, inputs) if tied else inputs
+        for layer in self.layers:
+            x = layer(x)
+        if tied and self.last is not None:
+            x = self.last(_use(self._last_use, self.first, x))
+        return x
+
+    def loss_of(self, outputs: Any, batch: Any) -> Any:
+        """The loss of a micro-batch of (inputs, labels); without a `loss_fn`, what the last layer gave."""
+        if self.loss_fn is None:
+            return outputs
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise ModelError("a pipeline with a loss_fn takes micro-batches of (inputs, labels)")
+        return self.loss_fn(outputs, batch[1])
+
+    def strategy(self, given: Any) -> dict[str, Any]:
+        """The section `strategy` with this model's pipeline in it."""
+        section: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
+        if self.num_stages > 1:
+            section["layout"] = {**section.get("layout", {}), "pp": self.num_stages}
+            section["pipeline"] = {**section.get("pipeline", {}), "split": self._split}
+        if self._interval > 0:
+            section["recompute"] = "full"
+            chosen = {"classes": self._recomputed} if self._recomputed else {"names": ["layers.*"]}
+            section["wrap"] = {**section.get("wrap", {}), **chosen}
+        return section
+
+
+def _build(spec: Any, seed: int | None, seed_fn: Callable[[int], Any] | None) -> nn.Module:
+    """A layer."""
+    if seed is not None:
+        (seed_fn or torch.manual_seed)(seed)
+    if isinstance(spec, LayerSpec):
+        return spec.build()
+    if isinstance(spec, nn.Module):
+        return spec
+    if callable(spec):
+        return _Function(spec)
+    raise ModelError(f"a pipeline is made of modules, LayerSpecs and functions; found a {type(spec).__name__}")
+
+
+def _tied_end(specs: Sequence[Any]) -> int | None:
+    """Where the second use of a tied layer is; None where nothing is tied."""
+    uses = [index for index, spec in enumerate(specs) if isinstance(spec, TiedLayerSpec)]
+    if not uses:
+        return None
+    keys = {specs[index].key for index in uses}
+    if len(keys) > 1 or len(uses) != 2 or uses[0] != 0:
+        raise ModelError(
+            f"the layers {', '.join(map(str, uses))} are tied, with the keys {', '.join(sorted(keys))}: one key can be "
+            "tied, used as the very first layer and once more behind the others"
+        )
+    return uses[1]
+
+
+def _use(function: Callable[[nn.Module, Any], Any] | None, module: nn.Module, x: Any) -> Any:
+    return module(x) if function is None else function(module, x)
+
+
+def _split(method: str, layers: nn.ModuleList, stages: int) -> str | list[str]:
+    """How the native pipeline cuts: by parameters, or the first layer of each stage but the first."""
+    word = method.lower()
+    if word == "parameters" or stages == 1:
+        return "parameters"
+    if word == "uniform":
+        weights = [1] * len(layers)
+    elif word.startswith("type:"):
+        pattern = re.compile(method[5:], re.IGNORECASE)
+        weights = [int(bool(pattern.search(type(layer).__name__))) for layer in layers]
+    else:
+        remedy = "Write 'parameters', 'uniform' or 'type:<pattern of class names>'."
+        raise ConfigError(Problem("partition_method", f"{method!r} is not known", remedy))
+    if sum(weights) < stages:
+        message = f"{method!r} finds {sum(weights)} layers for {stages} stages"
+        raise ConfigError(Problem("partition_method", message, "Use fewer stages, or 'parameters'."))
+    return [f"layers.{index}" for index in _cuts(weights, stages)]
+
+
+def _cuts(weights: Sequence[int], stages: int) -> list[int]:
+    """The layers that begin a stage, so that all stages have about the same weight."""
+    cuts: list[int] = []
+    total, seen = sum(weights), 0
+    for index, weight in enumerate(weights):
+        if weight and len(cuts) < stages - 1 and seen >= (len(cuts) + 1) * total / stages and index > 0:
+            cuts.append(index)
+        seen += weight
+    return cuts

@@ -1,0 +1,1 @@
+"""`deepspeed.runtime`: where scripts look for names that lie elsewhere here."""

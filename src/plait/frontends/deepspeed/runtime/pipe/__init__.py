@@ -1,0 +1,5 @@
+"""`deepspeed.runtime.pipe`."""
+
+from plait.frontends.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]

@@ -1,0 +1,234 @@
+"""`save_checkpoint` and `load_checkpoint`: DeepSpeed's folders and tags, around checkpoints of Plait's own format.
+
+save_dir/latest            the tag that was saved last
+save_dir/<tag>/            a checkpoint (docs/checkpoint-format.md), complete or not there at all
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plait.checkpoint import (
+    Checkpoint,
+    CheckpointFolder,
+    CheckpointWriter,
+    entries,
+    find_scattered,
+    load_into,
+    nothing_to_fetch,
+    open_checkpoint,
+)
+from plait.checkpoint.convert import kind_of, open_source
+from plait.config.train import CheckpointConfig
+from plait.errors import CheckpointError
+from plait.frontends.deepspeed.client_state import decode, encode
+from plait.parallel.materialize import assign_whole
+from plait.strategy import ManualEngine
+from plait.world import World, on_main
+
+LATEST = "latest"
+_OURS = "deepspeed"
+"""Under this key the state of a checkpoint has what is DeepSpeed's alone."""
+_OF_THE_DEVICE = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
+"""Settings of a group that belong to where it runs, and not to the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a checkpoint says besides the tensors that are loaded."""
+
+    path: Path
+    own: Mapping[str, Any]
+    """Counters, scheduler, groups, client state, as they were saved; empty of a foreign checkpoint."""
+    engine: Mapping[str, Any]
+
+
+class Saver:
+    """Writes and reads the checkpoints of one engine. Every rank must call the same."""
+
+    def __init__(self, native: ManualEngine, config: CheckpointConfig) -> None:
+        self._native = native
+        self._config = config
+        self._writer: CheckpointWriter | None = None
+        self._root: Path | None = None
+
+    @property
+    def _world(self) -> World:
+        return self._native.world
+
+    # ---- writing
+
+    def save(
+        self, save_dir: str | os.PathLike[str], tag: str, own: Mapping[str, Any], *, latest: bool, frozen: bool
+    ) -> Path:
+        """Write a checkpoint of this moment under a tag; `frozen`: also what is not trained."""
+        tags = set(self._world.gather(tag))
+        if len(tags) > 1:
+            raise CheckpointError(f"the ranks name different tags ({', '.join(sorted(tags))}); all must give the same")
+        root = Path(save_dir)
+        native, target = self._native, root / tag
+        native.agree_on_buffers()
+        tensors = native.state_tensors()
+        untrained = sorted(native.frozen())
+        if not frozen:
+            tensors = {name: each for name, each in tensors.items() if name.removeprefix("model.") not in untrained}
+        state = {"engine": native.state(), "tied": _tied(native.model), "untrained": untrained}
+        of_client: dict[str, Tensor] = {}
+        state[_OURS] = encode(dict(own), of_client, "client")
+        if self._world.is_main:
+            tensors |= of_client
+        tidy = (lambda: _write_latest(root, tag)) if latest else None
+        writer = self._writer_for(root)
+        writer.wait()
+        writer.save(target, tensors, state, step=native.steps, tidy=tidy)
+        return target
+
+    def _writer_for(self, root: Path) -> CheckpointWriter:
+        if self._writer is None or self._root != root:
+            self.close()
+            background, node_local = self._config.async_save, self._config.node_local
+            self._writer = CheckpointWriter(root, self._world, background=background, node_local=node_local)
+            self._root = root
+        return self._writer
+
+    def close(self) -> None:
+        """See through what is being written."""
+        if self._writer is not None:
+            self._writer.wait()
+            self._writer.close()
+            self._writer = None
+
+    # ---- reading
+
+    def find(self, load_dir: str | os.PathLike[str], tag: str | None) -> Path | None:
+        """The checkpoint under a tag, or the one that was saved last; None where nothing says which that is."""
+        if self._writer is not None:
+            self._writer.wait()
+        root = Path(load_dir)
+
+        def look() -> str | None:
+            if tag is not None:
+                return str(tag)
+            latest = root / LATEST
+            return latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+
+        found = on_main(self._world, look)
+        return None if found is None else root / found
+
+    def load(self, path: Path, *, optimizer: bool, strict: bool) -> Loaded:
+        """Fill the engine's tensors from a checkpoint: one of ours, or one that DeepSpeed itself saved."""
+        kind = on_main(self._world, lambda: kind_of(path)) if not self._config.node_local else "plait"
+        if kind == "deepspeed":
+            return self._load_foreign(path, optimizer=optimizer, strict=strict)
+        if kind != "plait":
+            raise CheckpointError(f"there is no checkpoint at {path}: neither one of Plait's nor one of DeepSpeed's")
+        checkpoint, fetch = self._open(path)
+        native, state = self._native, checkpoint.manifest.state
+        own = state.get(_OURS, {})
+        if optimizer:
+            _refuse_another(path, own, native.optimizer)
+            native.allocate_optimizer_state(entries(checkpoint.index, "optim."))
+        tensors = _wanted(native, optimizer=optimizer)
+        ignore = ("client.", "rng.", "hook.", *(() if optimizer else ("optim.",)))
+        missing = {f"model.{name}" for name in native.frozen()} - checkpoint.index.tensors.keys()
+        tensors = {name: each for name, each in tensors.items() if name not in missing}  # saved without what is frozen
+        partial = () if strict else ("model.*",)
+        load_into(checkpoint, tensors, world=self._world, ignore=ignore, partial=partial, fetch=fetch)
+        native.state_loaded()
+        with open_source(path) as source:
+            return Loaded(path, decode(own, source.read), state.get("engine", {}))
+
+    def _open(self, path: Path) -> tuple[Checkpoint, Any]:
+        if not self._config.node_local:
+            on_main(self._world, lambda: open_checkpoint(path))  # what is wrong with it is said once
+            return open_checkpoint(path), nothing_to_fetch
+        writer = self._writer_for(path.parent)
+        found = find_scattered(CheckpointFolder(path.parent), str(path), writer.channel, writer.disks)
+        if found is None:
+            raise CheckpointError(f"no node has the checkpoint {path}")
+        return found.checkpoint, found.fetch
+
+    def _load_foreign(self, path: Path, *, optimizer: bool, strict: bool) -> Loaded:
+        native = self._native
+        with open_source(path) as source:
+            if optimizer:
+                states = {n.removeprefix("optim."): e for n, e in source.entries.items() if n.startswith("optim.")}
+                native.allocate_optimizer_state(states)
+            tensors = _wanted(native, optimizer=optimizer)
+            absent = [name for name in tensors if name not in source.entries]
+            if absent and (strict or any(name.startswith("optim.") for name in absent)):
+                raise CheckpointError(f"{path}, saved by DeepSpeed, does not have {', '.join(sorted(absent)[:8])}")
+            for name, tensor in tensors.items():
+                if name in source.entries:
+                    assign_whole(tensor, source.read(name))
+            native.state_loaded()
+            return Loaded(path, {}, source.state["engine"])
+
+
+def _wanted(native: ManualEngine, *, optimizer: bool) -> dict[str, Tensor]:
+    tensors = native.state_tensors()
+    return tensors if optimizer else {name: each for name, each in tensors.items() if name.startswith("model.")}
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Other names of parameters that have several, with the first."""
+    first: dict[int, str] = {id(param): name for name, param in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(param)] for name, param in every if first.get(id(param), name) != name}
+
+
+def _refuse_another(path: Path, own: Mapping[str, Any], optimizer: Optimizer) -> None:
+    saved, here = own.get("optimizer"), type(optimizer).__name__
+    if saved is not None and saved != here:
+        raise CheckpointError(
+            f"{path} has the state of {saved}, and this run uses {here}: pass load_optimizer_states=False to start a "
+            "new one, or use the same"
+        )
+
+
+def _write_latest(root: Path, tag: str) -> None:
+    staged = root / f".{LATEST}.{os.getpid()}"
+    staged.write_text(tag, encoding="utf-8")
+    os.replace(staged, root / LATEST)
+
+
+def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The settings of each group that a checkpoint carries."""
+    return [{key: value for key, value in g.items() if key not in _OF_THE_DEVICE} for g in optimizer.param_groups]
+
+
+def restore_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Give the groups the settings that they had."""
+    if len(saved) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {len(saved)} groups, this one {len(optimizer.param_groups)}: make them "
+            "alike, or pass load_optimizer_states=False"
+        )
+    for group, settings in zip(optimizer.param_groups, saved, strict=True):
+        group.update(settings)
+
+
+def whole_weights(native: ManualEngine, dtype: torch.dtype, keep: Callable[[str], bool]) -> dict[str, Tensor]:
+    """On rank 0: all weights in host memory, parameters in `dtype`, under every name they have; {} elsewhere."""
+    from plait.frontends.deepspeed.link import whole
+
+    parameters = {name for name, _ in native.model.named_parameters()}
+    found: dict[str, Tensor] = {}
+    for key, tensor in native.state_tensors().items():
+        name = key.removeprefix("model.")
+        if not key.startswith("model.") or not keep(name):
+            continue
+        full = whole(tensor)
+        if native.world.is_main:
+            cast = name in parameters and full.is_floating_point()
+            found[name] = full.detach().to("cpu", dtype if cast else full.dtype, copy=True)
+    aliases = _tied(native.model) if found else {}
+    return found | {name: found[first] for name, first in aliases.items() if first in found}

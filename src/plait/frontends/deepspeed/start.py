@@ -1,0 +1,249 @@
+"""`deepspeed.initialize`: from a script's objects to an engine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from plait.config import RunConfig, check, parse_sections, resolve_batch
+from plait.config.optim import AdagradConfig
+from plait.errors import ConfigError, ModelError, Problem
+from plait.frontends.account import Account, Answer, Translation
+from plait.frontends.deepspeed.comm import init_distributed
+from plait.frontends.deepspeed.config import read_config, translate
+from plait.frontends.deepspeed.engine import DeepSpeedEngine
+from plait.frontends.deepspeed.facts import Parts
+from plait.frontends.deepspeed.link import link_parameters
+from plait.frontends.deepspeed.loader import DeepSpeedDataLoader
+from plait.frontends.deepspeed.pipe import PipelineModule
+from plait.frontends.deepspeed.runtime.lr_schedules import Scheduler
+from plait.optim import OptimizerSource, OwnRates, ViewGroup, build_optimizer
+from plait.strategy import ManualEngine, prepare_native
+from plait.world import World, open_world, restore_rng_state, rng_state
+
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
+Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
+
+_HERE = ("steps_per_print", "wall_clock_breakdown", "dataloader_drop_last", "output_path", "job_name")
+"""Keys that the engine itself honours, whatever a described run would make of them."""
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Parameters | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: ConfigSource | None = None,
+    mesh_param: Any = None,
+    config_params: ConfigSource | None = None,
+) -> tuple[DeepSpeedEngine, Optimizer | None, DeepSpeedDataLoader | None, Any]:
+    """Make a model ready to train as a DeepSpeed configuration says: (engine, optimizer, loader, scheduler).
+
+    `optimizer` and `lr_scheduler` are objects, or functions that make them; a user's own optimizer stays the same
+    object. `model` may be a function too: where its layers can be initialised one by one, no rank ever holds all of
+    it. What became of the keys of the configuration is printed on rank 0, in brief.
+    """
+    if model is None:
+        raise ModelError("deepspeed.initialize needs a model")
+    _refuse(mpu, mesh_param)
+    source = _config_of(args, config if config is not None else config_params)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    raw = read_config(source)
+    stages = model.num_stages if isinstance(model, PipelineModule) else 1
+    translation = translate(raw, world_size=torch.distributed.get_world_size() // stages)
+    translation.account.raise_refusals()
+    run = _run_config(translation, model)
+    world = open_world(run)
+    batch = resolve_batch(run.batch, world.layout.data_parallel)
+    has_optimizer = optimizer is not None or "optim" in translation.sections
+    before = rng_state(world.device)
+    native = prepare_native(
+        run.model_copy(update={"schedule": None}),
+        world,
+        model=model,
+        optimizer=_optimizer_for(model, optimizer, model_parameters, run),
+        loss_function=model.loss_of if isinstance(model, PipelineModule) else None,
+        accumulation=batch.accumulation,
+        engine=ManualEngine,
+        say=_say if world.is_main else _unheard,
+    )
+    restore_rng_state(before, world.device)  # the script's own seeds go on counting
+    assert isinstance(native, ManualEngine)
+    native.updater.schedule = OwnRates()  # DeepSpeed's schedulers set rates from outside, and stop with skipped steps
+    link_parameters(native)
+    updating = native.optimizer if has_optimizer else None
+    scheduler = _scheduler_for(lr_scheduler, updating, run)
+    parts = Parts(native, run, raw, batch, updating, scheduler, collate_fn)
+    engine = _engine(parts, model)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data)
+    if world.is_main:
+        _tell(source, translation.account, run, world, batch.total)
+    return engine, updating, engine.training_dataloader, scheduler
+
+
+def _engine(parts: Parts, model: Any) -> DeepSpeedEngine:
+    if not isinstance(model, PipelineModule):
+        return DeepSpeedEngine(parts)
+    from plait.frontends.deepspeed.pipeline import PipelineEngine
+
+    return PipelineEngine(parts)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _unheard(text: str) -> None:
+    pass
+
+
+# ---- the configuration
+
+
+def _config_of(args: Any, config: ConfigSource | None) -> ConfigSource:
+    """The one configuration that was given: as an argument, or on the command line under one of its names."""
+    named = {
+        name: value
+        for name in ("deepspeed_config", "deepscale_config", "deepspeed")
+        if isinstance(value := getattr(args, name, None), (str, os.PathLike, Mapping))
+    }
+    found: list[tuple[str, ConfigSource]] = [(f"args.{name}", value) for name, value in named.items()]
+    if config is not None:
+        found.append(("config", config))
+    if not found:
+        remedy = "Pass `config=`, or give the script --deepspeed_config ds_config.json."
+        raise ConfigError(Problem("config", "there is no DeepSpeed configuration", remedy))
+    first = found[0][1]
+    if any(value != first for _, value in found[1:]):
+        message = f"given {len(found)} times, as {' and '.join(name for name, _ in found)}, and not the same"
+        raise ConfigError(Problem("config", message, "Give it once."))
+    return first
+
+
+def _run_config(translation: Translation, model: Any) -> RunConfig:
+    sections = dict(translation.sections)
+    sections["seed"] = torch.initial_seed() % 2**31  # the script's own
+    if isinstance(model, PipelineModule):
+        sections["strategy"] = model.strategy(sections.get("strategy") or {})
+    config = parse_sections(**sections).config
+    check(config, has_val=False, require_length=False)
+    return config
+
+
+def _refuse(mpu: Any, mesh_param: Any) -> None:
+    if mpu is not None and mpu.get_model_parallel_world_size() > 1:
+        message = f"spreads layers over {mpu.get_model_parallel_world_size()} ranks itself"
+        remedy = "Give the whole model, and write `tensor_parallel: {autotp_size: n}` in the configuration."
+        raise ConfigError(Problem("mpu", message, remedy))
+    if mesh_param is not None:
+        message = f"{mesh_param!r}: sequences are not spread in a loop of the script's own"
+        raise ConfigError(Problem("mesh_param", message, "Use `strategy.layout.cp` with `plait train`."))
+
+
+# ---- optimizer and scheduler
+
+
+def _optimizer_for(model: Any, optimizer: Any, parameters: Parameters | None, run: RunConfig) -> OptimizerSource | None:
+    """The script's own optimizer, or one of the configuration over groups of the script's; None: over everything."""
+    if isinstance(optimizer, Optimizer):
+        # DeepSpeed lets go of groups without parameters, too.
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        return optimizer
+    given: list[Any] | None = None if parameters is None else list(parameters)
+    if callable(optimizer):
+        return optimizer if given is None else optimizer(given)  # type: ignore[no-any-return]
+    if given is None or not isinstance(model, nn.Module):
+        return None
+    trained = [param for param in model.parameters() if param.requires_grad]
+    plain = not any(isinstance(each, Mapping) for each in given)
+    if plain and {id(each) for each in given if each.requires_grad} == {id(param) for param in trained}:
+        return None
+    return _over_groups(model, given if not plain else [{"params": given}], run)
+
+
+def _over_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]], run: RunConfig) -> Optimizer:
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    views = []
+    for group in groups:
+        params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        params = [param for param in params if param.requires_grad]
+        if strangers := [param for param in params if param not in names]:
+            shape = tuple(strangers[0].shape)
+            raise ModelError(f"model_parameters has a tensor of shape {shape} that is no parameter of the model")
+        options = {key: value for key, value in group.items() if key != "params"}
+        if params:
+            views.append(ViewGroup([names[param] for param in params], params, options))
+    optim = run.optim
+    if isinstance(optim, AdagradConfig):  # its fused step is not for every device, and the model is yet to be moved
+        optim = optim.model_copy(update={"implementation": "foreach"})
+    return build_optimizer(optim, views)
+
+
+def _scheduler_for(given: Any, optimizer: Optimizer | None, run: RunConfig) -> Any:
+    if given is not None:
+        return given(optimizer) if callable(given) else given
+    if run.schedule is None or optimizer is None:
+        return None
+    return Scheduler(optimizer, [run.schedule] * len(optimizer.param_groups))
+
+
+# ---- what is said
+
+
+def _tell(source: ConfigSource, account: Account, run: RunConfig, world: World, total: int) -> None:
+    name = os.path.basename(source) if isinstance(source, (str, os.PathLike)) and len(str(source)) < 200 else "config"
+    layout = [f"{axis} {size}" for axis, size in world.layout.sizes().items() if size > 1]
+    where = f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}"
+    print(
+        f"plait: {name} on the native engine: ZeRO stage {run.strategy.stage}, {run.precision.compute}, {where}"
+        f"{' (' + ', '.join(layout) + ')' if layout else ''}, {total} samples a step"
+    )
+    for entry in account.of(Answer.MAPPED):
+        if not _is_here(entry.key):
+            print(f"plait:   {entry.key} → {entry.text}")
+    left = [entry.key for entry in account.of(Answer.UNNEEDED) if not _is_here(entry.key)]
+    if left:
+        print(f"plait:   without meaning here: {', '.join(left)} (`plait convert {name} --to yaml` says why)")
+
+
+def _is_here(key: str) -> bool:
+    return key.rpartition(".")[2] in _HERE
+
+
+# ---- the command line
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Give a parser DeepSpeed's arguments: `--deepspeed`, `--deepspeed_config`, and their old names.
+
+    `--deepspeed` is a switch, and may carry the configuration itself, as scripts of transformers have it.
+    """
+    group = parser.add_argument_group("DeepSpeed", "how training is spread")
+    words = "train as a DeepSpeed configuration says; the configuration may follow"
+    group.add_argument("--deepspeed", nargs="?", const=True, default=False, type=_path, metavar="FILE", help=words)
+    group.add_argument("--deepspeed_config", default=None, metavar="FILE", help="the DeepSpeed configuration")
+    group.add_argument("--deepscale", action="store_true", help="the old name of --deepspeed")
+    group.add_argument("--deepscale_config", default=None, metavar="FILE", help="the old name of --deepspeed_config")
+    return parser
+
+
+def _path(text: str) -> str:
+    if not text.lower().endswith((".json", ".jsonc", ".json5", ".yaml", ".yml")):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no configuration; where it is an argument of the script, write it before --deepspeed"
+        )
+    return text

@@ -1,0 +1,82 @@
+"""`deepspeed.utils`: the log, and whole values of parameters of which each rank holds a part."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.errors import ModelError
+from plait.frontends.deepspeed.absent import not_offered
+from plait.frontends.deepspeed.link import Link, link_of, whole
+from plait.frontends.deepspeed.loader import RepeatingLoader
+from plait.parallel.materialize import assign_whole
+from plait.strategy import ManualEngine
+
+__all__ = [
+    "RepeatingLoader",
+    "log_dist",
+    "logger",
+    "safe_get_full_fp32_param",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_optimizer_state",
+]
+
+logger = logging.getLogger("plait.deepspeed")
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Print a message on some ranks; -1 or nothing means all of them."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if not ranks or ranks[0] == -1 or rank in ranks:
+        if level >= logging.WARNING:
+            logger.log(level, "[Rank %s] %s", rank, message)
+        else:
+            print(f"[Rank {rank}] {message}", flush=True)
+
+
+def safe_get_full_fp32_param(param: Tensor) -> Tensor:
+    """The whole of the fp32 weights behind a parameter; every rank must ask."""
+    engine, link = _trained(param)
+    return whole(engine.state_tensors()[f"model.{link.name}"])
+
+
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Set them, on all ranks to the same."""
+    engine, link = _trained(param)
+    assign_whole(engine.state_tensors()[f"model.{link.name}"], value)
+    engine.state_loaded()
+
+
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """The whole of one of its states, such as `exp_avg`; None before the first step. Every rank must ask."""
+    engine, link = _trained(param)
+    found = engine.state_tensors().get(f"optim.{link.name}.{optim_state_key}")
+    return None if found is None else whole(found)
+
+
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Set it, on all ranks to the same."""
+    engine, link = _trained(param)
+    found = engine.state_tensors().get(f"optim.{link.name}.{optim_state_key}")
+    if found is None:
+        raise ModelError(f"{link.name} has no state {optim_state_key!r}; there is one after the first step")
+    with torch.no_grad():
+        assign_whole(found, value)
+
+
+def _trained(param: Tensor) -> tuple[ManualEngine, Link]:
+    link = link_of(param)
+    engine = None if link is None else link.engine()
+    if link is None or engine is None:
+        raise ModelError("this parameter belongs to no engine: ask for those of engine.module, after initialize")
+    return engine, link
+
+
+def __getattr__(name: str) -> Any:
+    raise not_offered(__name__, name)

@@ -1,0 +1,174 @@
+"""`deepspeed.utils.zero_to_fp32`: whole fp32 weights from a checkpoint, on one process.
+
+Reads what this front end saves, and what DeepSpeed itself saved; nothing in the files is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.checkpoint.convert import Source, open_source
+from plait.errors import CheckpointError
+from plait.frontends.deepspeed.saving import LATEST
+
+__all__ = [
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "convert_zero_checkpoint_to_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+]
+
+PathText = str | os.PathLike[str]
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: PathText,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Tensor]:
+    """All weights of a checkpoint in host memory, under every name they have; floating-point ones in fp32."""
+    if lazy_mode:
+        raise CheckpointError("lazy_mode is not offered: tensors are read one after another, and kept")
+    with open_source(_folder(checkpoint_dir, tag)) as source:
+        return _weights(source, exclude_frozen=exclude_frozen_parameters, dtype=torch.float32)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: PathText, tag: str | None = None
+) -> nn.Module:
+    """Bring a model to host memory, and load the weights of a checkpoint into it."""
+    model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: PathText,
+    output_dir: PathText,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the weights into `pytorch_model.bin`, or `model.safetensors`; large ones into several, with an index."""
+    with open_source(_folder(checkpoint_dir, tag)) as source:
+        weights = _weights(source, exclude_frozen=exclude_frozen_parameters, dtype=dtype)
+    if safe_serialization:
+        weights = _without_aliases(weights)
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    stem, ending = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
+    shards = _shards(weights, _bytes(max_shard_size))
+    if len(shards) == 1:
+        _write(shards[0], folder / f"{stem}.{ending}")
+        return
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"{stem}-{number:05d}-of-{len(shards):05d}.{ending}"
+        _write(shard, folder / name)
+        where |= dict.fromkeys(shard, name)
+    total = sum(_size(tensor) for tensor in _without_aliases(weights).values())
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / f"{stem}.{ending}.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: PathText,
+    output_dir: PathText,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """The same, in fp32."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
+
+
+def _folder(checkpoint_dir: PathText, tag: str | None) -> Path:
+    root = Path(checkpoint_dir)
+    if tag is None:
+        latest = root / LATEST
+        if not latest.is_file():
+            return root  # perhaps the folder of a tag itself; if not, opening it says so
+        tag = latest.read_text(encoding="utf-8").strip()
+    return root / tag
+
+
+def _weights(source: Source, *, exclude_frozen: bool, dtype: torch.dtype) -> dict[str, Tensor]:
+    left_out: set[str] = set()
+    if exclude_frozen:
+        if "untrained" not in source.state:
+            raise CheckpointError(f"{source.path} does not say which parameters are not trained: leave it out")
+        left_out = set(source.state["untrained"])
+    found: dict[str, Tensor] = OrderedDict()
+    for key in source.entries:
+        name = key.removeprefix("model.")
+        if key.startswith("model.") and name not in left_out:
+            tensor = source.read(key)
+            found[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor.clone()
+    if not found:
+        raise CheckpointError(f"{source.path} has no weights")
+    tied: dict[str, Any] = source.state.get("tied") or {}
+    found.update({name: found[first] for name, first in tied.items() if first in found})
+    return found
+
+
+def _without_aliases(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each tensor under its first name alone: a safetensors file holds no tensor twice."""
+    seen: set[int] = set()
+    return {name: each for name, each in weights.items() if not (id(each) in seen or seen.add(id(each)))}  # type: ignore[func-returns-value]
+
+
+def _shards(weights: dict[str, Tensor], limit: int | None) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    home: dict[int, dict[str, Tensor]] = {}
+    used = 0
+    for name, tensor in weights.items():
+        if id(tensor) in home:
+            home[id(tensor)][name] = tensor
+            continue
+        if limit is not None and shards[-1] and used + _size(tensor) > limit:
+            shards.append({})
+            used = 0
+        shards[-1][name] = tensor
+        home[id(tensor)] = shards[-1]
+        used += _size(tensor)
+    return shards
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _bytes(size: str | int | None) -> int | None:
+    """`5GB` is 5 × 10⁹, `5GiB` 5 × 2³⁰."""
+    if size is None or isinstance(size, int):
+        return size
+    found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B\s*", size, re.IGNORECASE)
+    if found is None:
+        raise CheckpointError(f"max_shard_size {size!r} is no size; write 5GB, 500MB or a number of bytes")
+    power = " KMGT".index(found[2].upper() or " ")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+
+
+def _write(weights: dict[str, Tensor], path: Path) -> None:
+    staged = path.with_name(f".{path.name}.{os.getpid()}")
+    if path.suffix == ".safetensors":
+        from safetensors.torch import save_file
+
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, staged, metadata={"format": "pt"})
+    else:
+        torch.save(weights, staged)
+    os.replace(staged, path)

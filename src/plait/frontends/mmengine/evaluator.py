@@ -1,0 +1,113 @@
+"""Metrics over a whole data set, whatever the number of ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from plait.errors import ConfigError, DataError, Problem
+from plait.frontends.mmengine.dist import broadcast_object, collect_results, is_main_process
+from plait.frontends.mmengine.registry import EVALUATOR, METRICS
+
+
+class BaseMetric(ABC):
+    """Gathers something of every batch in `results`, and makes numbers of all of it at the end."""
+
+    default_prefix: str | None = None
+
+    def __init__(self, collect_device: str = "cpu", prefix: str | None = None, collect_dir: str | None = None) -> None:
+        """`collect_device` and `collect_dir` are accepted; results travel through the process group in any case."""
+        if collect_device not in ("cpu", "gpu"):
+            raise ConfigError(Problem("metric.collect_device", f"{collect_device!r}", "Write 'cpu' or 'gpu'."))
+        self.collect_device = collect_device
+        self.collect_dir = collect_dir
+        self.prefix = prefix or self.default_prefix
+        self.results: list[Any] = []
+        self.dataset_meta: dict[str, Any] | None = None
+
+    @abstractmethod
+    def process(self, data_batch: Any, data_samples: Sequence[Any]) -> None:
+        """Append what is wanted of one batch to `results`, one entry a sample or one a batch."""
+
+    @abstractmethod
+    def compute_metrics(self, results: list[Any]) -> dict[str, float]:
+        """Names and numbers, from the results of all ranks."""
+
+    def evaluate(self, size: int) -> dict[str, float]:
+        """The metrics of a data set of `size` samples; every rank must ask, and gets the same."""
+        results = collect_results(_on_host(self.results), size)
+        self.results.clear()
+        metrics = self.compute_metrics(results) if is_main_process() else None
+        if metrics is not None and self.prefix:
+            metrics = {f"{self.prefix}/{name}": value for name, value in metrics.items()}
+        answer = broadcast_object(metrics)
+        if not isinstance(answer, Mapping):
+            raise DataError(f"{type(self).__name__}.compute_metrics returned a {type(answer).__name__}: return a dict")
+        return dict(answer)
+
+
+@EVALUATOR.register_module()
+class Evaluator:
+    """Several metrics of the same predictions."""
+
+    def __init__(self, metrics: Any) -> None:
+        given = metrics if isinstance(metrics, Sequence) else [metrics]
+        self.metrics = [METRICS.build(metric) for metric in given]
+        self._dataset_meta: dict[str, Any] | None = None
+
+    @property
+    def dataset_meta(self) -> dict[str, Any] | None:
+        """What the data set says about itself."""
+        return self._dataset_meta
+
+    @dataset_meta.setter
+    def dataset_meta(self, value: dict[str, Any]) -> None:
+        self._dataset_meta = value
+        for metric in self.metrics:
+            metric.dataset_meta = value
+
+    def process(self, data_samples: Sequence[Any], data_batch: Any = None) -> None:
+        """Show one batch and its predictions to every metric."""
+        samples = [sample.to_dict() if is_element(sample) else sample for sample in data_samples]
+        for metric in self.metrics:
+            metric.process(data_batch, samples)
+
+    def evaluate(self, size: int) -> dict[str, float]:
+        """All metrics; two of the same name are an error."""
+        found: dict[str, float] = {}
+        for metric in self.metrics:
+            for name, value in metric.evaluate(size).items():
+                if name in found:
+                    message = f"two metrics are called {name!r}"
+                    raise ConfigError(Problem("evaluator.prefix", message, "Give them different prefixes."))
+                found[name] = value
+        return found
+
+
+def build_evaluator(evaluator: Any) -> Any:
+    """An evaluator from a metric, a list of them, dicts of either, or an evaluator."""
+    if isinstance(evaluator, Mapping) and "metrics" in evaluator:
+        return EVALUATOR.build({"type": "Evaluator", **evaluator})
+    if not isinstance(evaluator, Mapping | list | tuple) and hasattr(evaluator, "metrics"):
+        return evaluator
+    return Evaluator(evaluator)
+
+
+def is_element(sample: Any) -> bool:
+    """Whether it is one of MMEngine's data elements, which carry what belongs to one sample."""
+    return any(base.__name__ == "BaseDataElement" for base in type(sample).__mro__)
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {key: _on_host(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_on_host(item) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_on_host(item) for item in value)
+    return value

@@ -1,0 +1,168 @@
+"""What a run remembers of its numbers, and the log that it writes."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from plait.errors import ConfigError, Problem
+
+_REMEMBERED = 1_000_000
+_SAVED = 1000
+"""Of each scalar, so many of the latest values go into a checkpoint: enough for any usual window."""
+
+
+class HistoryBuffer:
+    """The values of one scalar, with how many each counts for."""
+
+    def __init__(self, log_history: list[float] | None = None, count_history: list[int] | None = None) -> None:
+        self._values: deque[float] = deque(log_history or (), maxlen=_REMEMBERED)
+        self._counts: deque[int] = deque(count_history or [1] * len(self._values), maxlen=_REMEMBERED)
+
+    @property
+    def data(self) -> tuple[list[float], list[int]]:
+        """All values and counts."""
+        return list(self._values), list(self._counts)
+
+    def update(self, value: float, count: int = 1) -> None:
+        """Add a value."""
+        self._values.append(value)
+        self._counts.append(count)
+
+    def current(self) -> float:
+        """The latest value."""
+        if not self._values:
+            raise ConfigError(Problem("log_processor", "nothing was recorded yet", "Log after the first iteration."))
+        return self._values[-1]
+
+    def mean(self, window_size: int | None = None) -> float:
+        """The mean of the latest values."""
+        values, counts = self._window(window_size)
+        return sum(v * c for v, c in zip(values, counts, strict=True)) / sum(counts)
+
+    def max(self, window_size: int | None = None) -> float:
+        """The largest of the latest values."""
+        return max(self._window(window_size)[0])
+
+    def min(self, window_size: int | None = None) -> float:
+        """The smallest of the latest values."""
+        return min(self._window(window_size)[0])
+
+    def statistics(self, method_name: str, window_size: int | None = None) -> float:
+        """`mean`, `max`, `min` or `current`."""
+        if method_name not in ("mean", "max", "min", "current"):
+            remedy = "Write mean, max, min or current."
+            raise ConfigError(Problem("log_processor.custom_cfg.method_name", f"{method_name!r}", remedy))
+        return self.current() if method_name == "current" else float(getattr(self, method_name)(window_size))
+
+    def _window(self, size: int | None) -> tuple[list[float], list[int]]:
+        size = len(self._values) if size is None else min(size, len(self._values))
+        length = len(self._values)
+        return (
+            [self._values[index] for index in range(length - size, length)],
+            [self._counts[index] for index in range(length - size, length)],
+        )
+
+
+class MessageHub:
+    """The numbers and words that the parts of a run share. One a run; hooks find it at `runner.message_hub`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.log_scalars: dict[str, HistoryBuffer] = {}
+        self.runtime_info: dict[str, Any] = {}
+        self._not_resumed: set[str] = set()
+
+    def update_scalar(self, key: str, value: Any, count: int = 1, resumed: bool = True) -> None:
+        """Add a value to a scalar's history."""
+        self._mark(key, resumed)
+        number = float(value.detach()) if isinstance(value, Tensor) else float(value)
+        self.log_scalars.setdefault(key, HistoryBuffer()).update(number, count)
+
+    def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:
+        """Add several; a dict with `value` and `count` says how many a value counts for."""
+        for key, value in log_dict.items():
+            pair = value if isinstance(value, Mapping) else {"value": value}
+            self.update_scalar(key, pair["value"], pair.get("count", 1), resumed)
+
+    def update_info(self, key: str, value: Any, resumed: bool = True) -> None:
+        """Set a word."""
+        self._mark(key, resumed)
+        self.runtime_info[key] = value
+
+    def pop_info(self, key: str, default: Any = None) -> Any:
+        """Take a word out."""
+        return self.runtime_info.pop(key, default)
+
+    def update_info_dict(self, info_dict: Mapping[str, Any], resumed: bool = True) -> None:
+        """Set several words."""
+        for key, value in info_dict.items():
+            self.update_info(key, value, resumed)
+
+    def get_scalar(self, key: str) -> HistoryBuffer:
+        """The history of a scalar."""
+        return self.log_scalars[key]
+
+    def get_info(self, key: str, default: Any = None) -> Any:
+        """A word, or `default`."""
+        return self.runtime_info.get(key, default)
+
+    def _mark(self, key: str, resumed: bool) -> None:
+        (self._not_resumed.discard if resumed else self._not_resumed.add)(key)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint carries: the latest values of each scalar, and the words that JSON can hold."""
+        scalars = {
+            key: [part[-_SAVED:] for part in buffer.data]
+            for key, buffer in self.log_scalars.items()
+            if key not in self._not_resumed
+        }
+        info = {
+            key: value
+            for key, value in self.runtime_info.items()
+            if key not in self._not_resumed and isinstance(value, bool | int | float | str | type(None))
+        }
+        return {"log_scalars": scalars, "runtime_info": info}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        for key, (values, counts) in state.get("log_scalars", {}).items():
+            self.log_scalars[key] = HistoryBuffer(values, counts)
+        self.runtime_info.update(state.get("runtime_info", {}))
+
+
+def make_logger(level: int | str, file: Path | None, *, is_main: bool) -> logging.Logger:
+    """A log of its own: rank 0 speaks from `level` on, the others when something is wrong."""
+    # Not from `getLogger`: that one is shared by all runs of a process, and would write into every run's file.
+    if isinstance(level, str):
+        numbers = logging.getLevelNamesMapping()
+        if level.upper() not in numbers:
+            raise ConfigError(Problem("log_level", f"{level!r}", f"Write one of {', '.join(numbers)}."))
+        level = numbers[level.upper()]
+    logger = logging.Logger("mmengine", level)
+    console = logging.StreamHandler(sys.stdout)
+    console.setLevel(level if is_main else logging.ERROR)
+    console.setFormatter(_formatter("%m/%d %H:%M:%S"))
+    logger.addHandler(console)
+    if file is not None and is_main:
+        handler = logging.FileHandler(file, encoding="utf-8", delay=True)
+        handler.setFormatter(_formatter("%Y/%m/%d %H:%M:%S"))
+        logger.addHandler(handler)
+    return logger
+
+
+def _formatter(date: str) -> logging.Formatter:
+    return logging.Formatter("%(asctime)s - %(name)s - %(levelname)s - %(message)s", date)
+
+
+def close_logger(logger: logging.Logger) -> None:
+    """Let the file go."""
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()

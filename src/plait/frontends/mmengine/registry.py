@@ -1,0 +1,178 @@
+"""Registries: from `dict(type='Name', …)` to an object.
+
+[Note: registries are tables of names]
+A registry is filled when a module is imported, by a decorator at a class. That is state of a module, which Plait has
+nowhere else; here it is what scripts of MMEngine are written with. A registry only ever maps names to classes: no
+run keeps anything in one, and two runs in one process do not meet in it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+from plait.config.words import choose
+from plait.errors import ConfigError, Problem
+
+
+class Registry:
+    """Names of one kind of thing, and the classes or functions that they stand for.
+
+    A name that is not registered here is looked up in MMEngine's registry of the same kind where MMEngine is loaded,
+    and a dotted one is imported.
+    """
+
+    def __init__(self, name: str, *, root: str | None = None) -> None:
+        """`root` is what MMEngine calls this registry."""
+        self.name = name
+        self._root = root
+        self._table: dict[str, Callable[..., Any]] = {}
+
+    def register_module(
+        self,
+        name: str | list[str] | Callable[..., Any] | None = None,
+        force: bool = False,
+        module: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Register a class or function, as a decorator with or without parentheses, or as `module`."""
+        if callable(name):
+            return self._register(name, [], force)
+        names = [name] if isinstance(name, str) else list(name or ())
+        if module is not None:
+            return self._register(module, names, force)
+        return lambda found: self._register(found, names, force)
+
+    def _register(self, found: Callable[..., Any], names: list[str], force: bool) -> Callable[..., Any]:
+        for name in names or [found.__name__]:
+            if not force and self._table.get(name, found) is not found:
+                message = f"{name!r} is registered already, as {_place(self._table[name])}"
+                raise ConfigError(Problem(self.name, message, "Choose another name, or say `force=True`."))
+            self._table[name] = found
+        return found
+
+    def get(self, key: str) -> Callable[..., Any]:
+        """What a name stands for."""
+        found = self.find(key)
+        if found is None:
+            raise ConfigError(Problem(f"{self.name}.type", f"{key!r} is not registered", choose(key, self, "name")))
+        return found
+
+    def find(self, key: str) -> Callable[..., Any] | None:
+        """What a name stands for; None where nobody knows it."""
+        plain = key.rpartition(".")[2] if key.startswith(("mmengine.", "plait.")) else key
+        if plain in self._table:
+            return self._table[plain]
+        theirs = getattr(sys.modules.get("mmengine.registry"), self._root or "", None)
+        if theirs is not None and (found := theirs.get(key)) is not None:
+            return found  # type: ignore[no-any-return]
+        return _imported(key) if "." in key else None
+
+    def build(self, cfg: Any, default_args: Mapping[str, Any] | None = None, **more: Any) -> Any:
+        """The object that a dict with a `type` describes; what is an object already stays as it is."""
+        if not isinstance(cfg, Mapping):
+            return cfg
+        options = {**(default_args or {}), **more, **cfg}
+        kind = options.pop("type", None)
+        options.pop("_scope_", None)
+        if kind is None:
+            message = f"{dict(cfg)!r} has no `type`"
+            raise ConfigError(Problem(self.name, message, f"The names are {', '.join(self)}."))
+        maker = self.get(kind) if isinstance(kind, str) else kind
+        if not callable(maker):
+            raise ConfigError(Problem(f"{self.name}.type", f"{kind!r} is no class and no name", "Give one of them."))
+        check_arguments(f"{self.name}.{_name(maker)}", maker, cfg)
+        accepted = _accepted(maker)
+        if accepted is not None:  # of the defaults, those that it knows
+            options = {key: value for key, value in options.items() if key in accepted or key in cfg}
+        return maker(**options)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._table))
+
+    def __contains__(self, key: str) -> bool:
+        return self.find(key) is not None
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+
+def check_arguments(path: str, maker: Callable[..., Any], cfg: Mapping[str, Any]) -> None:
+    """One error for every key of `cfg` that `maker` does not take."""
+    accepted = _accepted(maker)
+    if accepted is None:
+        return
+    unknown = [key for key in cfg if key not in accepted and key not in ("type", "_scope_")]
+    if unknown:
+        remedy = "It takes no keys." if not accepted else ""
+        raise ConfigError(
+            [Problem(f"{path}.{key}", "there is no such key", remedy or choose(key, accepted, "key")) for key in unknown]
+        )
+
+
+def _accepted(maker: Callable[..., Any]) -> list[str] | None:
+    """The names of its arguments; None where it takes any."""
+    own = isinstance(maker, type) and maker.__module__.startswith("plait.frontends.mmengine.")
+    if not own:
+        return _named(maker)[0]
+    names: list[str] = []
+    for kind in maker.__mro__:  # type: ignore[attr-defined]
+        # The classes here hand what they do not name to the class that they are made from.
+        if kind is object or "__init__" not in vars(kind):
+            continue
+        _, more, found = _named(vars(kind)["__init__"])
+        names += [name for name in found if name not in ("self", "param_name")]
+        if not more:
+            return names
+    return names
+
+
+def _named(maker: Any) -> tuple[list[str] | None, bool, list[str]]:
+    """The names that it takes, or None where it takes any; whether it does; and the names in any case."""
+    try:
+        parameters = inspect.signature(maker).parameters.values()
+    except (TypeError, ValueError):  # some classes of C say nothing
+        return None, True, []
+    names = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    more = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    return (None if more else names), more, names
+
+
+def _imported(key: str) -> Callable[..., Any] | None:
+    module, _, attribute = key.rpartition(".")
+    try:
+        found = getattr(import_module(module), attribute, None)
+    except ImportError:
+        return None
+    return found if callable(found) else None
+
+
+def _place(found: Callable[..., Any]) -> str:
+    return f"{found.__module__}.{_name(found)}"
+
+
+def _name(found: Any) -> str:
+    return str(getattr(found, "__qualname__", found))
+
+
+RUNNERS = Registry("runner", root="RUNNERS")
+LOOPS = Registry("loop", root="LOOPS")
+HOOKS = Registry("hook", root="HOOKS")
+STRATEGIES = Registry("strategy", root="STRATEGIES")
+DATASETS = Registry("dataset", root="DATASETS")
+DATA_SAMPLERS = Registry("data sampler", root="DATA_SAMPLERS")
+TRANSFORMS = Registry("transform", root="TRANSFORMS")
+MODELS = Registry("model", root="MODELS")
+OPTIMIZERS = Registry("optimizer", root="OPTIMIZERS")
+OPTIM_WRAPPERS = Registry("optim_wrapper", root="OPTIM_WRAPPERS")
+OPTIM_WRAPPER_CONSTRUCTORS = Registry("optimizer wrapper constructor", root="OPTIM_WRAPPER_CONSTRUCTORS")
+PARAM_SCHEDULERS = Registry("parameter scheduler", root="PARAM_SCHEDULERS")
+METRICS = Registry("metric", root="METRICS")
+EVALUATOR = Registry("evaluator", root="EVALUATOR")
+TASK_UTILS = Registry("task util", root="TASK_UTILS")
+VISUALIZERS = Registry("visualizer", root="VISUALIZERS")
+VISBACKENDS = Registry("vis_backend", root="VISBACKENDS")
+LOG_PROCESSORS = Registry("log_processor", root="LOG_PROCESSORS")
+FUNCTIONS = Registry("function", root="FUNCTIONS")

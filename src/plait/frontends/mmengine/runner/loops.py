@@ -1,0 +1,263 @@
+"""The loops: what happens after what."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.errors import ConfigError, Problem
+from plait.frontends.mmengine.evaluator import build_evaluator, is_element
+from plait.frontends.mmengine.hooks.sampler_seed import set_epoch
+from plait.frontends.mmengine.registry import LOOPS
+from plait.spec import Phase
+
+
+class BaseLoop:
+    """A loop over a loader, for one runner."""
+
+    def __init__(self, runner: Any, dataloader: Any) -> None:
+        self.runner = runner
+        self.dataloader = runner.build_dataloader(dataloader)
+
+    def run(self) -> Any:
+        """Go through it."""
+        raise NotImplementedError
+
+
+class TrainLoop(BaseLoop):
+    """What both ways of counting have in common."""
+
+    by_epoch: bool
+
+    def __init__(
+        self,
+        runner: Any,
+        dataloader: Any,
+        val_begin: int,
+        val_interval: int,
+        dynamic_intervals: Sequence[tuple[int, int]] | None,
+    ) -> None:
+        super().__init__(runner, dataloader)
+        self.val_begin = val_begin
+        self.val_interval = val_interval
+        self.stop_training = False
+        """Set by a hook: training ends when the pass or iteration is over."""
+        self._epoch = 0
+        self._iter = 0
+        self._skip = 0
+        self._milestones = [0, *(milestone for milestone, _ in dynamic_intervals or ())]
+        self._intervals = [val_interval, *(interval for _, interval in dynamic_intervals or ())]
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that are complete."""
+        return self._epoch
+
+    @property
+    def iter(self) -> int:
+        """Iterations that are complete."""
+        return self._iter
+
+    def go_to(self, epoch: int, iteration: int, skip: int) -> None:
+        """Go on from a position: `skip` batches of the pass are done already."""
+        self._epoch, self._iter, self._skip = epoch, iteration, skip
+
+    def _batches(self) -> Iterator[tuple[int, Any]]:
+        """The batches of one pass that are not done yet, numbered."""
+        skip, self._skip = self._skip, 0
+        loader = self.dataloader
+        sampler = loader.sampler if getattr(loader, "batch_size", None) else None
+        if skip and hasattr(sampler, "skip"):
+            sampler.skip(skip * loader.batch_size)
+            yield from enumerate(self._resumed(iter(loader)), start=skip)
+            return
+        for index, batch in enumerate(iter(loader)):
+            if index >= skip:
+                if skip and index == skip:
+                    self.runner.restore_generators()
+                yield index, batch
+
+    def _resumed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        # Starting a pass draws a random number, which the pass that was interrupted had drawn before.
+        self.runner.restore_generators()
+        yield from batches
+
+    def run_iter(self, idx: int, data_batch: Any) -> None:
+        """Train on one batch."""
+        runner = self.runner
+        runner.call_hook("before_train_iter", batch_idx=idx, data_batch=data_batch)
+        outputs = runner.model.train_step(data_batch, optim_wrapper=runner.optim_wrapper)
+        runner.call_hook("after_train_iter", batch_idx=idx, data_batch=data_batch, outputs=outputs)
+        self._iter += 1
+
+    def _validate_if_due(self, done: int, total: int) -> None:
+        interval = self._intervals[bisect_right(self._milestones, done + 1) - 1]
+        self.val_interval = interval
+        due = done >= self.val_begin and (done % interval == 0 or done == total)
+        if due and self.runner.val_loop is not None:
+            self.runner.val_loop.run()
+
+
+@LOOPS.register_module()
+class EpochBasedTrainLoop(TrainLoop):
+    """Counts passes over the data."""
+
+    by_epoch = True
+
+    def __init__(
+        self,
+        runner: Any,
+        dataloader: Any,
+        max_epochs: int,
+        val_begin: int = 1,
+        val_interval: int = 1,
+        dynamic_intervals: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
+        self.max_epochs = _whole("max_epochs", max_epochs)
+        self.max_iters = self.max_epochs * len(self.dataloader)
+
+    def run(self) -> Any:
+        """Train to the end."""
+        self.runner.call_hook("before_train")
+        while self._epoch < self.max_epochs and not self.stop_training:
+            self.run_epoch()
+            self._validate_if_due(self._epoch, self.max_epochs)
+        self.runner.call_hook("after_train")
+        return self.runner.model
+
+    def run_epoch(self) -> None:
+        """One pass over the data."""
+        self.runner.call_hook("before_train_epoch")
+        self.runner.model.train()
+        for index, batch in self._batches():
+            self.run_iter(index, batch)
+        self.runner.call_hook("after_train_epoch")
+        self._epoch += 1
+
+
+@LOOPS.register_module()
+class IterBasedTrainLoop(TrainLoop):
+    """Counts iterations; the data begin anew whenever they are through."""
+
+    by_epoch = False
+
+    def __init__(
+        self,
+        runner: Any,
+        dataloader: Any,
+        max_iters: int,
+        val_begin: int = 1,
+        val_interval: int = 1000,
+        dynamic_intervals: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
+        self.max_iters = _whole("max_iters", max_iters)
+        self.max_epochs = 1
+
+    def run(self) -> Any:
+        """Train to the end."""
+        runner = self.runner
+        runner.call_hook("before_train")
+        runner.call_hook("before_train_epoch")
+        batches = self._endless()
+        while self._iter < self.max_iters and not self.stop_training:
+            runner.model.train()
+            self.run_iter(self._iter, next(batches))
+            self._validate_if_due(self._iter, self.max_iters)
+        runner.call_hook("after_train_epoch")
+        runner.call_hook("after_train")
+        return runner.model
+
+    def _endless(self) -> Iterator[Any]:
+        endless = not hasattr(self.dataloader.sampler, "num_samples") and hasattr(self.dataloader.sampler, "skip")
+        length = self.max_iters + 1 if endless else len(self.dataloader)
+        while True:
+            passes, self._skip = divmod(self._iter, length)
+            set_epoch(self.dataloader, passes)
+            for _, batch in self._batches():
+                yield batch
+
+
+class EvaluationLoop(BaseLoop):
+    """What validation and test have in common."""
+
+    mode: str
+
+    def __init__(self, runner: Any, dataloader: Any, evaluator: Any, fp16: bool = False) -> None:
+        """`fp16`: autocast to fp16 where the run itself computes in fp32."""
+        super().__init__(runner, dataloader)
+        self.evaluator = build_evaluator(evaluator)
+        self.fp16 = fp16
+        if (meta := getattr(self.dataloader.dataset, "metainfo", None)) is not None:
+            self.evaluator.dataset_meta = meta
+
+    def run(self) -> dict[str, float]:
+        """The metrics of the whole data set; every rank must go through it."""
+        runner, mode = self.runner, self.mode
+        runner.call_hook(f"before_{mode}")
+        runner.call_hook(f"before_{mode}_epoch")
+        runner.enter(Phase.EVALUATE)
+        runner.engine.agree_on_buffers()
+        runner.model.eval()
+        self._losses: dict[str, list[float]] = {}
+        for index, batch in enumerate(self.dataloader):
+            self.run_iter(index, batch)
+        metrics = dict(self.evaluator.evaluate(len(self.dataloader.dataset)))
+        metrics.update(self._mean_losses())
+        runner.model.train()
+        runner.enter(Phase.IDLE)
+        runner.call_hook(f"after_{mode}_epoch", metrics=metrics)
+        runner.call_hook(f"after_{mode}")
+        return metrics
+
+    @torch.no_grad()
+    def run_iter(self, idx: int, data_batch: Any) -> None:
+        """Predictions for one batch, shown to the evaluator."""
+        runner, mode = self.runner, self.mode
+        runner.call_hook(f"before_{mode}_iter", batch_idx=idx, data_batch=data_batch)
+        with torch.autocast(runner.device.type, dtype=torch.float16, enabled=self.fp16):
+            outputs = getattr(runner.model, f"{mode}_step")(data_batch)
+        outputs = self._without_losses(outputs)
+        self.evaluator.process(data_samples=outputs, data_batch=data_batch)
+        runner.call_hook(f"after_{mode}_iter", batch_idx=idx, data_batch=data_batch, outputs=outputs)
+
+    def _without_losses(self, outputs: Any) -> Any:
+        """A model may put an element with nothing but losses behind its predictions: they are averaged, and logged."""
+        last = outputs[-1] if isinstance(outputs, list | tuple) and outputs else None
+        found = getattr(last, "loss", None) if is_element(last) and list(last.keys()) == ["loss"] else None
+        if not isinstance(found, Mapping):
+            return outputs
+        for key, value in found.items():
+            parts = [value] if isinstance(value, Tensor) else list(value)
+            self._losses.setdefault(str(key), []).extend(float(part.mean()) for part in parts)
+        return outputs[:-1]
+
+    def _mean_losses(self) -> dict[str, float]:
+        means = {key: sum(values) / len(values) for key, values in self._losses.items()}
+        total = {f"{self.mode}_loss": sum(value for key, value in means.items() if "loss" in key)} if means else {}
+        return {**means, **total}
+
+
+@LOOPS.register_module()
+class ValLoop(EvaluationLoop):
+    """Validation."""
+
+    mode = "val"
+
+
+@LOOPS.register_module()
+class TestLoop(EvaluationLoop):
+    """Test."""
+
+    mode = "test"
+
+
+def _whole(key: str, value: Any) -> int:
+    if int(value) != value or value < 1:
+        raise ConfigError(Problem(f"train_cfg.{key}", f"{value!r} is no number of them", "Write 1 or more."))
+    return int(value)

@@ -1,0 +1,47 @@
+"""Host memory for tensors that meet disks and devices: aligned to pages, pinned where asked."""
+
+from __future__ import annotations
+
+import weakref
+from math import prod
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from plait.errors import TrainingError
+
+ALIGNMENT = 4096
+"""What direct I/O asks of addresses, lengths and places in a file: enough for every disk in use."""
+
+
+def rounded(size: int) -> int:
+    """The bytes that `size` bytes take up in whole blocks of `ALIGNMENT`."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def host_empty(*shape: int, dtype: torch.dtype = torch.float32, pinned: bool = False) -> Tensor:
+    """An unfilled CPU tensor that begins at a block and has all bytes of its last one to itself.
+
+    `pinned`: a CUDA device copies from and to it without waiting. torch's own pinned memory comes in powers of two, up
+    to twice what was asked for; this pins exactly what it needs.
+    """
+    size = prod(shape) * dtype.itemsize
+    room = torch.empty(rounded(size) + ALIGNMENT, dtype=torch.uint8)
+    if isinstance(room, FakeTensor):  # a plan: it has no address
+        return room[:size].view(dtype).view(shape)
+    skip = -room.data_ptr() % ALIGNMENT
+    if pinned and size:
+        _pin(room, room.data_ptr() + skip, rounded(size))
+    return room[skip : skip + size].view(dtype).view(shape)
+
+
+def _pin(room: Tensor, address: int, size: int) -> None:
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(runtime.cudaHostRegister(address, size, 0))
+    if code != 0:
+        raise TrainingError(
+            f"CUDA cannot pin {size / 2**30:.2f} GiB of host memory (error {code}). Pinned memory cannot be swapped "
+            "out and may be limited: see `ulimit -l` and the memory limit of the container, or offload less."
+        )
+    weakref.finalize(room.untyped_storage(), runtime.cudaHostUnregister, address)

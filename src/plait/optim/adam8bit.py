@@ -1,0 +1,89 @@
+"""AdamW with moments in 8 bits: a quarter of the optimizer's memory.
+
+[Note: narrow in training, wide outside] In training a moment is `Packed`; whoever looks at the state from outside (a
+checkpoint, a proof) finds fp32 tensors, the same that AdamW has, under the same names. `widen` makes them, and the next
+step packs them again, which gives the codes that were there before. So a run may change between the two optimizers at
+any checkpoint, and blocks never meet the layout of a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from plait.ops.adam import AdamNumbers, adam_step_plain
+from plait.ops.adam8bit import adam8bit_step
+from plait.ops.blockwise import Levels, Packed, make_levels, pack_into, unpack, width_of, zeros
+from plait.optim.base import OwnOptimizer, with_gradient
+
+MIN_WIDTH = 64
+"""Parameters with shorter rows (biases, norms) keep fp32 moments: scales would take up what is saved."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamW8bit(OwnOptimizer):
+    """AdamW; the moments of matrices are packed block by block, see [Note: blocks lie in rows] in `ops.blockwise`.
+
+    Elementwise but for the blocks, which lie in rows: a rank that has some rows updates them as the whole would be.
+    """
+
+    wide_on_host: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._levels: dict[torch.device, tuple[Levels, Levels]] = {}
+
+    def _update(self) -> None:
+        for group in self.param_groups:
+            for param in with_gradient(group):
+                assert param.grad is not None
+                step = int(self._count(param))
+                numbers = AdamNumbers(step, group["lr"], group["betas"], group["eps"], group["weight_decay"])
+                if width_of(param) < MIN_WIDTH or not param.is_contiguous():
+                    adam_step_plain(numbers, [param], [param.grad], *([self._wide(param, name)] for name in _MOMENTS))
+                else:
+                    adam8bit_step(numbers, param.detach(), param.grad, *self._packed(param))
+
+    def _wide(self, param: Tensor, name: str) -> Tensor:
+        found = self._moment(param, name)
+        if found.device != param.device:  # it was loaded
+            found = self.state[param][name] = found.to(param.device)
+        return found
+
+    def _packed(self, param: Tensor) -> tuple[Packed, Packed]:
+        state: dict[str, Any] = self.state[param]
+        for name, levels in zip(_MOMENTS, self._levels_on(param.device), strict=True):
+            known = state.get(name)
+            if not isinstance(known, Packed):
+                state[name] = zeros(param, levels)
+                if known is not None:  # it was wide
+                    pack_into(state[name], known.to(param.device))
+        return state[_MOMENTS[0]], state[_MOMENTS[1]]
+
+    def widen(self) -> None:
+        """Replace packed moments by fp32 tensors, on the host: a device that needs 8 bits has no room for them."""
+        for state in self.state.values():
+            for name in _MOMENTS:
+                if isinstance(state.get(name), Packed):
+                    state[name] = unpack(state[name]).cpu()  # one at a time on the device
+
+    def packed_bytes(self) -> int:
+        """What the packed moments take up."""
+        found: Sequence[Any] = [state.get(name) for state in self.state.values() for name in _MOMENTS]
+        return sum(moment.nbytes for moment in found if isinstance(moment, Packed))
+
+    def _levels_on(self, device: torch.device) -> tuple[Levels, Levels]:
+        if device not in self._levels:
+            self._levels[device] = make_levels(device, signed=True), make_levels(device, signed=False)
+        return self._levels[device]

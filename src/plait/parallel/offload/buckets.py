@@ -1,0 +1,92 @@
+"""Which parameters are updated as one, and where their state lives."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Home = Literal["device", "cpu", "nvme"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Parameters that are updated one after another, and the home of their state."""
+
+    indices: tuple[int, ...]
+    home: Home
+
+
+def plan_spans(numels: Sequence[int], order: Sequence[int], *, limit: int, home: Home, ratio: float) -> list[Span]:
+    """Cut the parameters, taken in this order, into spans of at most `limit` numbers, or one that has more.
+
+    The first `ratio` of all numbers stays on the device: the next forward pass meets those first, and they are ready
+    at once, while the CPU still works on the others.
+    """
+    on_device = ratio * sum(numels)
+    spans: list[Span] = []
+    pending: list[int] = []
+    size = passed = 0
+    before: Home = home
+    for index in order:
+        numel = numels[index]
+        passed += numel
+        here: Home = "device" if passed <= on_device else home
+        if pending and (size + numel > limit or here != before):
+            spans.append(Span(tuple(pending), before))
+            pending, size = [], 0
+        before = here
+        pending.append(index)
+        size += numel
+    if pending:
+        spans.append(Span(tuple(pending), before))
+    return spans
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Parameters that are updated as one."""
+
+    span: Span
+    targets: list[Tensor]
+    """This rank's part of each parameter, as the model computes with it."""
+    masters: list[nn.Parameter]
+    """What the optimizer updates in their place."""
+    optimizer: Optimizer | None = None
+    """The optimizer, as if these were its only parameters."""
+    update: Future[None] | None = None
+    """The update in progress."""
+    published: Any = None
+    """A mark after the copies to the device of the last update."""
+
+    @property
+    def numel(self) -> int:
+        """Numbers in all parameters."""
+        return sum(target.numel() for target in self.targets)
+
+    def items(self) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
+        """(index, master, target) of each parameter."""
+        return zip(self.span.indices, self.masters, self.targets, strict=True)
+
+
+def twin(optimizer: Optimizer, masters: Sequence[Tensor]) -> Optimizer:
+    """The same optimizer for some of its parameters only. State is shared, options are copied (`copy_options`)."""
+    other = object.__new__(type(optimizer))
+    other.__dict__.update(optimizer.__dict__)
+    mine = {id(master) for master in masters}
+    other.param_groups = [
+        {**group, "params": [param for param in group["params"] if id(param) in mine]}
+        for group in optimizer.param_groups
+    ]
+    return other
+
+
+def copy_options(source: Optimizer, target: Optimizer) -> None:
+    """Bring a twin's options up to date: rates may change while an update is still running."""
+    for group, other in zip(source.param_groups, target.param_groups, strict=True):
+        other.update({key: copy.copy(value) for key, value in group.items() if key not in ("params", "param_names")})

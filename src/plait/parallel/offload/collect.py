@@ -1,0 +1,126 @@
+"""Gradients of a parameter, from its backward pass to the outbox."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from plait.parallel.offload.outbox import Outbox
+from plait.world import is_sharded, settled_part
+
+
+class Inner(Protocol):
+    """What sees to the gradients of a sharded model."""
+
+    def before_backward(self, *, last: bool) -> None:
+        """Prepare for one micro-batch."""
+
+    def finish(self) -> None:
+        """Complete the step's gradients."""
+
+    def after_forward_alone(self) -> None:
+        """A forward pass is over that no backward pass follows."""
+
+
+class StreamedGradients:
+    """Sends each gradient off during the last backward pass of a step; sums those of earlier ones on the device.
+
+    For parameters whose gradients need no other rank, and for those of `fully_shard`, which sums over ranks itself.
+    """
+
+    def __init__(self, outbox: Outbox, sum_dtype: Callable[[Tensor], torch.dtype], inner: Inner | None = None) -> None:
+        """`sum_dtype`: the format in which a gradient is summed over micro-batches; `inner` is told of passes too."""
+        self._inner = inner
+        self._outbox = outbox
+        self._sum_dtype = sum_dtype
+        self._sums: dict[int, Tensor] = {}
+        self._last = True
+
+    def listen(self, params: Sequence[nn.Parameter]) -> None:
+        """Take the gradients of plain parameters when autograd has them."""
+        for index, param in enumerate(params):
+            param.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        def collect(param: Tensor) -> None:
+            grad = param.grad
+            assert grad is not None
+            param.grad = None
+            with torch.no_grad():
+                self.receive(index, settled_part(grad, param) if is_sharded(grad) else grad)
+
+        return collect
+
+    def receive(self, index: int, grad: Tensor) -> None:
+        """One micro-batch's gradient of one parameter, this rank's part."""
+        before = self._sums.pop(index, None)
+        if before is not None:
+            grad = before.add_(grad)
+        if self._last:
+            self._outbox.take(index, grad)
+        else:
+            self._sums[index] = grad if before is not None else grad.to(self._sum_dtype(grad), copy=True)
+
+    def before_backward(self, *, last: bool) -> None:
+        """Prepare for one micro-batch; on the `last` one gradients leave the device."""
+        self._last = last
+        if self._inner is not None:
+            self._inner.before_backward(last=last)
+
+    def finish(self) -> None:
+        """Send what the last micro-batch had no part in, and zeros for what none had."""
+        if self._inner is not None:
+            self._inner.finish()
+        with torch.no_grad():
+            for index in list(self._sums):
+                self._outbox.take(index, self._sums.pop(index))
+            self._outbox.fill_in(self._sum_dtype)
+
+    def after_forward_alone(self) -> None:
+        """Let go of what a forward pass has left."""
+        if self._inner is not None:
+            self._inner.after_forward_alone()
+
+
+def listen_to_shards(model: nn.Module, index_of: dict[int, int], receive: Callable[[int, Tensor], None]) -> None:
+    """Take the gradients of a sharded model when they are summed over ranks, in the format of the sum.
+
+    [Note: gradients before they are rounded] `fully_shard` hands gradients back in the format of its parameters, here a
+    16-bit one. What it has summed in fp32 is seen, before that, by the hook it offers after a reduction: one flat
+    tensor, with the parts of the group's parameters in order, each padded to the size that all ranks have.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        group = state._fsdp_param_group
+        if group is None:
+            continue
+        module.set_all_reduce_hook(_hook_of(group, index_of, receive))
+        for member in group.fsdp_params:
+            if member.sharded_param.requires_grad:
+                member.sharded_param.register_post_accumulate_grad_hook(_forget)
+
+
+def _hook_of(group: Any, index_of: dict[int, int], receive: Callable[[int, Tensor], None]) -> Callable[[Tensor], None]:
+    def hook(flat: Tensor) -> None:
+        at = 0
+        with torch.no_grad():
+            for member in group.fsdp_params:
+                if not member.sharded_param.requires_grad:
+                    continue
+                size = member.sharded_size
+                receive(index_of[id(member.sharded_param)], flat[at : at + size.numel()].view(size))
+                at += member.padded_sharded_param_size.numel()
+        assert at == flat.numel(), "a group's gradients are reduced together"
+
+    return hook
+
+
+def _forget(param: Tensor) -> None:
+    param.grad = None

@@ -1,0 +1,81 @@
+"""Copies between a device and the host that go on beside the computing."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from plait.ops.host import host_empty
+
+
+class Lanes:
+    """One stream out of the device and one back; on a CPU, plain copies.
+
+    Everything is ordered by events, so a copy begins when what it reads is there, and whoever waits for a mark waits
+    for the copies before it and for nothing else.
+    """
+
+    def __init__(self, device: torch.device, *, fake: bool) -> None:
+        """`fake`: a plan, whose tensors have no values and whose device has no streams."""
+        self.device = device
+        self.fake = fake
+        self._streams = device.type == "cuda" and not fake
+        self._out: Any = torch.cuda.Stream(device) if self._streams else None
+        self._back: Any = torch.cuda.Stream(device) if self._streams else None
+
+    @property
+    def separate(self) -> bool:
+        """Whether host and device have memory of their own."""
+        return self.device.type != "cpu"
+
+    def room(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Host memory that the device copies from and to without anybody waiting."""
+        return host_empty(*shape, dtype=dtype, pinned=self._streams)
+
+    def out(self, room: Tensor, tensor: Tensor) -> Any:
+        """Copy a tensor of the device to the host, once it is computed; returns a mark."""
+        if not self._streams or not tensor.is_cuda:
+            room.copy_(tensor)
+            return None
+        self._out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._out):
+            room.copy_(tensor, non_blocking=True)
+            tensor.record_stream(self._out)
+            return self._out.record_event()
+
+    def fetch(self, room: Tensor, tensor: Tensor, computed: Any) -> None:
+        """Copy a tensor that is computed by a mark to the host, and wait for it: for another thread than the loop's."""
+        with torch.cuda.stream(self._out):
+            self._out.wait_event(computed)
+            room.copy_(tensor)
+
+    def backwards(self) -> AbstractContextManager[Any]:
+        """What copies back run under."""
+        return torch.cuda.stream(self._back) if self._streams else nullcontext()
+
+    def mark(self) -> Any:
+        """What the current stream has done by now."""
+        return torch.cuda.current_stream(self.device).record_event() if self._streams else None
+
+    def mark_back(self) -> Any:
+        """The copies back that were asked for until now."""
+        return self._back.record_event() if self._streams else None
+
+    def hold_back(self, mark: Any) -> None:
+        """Let no copy back begin before a mark of the computing."""
+        if mark is not None:
+            self._back.wait_event(mark)
+
+    def follow(self, mark: Any) -> None:
+        """Let the current stream wait for a mark."""
+        if mark is not None:
+            torch.cuda.current_stream(self.device).wait_event(mark)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no values, as in a plan."""
+    return isinstance(tensor, FakeTensor)

@@ -1,0 +1,99 @@
+"""How much host memory and disk an offloaded run takes, asked before it starts."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from plait.config.run import RunConfig
+from plait.errors import ConfigError, Problem
+from plait.optim import ViewGroup, build_optimizer
+from plait.parallel.offload.passage import ROOMS
+from plait.world import World
+
+_SAMPLE = 4096
+_PATH = "strategy.offload"
+
+
+def state_bytes(config: RunConfig) -> float:
+    """Bytes that the optimizer keeps for each number, found by asking it to update a few."""
+    sample = torch.nn.Parameter(torch.zeros(_SAMPLE, device="cpu"))
+    optimizer = build_optimizer(config.optim, [ViewGroup(("sample",), [sample])])
+    sample.grad = torch.zeros_like(sample)
+    optimizer.step()
+    kept = [value for value in optimizer.state[sample].values() if isinstance(value, torch.Tensor) and value.ndim]
+    return sum(value.nbytes for value in kept) / _SAMPLE
+
+
+def numbers_in_a_bucket(config: RunConfig, sizes: Sequence[int], names: Sequence[str]) -> int:
+    """How many numbers are updated as one."""
+    offload = config.strategy.offload
+    wanted = max(int(offload.bucket_mb * 2**20 / 4), 1)
+    if offload.budget_gib is None:
+        return wanted
+    budget = offload.budget_gib * 2**30
+    each = ROOMS * (4 + state_bytes(config)) + 8  # with a gradient, and a weight on its way back
+    limit = int(budget / each)
+    largest = max(range(len(sizes)), key=lambda index: sizes[index])
+    if sizes[largest] > limit:
+        message = (
+            f"{offload.budget_gib:g} has room for {limit:,} numbers at a time, but {names[largest]} has "
+            f"{sizes[largest]:,} on this rank"
+        )
+        raise ConfigError(
+            Problem(f"{_PATH}.budget_gib", message, f"Write at least {sizes[largest] * each / 2**30:.3g}.")
+        )
+    return min(wanted, limit)
+
+
+def host_need(config: RunConfig, numbers: int) -> float:
+    """Bytes of host memory that one rank takes for so many trained numbers, beside what training takes anyway."""
+    offload = config.strategy.offload
+    away = numbers * (1.0 - offload.ratio)
+    half = 2 if config.precision.compute in ("bf16", "fp16") else 4
+    if offload.optimizer == "nvme":
+        bucket = offload.bucket_mb * 2**20 / 4
+        each = ROOMS * (4 + state_bytes(config)) + 8
+        return min(bucket, away) * each if offload.budget_gib is None else offload.budget_gib * 2**30
+    sets = 2 if offload.delayed else 1
+    late = half if offload.delayed else 0
+    return away * (4 + state_bytes(config) + sets * half + late)
+
+
+def file_need(config: RunConfig, numbers: int) -> float:
+    """Bytes of disk that one rank takes."""
+    offload = config.strategy.offload
+    half = 2 if config.precision.compute in ("bf16", "fp16") else 4
+    states = numbers * (1.0 - offload.ratio) * (4 + state_bytes(config)) if offload.optimizer == "nvme" else 0.0
+    return states + (numbers * half if offload.params == "nvme" else 0.0)
+
+
+def check_space(config: RunConfig, world: World, sizes: Sequence[int], folder: Path | None) -> None:
+    """Refuse a run whose state has no place; every rank must ask."""
+    numbers = sum(sizes)
+    here = world.ranks.rank // world.ranks.local_size
+    parts = world.gather((here, host_need(config, numbers), file_need(config, numbers)))
+    host = sum(need for node, need, _ in parts if node == here)
+    files = sum(need for node, _, need in parts if node == here)
+    free = psutil.virtual_memory().available
+    problems = []
+    if host > free:
+        message = f"the offloaded state takes {_gib(host)} of this host's memory, and {_gib(free)} are free"
+        remedy = f"Use more hosts, `{_PATH}.ratio` to keep a share on the device, or `{_PATH}.optimizer: nvme`."
+        problems.append(Problem(f"{_PATH}.optimizer", message, remedy))
+    if folder is not None:
+        existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+        left = shutil.disk_usage(existing).free
+        if files > left:
+            message = f"the offloaded state takes {_gib(files)} of disk, and {folder} has {_gib(left)} free"
+            problems.append(Problem(f"{_PATH}.path", message, "Free space, or name a folder on a larger disk."))
+    if world.any(bool(problems)):
+        raise ConfigError(problems or [Problem(_PATH, "another host has no space for its state", "See its message.")])
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,151 @@
+"""This rank's trainable weights beyond the device: made, updated, saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plait.ops.host import host_empty
+from plait.parallel.offload.buckets import Bucket, Home, Span, plan_spans
+from plait.parallel.offload.lanes import Lanes, is_fake
+from plait.parallel.offload.outbox import Outbox
+from plait.parallel.offload.passage import Passage
+from plait.parallel.offload.update import Updates
+from plait.world import local_part
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadOptions:
+    """How `Offload` works."""
+
+    home: Home
+    limit: int
+    """Numbers in one bucket."""
+    ratio: float = 0.0
+    delayed: bool = False
+    folder: Path | None = None
+    """For files; only with the home `nvme`."""
+
+
+class Offload:
+    """fp32 weights, gradients and optimizer state of the trainable parameters, away from the device.
+
+    `masters` are what the optimizer updates. The order in which `order` names the parameters is the order in which
+    they are updated, and should be that in which the forward pass wants them.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        dtypes: Sequence[torch.dtype],
+        *,
+        order: Sequence[int],
+        device: torch.device,
+        options: OffloadOptions,
+        say: Callable[[str], None],
+    ) -> None:
+        """`dtypes`: of the masters."""
+        with torch.no_grad():
+            targets = [local_part(param.detach()) for param in params]
+        self.lanes = Lanes(device, fake=any(is_fake(target) for target in targets))
+        self.options = options
+        spans = plan_spans(
+            [target.numel() for target in targets], order, limit=options.limit, home=options.home, ratio=options.ratio
+        )
+        self.buckets = [
+            Bucket(
+                span,
+                [targets[index] for index in span.indices],
+                [self._master(span, targets[index], dtypes[index]) for index in span.indices],
+            )
+            for span in spans
+        ]
+        self.bucket_of = {index: bucket for bucket in self.buckets for index in bucket.span.indices}
+        masters = {index: master for bucket in self.buckets for index, master, _ in bucket.items()}
+        self.masters = [masters[index] for index in range(len(params))]
+        self._passage: Passage | None = None
+        in_files = [bucket for bucket in self.buckets if bucket.span.home == "nvme"]
+        if in_files and not self.lanes.fake:
+            assert options.folder is not None
+            self._passage = Passage(in_files, options.folder, say)
+        self.outbox = Outbox(self.buckets, self.lanes, sets=2 if options.delayed else 1)
+        self._updates = Updates(self.buckets, self.lanes, self._passage, delayed=options.delayed)
+
+    def _master(self, span: Span, target: Tensor, dtype: torch.dtype) -> nn.Parameter:
+        if span.home == "device":
+            same = target.dtype == dtype
+            return nn.Parameter(target if same else torch.empty_like(target, dtype=dtype))
+        if span.home == "cpu" or self.lanes.fake:
+            return nn.Parameter(host_empty(*target.shape, dtype=dtype))
+        return nn.Parameter(torch.empty((), dtype=dtype).expand(target.shape))
+
+    # ---- at the start
+
+    def keep(self, index: int, values: Tensor) -> None:
+        """Set the fp32 weights of one parameter: this rank's part of them."""
+        bucket = self.bucket_of[index]
+        master = self.masters[index]
+        with torch.no_grad():
+            if bucket.span.home == "nvme" and self._passage is not None:
+                self._passage.put_weight(bucket, index, values.detach().to("cpu", master.dtype))
+            else:
+                master.copy_(values)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Learn what updates the masters."""
+        self._updates.attach(optimizer)
+        if self._passage is not None:
+            self._passage.attach(optimizer)
+
+    # ---- a step
+
+    def begin(self, factor: float, clip_value: float | None) -> None:
+        """Update all weights with the gradients in the outbox times `factor`; it goes on while this returns."""
+        self._updates.begin(self.outbox.hand_over(), factor, clip_value)
+
+    def wait_for(self, buckets: Sequence[Bucket]) -> None:
+        """Until the model has the new weights of these buckets."""
+        for bucket in buckets:
+            self._updates.wait_for(bucket)
+
+    def settle(self) -> None:
+        """Until no update is under way and the model has all new weights."""
+        self._updates.settle()
+
+    def publish(self) -> None:
+        """Bring the model up to date with the masters, which somebody has set."""
+        self._updates.finish()
+        if self._passage is not None:
+            self._passage.loaded()
+        self._updates.publish()
+
+    # ---- for checkpoints
+
+    @contextmanager
+    def revealed(self) -> Iterator[None]:
+        """Masters and optimizer state are ordinary tensors meanwhile, those in files as memory of the files."""
+        self.settle()
+        if self._passage is None:
+            yield
+            return
+        self._passage.reveal()
+        try:
+            yield
+        finally:
+            self._passage.hide()
+
+    def in_files(self, index: int) -> bool:
+        """Whether the state of a parameter lies in files."""
+        return self._passage is not None and self.bucket_of[index].span.home == "nvme"
+
+    def make_room(self, wanted: Mapping[int, Sequence[tuple[str, torch.dtype]]]) -> None:
+        """Make files for the optimizer state of parameters, each tensor of its parameter's shape."""
+        self.settle()
+        if self._passage is not None:
+            self._passage.make_room(wanted)

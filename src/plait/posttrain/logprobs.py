@@ -1,0 +1,34 @@
+"""How likely a model finds tokens that are given."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from plait.models.common.protocol import IGNORE_INDEX
+
+CHUNK_TOKENS = 4096
+"""Tokens whose logits are held in fp32 at one time."""
+
+
+def token_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
+    """Log-probability of each label, in fp32; zero where the label is -100. Shapes (…, vocabulary) and (…)."""
+    flat, targets = logits.flatten(0, -2), labels.flatten()
+    parts = [
+        -F.cross_entropy(part.float(), target, ignore_index=IGNORE_INDEX, reduction="none")
+        for part, target in zip(flat.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)
+    ]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(labels.shape)
+
+
+def sequence_logprobs(logits: Tensor, labels: Tensor, *, mean: bool = False) -> Tensor:
+    """Log-probability of each row's labels, their sum or the mean over them."""
+    total = token_logprobs(logits, labels).sum(-1)
+    return total / (labels != IGNORE_INDEX).sum(-1).clamp(min=1) if mean else total
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Entropy of the distribution at each place, in fp32."""
+    logs = logits.float().log_softmax(-1)
+    return -(logs.exp() * logs).sum(-1)

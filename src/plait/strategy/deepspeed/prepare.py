@@ -1,0 +1,95 @@
+"""From a run description to an engine that DeepSpeed trains."""
+
+from __future__ import annotations
+
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import Any
+
+from pydantic import ValidationError
+
+from plait.config.engine import told
+from plait.config.run import RunConfig
+from plait.errors import ConfigError, Problem
+from plait.optim import build_schedule
+from plait.precision import DTYPES
+from plait.strategy.deepspeed.describe import describe
+from plait.strategy.deepspeed.engine import DeepSpeedEngine
+from plait.strategy.deepspeed.library import load_deepspeed
+from plait.strategy.deepspeed.states import FlatStates, PartitionedStates, PlainStates, States
+from plait.strategy.foreign.build import Built, build_whole
+from plait.strategy.native.forward import Say
+from plait.strategy.native.loss import LossFunction
+from plait.strategy.native.prepare import Length, ModelSource
+from plait.world import World, seed_everything
+
+
+def prepare_deepspeed(
+    config: RunConfig,
+    world: World,
+    *,
+    model: ModelSource = None,
+    loss_function: LossFunction | None = None,
+    length: Length | None = None,
+    accumulation: int = 1,
+    example: Any = None,
+    say: Say = print,
+) -> DeepSpeedEngine:
+    """Make a model ready to train with DeepSpeed, as `config` says; `example` is what other engines look at."""
+    length = length or Length()
+    deepspeed = load_deepspeed(world, say)
+    described = describe(config, world.size, accumulation)
+    if config.precision.compute == "fp16" and not deepspeed.accelerator.get_accelerator().is_fp16_supported():
+        message = f"DeepSpeed has no fp16 on this {world.device.type}"
+        raise ConfigError(Problem("precision.compute", message, "Write `bf16`, or use `engine: native`."))
+    built = build_whole(config, world, model)
+    theirs = _initialize(deepspeed, built, described, config)
+    states = _states(theirs, config.strategy.stage)
+    seed_everything(config.seed, world.rank)
+    engine = DeepSpeedEngine(
+        theirs,
+        states,
+        built,
+        world,
+        config,
+        optimizer=states.optimizer,
+        schedule=build_schedule(
+            config.schedule,
+            base_lr=config.optim.lr,
+            total_steps=length.total_steps,
+            steps_per_epoch=length.steps_per_epoch,
+        ),
+        loss_function=loss_function,
+        accumulation=accumulation,
+        say=say,
+    )
+    engine.restore_originals()
+    return engine
+
+
+def _initialize(deepspeed: Any, built: Built, described: dict[str, Any], config: RunConfig) -> Any:
+    try:
+        with redirect_stdout(StringIO()):  # some of its accounts of memory are printed, whatever its logger is told
+            if config.strategy.stage == 3:
+                # Cut parameter by parameter; otherwise the whole model would be moved to the device first.
+                for param in built.module.parameters():
+                    param.data = param.data.to(DTYPES[config.precision.compute])
+                tier = told(described, "zero_optimization", "offload_param", "device")
+                deepspeed.zero.Init(
+                    module=built.module, config_dict_or_path=described, remote_device="nvme" if tier == "nvme" else None
+                )
+            theirs, *_ = deepspeed.initialize(model=built.module, optimizer=built.optimizer(config), config=described)
+    except ValidationError as error:
+        raise ConfigError([_problem(entry["loc"], entry["msg"]) for entry in error.errors()]) from None
+    return theirs
+
+
+def _problem(place: tuple[int | str, ...], message: str) -> Problem:
+    path = ".".join(map(str, ("strategy", "config", *place)))
+    return Problem(path, f"DeepSpeed says: {message}", "See DeepSpeed's page on its configuration.")
+
+
+def _states(theirs: Any, stage: int) -> States:
+    wrapper = theirs.optimizer
+    kind: type[States] = (PlainStates, FlatStates, FlatStates, PartitionedStates)[stage]
+    return kind(wrapper, getattr(wrapper, "optimizer", wrapper))

@@ -1,0 +1,72 @@
+"""A whole model with values, as another library wants to be given it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from plait.config.run import RunConfig
+from plait.optim import GroupSpec, ViewGroup, build_optimizer, split_groups
+from plait.parallel import materialize
+from plait.parallel.recompute import apply_recompute
+from plait.parallel.units import find_units
+from plait.precision import make_policy
+from plait.strategy.native.prepare import ModelSource, build_module, load_pretrained_into
+from plait.world import World, make_deterministic
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model, and what a library that takes it over will no longer tell."""
+
+    module: nn.Module
+    groups: list[GroupSpec]
+    blanks: dict[str, Tensor]
+    """Every parameter's whole shape, under its name, without memory."""
+    trained: list[str]
+    buffers: list[str]
+    """Those that a checkpoint holds."""
+    originals: dict[str, Tensor]
+    """What is rounded or not trained: the values from before, on the host."""
+
+    def optimizer(self, config: RunConfig) -> torch.optim.Optimizer:
+        """The optimizer of the run over the module's parameters, without any state yet."""
+        params = dict(self.module.named_parameters())
+        views = [ViewGroup(spec.names, [params[name] for name in spec.names], spec.options) for spec in self.groups]
+        optimizer = build_optimizer(config.optim, views)
+        optimizer.state.clear()  # the library exchanges the parameters, and what is kept for these would stay for ever
+        return optimizer
+
+
+def build_whole(config: RunConfig, world: World, model: ModelSource) -> Built:
+    """Make the model on the host, with the values that it has under every other engine."""
+    policy, host = make_policy(config.precision), torch.device("cpu")
+    if config.deterministic:
+        make_deterministic()
+    torch.set_float32_matmul_precision("high" if policy.tf32 else "highest")
+    module, initializer = build_module(config, model)
+    if initializer is None:
+        module.to(host)
+        if world.everyone is not None:
+            materialize.copy_from_main(module, world.everyone, world.device)
+    else:
+        materialize.give_storage(module, host)
+        materialize.initialize(module, initializer, seed=config.seed, device=world.device)
+    if model is None:
+        load_pretrained_into(module, module, config)
+    groups = split_groups(module, config.optim)
+    apply_recompute(find_units(module, config.strategy.wrap), config.strategy.recompute)
+    params = dict(module.named_parameters())
+    persistent = module.state_dict().keys()
+    return Built(
+        module,
+        groups,
+        blanks={name: torch.empty(param.shape, device="meta") for name, param in params.items()},
+        trained=[name for name, param in params.items() if param.requires_grad],
+        buffers=[name for name, _ in module.named_buffers() if name in persistent],
+        originals={
+            name: param.detach().clone() for name, param in params.items() if policy.mixed or not param.requires_grad
+        },
+    )

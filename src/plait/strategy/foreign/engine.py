@@ -1,0 +1,342 @@
+"""One optimizer step through another library, told and saved as every engine's is."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plait.config.run import RunConfig
+from plait.errors import NonFiniteError, TrainingError
+from plait.optim import Schedule
+from plait.parallel.replicate import average_buffers
+from plait.precision import make_policy
+from plait.spec import MicroBatch, Phase
+from plait.strategy.base import Engine, Evaluation, StepResult
+from plait.strategy.foreign.build import Built
+from plait.strategy.foreign.loss import EvenNormalizer
+from plait.strategy.foreign.wholes import as_share, share_of
+from plait.strategy.native.forward import Forward, Say
+from plait.strategy.native.loss import LossFunction, LossNormalizer, WeightedLoss, read_loss
+from plait.world import World, is_sharded, local_part
+
+
+class ForeignEngine(Engine):
+    """Trains with another library. What is common to all of them; a subclass knows its library's steps and states."""
+
+    def __init__(
+        self,
+        called: nn.Module,
+        built: Built,
+        world: World,
+        config: RunConfig,
+        *,
+        optimizer: Optimizer,
+        schedule: Schedule,
+        loss_function: LossFunction | None,
+        accumulation: int,
+        corrects_freely: bool = False,
+        say: Say,
+    ) -> None:
+        """`called` is what the library wants to be called for a forward pass.
+
+        `corrects_freely`: a correction of the gradients costs nothing, so losses are divided as the native engine does.
+        """
+        self.model = built.module
+        self.world = world
+        self.steps = 0
+        self.accumulation = accumulation
+        self.optimizer = optimizer
+        """The torch optimizer whose groups carry the learning rates."""
+        self._built = built
+        self._guard = config.train.guard
+        self._schedule = schedule
+        self._loss_function = loss_function
+        self._say = say
+        self._skips_in_a_row = 0
+        self._normalizer = (LossNormalizer if corrects_freely else EvenNormalizer)(world.everyone, world.device)
+        policy = make_policy(config.precision)
+        self._forward = Forward(_Row.around(called, built.module), world.device, policy, compiled=(), say=say)
+        self._mesh = world.submesh("dp_replicate", "dp_shard")
+        self._peers = world.group("dp_replicate", "dp_shard")
+        self._pending = 0
+        self._awaits_backward = False
+        # What was handed out last and may be written to, as long as somebody holds it; see [Note: states by way of
+        # wholes].
+        self._state: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
+        self._weights: dict[str, Tensor] = {}
+        self._frozen = {name: share_of(value, self._mesh) for name, value in self._frozen_values().items()}
+        self.on_phase: Callable[[Phase], None] = _unheard
+        self._after_step = getattr(built.module, "after_step", None)
+        self.model.train()
+
+    # ---- what a library does in its own way
+
+    @abstractmethod
+    def _backward(self, loss: Tensor, *, last: bool) -> None:
+        """Backward through a loss that is this rank's part of the global mean; `last` of a step."""
+
+    @abstractmethod
+    def _update(self, correction: float) -> tuple[float, bool]:
+        """Update with the gradients times `correction`; their norm before clipping, and whether it was left out."""
+
+    @abstractmethod
+    def _read_weight(self, name: str) -> Tensor:
+        """The whole fp32 value of a trained parameter. Every rank must ask."""
+
+    @abstractmethod
+    def _write_weight(self, name: str, whole: Tensor) -> None:
+        """Set it; `_publish` is called after all of them."""
+
+    @abstractmethod
+    def _write_frozen(self, name: str, whole: Tensor) -> None:
+        """Set a parameter that is not trained."""
+
+    @abstractmethod
+    def _state_keys(self, name: str) -> list[str]:
+        """What the optimizer keeps for a parameter; the same on every rank."""
+
+    @abstractmethod
+    def _read_state(self, name: str, key: str) -> Tensor:
+        """One of these, whole. Every rank must ask."""
+
+    @abstractmethod
+    def _write_state(self, name: str, key: str, whole: Tensor) -> None:
+        """Set it."""
+
+    @abstractmethod
+    def _publish(self) -> None:
+        """Bring what computes up to date with the weights that were set."""
+
+    def _scaler_state(self) -> dict[str, float] | None:
+        """The loss scaler's state, in the native engine's words."""
+        return None
+
+    def _restore_scaler(self, state: Mapping[str, float]) -> None:
+        """Go on from it."""
+
+    # ---- one step
+
+    def train_step(self, micro_batches: Sequence[Any]) -> StepResult:
+        """One optimizer step over this rank's micro-batches."""
+        count = len(micro_batches)
+        if not 0 < count <= self.accumulation:
+            raise TrainingError(
+                f"train_step was called with {count} micro-batches, and the engine was prepared for "
+                f"{self.accumulation}; give `accumulation` to prepare, or set batch.accumulation"
+            )
+        for index, batch in enumerate(micro_batches):
+            loss = self._forward_loss(batch)
+            self._normalizer.add(loss, micro_batches=count)
+            self._begin_backward(self._normalizer.scaled(loss), last=index == count - 1)
+        return self._finish_step()
+
+    def _forward_loss(self, batch: Any) -> WeightedLoss:
+        self.on_phase(Phase.FORWARD)
+        inputs, samples = _inputs_and_samples(batch)
+        inputs = self._forward.ready(inputs)
+        return read_loss(self._forward(inputs), inputs, samples, self._loss_function)
+
+    def _begin_backward(self, loss: Tensor, *, last: bool) -> None:
+        self.on_phase(Phase.BACKWARD)
+        self._backward(loss, last=last)
+
+    def _finish_step(self) -> StepResult:
+        self.on_phase(Phase.STEP)
+        lr = self._schedule.apply(self.optimizer, self.steps)
+        sums = self._normalizer.finish()
+        loss, targets, stop = sums.read()
+        norm, skipped = self._update(1.0 if sums.divisor is None else sums.divisor / (targets or 1.0))
+        self._count_skip(skipped or not math.isfinite(loss))
+        if self._after_step is not None:
+            self._after_step(self._peers, updated=not skipped)
+        self.steps += 1
+        self.on_phase(Phase.IDLE)
+        return StepResult(loss, norm, skipped, lr, targets, stop)
+
+    def _count_skip(self, skipped: bool) -> None:
+        self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
+        scaler = self._scaler_state()
+        if skipped and scaler is None:
+            self._say(f"step {self.steps} skipped on every rank: its loss or gradient is not finite")
+        if self._skips_in_a_row >= self._guard.max_skips:
+            scale = "" if scaler is None else f", at loss scale {scaler['scale']:g}"
+            raise NonFiniteError(
+                f"{self._skips_in_a_row} steps in a row had a non-finite gradient{scale}. Lower optim.lr, set "
+                "train.clip_norm, or use precision: bf16 instead of fp16; "
+                "train.guard.max_skips sets how many are accepted"
+            )
+
+    # ---- for people who keep their own loop
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Forward one micro-batch; returns its mean loss."""
+        if self._awaits_backward or self._pending == self.accumulation:
+            due = "backward(loss)" if self._awaits_backward else "step()"
+            raise TrainingError(f"engine(batch) was called where engine.{due} is due")
+        loss = self._forward_loss(batch)
+        self._normalizer.add(loss, micro_batches=self.accumulation)
+        self._awaits_backward = True
+        return loss.mean()
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward through the loss of the forward pass just done."""
+        if not self._awaits_backward:
+            raise TrainingError("engine.backward(loss) was called without engine(batch) before it")
+        self._awaits_backward = False
+        self._pending += 1
+        self._begin_backward(self._normalizer.scaled_mean(loss), last=self._pending == self.accumulation)
+
+    def step(self) -> StepResult | None:
+        """Update the weights when the accumulation is complete; None before that."""
+        if self._pending == 0:
+            raise TrainingError("engine.step() was called without engine.backward(loss) before it")
+        if self._pending < self.accumulation:
+            return None
+        self._pending = 0
+        return self._finish_step()
+
+    def request_stop(self) -> None:
+        """Ask every rank to stop after the step in progress; the answer is in that step's result."""
+        self._normalizer.flag = True
+
+    def agree_on_buffers(self) -> None:
+        """Average running statistics over the ranks; other buffers become rank 0's."""
+        if self._peers is not None:
+            average_buffers(self.model, self._peers, self.world.size)
+
+    def evaluate(self, batch: Any) -> Evaluation:
+        """Forward one micro-batch without gradients, in evaluation mode."""
+        inputs, samples = _inputs_and_samples(batch)
+        inputs = self._forward.ready(inputs)
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                outputs = self._forward(inputs)
+                loss = read_loss(outputs, inputs, samples, self._loss_function)
+                return Evaluation(float(loss.total()), float(loss.weight), outputs)
+        finally:
+            self.model.train(training)
+
+    # ---- state, see [Note: states by way of wholes]
+
+    @torch.no_grad()
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The logical state: `model.<name>`, `optim.<name>.<key>`. Every rank must ask."""
+        weights = self._share_weights()
+        tensors = {f"model.{name}": weights.get(name, self._frozen.get(name)) for name in self._built.blanks}
+        buffers = dict(self.model.named_buffers())
+        tensors |= {f"model.{name}": buffers[name] for name in self._built.buffers}
+        for name in self._built.trained:
+            for key in self._state_keys(name):
+                tensors[f"optim.{name}.{key}"] = share_of(self._read_state(name, key), self._mesh)
+        found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        self._state = WeakValueDictionary(found)
+        return found
+
+    def _share_weights(self) -> dict[str, Tensor]:
+        return {name: share_of(self._read_weight(name), self._mesh) for name in self._built.trained}
+
+    @torch.no_grad()
+    def state_loaded(self) -> None:
+        """What `state_tensors` handed out last was written to: give it to the library."""
+        for name in self._built.trained:
+            if (weight := self._state.get(f"model.{name}")) is not None:
+                self._write_weight(name, _whole(weight))
+            for key in self._state_keys(name):
+                if (state := self._state.get(f"optim.{name}.{key}")) is not None:
+                    self._write_state(name, key, _whole(state))
+        for name, share in self._frozen.items():
+            self._write_frozen(name, _whole(share))
+        self._publish()
+
+    @torch.no_grad()
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's part of each trained weight: a copy, until `weights_changed`. Every rank must ask."""
+        self._weights = self._share_weights()
+        return {name: local_part(share) for name, share in self._weights.items()}
+
+    @torch.no_grad()
+    def weights_changed(self) -> None:
+        """Somebody wrote into what `weights` handed out last. Every rank must ask."""
+        for name, share in self._weights.items():
+            self._write_weight(name, _whole(share))
+        self._publish()
+        self._weights = {}
+
+    def as_whole(self, name: str, part: Tensor) -> Tensor:
+        """A tensor shaped like this rank's part of a weight, as the logical whole."""
+        return as_share(part, self._built.blanks[name], self._mesh)
+
+    @torch.no_grad()
+    def restore_originals(self) -> None:
+        """Give the library the fp32 values that it was handed rounded; forget them."""
+        rounded = [name for name in self._built.trained if name in self._built.originals]
+        for name in rounded:
+            self._write_weight(name, self._built.originals[name].to(self.world.device))
+        if rounded:
+            self._publish()
+        self._built.originals.clear()
+
+    def _frozen_values(self) -> dict[str, Tensor]:
+        trained = set(self._built.trained)
+        names = [name for name in self._built.blanks if name not in trained]
+        return {name: self._built.originals[name].to(self.world.device) for name in names}
+
+    def state(self) -> dict[str, Any]:
+        """The state that is numbers, not tensors."""
+        return {"steps": self.steps, "skips_in_a_row": self._skips_in_a_row, "scaler": self._scaler_state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+        self.steps = int(state["steps"])
+        self._skips_in_a_row = int(state["skips_in_a_row"])
+        if state["scaler"] is not None:
+            self._restore_scaler(state["scaler"])
+
+    def parameter_count(self) -> tuple[int, int]:
+        """How many numbers the whole model has, and how many of them are trained."""
+        sizes = {name: blank.numel() for name, blank in self._built.blanks.items()}
+        return sum(sizes.values()), sum(sizes[name] for name in self._built.trained)
+
+    def frozen(self) -> frozenset[str]:
+        """Names of the parameters that are not trained."""
+        return frozenset(self._built.blanks) - frozenset(self._built.trained)
+
+
+class _Row(nn.Module):
+    """A library's wrapper around a row of layers: of a micro-batch it gets the first part, as the row itself would."""
+
+    def __init__(self, called: nn.Module) -> None:
+        super().__init__()
+        self.called = called
+
+    @classmethod
+    def around(cls, called: nn.Module, module: nn.Module) -> nn.Module:
+        """`called` itself where `module` takes whole micro-batches."""
+        return cls(called) if type(module).forward is nn.Sequential.forward else called
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        from plait.parallel.pipeline.outline import first_part
+
+        return self.called(first_part(named or (inputs[0] if len(inputs) == 1 else inputs)))
+
+
+def _whole(share: Tensor) -> Tensor:
+    return share.full_tensor() if is_sharded(share) else share
+
+
+def _unheard(phase: Phase) -> None:
+    """Nobody wants to know."""
+
+
+def _inputs_and_samples(batch: Any) -> tuple[Any, int]:
+    """What the model is called with, and how many samples that is; a bare batch counts as one."""
+    return (batch.inputs, batch.samples) if type(batch) is MicroBatch else (batch, 1)

@@ -1,0 +1,282 @@
+"""Weights whose update is computed away from the device: their views, their updater, and how both come about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from plait.config.run import RunConfig
+from plait.optim import norm_of
+from plait.parallel.materialize import part_of
+from plait.parallel.offload.buckets import Home
+from plait.parallel.offload.collect import StreamedGradients, listen_to_shards
+from plait.parallel.offload.lanes import is_fake
+from plait.parallel.offload.space import check_space, numbers_in_a_bucket
+from plait.parallel.offload.store import Offload, OffloadOptions
+from plait.parallel.replicate import GradientBuckets
+from plait.parallel.units import Unit
+from plait.precision import Policy
+from plait.strategy.native.engine import Gradients
+from plait.strategy.native.forward import Say
+from plait.strategy.native.spread import Several
+from plait.strategy.native.update import Updater
+from plait.strategy.native.views import Views
+from plait.world import World, local_part, same_kind, settled_part
+
+
+class OffloadedViews(Views):
+    """The optimizer sees tensors in host memory or in files, one for this rank's part of each parameter.
+
+    Gradients come as they are made (`StreamedGradients`), from buckets that sum them over ranks, or, where neither is
+    given, from the parameters once they are complete.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: Sequence[nn.Parameter],
+        store: Offload,
+        frozen: Mapping[nn.Parameter, Tensor],
+        *,
+        streamed: bool,
+        buckets: GradientBuckets | None,
+    ) -> None:
+        self.store = store
+        self.frozen = frozen
+        self._streamed = streamed
+        self.buckets = buckets
+        self._gathered = False
+        super().__init__(names, params)
+
+    def _make_tensors(self) -> list[nn.Parameter]:
+        return self.store.masters
+
+    def gather_gradients(self) -> list[Tensor]:
+        """See that all gradients are on their way; they are not for others to touch, so none is returned."""
+        if not self._streamed and not self._gathered:
+            with torch.no_grad():
+                for index, param in enumerate(self.params):
+                    self.store.outbox.take(index, self._gradient_now(index, param))
+        self._gathered = True
+        return []
+
+    def _gradient_now(self, index: int, param: nn.Parameter) -> Tensor:
+        if self.buckets is not None:
+            return self.buckets.view_of(index)
+        return local_part(torch.zeros_like(param)) if param.grad is None else settled_part(param.grad, param)
+
+    @property
+    def in_buckets(self) -> bool:
+        """Where parameters are replicated."""
+        return self.buckets is not None
+
+    def gradient_of(self, name: str) -> Tensor:
+        """This rank's part of a gradient, where it is collected."""
+        assert self.buckets is not None
+        return self.buckets.view_of(self.names.index(name))
+
+    def gradient(self, index: int) -> Tensor | None:
+        """The gradient of this step, while there is one."""
+        return self.store.outbox.of(index)
+
+    def clear_gradients(self) -> None:
+        """Forget those of a step that was skipped; an update has taken the others."""
+        super().clear_gradients()
+        self.store.outbox.drop()
+        self._gathered = False
+
+    def norms(self) -> list[Tensor]:
+        """The norm of each gradient."""
+        return self.store.outbox.norms()
+
+    def publish(self) -> None:
+        """Bring the model up to date with the masters, which somebody has set."""
+        self.store.publish()
+
+    def local(self, index: int) -> Tensor:
+        """This rank's part of one tensor; one in a file as memory of the file."""
+        with self.store.revealed():
+            return self.tensors[index].detach()
+
+    def revealed(self) -> AbstractContextManager[None]:
+        """Masters and states are ordinary tensors meanwhile."""
+        return self.store.revealed()
+
+    def make_room(self, wanted: Mapping[int, Sequence[tuple[str, torch.dtype]]]) -> frozenset[int]:
+        """Files for the states that a checkpoint is about to fill; returns whose that are."""
+        self.store.make_room(wanted)
+        return frozenset(index for index in wanted if self.store.in_files(index))
+
+
+class OffloadedUpdater(Updater):
+    """Decides as every updater does, and lets the update go on while training does."""
+
+    _views: OffloadedViews
+
+    def _norm(self, grads: list[Tensor]) -> float:
+        return norm_of(self._views.norms(), self._views.norm_group, self._views.norm_weights)
+
+    def _apply(self, grads: list[Tensor], norm: float, factor: float) -> None:
+        self._views.store.begin(self._clipped(norm, factor), self.clip_value)
+
+    @property
+    def stays_on_device(self) -> bool:
+        """Never: the host must know the norm to begin."""
+        return False
+
+
+class Offloading:
+    """Takes the weights of a model away from the device while it is being made."""
+
+    def __init__(self, config: RunConfig, world: World, policy: Policy, say: Say) -> None:
+        self._config = config
+        self._world = world
+        self._say = say
+        self.rounds = policy.mixed and policy.master
+        """Whether the model computes with weights in a smaller format."""
+        self._policy = policy
+        self._wholes: dict[str, Tensor] = {}
+        self._kept: dict[nn.Parameter, Tensor] = {}
+        self._index_of: dict[nn.Parameter, int] = {}
+        self.store: Offload | None = None
+
+    def set_aside(self, part: nn.Module) -> None:
+        """Remember the values of a model that came with them, before they are rounded."""
+        if self.rounds:
+            self._wholes |= {name: param.data for name, param in part.named_parameters() if not param.is_meta}
+
+    def take_aside(self, part: nn.Module) -> None:
+        """Keep what was set aside, now that each rank has its part of the parameters."""
+        for name, param in part.named_parameters():
+            if name in self._wholes:
+                self.keep(param, self._wholes.pop(name))
+
+    def keep(self, param: nn.Parameter, whole: Tensor) -> None:
+        """The fp32 values of a parameter; this rank keeps its part."""
+        with torch.no_grad():
+            part = part_of(param, whole)
+            index = self._index_of.get(param)
+            if index is not None:
+                assert self.store is not None
+                self.store.keep(index, part)
+            elif not param.requires_grad or self.store is None:
+                self._kept[param] = part.to("cpu", copy=True)
+
+    def open(self, names: Sequence[str], params: Sequence[nn.Parameter], units: Sequence[Sequence[Unit]]) -> None:
+        """Make the places for the weights; whatever was kept before moves there."""
+        offload, device = self._config.strategy.offload, self._world.device
+        with torch.no_grad():
+            parts = [local_part(param.detach()) for param in params]
+        sizes = [part.numel() for part in parts]
+        dtypes = [self._master_dtype(part) for part in parts]
+        folder = Path(offload.path or Path(self._config.work_dir) / "offload") if offload.uses_files else None
+        if not is_fake(parts[0]):  # a plan has its own account
+            check_space(self._config, self._world, sizes, folder)
+        limit = numbers_in_a_bucket(self._config, sizes, names)
+        home: Home = "nvme" if offload.optimizer == "nvme" else "cpu"
+        options = OffloadOptions(home, limit, offload.ratio, offload.delayed, folder)
+        order = _order(params, [unit for each in units for unit in each])
+        self.store = Offload(params, dtypes, order=order, device=device, options=options, say=self._say)
+        self._index_of = {param: index for index, param in enumerate(params)}
+        for param in params:
+            if param in self._kept:
+                self.store.keep(self._index_of[param], self._kept.pop(param))
+
+    def _master_dtype(self, part: Tensor) -> torch.dtype:
+        return torch.float32 if self.rounds and part.dtype == self._policy.compute else part.dtype
+
+    def views(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        params: Sequence[nn.Parameter],
+        parts: Sequence[nn.Module],
+        units: Sequence[Sequence[Unit]],
+        collectors: Sequence[Gradients],
+        buckets: GradientBuckets | None,
+        compiled: Sequence[nn.Module],
+    ) -> tuple[Gradients | None, OffloadedViews]:
+        """What collects gradients, and what the optimizer sees. The weights have their values by now."""
+        store = self.store
+        assert store is not None
+        if not self.rounds:  # the parameters themselves have the values
+            with torch.no_grad():
+                for index, param in enumerate(params):
+                    store.keep(index, local_part(param.detach()))
+        with torch.no_grad():
+            frozen = {param: same_kind(part, param) for param, part in self._kept.items() if not param.requires_grad}
+        self._kept = {}
+        inner: Gradients | None = buckets
+        if collectors:
+            inner = collectors[0] if len(collectors) == 1 else Several(collectors)
+        # In a pipeline, stages that share a weight add up its gradients first, and look for them in the parameters.
+        streamed = buckets is None and self._world.layout.pp == 1
+        views = OffloadedViews(names, params, store, frozen, streamed=streamed, buckets=buckets)
+        if compiled or self._config.strategy.forward_prefetch:
+            views.before_forward = store.settle  # inside compiled code, or of units gathered ahead, nobody can wait
+        else:
+            for part, mine in zip(parts, units, strict=True):
+                self._wait_by_unit(part, mine, params)
+        if not streamed:
+            return inner if buckets is None else Settled(buckets, store), views
+        collector = StreamedGradients(store.outbox, self._sum_dtype, inner)
+        if inner is None:
+            collector.listen(params)
+        else:
+            listen_to_shards(model, {id(param): index for index, param in enumerate(params)}, collector.receive)
+        return collector, views
+
+    def _sum_dtype(self, tensor: Tensor) -> torch.dtype:
+        return self._policy.reduce if tensor.dtype == self._policy.compute else tensor.dtype
+
+    def _wait_by_unit(self, part: nn.Module, units: Sequence[Unit], params: Sequence[nn.Parameter]) -> None:
+        """Let the forward pass wait for the weights of each unit when it comes to the unit."""
+        index_of = {id(param): index for index, param in enumerate(params)}
+        inside: set[int] = set()
+        for unit in units:
+            mine = {index_of[id(param)] for param in unit.module.parameters() if id(param) in index_of}
+            inside |= mine
+            self._wait_before(unit.module, mine)
+        of_part = {index_of[id(param)] for param in part.parameters() if id(param) in index_of}
+        self._wait_before(part, of_part - inside)
+
+    def _wait_before(self, module: nn.Module, indices: set[int]) -> None:
+        store = self.store
+        assert store is not None
+        buckets = [bucket for bucket in store.buckets if indices.intersection(bucket.span.indices)]
+
+        def wait(_module: nn.Module, _inputs: object) -> None:
+            store.wait_for(buckets)
+
+        module.register_forward_pre_hook(wait, prepend=True)
+
+
+class Settled:
+    """Gradients in buckets that the next backward pass fills again: not before the update has read them."""
+
+    def __init__(self, buckets: GradientBuckets, store: Offload) -> None:
+        self._buckets = buckets
+        self._store = store
+
+    def before_backward(self, *, last: bool) -> None:
+        """Prepare for one micro-batch."""
+        self._store.settle()
+        self._buckets.before_backward(last=last)
+
+    def finish(self) -> None:
+        """Complete the step's gradients."""
+        self._buckets.finish()
+
+    def after_forward_alone(self) -> None:
+        """A forward pass is over that no backward pass follows."""
+        self._buckets.after_forward_alone()
+
+
+def _order(params: Sequence[nn.Parameter], units: Sequence[Unit]) -> list[int]:
+    """The order in which the forward pass wants them: those of no unit first, since all of it may use them."""
+    unit_of = {id(param): number for number, unit in enumerate(units) for param in unit.module.parameters()}
+    return sorted(range(len(params)), key=lambda index: (unit_of.get(id(params[index]), -1), index))

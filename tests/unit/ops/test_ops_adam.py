@@ -1,0 +1,67 @@
+"""AdamW on the host against the same update in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from plait.ops import adam
+from plait.ops.adam import AdamNumbers, adam_step, adam_step_plain
+
+SIZES = (1, 5, 1000, 4099)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a small tensor has several, and a shorter one at the end."""
+    monkeypatch.setattr(adam, "PIECE", 512)
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 0.037])
+@pytest.mark.parametrize("publish", [None, torch.bfloat16, torch.float16], ids=str)
+def test_ten_steps_are_those_of_float64(
+    grad_dtype: torch.dtype, decoupled: bool, scale: float, publish: torch.dtype | None
+) -> None:
+    weights = [torch.randn(size) for size in SIZES]
+    states = [torch.zeros(size) for size in SIZES], [torch.zeros(size) for size in SIZES]
+    exact = [w.double() for w in weights]
+    exact_states = [s.double() for s in states[0]], [s.double() for s in states[1]]
+    places = None if publish is None else [torch.empty(size, dtype=publish) for size in SIZES]
+    for step in range(1, 11):
+        grads = [torch.randn(size).to(grad_dtype) for size in SIZES]
+        before = [grad.clone() for grad in grads]
+        numbers = AdamNumbers(
+            step, lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, decoupled=decoupled, scale=scale
+        )
+        adam_step(numbers, weights, grads, *states, places)
+        adam_step_plain(numbers, exact, grads, *exact_states)
+        assert all(torch.equal(grad, old) for grad, old in zip(grads, before, strict=True))
+    for found, reference in zip(
+        [*weights, *states[0], *states[1]], [*exact, *exact_states[0], *exact_states[1]], strict=True
+    ):
+        torch.testing.assert_close(found.double(), reference, rtol=2e-5, atol=1e-6)
+    if places is not None:
+        assert all(torch.equal(place, weight.to(publish)) for place, weight in zip(places, weights, strict=True))
+
+
+def test_the_update_is_that_of_torch() -> None:
+    weight = torch.nn.Parameter(torch.randn(3000))
+    mine, mean, square = weight.detach().clone(), torch.zeros(3000), torch.zeros(3000)
+    optimizer = torch.optim.AdamW([weight], lr=1e-2, weight_decay=0.1)
+    for step in range(1, 6):
+        grad = torch.randn(3000)
+        weight.grad = 0.5 * grad
+        optimizer.step()
+        adam_step(AdamNumbers(step, lr=1e-2, weight_decay=0.1, scale=0.5), [mine], [grad], [mean], [square])
+    torch.testing.assert_close(mine, weight.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_a_tensor_may_go_without_a_rounded_twin() -> None:
+    weights, grads = [torch.zeros(10), torch.zeros(10)], [torch.ones(10), torch.ones(10)]
+    states = [torch.zeros(10), torch.zeros(10)], [torch.zeros(10), torch.zeros(10)]
+    place = torch.zeros(10, dtype=torch.bfloat16)
+    adam_step(AdamNumbers(1, lr=0.5), weights, grads, *states, [None, place])
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(place, weights[1].bfloat16())
