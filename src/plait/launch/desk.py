@@ -18,10 +18,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from plait.launch.fleet import GRACE_S, STACK_S, STUCK_S
 from plait.launch.job import Job
 from plait.launch.network import is_this_host, resolve, source_address
 from plait.launch.news import take
+from plait.launch.patience import GRACE_S, STACK_S, STUCK_S
 from plait.launch.postmortem import conclude
 from plait.launch.records import causes, exit_code, new_records, note_end
 from plait.launch.watch import Watch

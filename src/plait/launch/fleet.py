@@ -18,18 +18,11 @@ from plait.launch.job import Job
 from plait.launch.local import Signals, follow_the_launcher
 from plait.launch.news import take
 from plait.launch.outcome import LEAVE_S, Outcome, never
+from plait.launch.patience import GRACE_S, SAY_S, STACK_S, STUCK_S
 from plait.launch.postmortem import conclude
 from plait.launch.records import Record, causes, exit_code, new_records
 from plait.launch.watch import Watch
 
-SAY_S = 2.0
-"""How long the other ranks may go on once one has failed: they may have something to say about it."""
-GRACE_S = 10.0
-"""How long they may take to leave after SIGTERM."""
-STUCK_S = 2.0
-"""The same, where the run hangs: nobody listens who waits in a collective."""
-STACK_S = 0.5
-"""How long ranks may take to write down their stacks."""
 BEAT_S = 5.0
 """How often hosts hear that the launcher is still there."""
 _TICK_S = 0.05

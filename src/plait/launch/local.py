@@ -18,6 +18,7 @@ from plait.launch.binding import available_cores, cpu_count
 from plait.launch.failure import Messages
 from plait.launch.job import Job, Node, Place
 from plait.launch.outcome import LEAVE_S, Outcome, never
+from plait.launch.patience import GRACE_S, SAY_S, STACK_S, STUCK_S
 from plait.launch.ports import free_port
 from plait.launch.postmortem import conclude
 from plait.launch.records import Record, causes, exit_code, new_records, note_end
@@ -25,14 +26,6 @@ from plait.launch.relay import Relay
 from plait.launch.watch import Watch
 from plait.launch.witness import Witness
 
-_SAY_S = 2.0
-"""How long the other ranks may go on once one has failed: they may have something to say about it."""
-_GRACE_S = 10.0
-"""How long they may take to leave after SIGTERM. A step cannot be finished without the one that is gone."""
-_STUCK_S = 2.0
-"""How long they may take to leave where the run hangs. Nobody listens who waits in a collective."""
-_STACK_S = 0.3
-"""How long ranks may take to write down their stacks."""
 _POLL_S = 0.05
 
 
@@ -66,7 +59,7 @@ def run_ranks(command: Sequence[str], count: int) -> int:
 
 
 def run_job(
-    job: Job, node: int, *, patience: float | None, grace: float = _GRACE_S, join: Callable[[], bool] = never
+    job: Job, node: int, *, patience: float | None, grace: float = GRACE_S, join: Callable[[], bool] = never
 ) -> Outcome:
     """Run this host's ranks of a job to their end, and say why if that was a bad one.
 
@@ -99,9 +92,9 @@ def _wait(
     while group.poll():
         if causes(group.records):
             group.witness.ask_for_stacks()
-            group.end(say=_SAY_S, grace=grace)
+            group.end(say=SAY_S, grace=grace)
         elif patience is not None and signals.waited > patience:
-            group.end(say=0.0, grace=_GRACE_S)
+            group.end(say=0.0, grace=GRACE_S)
         elif asked and time.monotonic() > asked + LEAVE_S:
             group.end(say=0.0, grace=grace)
         elif not asked and not signals.waited and join():
@@ -114,7 +107,7 @@ def _wait(
             if watch.hangs():
                 hung = True
                 group.witness.ask_for_stacks()
-                group.end(say=_STACK_S, grace=_STUCK_S)
+                group.end(say=STACK_S, grace=STUCK_S)
         else:
             group.pause(_POLL_S)
     return hung, bool(asked)
@@ -161,7 +154,7 @@ class LocalRanks:
             try:
                 process = self._start(record, environment, mine)
             except OSError as error:
-                self.end(say=0.0, grace=_GRACE_S)
+                self.end(say=0.0, grace=GRACE_S)
                 message = f"rank {record.place.rank} of {self.job.size} could not be started: {error}"
                 raise WorldError(message) from error
             self._processes.append(process)
