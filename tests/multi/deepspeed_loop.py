@@ -89,7 +89,14 @@ def micro_step(engine: Any, index: int, rank: int, size: int, *, scale: float = 
 def train(deepspeed: Any, job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     """Run a job to its end; what its engine said after every step."""
     engine = begin(deepspeed, job)
-    return go_on(engine, job, rank, size, 0, job["steps"])
+    if "load" in job:
+        job["client"] = engine.load_checkpoint(job["load"])[1]
+    first = engine.global_steps
+    said = go_on(engine, job, rank, size, first, job["steps"] - first)
+    if "save" in job:
+        engine.save_checkpoint(job["save"], client_state={"epoch": 2, "seen": torch.arange(3)})
+        said["after"] = go_on(engine, job, rank, size, job["steps"], 2)["losses"]
+    return said
 
 
 def go_on(engine: Any, job: dict[str, Any], rank: int, size: int, first: int, steps: int) -> dict[str, Any]:

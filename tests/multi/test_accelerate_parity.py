@@ -124,7 +124,7 @@ def run_real(rank: int, size: int) -> dict[str, Any]:
 def run_ours(rank: int, size: int, sharded: bool) -> dict[str, Any]:
     from plait.frontends.accelerate import Accelerator, utils
 
-    cases = SHARDED if sharded else {case: None for case in CASES}
+    cases = SHARDED if sharded else dict.fromkeys(CASES)
     return {case: script(Accelerator, sections=own, **_options(utils, case)) for case, own in cases.items()}
 
 
@@ -159,5 +159,3 @@ def test_script_equals_real_accelerate_step_by_step(
 def test_every_sample_is_counted_once_in_metrics(real: list[dict[str, Any]]) -> None:
     # Of real Accelerate first: the claim is worth as much as what it is compared with.
     assert sorted(real[0]["plain"]["indices"]) == list(range(ROWS))
-
-

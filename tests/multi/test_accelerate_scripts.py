@@ -140,9 +140,7 @@ def real(two_ranks: RankPool) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_unusual_scripts_equal_real_accelerate(
-    two_ranks: RankPool, real: list[dict[str, Any]], stage: int
-) -> None:
+def test_unusual_scripts_equal_real_accelerate(two_ranks: RankPool, real: list[dict[str, Any]], stage: int) -> None:
     ours = two_ranks.run(run_scripts, {"strategy": {"zero": stage}})
     for rank in range(2):
         for name, expected in real[rank].items():

@@ -23,6 +23,12 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Settings on top of the file, as dotted keys: `strategy.zero=3 optim.lr=3e-4`."),
 ]
+Nproc = Annotated[
+    str, typer.Option("--nproc", "-n", help="Processes on this machine: a number, or `gpu` for one a GPU.")
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Show the resolved settings and where each came from; start nothing.")
+]
 
 
 @app.command()
@@ -30,16 +36,59 @@ def train(
     config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
     overrides: Overrides = None,
     nproc: Annotated[
-        str, typer.Option("--nproc", "-n", help="Processes on this machine: a number, or `gpu` for one a GPU.")
-    ] = "1",
+        str | None,
+        typer.Option("--nproc", "-n", help="Processes on this machine: a number, or `gpu` for one a GPU; absent: 1."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the resolved settings and where each came from; start nothing.")
     ] = False,
+    accelerate_config: Annotated[
+        str | None, typer.Option("--accelerate-config", metavar="YAML", help="Spread the run as `accelerate` would.")
+    ] = None,
 ) -> None:
     """Train as a run description says."""
     from plait.cli.train import train as run
 
-    run(config, overrides or [], nproc=nproc, dry_run=dry_run)
+    run(config, overrides or [], nproc=nproc, dry_run=dry_run, accelerate_config=accelerate_config)
+
+
+@app.command()
+def sft(
+    config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
+    overrides: Overrides = None,
+    nproc: Nproc = "1",
+    dry_run: DryRun = False,
+) -> None:
+    """Fine-tune a language model on answers."""
+    from plait.cli.posttrain import run_phase
+
+    run_phase("sft", config, overrides or [], nproc=nproc, dry_run=dry_run)
+
+
+@app.command()
+def reward(
+    config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
+    overrides: Overrides = None,
+    nproc: Nproc = "1",
+    dry_run: DryRun = False,
+) -> None:
+    """Train a model that tells the better of two answers."""
+    from plait.cli.posttrain import run_phase
+
+    run_phase("reward", config, overrides or [], nproc=nproc, dry_run=dry_run)
+
+
+@app.command()
+def dpo(
+    config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
+    overrides: Overrides = None,
+    nproc: Nproc = "1",
+    dry_run: DryRun = False,
+) -> None:
+    """Train a language model on pairs of answers, without a reward model (DPO, IPO, KTO)."""
+    from plait.cli.posttrain import run_phase
+
+    run_phase("dpo", config, overrides or [], nproc=nproc, dry_run=dry_run)
 
 
 @app.command()

@@ -11,10 +11,24 @@ from plait.errors import ConfigError, Problem
 from plait.launch import gpu_count, launched_size, run_ranks
 
 
-def train(config: str, overrides: Sequence[str], *, nproc: str, dry_run: bool) -> None:
-    """Check everything that can be checked, then start the ranks, or be one of them."""
+def train(
+    config: str,
+    overrides: Sequence[str],
+    *,
+    nproc: str | None,
+    dry_run: bool,
+    accelerate_config: str | None = None,
+) -> None:
+    """Check everything that can be checked, then start the ranks, or be one of them.
+
+    The settings of an `accelerate` YAML stand over the file, and below the overrides.
+    """
+    if accelerate_config is not None:
+        settings, wanted = _accelerated(accelerate_config, quiet=launched_size() is not None)
+        overrides = [*settings, *overrides]
+        nproc = nproc or wanted
     parsed = parse(config, overrides)
-    count = _count(nproc)
+    count = _count(nproc or "1")
     if parsed.config.strategy.auto and launched_size() is None:
         overrides = [*overrides, *_found(config, overrides, count)]
         parsed = parse(config, overrides)
@@ -41,6 +55,19 @@ def _found(config: str, overrides: Sequence[str], ranks: int) -> list[str]:
     settings, words = found
     print(f"strategy: auto takes {' '.join(settings) or 'the run as it is written'} ({words})")
     return ["strategy.auto=false", *settings]
+
+
+def _accelerated(path: str, *, quiet: bool) -> tuple[list[str], str | None]:
+    """The settings that an `accelerate` YAML stands for, as overrides, and its number of processes."""
+    from plait.config.read import read
+    from plait.frontends.accelerate.config import as_overrides, processes, translate
+
+    found = translate(path)
+    if not quiet:
+        print(f"{path}: {found.account.summary()}", *(f"  {line}" for line in found.account.lines()), sep="\n")
+    found.account.raise_refusals()
+    count = processes(read(path))
+    return as_overrides(found.sections), None if count is None else str(count)
 
 
 def _count(nproc: str) -> int:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from plait.config.base import NonNegativeInt, PathText, PositiveInt, Shorthand
+from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, Shorthand
 
 Tier = Literal["none", "cpu", "nvme"]
 
@@ -18,6 +18,8 @@ class OffloadConfig(Shorthand):
     """Where the fp32 weights and the optimizer's state live, and where the update is computed: on the CPU."""
     params: Tier = "none"
     """Where the weights live that compute, between their uses; goes with `zero: 3`."""
+    activations: Literal["none", "all"] | Many[str] = "none"
+    """What units save for the backward pass waits in host memory: of `all`, or of those that fit patterns of names."""
     path: PathText | None = None
     """Folder of the `nvme` tier, best on a local disk. Absent: `offload` in `work_dir`."""
     budget_gib: PositiveFloat | None = None
@@ -29,11 +31,11 @@ class OffloadConfig(Shorthand):
     delayed: bool = False
     """A step's update runs beside the next step, which still computes with the weights from before it."""
     prefetch_params: NonNegativeInt = 50_000_000
-    """With `params: nvme`: weights of coming units that are read ahead, at most so many numbers."""
+    """With `params`: weights of coming units that are read ahead, at most so many numbers."""
     live_params: PositiveInt = 1_000_000_000
-    """With `params: nvme`: at most so many numbers in memory at one time, beyond what the unit in use needs."""
+    """With `params`: at most so many numbers in memory at one time, beyond what the unit in use needs."""
     persistent_params: NonNegativeInt = 100_000
-    """With `params: nvme`: weights of units with fewer numbers than this stay in memory."""
+    """With `params`: weights of units with fewer numbers than this stay in memory."""
 
     @classmethod
     def expand(cls, value: Any) -> Any:

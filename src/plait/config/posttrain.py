@@ -17,12 +17,12 @@ class TaskData(Section):
     """Questions that are made up, with answers that can be checked. Needs no file."""
 
     type: Literal["task"] = "task"
-    name: Literal["arithmetic", "sorting"] = "arithmetic"
-    """`arithmetic`: `17+25=` and its result. `sorting`: letters, and the same in order."""
+    name: Literal["sorting", "arithmetic"] = "sorting"
+    """`sorting`: `dbca=`, and the same letters in order. `arithmetic`: `17+25=` and its result, which is harder."""
     samples: PositiveInt = 4096
     """How many questions there are before any split."""
     size: PositiveInt = 2
-    """Digits of a number, or a quarter of the letters at most."""
+    """Digits of a number; of letters, there are twice as many."""
 
 
 class FileData(Section):
@@ -88,8 +88,8 @@ class PosttrainConfig(Section):
     val_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
     """Of the phase's examples, kept for validation."""
     tokenizer: PathText | None = None
-    """A `tokenizer.json`, or a folder with one. Absent: that of the folder in `model.path`, or the characters of the
-    made-up task."""
+    """A `tokenizer.json`, or a folder with one. Absent: that of `model.path`, or of the run in `start`; else the
+    characters of a made-up task, or one that is trained on the examples."""
     template: TemplateConfig = Field(default_factory=TemplateConfig)
     """How a conversation becomes tokens."""
     max_len: PositiveInt | None = None

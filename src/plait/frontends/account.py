@@ -43,6 +43,8 @@ class Entry:
     @property
     def shown(self) -> str:
         """The value as it was written, cut where it is long."""
+        if isinstance(self.value, float) and self.value >= 1e6:
+            return f"{self.value:g}"
         return ABSENT if self.value == ABSENT else show(self.value)
 
 

@@ -39,18 +39,18 @@ _NAMELESS = getattr(os, "O_TMPFILE", 0)
 class Transfer:
     """Tensor data on its way. The tensor must not be touched until `wait` returns."""
 
-    def __init__(self, requests: list[Future[None]]) -> None:
-        self._requests = requests
+    def __init__(self, workers: list[Future[None]]) -> None:
+        self._workers = workers
 
     def wait(self) -> None:
         """Until all is done. Raises what went wrong, after the last request has ended."""
-        wait(self._requests)
-        for request in self._requests:
-            request.result()
+        wait(self._workers)
+        for worker in self._workers:
+            worker.result()
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
-        return all(request.done() for request in self._requests)
+        return all(worker.done() for worker in self._workers)
 
 
 class FileQueue:
@@ -59,12 +59,13 @@ class FileQueue:
     def __init__(self, *, in_flight: int = IN_FLIGHT, request_bytes: int = REQUEST_BYTES) -> None:
         assert request_bytes % ALIGNMENT == 0, "requests are made of whole blocks"
         self.request_bytes = request_bytes
+        self._in_flight = in_flight
         self._threads = ThreadPoolExecutor(in_flight, thread_name_prefix="plait-files")
         self._own = threading.local()
 
-    def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Do one request as soon as a thread is free, in the order of asking."""
-        return self._threads.submit(work)
+    def submit(self, work: Callable[[], None], *, times: int) -> list[Future[None]]:
+        """Let up to so many threads do the same work, as soon as they are free, in the order of asking."""
+        return [self._threads.submit(work) for _ in range(min(times, self._in_flight))]
 
     def bounce(self, size: int) -> Tensor:
         """This thread's aligned buffer."""
@@ -155,12 +156,13 @@ class TensorFile:
         assert at % ALIGNMENT == 0, f"byte {at} is not the beginning of a block"
         assert at + flat.numel() <= self.size, f"{self.where} ends at byte {self.size}"
         step = self._queue.request_bytes
-        return Transfer(
-            [
-                self._queue.submit(lambda begin=begin: request(flat[begin : begin + step], at + begin))  # type: ignore[misc]
-                for begin in range(0, flat.numel(), step)
-            ]
-        )
+        places = iter(range(0, flat.numel(), step))
+
+        def work() -> None:
+            for begin in places:  # each thread takes the next one
+                request(flat[begin : begin + step], at + begin)
+
+        return Transfer(self._queue.submit(work, times=-(-flat.numel() // step)))
 
     def _fits(self, part: Tensor) -> bool:
         return not self.direct or (part.data_ptr() % ALIGNMENT == 0 and part.numel() % ALIGNMENT == 0)

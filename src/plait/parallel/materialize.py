@@ -19,21 +19,36 @@ from plait.parallel.initializer import Initializer
 from plait.world import is_sharded, local_part
 
 
-def give_storage(model: nn.Module, device: torch.device) -> None:
-    """Allocate every tensor that is still on the meta device, keeping tied parameters tied."""
+def give_storage(model: nn.Module, device: torch.device, *, then: Callable[[nn.Module], None] | None = None) -> None:
+    """Allocate every tensor that is still on the meta device, keeping tied parameters tied.
+
+    Of a sharded model `then` may take each unit's memory away again, before the next unit gets its own.
+    """
     ties: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for key, param in module._parameters.items():
             if param is not None:
                 ties.setdefault(id(param), []).append((module, key))
-    model.to_empty(device=device)
+    if then is None:
+        model.to_empty(device=device)
+    else:
+        for module in [module for module in model.modules() if hasattr(module, "unshard")][::-1]:  # the root is last
+            for inner in _own_modules(module):
+                inner.to_empty(device=device, recurse=False)
+            then(module)
     for (first, first_key), *others in ties.values():
         for module, key in others:
             module._parameters[key] = first._parameters[first_key]
 
 
-Keep = Callable[[nn.Parameter, torch.Tensor], None]
-"""Is given a parameter and its whole values in fp32, which the parameter may round."""
+def _own_modules(unit: nn.Module) -> list[nn.Module]:
+    """The modules of a unit that are in no other unit inside; itself last, since it looks at all of them then."""
+    inner = [module for child in unit.children() if not hasattr(child, "unshard") for module in _own_modules(child)]
+    return [*inner, unit]
+
+
+Keep = Callable[[nn.Parameter, torch.Tensor], bool]
+"""Is given a parameter and its whole values in fp32, and says whether the parameter itself need not have them."""
 
 
 def initialize(
@@ -71,9 +86,8 @@ def _initialize_module(
     finally:
         module._parameters.update(held)
     for key in fresh:
-        assign_whole(held[key], whole[key].data)
-        if keep is not None:
-            keep(held[key], whole[key].data)
+        if keep is None or not keep(held[key], whole[key].data):
+            assign_whole(held[key], whole[key].data)
 
 
 def _wide(param: nn.Parameter, keep: Keep | None) -> torch.dtype:

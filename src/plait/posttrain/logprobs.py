@@ -7,17 +7,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from plait.models.common.protocol import IGNORE_INDEX
+from plait.world import is_sharded
 
 CHUNK_TOKENS = 4096
 """Tokens whose logits are held in fp32 at one time."""
 
 
 def token_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
-    """Log-probability of each label, in fp32; zero where the label is -100. Shapes (…, vocabulary) and (…)."""
+    """Log-probability of each label, in fp32; zero where the label is -100. Shapes (…, vocabulary) and (…).
+
+    Logits of which each rank has some words are put together first.
+    """
+    if is_sharded(logits):
+        logits = logits.full_tensor()
     flat, targets = logits.flatten(0, -2), labels.flatten()
     parts = [
         -F.cross_entropy(part.float(), target, ignore_index=IGNORE_INDEX, reduction="none")
-        for part, target in zip(flat.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)
+        for part, target in zip(torch.split(flat, CHUNK_TOKENS), torch.split(targets, CHUNK_TOKENS), strict=True)
     ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(labels.shape)
 

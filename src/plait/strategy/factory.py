@@ -37,5 +37,9 @@ def prepare_engine(
             from plait.strategy.deepspeed import prepare_deepspeed
 
             return prepare_deepspeed(config, world, **given)
+        case "colossalai":
+            from plait.strategy.colossalai import prepare_colossalai
+
+            return prepare_colossalai(config, world, **given)
         case _:
             return prepare_native(config, world, **given)

@@ -50,7 +50,7 @@ def fake_world(
             stack.enter_context(pretended_cuda(devices=local, memory=memory))
         kind = torch.device(device, 0) if device == "cuda" else torch.device(device)
         mesh = None
-        if size > 1:
+        if size > 1 or config.strategy.offload.params != "none":
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
             # Joining a group puts the rank before every later traceback, which will be no rank's.

@@ -155,10 +155,19 @@ def open_world(config: RunConfig) -> World:
     layout = resolve_layout(config.strategy, size=ranks.size, local_size=ranks.local_size)
     device = choose_device(config.device, ranks)
     heartbeat = open_heartbeat(ranks.rank, device, config.timeout_s)
-    if ranks.size == 1:
+    if ranks.size == 1 and config.strategy.offload.params == "none":
         return World(ranks, device, layout, None, owns_processes=False, heartbeat=heartbeat)
     owns = not dist.is_initialized()
-    if owns:
+    if owns and ranks.size == 1:
+        # What brings weights to the device and takes them away again works on a mesh, be it of one rank.
+        dist.init_process_group(
+            choose_backend(config.backend, device),
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+            device_id=device if device.type == "cuda" else None,
+        )
+    elif owns:
         _join(ranks, device, choose_backend(config.backend, device), config.timeout_s)
     world = World(ranks, device, layout, make_mesh(layout, device), owns_processes=owns, heartbeat=heartbeat)
     if owns and device.type == "cpu":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from plait.config import check, jsonc, parse
 from plait.errors import ConfigError
@@ -111,6 +112,24 @@ def test_unknown_keys_inside_sections_are_found_too() -> None:
     assert "enabled" in found["elasticity.enable"]
 
 
+def test_a_key_in_the_wrong_place_is_told_where_it_belongs() -> None:
+    found = problems({"stage": 2, "lr": 1e-3, "zero_optimization": {"zero_optimization": {}, "loss_scale": 1}})
+    assert "`zero_optimization`" in found["stage"]
+    assert "`optimizer.params`" in found["lr"]
+    assert "at the top" in found["zero_optimization.zero_optimization"]
+    assert "`fp16`" in found["zero_optimization.loss_scale"]
+
+
+def test_objects_of_the_script_are_taken_as_well(tmp_path: Path) -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": tmp_path}}
+    config = {"zero_optimization": zero, "steps_per_print": float("inf"), "torch_autocast": {"enabled": True}}
+    config["torch_autocast"]["dtype"] = torch.bfloat16
+    found = translate(config)
+    assert found.sections["strategy"]["offload"]["path"] == str(tmp_path)
+    assert found.sections["precision"] == {"compute": "bf16"}
+    assert "log" not in found.sections
+
+
 def test_all_values_of_a_wrong_type_are_named_at_once() -> None:
     found = problems(
         {
@@ -135,7 +154,10 @@ def test_all_values_of_a_wrong_type_are_named_at_once() -> None:
 
 def test_values_that_plait_refuses_are_named_by_their_deepspeed_key() -> None:
     config = {"optimizer": {"type": "Adam", "params": {"lr": -1.0, "betas": [0.9, 2.0]}}, "gradient_clipping": -1}
-    assert {"optimizer.params.lr", "gradient_clipping"} <= set(problems(config))
+    found = problems(config)
+    assert set(found) == {"optimizer.params.lr", "optimizer.params.betas", "gradient_clipping"}
+    assert "-1" in found["optimizer.params.lr"]
+    assert "`optim.lr`" in found["optimizer.params.lr"]
 
 
 def test_sizes_of_a_batch_must_multiply_out() -> None:
@@ -179,7 +201,7 @@ def test_adam_decouples_its_decay_unless_it_is_told_otherwise() -> None:
     assert optim("Adam") == {"type": "AdamW", "weight_decay": 0.0}
     assert optim("adam", adam_w_mode=False, weight_decay=0.1) == {"type": "Adam", "weight_decay": 0.1, "no_decay": []}
     assert optim("AdamW", adam_w_mode=False)["type"] == "AdamW"
-    assert optim("AdamW", torch_adam=True) == {"type": "AdamW", "no_decay": []}
+    assert optim("AdamW", torch_adam=True) == {"type": "AdamW", "weight_decay": 0.01, "no_decay": []}
     assert optim("Lion") == {"type": "Lion", "lr": 1e-3, "betas": [0.9, 0.999]}
     assert optim("Lamb", max_coeff=0.5)["max_trust"] == 0.5
     assert optim("SGD", momentum=0.9)["lr"] == 1e-3
@@ -225,7 +247,8 @@ def test_offload_and_infinity_reach_their_words() -> None:
     config = {
         "stage": 3,
         "offload_optimizer": {"device": "nvme", "nvme_path": "/disk", "ratio": 0.75, "pin_memory": True},
-        "offload_param": {"device": "nvme", "nvme_path": "/disk", "max_in_cpu": 1e9},
+        "offload_param": {"device": "nvme", "nvme_path": "/disk"},
+        "stage3_max_live_parameters": 1e9,
         "stage3_prefetch_bucket_size": 4e6,
         "stage3_param_persistence_threshold": 1e4,
     }
@@ -249,6 +272,8 @@ def test_old_words_of_offload_mean_what_they_meant() -> None:
     both = {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}}
     assert "offload_optimizer" in problems({"zero_optimization": both})["zero_optimization.cpu_offload"]
     assert sections({"zero_optimization": True}) == {"strategy": {"zero": 1}}
+    twice = {"stage3_max_live_parameters": 1, "max_live_parameters": 2}
+    assert "zero_optimization.stage3_max_live_parameters" in problems({"zero_optimization": twice})
     assert (
         "offload" not in sections({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}})["strategy"]
     )
@@ -257,8 +282,8 @@ def test_old_words_of_offload_mean_what_they_meant() -> None:
 
 
 def test_parallelism_becomes_a_layout() -> None:
-    found = sections({"tensor_parallel": {"autotp_size": 4}, "sequence_parallel_size": 2, "pipeline": {"stages": 2}})
-    assert found["strategy"] == {"layout": {"tp": 4, "cp": 2, "pp": 2}, "context": {"kind": "ulysses"}}
+    found = sections({"tensor_parallel": {"autotp_size": 4}, "sequence_parallel_size": 2})
+    assert found["strategy"] == {"layout": {"tp": 4, "cp": 2}, "context": {"kind": "ulysses"}}
     assert sections({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8, "mics_shard_size": 16}}) == {
         "strategy": {"zero": 3, "reshard_after_forward": 8, "layout": {"dp_shard": 16}}
     }

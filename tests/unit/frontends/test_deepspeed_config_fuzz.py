@@ -12,8 +12,10 @@ from plait.config import check, parse
 from plait.errors import ConfigError
 from plait.frontends.deepspeed.config import KEYS, translate
 from plait.frontends.deepspeed.config.optimizer import TYPES as OPTIMIZERS
+from plait.frontends.deepspeed.config.precision import FP16
 from plait.frontends.deepspeed.config.scheduler import TYPES as SCHEDULES
-from plait.frontends.deepspeed.config.zero import TABLE_OF_STAGES
+from plait.frontends.deepspeed.config.zero import STAGES
+from plait.tune.autotuning import KEYS as SEARCH_KEYS
 
 ANYTHING = st.recursive(
     st.none()
@@ -64,7 +66,7 @@ LIKELY: dict[str, Any] = {
             "cpu_offload": FLAG,
             "zero_hpz_partition_size": SIZE,
             "mics_shard_size": SIZE,
-            **dict.fromkeys(sorted(TABLE_OF_STAGES)[:12], SIZE | FLAG),
+            **dict.fromkeys(sorted(STAGES)[:12], SIZE | FLAG),
         },
     ),
     "tensor_parallel": st.fixed_dictionaries({"autotp_size": SIZE}),
@@ -76,7 +78,18 @@ LIKELY: dict[str, Any] = {
     ),
 }
 SENSIBLE = st.fixed_dictionaries({}, optional=LIKELY)
-WILD = st.dictionaries(st.sampled_from(sorted(KEYS)), ANYTHING, max_size=4)
+WILD = st.dictionaries(st.sampled_from(sorted(KEYS)), ANYTHING, max_size=4) | st.fixed_dictionaries(
+    {},
+    optional={
+        "zero_optimization": some(STAGES, ANYTHING),
+        "fp16": some(FP16, ANYTHING),
+        "autotuning": some(SEARCH_KEYS, ANYTHING),
+        "optimizer": st.fixed_dictionaries(
+            {"type": ANYTHING | st.just("Adam"), "params": some(["lr", "betas"], ANYTHING)}
+        ),
+        "scheduler": st.fixed_dictionaries({"type": ANYTHING | st.just("WarmupLR"), "params": ANYTHING}),
+    },
+)
 
 
 def leaves(value: Any, path: str = "") -> Iterator[str]:

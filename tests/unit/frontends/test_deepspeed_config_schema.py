@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from plait.config import parse
 from plait.errors import ConfigError
 from plait.frontends.deepspeed.config import KEYS, translate
 
@@ -191,16 +193,51 @@ def test_every_removed_key_has_an_answer() -> None:
         assert any(answered(f"zero_optimization.{key}", value) for value in (1, True, {}))
 
 
-def test_every_optimizer_and_schedule_of_deepspeed_has_an_answer() -> None:
+def defaults(function: Any) -> dict[str, Any]:
     import inspect
 
+    return {each.name: each.default for each in inspect.signature(function).parameters.values()}
+
+
+def test_what_an_optimizer_leaves_out_is_deepspeeds_default() -> None:
+    from deepspeed.ops.adam import FusedAdam
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.ops.lion import FusedLion
+
+    ours = {"max_coeff": "max_trust", "min_coeff": "min_trust"}
+    for kind, built in (
+        ("Adam", FusedAdam),
+        ("Lamb", FusedLamb),
+        ("Lion", FusedLion),
+        ("Adagrad", torch.optim.Adagrad),
+        ("SGD", torch.optim.SGD),
+    ):
+        optim = parse(translate({"optimizer": {"type": kind}}).sections).config.optim
+        theirs = {ours.get(name, name): default for name, default in defaults(built).items()}
+        for name in type(optim).model_fields.keys() & theirs.keys() - {"implementation"}:
+            assert getattr(optim, name) == theirs[name], (kind, name)
+
+
+def test_what_a_schedule_leaves_out_is_deepspeeds_default() -> None:
+    from deepspeed.runtime import lr_schedules
+
+    for name in lr_schedules.VALID_LR_SCHEDULES:
+        needed = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2} if name == "OneCycle" else {}
+        sections = translate({"scheduler": {"type": name, "params": needed}}).sections
+        schedule = parse(sections).config.schedule
+        for key, default in defaults(getattr(lr_schedules, name)).items():
+            if key not in ("optimizer", "last_batch_iteration", "total_num_steps", *needed):
+                assert getattr(schedule, key) == default, (name, key)
+
+
+def test_every_optimizer_and_schedule_of_deepspeed_has_an_answer() -> None:
     from deepspeed.runtime import lr_schedules
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
     for name in DEEPSPEED_OPTIMIZERS:
         assert answered("optimizer.type", name)
     for name in lr_schedules.VALID_LR_SCHEDULES:
-        parameters = list(inspect.signature(getattr(lr_schedules, name)).parameters)[1:]
+        parameters = list(defaults(getattr(lr_schedules, name)))[1:]
         values = dict.fromkeys(parameters, "auto")
         if name == "OneCycle":
             values |= {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}

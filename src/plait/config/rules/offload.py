@@ -23,10 +23,9 @@ def options_need_a_tier(facts: Facts) -> Iterator[Problem]:
         yield from idle(_PATH, offload, ("budget_gib",), reason, "Leave it out, or write `optimizer: nvme`.")
     if not offload.uses_files:
         yield from idle(_PATH, offload, ("path",), "nothing lies in files", "Leave it out, or use the tier nvme.")
-    if offload.params != "nvme":
+    if offload.params == "none":
         names = ("prefetch_params", "live_params", "persistent_params")
-        reason = f"`{_PATH}.params` is {offload.params}"
-        yield from idle(_PATH, offload, names, reason, "Leave it out, or write `params: nvme`.")
+        yield from idle(_PATH, offload, names, f"`{_PATH}.params` is none", "Leave it out, or write `params: cpu`.")
 
 
 def params_need_stage_three(facts: Facts) -> Iterator[Problem]:

@@ -78,7 +78,15 @@ def small_matrices_are_not_cut(facts: Facts) -> Iterator[Problem]:
         yield Problem("lora.base", message, "Use ZeRO, or `base: full`.")
 
 
+def a_phase_says_how_it_is_spread(facts: Facts) -> Iterator[Problem]:
+    """The search plans rows of tokens, not examples."""
+    if facts.config.phase is not None and facts.config.strategy.auto:
+        remedy = "Write a strategy; `plait plan --search` finds one for plain training of the same model."
+        yield Problem("strategy.auto", f"has no answer for phase {facts.config.phase}", remedy)
+
+
 RULES = (
+    a_phase_says_how_it_is_spread,
     sections_belong_to_a_phase,
     a_phase_has_its_own_data,
     pairs_stay_on_one_rank,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,17 @@ def processes(config: Mapping[str, Any]) -> int | None:
     """With how many processes Accelerate would start it; None where it does not say."""
     count = config.get("num_processes")
     return count if isinstance(count, int) and count > 0 else None
+
+
+def as_overrides(sections: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Sections as they would stand on a command line: `strategy.zero=3`."""
+    found: list[str] = []
+    for name, value in sections.items():
+        if isinstance(value, Mapping):
+            found += as_overrides(value, f"{prefix}{name}.")
+        else:
+            found.append(f"{prefix}{name}={json.dumps(value)}")
+    return found
 
 
 def _kind(words: Words, config: Mapping[str, Any]) -> str:

@@ -24,6 +24,8 @@ def read_fsdp(words: Words, key: str, value: Any) -> None:
     if words.get("strategy.zero") is None:
         words.set("strategy.sharding", "FULL_SHARD")
     words.read(value, READERS, f"{key}.")
+    if words.get("strategy.sharding") not in ("FULL_SHARD", "HYBRID_SHARD"):
+        words.drop("strategy.offload.params")  # whole parameters stay where they compute
     policy = str(value.get("fsdp_auto_wrap_policy", "")).upper()
     if policy == "SIZE_BASED_WRAP" and words.get("strategy.wrap.min_params") is None:
         words.wrong(
@@ -111,14 +113,21 @@ def _version(words: Words, key: str, value: Any) -> None:
     words.mapped(key, value, "one mechanism for both, torch's fully_shard (FSDP 2)")
 
 
+def _offload(words: Words, key: str, value: Any) -> None:
+    if not words.flag(key, value):
+        words.unneeded(key, value, "off, as here")
+        return
+    words.set("strategy.offload.optimizer", "cpu")
+    words.set("strategy.offload.params", "cpu")
+    words.mapped(key, value, "strategy.offload: {optimizer: cpu, params: cpu}; params only where they are resharded")
+
+
 def _state_dict(words: Words, key: str, value: Any) -> None:
     if words.word(key, value, _STATE_DICTS) is not None:
         words.unneeded(
             key, value, "a checkpoint is written in parts and read whole, by any number of ranks; save_model is whole"
         )
 
-
-_NO_OFFLOAD = "parameters stay on the device here; use more ranks, or fsdp_activation_checkpointing, to save memory"
 
 READERS: dict[str, Reader] = {
     "fsdp_version": _version,
@@ -132,7 +141,7 @@ READERS: dict[str, Reader] = {
     "fsdp_forward_prefetch": _forward_prefetch,
     "fsdp_activation_checkpointing": _recompute,
     "fsdp_activation_checkpointing_offload": switched_off("activations are recomputed, and not moved; leave it out"),
-    "fsdp_offload_params": switched_off(_NO_OFFLOAD),
+    "fsdp_offload_params": _offload,
     "fsdp_state_dict_type": _state_dict,
     "fsdp_cpu_ram_efficient_loading": answered(
         "mapped", "weights are made or read in parts (strategy.meta_init); a model given as an object is rank 0's"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from plait.checkpoint import Checkpoint, entries, load_into, open_checkpoint, save_checkpoint
 from plait.config import RunConfig, to_dict
@@ -131,7 +132,7 @@ def _refuse_foreign(folder: Path) -> None:
 def _things(own: Belongings) -> tuple[dict[str, Tensor], dict[str, Any]]:
     loaders = [loader.state() for loader in own.loaders]
     content = {
-        "groups": [_groups(optimizer) for optimizer in own.optimizers],
+        "groups": [groups_of(optimizer) for optimizer in own.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in own.schedulers],
         "loaders": [state for state, _ in loaders],
         "orders": [order for _, order in loaders],
@@ -146,8 +147,7 @@ def _things(own: Belongings) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def _restore_things(own: Belongings, packed: Any, tensors: Mapping[str, Tensor]) -> None:
     content = unpack(packed, tensors)
     for optimizer, groups in zip(own.optimizers, content["groups"], strict=True):
-        for group, saved in zip(optimizer.param_groups, groups, strict=True):
-            group.update(saved)
+        restore_groups(optimizer, groups)
     for scheduler, state in zip(own.schedulers, content["schedulers"], strict=True):
         scheduler.load_state_dict(state)
     for loader, state, order in zip(own.loaders, content["loaders"], content["orders"], strict=True):
@@ -157,11 +157,18 @@ def _restore_things(own: Belongings, packed: Any, tensors: Mapping[str, Tensor])
     own.gradients.step = content["step"]
 
 
-def _groups(optimizer: PreparedOptimizer) -> list[dict[str, Any]]:
+def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What an optimizer's groups say, without their parameters."""
     return [
         {key: float(value) if isinstance(value, Tensor) else value for key, value in group.items() if key not in _KEPT}
         for group in optimizer.param_groups
     ]
+
+
+def restore_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Have an optimizer's groups say what `groups_of` found."""
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        group.update(saved)
 
 
 def _room(checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ def first(value: Any, count: int) -> Any:
     return apply(lambda tensor: tensor[:count], value)
 
 
-def whole(model: nn.Module, world: World) -> dict[str, Tensor]:
+def whole(model: nn.Module, world: World, *, trained_only: bool = False) -> dict[str, Tensor]:
     """The whole weights of a model under its own names, on the host; empty on other ranks where they are spread."""
     module = model.module if isinstance(model, PreparedModel) else model
     updated: dict[int, Tensor] = {}
@@ -49,6 +49,8 @@ def whole(model: nn.Module, world: World) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     spread = False
     for name, value in module.state_dict(keep_vars=True).items():
+        if trained_only and not value.requires_grad:
+            continue
         tensor: Any = updated.get(id(value), value)
         if is_sharded(tensor):
             spread = True

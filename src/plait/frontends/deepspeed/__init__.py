@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from plait.frontends.deepspeed.comm import init_distributed
     from plait.frontends.deepspeed.engine import DeepSpeedEngine
     from plait.frontends.deepspeed.inference import InferenceEngine, init_inference
-    from plait.frontends.deepspeed.start import add_config_arguments, initialize
     from plait.frontends.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from plait.frontends.deepspeed.pipeline import PipelineEngine
+    from plait.frontends.deepspeed.start import add_config_arguments, initialize
 
 __version__ = "0.19.8+plait"
 """The DeepSpeed whose API this is."""

@@ -30,6 +30,7 @@ from plait.checkpoint.convert import kind_of, open_source
 from plait.config.train import CheckpointConfig
 from plait.errors import CheckpointError
 from plait.frontends.deepspeed.client_state import decode, encode
+from plait.frontends.deepspeed.foreign import foreign_state
 from plait.parallel.materialize import assign_whole
 from plait.strategy import ManualEngine
 from plait.world import World, on_main
@@ -47,7 +48,7 @@ class Loaded:
 
     path: Path
     own: Mapping[str, Any]
-    """Counters, scheduler, groups, client state, as they were saved; empty of a foreign checkpoint."""
+    """Counters, scheduler, groups, client state, as they were saved."""
     engine: Mapping[str, Any]
 
 
@@ -170,7 +171,7 @@ class Saver:
                 if name in source.entries:
                     assign_whole(tensor, source.read(name))
             native.state_loaded()
-            return Loaded(path, {}, source.state["engine"])
+            return Loaded(path, foreign_state(path), source.state["engine"])
 
 
 def _wanted(native: ManualEngine, *, optimizer: bool) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from plait.frontends.deepspeed.link import link_parameters
 from plait.frontends.deepspeed.loader import DeepSpeedDataLoader
 from plait.frontends.deepspeed.pipe import PipelineModule
 from plait.frontends.deepspeed.runtime.lr_schedules import Scheduler
+from plait.frontends.deepspeed.scaler import DeepSpeedScaler
 from plait.optim import OptimizerSource, OwnRates, ViewGroup, build_optimizer
 from plait.strategy import ManualEngine, prepare_native
 from plait.world import World, open_world, restore_rng_state, rng_state
@@ -62,6 +63,9 @@ def initialize(
     source = _config_of(args, config if config is not None else config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     raw = read_config(source)
+    own = [name for name, given in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if given is not None]
+    overruled = [name for name in own if raw.get(name) is not None]
+    raw = {name: value for name, value in raw.items() if name not in overruled}
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
     translation = translate(raw, world_size=torch.distributed.get_world_size() // stages)
     translation.account.raise_refusals()
@@ -82,7 +86,9 @@ def initialize(
     )
     restore_rng_state(before, world.device)  # the script's own seeds go on counting
     assert isinstance(native, ManualEngine)
-    native.updater.schedule = OwnRates()  # DeepSpeed's schedulers set rates from outside, and stop with skipped steps
+    native.updater.schedule = OwnRates()  # schedulers set the rates, and wait while steps are skipped
+    if native.scaler is not None:
+        native.updater.scaler = DeepSpeedScaler(run.precision.scaler)
     link_parameters(native)
     updating = native.optimizer if has_optimizer else None
     scheduler = _scheduler_for(lr_scheduler, updating, run)
@@ -92,6 +98,8 @@ def initialize(
         engine.training_dataloader = engine.deepspeed_io(training_data)
     if world.is_main:
         _tell(source, translation.account, run, world, batch.total)
+        for name in overruled:
+            print(f"plait:   {name} → the script's own is used, and not that of the configuration")
     return engine, updating, engine.training_dataloader, scheduler
 
 
@@ -205,7 +213,8 @@ def _scheduler_for(given: Any, optimizer: Optimizer | None, run: RunConfig) -> A
 
 
 def _tell(source: ConfigSource, account: Account, run: RunConfig, world: World, total: int) -> None:
-    name = os.path.basename(source) if isinstance(source, (str, os.PathLike)) and len(str(source)) < 200 else "config"
+    is_file = isinstance(source, (str, os.PathLike)) and len(str(source)) < 200  # base64 is longer
+    name = os.path.basename(str(source)) if is_file else "the configuration"
     layout = [f"{axis} {size}" for axis, size in world.layout.sizes().items() if size > 1]
     where = f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}"
     print(
@@ -217,7 +226,8 @@ def _tell(source: ConfigSource, account: Account, run: RunConfig, world: World, 
             print(f"plait:   {entry.key} → {entry.text}")
     left = [entry.key for entry in account.of(Answer.UNNEEDED) if not _is_here(entry.key)]
     if left:
-        print(f"plait:   without meaning here: {', '.join(left)} (`plait convert {name} --to yaml` says why)")
+        why = f" (`plait convert {name} --to yaml` says why)" if is_file else ""
+        print(f"plait:   without meaning here: {', '.join(left)}{why}")
 
 
 def _is_here(key: str) -> bool:

@@ -12,10 +12,12 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from plait.config.words import choose
 from plait.errors import ConfigError, Problem
+
+C = TypeVar("C", bound=Callable[..., Any])
 
 
 class Registry:
@@ -31,12 +33,16 @@ class Registry:
         self._root = root
         self._table: dict[str, Callable[..., Any]] = {}
 
-    def register_module(
-        self,
-        name: str | list[str] | Callable[..., Any] | None = None,
-        force: bool = False,
-        module: Callable[..., Any] | None = None,
-    ) -> Any:
+    @overload
+    def register_module(self, name: C) -> C: ...
+
+    @overload
+    def register_module(self, name: str | list[str] | None = None, force: bool = False) -> Callable[[C], C]: ...
+
+    @overload
+    def register_module(self, name: str | list[str] | None = None, force: bool = False, *, module: C) -> C: ...
+
+    def register_module(self, name: Any = None, force: bool = False, module: Any = None) -> Any:
         """Register a class or function, as a decorator with or without parentheses, or as `module`."""
         if callable(name):
             return self._register(name, [], force)
@@ -108,7 +114,10 @@ def check_arguments(path: str, maker: Callable[..., Any], cfg: Mapping[str, Any]
     if unknown:
         remedy = "It takes no keys." if not accepted else ""
         raise ConfigError(
-            [Problem(f"{path}.{key}", "there is no such key", remedy or choose(key, accepted, "key")) for key in unknown]
+            [
+                Problem(f"{path}.{key}", "there is no such key", remedy or choose(key, accepted, "key"))
+                for key in unknown
+            ]
         )
 
 
@@ -123,7 +132,7 @@ def _accepted(maker: Callable[..., Any]) -> list[str] | None:
         if kind is object or "__init__" not in vars(kind):
             continue
         _, more, found = _named(vars(kind)["__init__"])
-        names += [name for name in found if name not in ("self", "param_name")]
+        names += [name for name in found if name not in ("self", "param_name", *names)]
         if not more:
             return names
     return names

@@ -22,6 +22,7 @@ from plait.errors import MissingExtraError, ModelError
 from plait.models.common.attention import document_mask
 from plait.models.common.loss import cross_entropy
 from plait.models.hf.block import find_block_classes
+from plait.models.hf.head import are_many, hands_on_its_logits, loss_at_the_head
 from plait.spec import LossTerm
 
 AUTO_CLASSES: Mapping[str, str] = MappingProxyType(
@@ -62,11 +63,13 @@ def build_hf_model(config: HFConfig) -> nn.Module:
 def adapt(model: nn.Module, adapter: type[Adapter]) -> nn.Module:
     """Extend the class of one `transformers` model by `adapter`, in place."""
     original = type(model)
-    members = {
+    members: dict[str, object] = {
         "__module__": original.__module__,
         "block_classes": find_block_classes(model),
         "accepts": frozenset(inspect.signature(original.forward).parameters),
     }
+    if issubclass(adapter, CausalLM):
+        members["tiles_loss"] = hands_on_its_logits(model, original.forward)
     model.__class__ = type(original.__name__, (adapter, original), members)
     return model
 
@@ -112,6 +115,9 @@ class Adapter(nn.Module):
 class CausalLM(Adapter):
     """A decoder: Plait's batch in, `LossTerm` or logits out."""
 
+    tiles_loss: ClassVar[bool]
+    """Whether the loss can be finished in the head; see [Note: a loss without logits] in `models.hf.head`."""
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -135,10 +141,15 @@ class CausalLM(Adapter):
             kwargs["attention_mask"] = self._document_mask(document_ids)
         if "use_cache" in self.accepts:
             kwargs["use_cache"] = False
-        output = super().forward(input_ids, return_dict=True, **kwargs)
-        if labels is None:
-            return output.logits
-        loss = cross_entropy(output.logits, labels)
+        if labels is not None and self.tiles_loss and are_many(self, labels):
+            with loss_at_the_head(self, labels) as found:
+                output = super().forward(input_ids, return_dict=True, **kwargs)
+            (loss,) = found
+        else:
+            output = super().forward(input_ids, return_dict=True, **kwargs)
+            if labels is None:
+                return output.logits
+            loss = cross_entropy(output.logits, labels)
         balance = getattr(output, "aux_loss", None)
         if balance is None:
             return loss

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Home = Literal["device", "cpu", "nvme"]
+Sink = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ class Bucket:
     """This rank's part of each parameter, as the model computes with it."""
     masters: list[nn.Parameter]
     """What the optimizer updates in their place."""
+    sinks: list[Sink | None]
+    """What takes the new weights of a parameter, where its target has no memory of its own."""
     optimizer: Optimizer | None = None
     """The optimizer, as if these were its only parameters."""
     update: Future[None] | None = None

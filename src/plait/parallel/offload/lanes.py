@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,6 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from plait.ops.host import host_empty
+
+_APART = 64
+"""Tensors in one piece of memory begin at multiples of this: no two share a line of a cache."""
 
 
 class Lanes:
@@ -24,8 +28,8 @@ class Lanes:
         self.device = device
         self.fake = fake
         self._streams = device.type == "cuda" and not fake
-        self._out: Any = torch.cuda.Stream(device) if self._streams else None
-        self._back: Any = torch.cuda.Stream(device) if self._streams else None
+        self._out: Any = torch.cuda.Stream(device) if self._streams else None  # type: ignore[no-untyped-call]
+        self._back: Any = torch.cuda.Stream(device) if self._streams else None  # type: ignore[no-untyped-call]
 
     @property
     def separate(self) -> bool:
@@ -49,6 +53,9 @@ class Lanes:
 
     def fetch(self, room: Tensor, tensor: Tensor, computed: Any) -> None:
         """Copy a tensor that is computed by a mark to the host, and wait for it: for another thread than the loop's."""
+        if not self._streams:
+            room.copy_(tensor)
+            return
         with torch.cuda.stream(self._out):
             self._out.wait_event(computed)
             room.copy_(tensor)
@@ -74,6 +81,33 @@ class Lanes:
         """Let the current stream wait for a mark."""
         if mark is not None:
             torch.cuda.current_stream(self.device).wait_event(mark)
+
+
+class Scratch:
+    """Host memory that one bucket after another uses; it grows to the largest and is kept."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.mark: Any = None
+
+    def wait(self) -> None:
+        """Until the device has read what was here."""
+        if self.mark is not None:
+            self.mark.synchronize()
+            self.mark = None
+
+    def views(self, needed: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
+        """A tensor of each shape and dtype, unfilled."""
+        exact = [shape.numel() * dtype.itemsize for shape, dtype in needed]
+        sizes = [-(-size // _APART) * _APART for size in exact]
+        if self._memory.numel() < sum(sizes):
+            self._memory = self._lanes.room(torch.Size((sum(sizes),)), torch.uint8)
+        pieces = self._memory[: sum(sizes)].split_with_sizes(sizes)
+        return [
+            piece[:size].view(dtype).view(shape)
+            for piece, size, (shape, dtype) in zip(pieces, exact, needed, strict=True)
+        ]
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -16,6 +16,8 @@ from plait.parallel.offload.passage import ROOMS
 from plait.world import World
 
 _SAMPLE = 4096
+_ASIDE = 10 << 20
+"""Of a budget, for the threads that read and write files and their buffers; at most a quarter."""
 _PATH = "strategy.offload"
 
 
@@ -25,8 +27,8 @@ def state_bytes(config: RunConfig) -> float:
     optimizer = build_optimizer(config.optim, [ViewGroup(("sample",), [sample])])
     sample.grad = torch.zeros_like(sample)
     optimizer.step()
-    kept = [value for value in optimizer.state[sample].values() if isinstance(value, torch.Tensor) and value.ndim]
-    return sum(value.nbytes for value in kept) / _SAMPLE
+    kept = [value for value in optimizer.state[sample].values() if not isinstance(value, torch.Tensor) or value.ndim]
+    return sum(int(value.nbytes) for value in kept) / _SAMPLE
 
 
 def numbers_in_a_bucket(config: RunConfig, sizes: Sequence[int], names: Sequence[str]) -> int:
@@ -37,7 +39,7 @@ def numbers_in_a_bucket(config: RunConfig, sizes: Sequence[int], names: Sequence
         return wanted
     budget = offload.budget_gib * 2**30
     each = ROOMS * (4 + state_bytes(config)) + 8  # with a gradient, and a weight on its way back
-    limit = int(budget / each)
+    limit = int((budget - min(_ASIDE, budget / 4)) / each)
     largest = max(range(len(sizes)), key=lambda index: sizes[index])
     if sizes[largest] > limit:
         message = (
@@ -45,7 +47,7 @@ def numbers_in_a_bucket(config: RunConfig, sizes: Sequence[int], names: Sequence
             f"{sizes[largest]:,} on this rank"
         )
         raise ConfigError(
-            Problem(f"{_PATH}.budget_gib", message, f"Write at least {sizes[largest] * each / 2**30:.3g}.")
+            Problem(f"{_PATH}.budget_gib", message, f"Write at least {sizes[largest] * each * 4 / 3 / 2**30:.3g}.")
         )
     return min(wanted, limit)
 

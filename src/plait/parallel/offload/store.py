@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.ops.host import host_empty
-from plait.parallel.offload.buckets import Bucket, Home, Span, plan_spans
+from plait.parallel.offload.buckets import Bucket, Home, Sink, Span, plan_spans
 from plait.parallel.offload.lanes import Lanes, is_fake
 from plait.parallel.offload.outbox import Outbox
+from plait.parallel.offload.params import ParamStream
 from plait.parallel.offload.passage import Passage
 from plait.parallel.offload.update import Updates
 from plait.world import local_part
@@ -48,11 +50,19 @@ class Offload:
         order: Sequence[int],
         device: torch.device,
         options: OffloadOptions,
+        stream: ParamStream | None = None,
         say: Callable[[str], None],
     ) -> None:
-        """`dtypes`: of the masters."""
+        """`dtypes`: of the masters; `stream`: of weights that do not live on the device."""
         with torch.no_grad():
             targets = [local_part(param.detach()) for param in params]
+        sinks: list[Sink | None] = [None] * len(params)
+        self.stream = stream
+        if stream is not None:
+            for index, param in enumerate(params):
+                if (place := stream.place_of(param)) is not None:
+                    targets[index] = stream.target(place, targets[index].shape)
+                    sinks[index] = None if not stream.in_files else partial(stream.put, place)
         self.lanes = Lanes(device, fake=any(is_fake(target) for target in targets))
         self.options = options
         spans = plan_spans(
@@ -63,6 +73,7 @@ class Offload:
                 span,
                 [targets[index] for index in span.indices],
                 [self._master(span, targets[index], dtypes[index]) for index in span.indices],
+                [sinks[index] for index in span.indices],
             )
             for span in spans
         ]
@@ -76,6 +87,9 @@ class Offload:
             self._passage = Passage(in_files, options.folder, say)
         self.outbox = Outbox(self.buckets, self.lanes, sets=2 if options.delayed else 1)
         self._updates = Updates(self.buckets, self.lanes, self._passage, delayed=options.delayed)
+        if stream is not None:
+            of_param = {id(param): self.bucket_of[index] for index, param in enumerate(params)}
+            stream.follow_updates(of_param, self._updates.wait_for)
 
     def _master(self, span: Span, target: Tensor, dtype: torch.dtype) -> nn.Parameter:
         if span.home == "device":
@@ -107,6 +121,8 @@ class Offload:
 
     def begin(self, factor: float, clip_value: float | None) -> None:
         """Update all weights with the gradients in the outbox times `factor`; it goes on while this returns."""
+        if self.stream is not None:
+            self.stream.restart()
         self._updates.begin(self.outbox.hand_over(), factor, clip_value)
 
     def wait_for(self, buckets: Sequence[Bucket]) -> None:
@@ -124,6 +140,8 @@ class Offload:
         if self._passage is not None:
             self._passage.loaded()
         self._updates.publish()
+        if self.stream is not None:
+            self.stream.restart()
 
     # ---- for checkpoints
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from plait.optim import bare_step, clip_by_value, supports_grad_scale
 from plait.parallel.offload.buckets import Bucket, copy_options, twin
-from plait.parallel.offload.lanes import Lanes
+from plait.parallel.offload.lanes import Lanes, Scratch
 from plait.parallel.offload.outbox import Sent
 from plait.parallel.offload.passage import Passage
+from plait.parallel.offload.step import step_bucket
 
 _STAGES = 2
 """Sets of pinned memory for weights on their way back: one is filled while the other is copied."""
@@ -36,14 +36,13 @@ class Updates:
         self._passage = passage
         self._delayed = delayed
         self._optimizer: Optimizer | None = None
-        self._inline = lanes.fake
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plait-offload")
-        self._wide = _Scratch(lanes)
-        self._narrow = [_Scratch(lanes) for _ in range(_STAGES)]
+        self._wide = Scratch(lanes)
+        self._narrow = [Scratch(lanes) for _ in range(_STAGES)]
         self._turn = 0
         self._late: list[tuple[Bucket, list[Tensor]]] = []
         """Updated weights that the model has not seen yet, with `delayed`."""
-        self._late_rooms: dict[int, _Scratch] = {}
+        self._late_rooms: dict[int, Scratch] = {}
 
     def attach(self, optimizer: Optimizer) -> None:
         """Learn what updates the weights."""
@@ -58,16 +57,16 @@ class Updates:
         assert self._optimizer is not None
         self.finish()
         self.show_late()
-        computed = self._lanes.mark()
+        marks = self._lanes.mark(), self._lanes.mark_back()
         for bucket in self._buckets:
             assert bucket.optimizer is not None
             copy_options(self._optimizer, bucket.optimizer)
             grads = [sent[index] for index in bucket.span.indices]
             if bucket.span.home == "device":
-                self._step(bucket, [grad.tensor for grad in grads], factor, clip_value)
-                self._to_targets_here(bucket)
+                rooms = [None if _shares(master, target) else target for _, master, target in bucket.items()]
+                step_bucket(bucket, [grad.tensor for grad in grads], rooms, factor, clip_value)
             else:
-                bucket.update = self._submit(lambda b=bucket, g=grads: self._update(b, g, factor, clip_value, computed))  # type: ignore[misc]
+                bucket.update = self._submit(lambda b=bucket, g=grads: self._update(b, g, factor, clip_value, marks))  # type: ignore[misc]
 
     def wait_for(self, bucket: Bucket) -> None:
         """Until the model has a bucket's new weights; the device waits by itself for those that are on their way."""
@@ -101,7 +100,7 @@ class Updates:
         late, self._late = self._late, []
         self._lanes.hold_back(self._lanes.mark())
         for bucket, rooms in late:
-            self._send_back(bucket, rooms)
+            self._deliver(bucket, rooms)
         for bucket, _ in late:
             self._lanes.follow(bucket.published)
 
@@ -109,27 +108,20 @@ class Updates:
         """Give the model all weights as they are in the masters: after they were made or loaded."""
         self._late = []
         for bucket in self._buckets:
-            if bucket.span.home == "device":
-                self._to_targets_here(bucket)
-                continue
             weights: Sequence[Tensor] = bucket.masters
-            if bucket.span.home == "nvme":
-                assert self._passage is not None
+            if bucket.span.home == "nvme" and self._passage is not None:
                 weights = self._passage.weights(bucket)
             with torch.no_grad():
-                for target, master in zip(bucket.targets, weights, strict=True):
-                    target.copy_(master)
-
-    def _to_targets_here(self, bucket: Bucket) -> None:
-        with torch.no_grad():
-            for _, master, target in bucket.items():
-                if master.data_ptr() != target.data_ptr() or master.dtype != target.dtype:
-                    target.copy_(master)
+                for target, sink, weight in zip(bucket.targets, bucket.sinks, weights, strict=True):
+                    if sink is not None:
+                        sink(weight.detach().to(target.dtype))
+                    elif not _shares(weight, target):
+                        target.copy_(weight)
 
     def _submit(self, work: Callable[[], None]) -> Future[None]:
-        if not self._inline:
+        if not self._lanes.fake:
             return self._thread.submit(work)
-        done: Future[None] = Future()
+        done: Future[None] = Future()  # what plans a step looks on from this thread
         work()
         done.set_result(None)
         return done
@@ -137,111 +129,65 @@ class Updates:
     # ---- on the thread of the updates
 
     def _update(
-        self, bucket: Bucket, sent: Sequence[Sent], factor: float, clip_value: float | None, computed: Any
+        self, bucket: Bucket, sent: Sequence[Sent], factor: float, clip_value: float | None, marks: tuple[Any, Any]
     ) -> None:
+        computed, fetched = marks
+        if fetched is not None:
+            fetched.synchronize()  # weights that live on the host may have been on their way to the device
         files = self._passage if bucket.span.home == "nvme" else None
         if files is not None:
             files.enter(bucket)
-        self._step(bucket, self._arrived(bucket, sent, computed), factor, clip_value)
-        self._to_targets(bucket, computed)
+        rooms = self._rooms(bucket)
+        step_bucket(bucket, self._arrived(bucket, sent, computed), rooms, factor, clip_value)
         if files is not None:
             files.leave(bucket)
+        if self._delayed:
+            self._late.append((bucket, rooms))
+        else:
+            self._lanes.hold_back(computed)
+            self._deliver(bucket, rooms)
 
     def _arrived(self, bucket: Bucket, sent: Sequence[Sent], computed: Any) -> list[Tensor]:
-        """The gradients on the host, in the format of the weights."""
-        wide = self._wide.views(bucket.masters, [master.dtype for master in bucket.masters])
+        """The gradients on the host."""
+        rooms = self._wide.views([(each.tensor.shape, each.tensor.dtype) for each in sent])
         grads: list[Tensor] = []
-        for each, room, master in zip(sent, wide, bucket.masters, strict=True):
+        for each, room in zip(sent, rooms, strict=True):
             if each.mark is not None:
                 each.mark.synchronize()
-            if each.tensor.device.type == "cpu" and each.tensor.dtype == master.dtype:
-                grads.append(each.tensor)
-                continue
-            if each.tensor.device.type == "cpu" or self._inline:
-                room.copy_(each.tensor)
+            if each.tensor.device.type == "cpu":
+                grads.append(each.tensor.contiguous())
             else:
                 self._lanes.fetch(room, each.tensor, computed)
-            grads.append(room)
+                grads.append(room)
         return grads
 
-    def _step(self, bucket: Bucket, grads: Sequence[Tensor], factor: float, clip_value: float | None) -> None:
-        optimizer: Any = bucket.optimizer
-        with torch.no_grad():
-            for master, grad in zip(bucket.masters, grads, strict=True):
-                master.grad = grad if grad.dtype == master.dtype else grad.to(master.dtype)
-            if supports_grad_scale(optimizer) and clip_value is None:
-                if factor != 1.0:
-                    device = bucket.masters[0].device
-                    optimizer.grad_scale = torch.full((), 1.0 / factor, device=device)
-                    optimizer.found_inf = torch.zeros((), device=device)
-            else:
-                scaled = [master.grad for master in bucket.masters if master.grad is not None]
-                if factor != 1.0:
-                    torch._foreach_mul_(scaled, factor)
-                if clip_value is not None:
-                    clip_by_value(scaled, clip_value)
-            bare_step(optimizer)()
-            optimizer.grad_scale = optimizer.found_inf = None
-        for master in bucket.masters:
-            master.grad = None
-
-    def _to_targets(self, bucket: Bucket, computed: Any) -> None:
-        """Round the new weights to what the model computes with, and send them off."""
-        with torch.no_grad():
-            if self._delayed:
-                self._late.append((bucket, self._rounded(bucket, self._late_rooms_of(bucket))))
-                return
-            if not self._lanes.separate or self._inline or bucket.targets[0].device.type == "cpu":
-                for _, master, target in bucket.items():
-                    target.copy_(master)
-                return
-            self._lanes.hold_back(computed)
-            scratch = self._narrow[self._turn % _STAGES]
-            self._turn += 1
-            scratch.wait()
-            self._send_back(bucket, self._rounded(bucket, scratch))
-            scratch.mark = bucket.published
-
-    def _late_rooms_of(self, bucket: Bucket) -> _Scratch:
-        scratch = self._late_rooms.setdefault(id(bucket), _Scratch(self._lanes))
-        if bucket.published is not None:
-            bucket.published.synchronize()  # the last ones were still being copied
-        return scratch
-
-    def _rounded(self, bucket: Bucket, scratch: _Scratch) -> list[Tensor]:
-        rooms = scratch.views(bucket.masters, [target.dtype for target in bucket.targets])
-        for room, master in zip(rooms, bucket.masters, strict=True):
-            room.copy_(master)
-        return rooms
-
-    def _send_back(self, bucket: Bucket, rooms: Sequence[Tensor]) -> None:
-        with torch.no_grad(), self._lanes.backwards():
-            for target, room in zip(bucket.targets, rooms, strict=True):
-                target.copy_(room, non_blocking=True)
-        bucket.published = self._lanes.mark_back()
-
-
-class _Scratch:
-    """Host memory that one bucket after another uses; it grows to the largest and is kept."""
-
-    def __init__(self, lanes: Lanes) -> None:
-        self._lanes = lanes
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self.mark: Any = None
-
-    def wait(self) -> None:
-        """Until the device has read what was here."""
-        if self.mark is not None:
-            self.mark.synchronize()
-            self.mark = None
-
-    def views(self, like: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        """A tensor for each of `like`, of these dtypes, unfilled."""
-        sizes = [-(-tensor.numel() * dtype.itemsize // 64) * 64 for tensor, dtype in zip(like, dtypes, strict=True)]
-        if self._memory.numel() < sum(sizes):
-            self._memory = self._lanes.room(torch.Size((sum(sizes),)), torch.uint8)
-        pieces = self._memory[: sum(sizes)].split_with_sizes(sizes)
+    def _rooms(self, bucket: Bucket) -> list[Tensor]:
+        """Where the new weights are rounded to: what the model computes with, where that is host memory."""
+        needed = [(target.shape, target.dtype) for target in bucket.targets]
+        if self._delayed:
+            if bucket.published is not None:
+                bucket.published.synchronize()  # the last ones were still being copied
+            return self._late_rooms.setdefault(id(bucket), Scratch(self._lanes)).views(needed)
+        scratch = self._narrow[self._turn % _STAGES]
+        self._turn += 1
+        scratch.wait()
+        rooms = scratch.views(needed)
         return [
-            piece[: tensor.numel() * dtype.itemsize].view(dtype).view(tensor.shape)
-            for piece, tensor, dtype in zip(pieces, like, dtypes, strict=True)
+            target if sink is None and target.device.type == "cpu" else room
+            for target, sink, room in zip(bucket.targets, bucket.sinks, rooms, strict=True)
         ]
+
+    def _deliver(self, bucket: Bucket, rooms: Sequence[Tensor]) -> None:
+        with torch.no_grad(), self._lanes.backwards():
+            for target, sink, room in zip(bucket.targets, bucket.sinks, rooms, strict=True):
+                if sink is not None:
+                    sink(room)
+                elif target is not room:
+                    target.copy_(room, non_blocking=True)
+        bucket.published = self._lanes.mark_back()
+        if not self._delayed:
+            self._narrow[(self._turn - 1) % _STAGES].mark = bucket.published
+
+
+def _shares(master: Tensor, target: Tensor) -> bool:
+    return master.device == target.device and master.untyped_storage()._cdata == target.untyped_storage()._cdata

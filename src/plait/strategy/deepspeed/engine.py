@@ -19,22 +19,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from plait.optim import grad_norm
-from plait.strategy.deepspeed.states import States
 from plait.strategy.foreign.engine import ForeignEngine
 
 
 class DeepSpeedEngine(ForeignEngine):
     """Steps through `deepspeed.initialize`'s engine, which owns backward, reduction, clipping and update."""
 
-    def __init__(self, library_engine: Any, states: States, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, library_engine: Any, *args: Any, **kwargs: Any) -> None:
         self._theirs = library_engine
-        self._states = states
         self._scales = hasattr(self._theirs.optimizer, "override_loss_scale") and self._theirs.zero_optimization()
         super().__init__(library_engine, *args, corrects_freely=self._scales, **kwargs)
-        self._params: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         moving = self._theirs.fp16_enabled() and self._theirs.dynamic_loss_scale()
         self._moving_scaler = self._theirs.optimizer.loss_scaler if moving else None
         if self._moving_scaler is not None:
@@ -90,37 +87,6 @@ class DeepSpeedEngine(ForeignEngine):
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
         return [param.grad for param in params if param.grad is not None]
-
-    # ---- state
-
-    def _read_weight(self, name: str) -> Tensor:
-        return self._states.read(self._params[name], None)
-
-    def _write_weight(self, name: str, whole: Tensor) -> None:
-        self._states.write(self._params[name], None, whole)
-
-    def _write_frozen(self, name: str, whole: Tensor) -> None:
-        self._states.write_computing(self._params[name], whole)
-
-    def _state_keys(self, name: str) -> list[str]:
-        return self._states.keys(self._params[name])
-
-    def _read_state(self, name: str, key: str) -> Tensor:
-        return self._states.read(self._params[name], key)
-
-    def _write_state(self, name: str, key: str, whole: Tensor) -> None:
-        self._states.write(self._params[name], key, whole)
-
-    def _publish(self) -> None:
-        self._states.publish()
-
-    def allocate_optimizer_state(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """Make room for the optimizer state that a checkpoint is about to fill."""
-        for entry, (shape, dtype) in shapes.items():
-            name, _, key = entry.rpartition(".")
-            if name in self._built.trained:
-                whole = shape == self._built.blanks[name].shape and len(shape) > 0
-                self._states.allocate(self._params[name], key, shape, dtype, whole=whole)
 
     # ---- the loss scaler
 

@@ -16,7 +16,8 @@ from plait.precision import DTYPES
 from plait.strategy.deepspeed.describe import describe
 from plait.strategy.deepspeed.engine import DeepSpeedEngine
 from plait.strategy.deepspeed.library import load_deepspeed
-from plait.strategy.deepspeed.states import FlatStates, PartitionedStates, PlainStates, States
+from plait.strategy.deepspeed.norms import widen_norms
+from plait.strategy.deepspeed.states import states_of
 from plait.strategy.foreign.build import Built, build_whole
 from plait.strategy.native.forward import Say
 from plait.strategy.native.loss import LossFunction
@@ -43,8 +44,10 @@ def prepare_deepspeed(
         message = f"DeepSpeed has no fp16 on this {world.device.type}"
         raise ConfigError(Problem("precision.compute", message, "Write `bf16`, or use `engine: native`."))
     built = build_whole(config, world, model)
+    if DTYPES[config.precision.compute].itemsize < 4:
+        widen_norms(built.module)
     theirs = _initialize(deepspeed, built, described, config)
-    states = _states(theirs, config.strategy.stage)
+    states = states_of(theirs.optimizer, config.strategy.stage)
     seed_everything(config.seed, world.rank)
     engine = DeepSpeedEngine(
         theirs,
@@ -52,7 +55,6 @@ def prepare_deepspeed(
         built,
         world,
         config,
-        optimizer=states.optimizer,
         schedule=build_schedule(
             config.schedule,
             base_lr=config.optim.lr,
@@ -87,9 +89,3 @@ def _initialize(deepspeed: Any, built: Built, described: dict[str, Any], config:
 def _problem(place: tuple[int | str, ...], message: str) -> Problem:
     path = ".".join(map(str, ("strategy", "config", *place)))
     return Problem(path, f"DeepSpeed says: {message}", "See DeepSpeed's page on its configuration.")
-
-
-def _states(theirs: Any, stage: int) -> States:
-    wrapper = theirs.optimizer
-    kind: type[States] = (PlainStates, FlatStates, FlatStates, PartitionedStates)[stage]
-    return kind(wrapper, getattr(wrapper, "optimizer", wrapper))

@@ -7,114 +7,46 @@ first one, and fail on a ZeRO-3 parameter whose size does not divide by the numb
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from plait.errors import CheckpointError
+from plait.strategy.foreign.states import PlainStates, States
 
 
-class States(ABC):
-    """Weights and states by parameter."""
-
-    def __init__(self, wrapper: Any, optimizer: Optimizer) -> None:
-        """`wrapper` is what DeepSpeed calls its optimizer; `optimizer` the torch optimizer inside."""
-        self.wrapper = wrapper
-        self.optimizer = optimizer
-
-    @abstractmethod
-    def home(self, param: Any) -> Tensor:
-        """The tensor under which the torch optimizer keeps the state of a parameter, perhaps with others'."""
-
-    @abstractmethod
-    def read(self, param: Any, key: str | None) -> Tensor:
-        """The whole fp32 weight, or the whole state called `key`."""
-
-    @abstractmethod
-    def write(self, param: Any, key: str | None, whole: Tensor) -> None:
-        """Set it."""
-
-    def write_computing(self, param: Any, whole: Tensor) -> None:
-        """Set what computes."""
-        param.data.copy_(whole)
-
-    def publish(self) -> None:  # noqa: B027  # where what is written computes
-        """Bring what computes up to date with the weights."""
-
-    def state(self, param: Any) -> dict[str, Any]:
-        """What the torch optimizer keeps."""
-        found: dict[str, Any] = self.optimizer.state.get(self.home(param), {})
-        return found
-
-    def keys(self, param: Any) -> list[str]:
-        """Names of the states that are tensors."""
-        return [key for key, value in self.state(param).items() if isinstance(value, Tensor)]
-
-    def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, whole: bool) -> None:
-        """Make room for a state: one as large as the parameter (`whole`), or of `shape` for all at the same home."""
-        home = self.home(param)
-        fused = any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
-        device = home.device if whole or fused else torch.device("cpu")
-        room = torch.zeros(home.shape if whole else shape, dtype=dtype, device=device)
-        self.optimizer.state[home].setdefault(key, room)
-
-    def _scalar(self, param: Any, key: str | None) -> Tensor | None:
-        """A state that is one for all at the same home, such as `step`."""
-        value = None if key is None else self.state(param)[key]
-        return value if isinstance(value, Tensor) and value.ndim == 0 else None
-
-
-class PlainStates(States):
-    """Stage 0: every rank has all; in bf16 the fp32 weights lie beside."""
-
-    def __init__(self, wrapper: Any, optimizer: Optimizer) -> None:
-        super().__init__(wrapper, optimizer)
-        optimizer.state.clear()  # in bf16 DeepSpeed has stepped once, to make states, and its count would be one off
-        groups = zip(getattr(wrapper, "fp16_groups", ()), getattr(wrapper, "fp32_groups", ()), strict=True)
-        self._masters: dict[int, Tensor] = {
-            id(param): master for params, masters in groups for param, master in zip(params, masters, strict=True)
-        }
-
-    def home(self, param: Any) -> Tensor:
-        """The fp32 weights, or the parameter."""
-        found: Tensor = self._masters.get(id(param), param)
-        return found
-
-    def read(self, param: Any, key: str | None) -> Tensor:
-        """It is there."""
-        found: Tensor = self.home(param) if key is None else self.state(param)[key]
-        return found.detach()
-
-    def write(self, param: Any, key: str | None, whole: Tensor) -> None:
-        """Copied in place."""
-        self.read(param, key).copy_(whole)
-        if key is None and id(param) in self._masters:
-            self.write_computing(param, whole)
+def states_of(wrapper: Any, stage: int) -> States:
+    """The states of `wrapper`, which is what DeepSpeed calls its optimizer."""
+    optimizer: Optimizer = getattr(wrapper, "optimizer", wrapper)
+    if stage == 3:
+        return PartitionedStates(wrapper, optimizer)
+    if stage > 0:
+        return FlatStates(wrapper, optimizer)
+    groups = zip(getattr(wrapper, "fp16_groups", ()), getattr(wrapper, "fp32_groups", ()), strict=True)
+    masters = {id(param): master for params, masters in groups for param, master in zip(params, masters, strict=True)}
+    optimizer.state.clear()  # in bf16 DeepSpeed has stepped once, to make states, and its count would be one off
+    return PlainStates(optimizer, masters)
 
 
 class FlatStates(States):
     """Stages 1 and 2: each group is one flat vector, of which a rank has one stretch."""
 
-    @property
-    def _stretches(self) -> list[Tensor]:
-        of_zero: list[Tensor] | None = getattr(self.wrapper, "single_partition_of_fp32_groups", None)
-        return self.wrapper.fp32_groups_flat_partition if of_zero is None else of_zero
-
-    @property
-    def _groups(self) -> list[list[nn.Parameter]]:
-        of_zero: list[list[nn.Parameter]] | None = getattr(self.wrapper, "bit16_groups", None)
-        return self.wrapper.bf16_groups if of_zero is None else of_zero
+    def __init__(self, wrapper: Any, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self.wrapper = wrapper
+        own = hasattr(wrapper, "bf16_groups")  # stage 1 in bf16 has a wrapper of its own
+        groups = wrapper.bf16_groups if own else wrapper.bit16_groups
+        self._group_of = {id(param): index for index, group in enumerate(groups) for param in group}
+        self._list = "fp32_groups_flat_partition" if own else "single_partition_of_fp32_groups"
 
     def home(self, param: Any) -> Tensor:
         """This rank's stretch of the parameter's group."""
-        for stretch, group in zip(self._stretches, self._groups, strict=True):
-            if any(each is param for each in group):
-                return stretch
-        raise AssertionError("a trained parameter is in some group")
+        stretch: Tensor = getattr(self.wrapper, self._list)[self._group_of[id(param)]]
+        return stretch
 
     def read(self, param: Any, key: str | None) -> Tensor:
         """The pieces of all ranks."""
@@ -155,6 +87,10 @@ class FlatStates(States):
 
 class PartitionedStates(States):
     """Stage 3: of each parameter a rank has one stretch, the last ones filled up; perhaps in files."""
+
+    def __init__(self, wrapper: Any, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self.wrapper = wrapper
 
     def _place(self, param: Any) -> int:
         place: int = self.wrapper.grad_position[self.wrapper.get_param_id(param)][0]
@@ -197,7 +133,7 @@ class PartitionedStates(States):
 
     def _stretch(self, param: Any, whole: Tensor) -> Tensor:
         size, rank = param.ds_tensor.ds_numel, dist.get_rank()
-        filled = nn.functional.pad(whole.flatten(), (0, size * dist.get_world_size() - whole.numel()))
+        filled = F.pad(whole.flatten(), (0, size * dist.get_world_size() - whole.numel()))
         return filled.narrow(0, size * rank, size)
 
     def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, whole: bool) -> None:

@@ -33,11 +33,16 @@ class Built:
 
     def optimizer(self, config: RunConfig) -> torch.optim.Optimizer:
         """The optimizer of the run over the module's parameters, without any state yet."""
-        params = dict(self.module.named_parameters())
+        params = named_parameters(self.module)
         views = [ViewGroup(spec.names, [params[name] for name in spec.names], spec.options) for spec in self.groups]
         optimizer = build_optimizer(config.optim, views)
         optimizer.state.clear()  # the library exchanges the parameters, and what is kept for these would stay for ever
         return optimizer
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """A module's parameters under their own names, whatever a library wrapped around its parts."""
+    return {name.replace("_fsdp_wrapped_module.", ""): param for name, param in module.named_parameters()}
 
 
 def build_whole(config: RunConfig, world: World, model: ModelSource) -> Built:

@@ -10,7 +10,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from plait.config.run import RunConfig
 from plait.errors import NonFiniteError, TrainingError
@@ -19,8 +18,9 @@ from plait.parallel.replicate import average_buffers
 from plait.precision import make_policy
 from plait.spec import MicroBatch, Phase
 from plait.strategy.base import Engine, Evaluation, StepResult
-from plait.strategy.foreign.build import Built
+from plait.strategy.foreign.build import Built, named_parameters
 from plait.strategy.foreign.loss import EvenNormalizer
+from plait.strategy.foreign.states import States
 from plait.strategy.foreign.wholes import as_share, share_of
 from plait.strategy.native.forward import Forward, Say
 from plait.strategy.native.loss import LossFunction, LossNormalizer, WeightedLoss, read_loss
@@ -33,11 +33,11 @@ class ForeignEngine(Engine):
     def __init__(
         self,
         called: nn.Module,
+        states: States,
         built: Built,
         world: World,
         config: RunConfig,
         *,
-        optimizer: Optimizer,
         schedule: Schedule,
         loss_function: LossFunction | None,
         accumulation: int,
@@ -52,9 +52,11 @@ class ForeignEngine(Engine):
         self.world = world
         self.steps = 0
         self.accumulation = accumulation
-        self.optimizer = optimizer
+        self.optimizer = states.optimizer
         """The torch optimizer whose groups carry the learning rates."""
         self._built = built
+        self._states = states
+        self._params: dict[str, nn.Parameter] = named_parameters(built.module)
         self._guard = config.train.guard
         self._schedule = schedule
         self._loss_function = loss_function
@@ -85,34 +87,6 @@ class ForeignEngine(Engine):
     @abstractmethod
     def _update(self, correction: float) -> tuple[float, bool]:
         """Update with the gradients times `correction`; their norm before clipping, and whether it was left out."""
-
-    @abstractmethod
-    def _read_weight(self, name: str) -> Tensor:
-        """The whole fp32 value of a trained parameter. Every rank must ask."""
-
-    @abstractmethod
-    def _write_weight(self, name: str, whole: Tensor) -> None:
-        """Set it; `_publish` is called after all of them."""
-
-    @abstractmethod
-    def _write_frozen(self, name: str, whole: Tensor) -> None:
-        """Set a parameter that is not trained."""
-
-    @abstractmethod
-    def _state_keys(self, name: str) -> list[str]:
-        """What the optimizer keeps for a parameter; the same on every rank."""
-
-    @abstractmethod
-    def _read_state(self, name: str, key: str) -> Tensor:
-        """One of these, whole. Every rank must ask."""
-
-    @abstractmethod
-    def _write_state(self, name: str, key: str, whole: Tensor) -> None:
-        """Set it."""
-
-    @abstractmethod
-    def _publish(self) -> None:
-        """Bring what computes up to date with the weights that were set."""
 
     def _scaler_state(self) -> dict[str, float] | None:
         """The loss scaler's state, in the native engine's words."""
@@ -235,27 +209,28 @@ class ForeignEngine(Engine):
         buffers = dict(self.model.named_buffers())
         tensors |= {f"model.{name}": buffers[name] for name in self._built.buffers}
         for name in self._built.trained:
-            for key in self._state_keys(name):
-                tensors[f"optim.{name}.{key}"] = share_of(self._read_state(name, key), self._mesh)
+            for key in self._states.keys(self._params[name]):
+                tensors[f"optim.{name}.{key}"] = share_of(self._states.read(self._params[name], key), self._mesh)
         found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         self._state = WeakValueDictionary(found)
         return found
 
     def _share_weights(self) -> dict[str, Tensor]:
-        return {name: share_of(self._read_weight(name), self._mesh) for name in self._built.trained}
+        return {name: share_of(self._states.read(self._params[name], None), self._mesh) for name in self._built.trained}
 
     @torch.no_grad()
     def state_loaded(self) -> None:
         """What `state_tensors` handed out last was written to: give it to the library."""
         for name in self._built.trained:
+            param = self._params[name]
             if (weight := self._state.get(f"model.{name}")) is not None:
-                self._write_weight(name, _whole(weight))
-            for key in self._state_keys(name):
+                self._states.write(param, None, _whole(weight))
+            for key in self._states.keys(param):
                 if (state := self._state.get(f"optim.{name}.{key}")) is not None:
-                    self._write_state(name, key, _whole(state))
+                    self._states.write(param, key, _whole(state))
         for name, share in self._frozen.items():
-            self._write_frozen(name, _whole(share))
-        self._publish()
+            self._states.write_computing(self._params[name], _whole(share))
+        self._states.publish()
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
@@ -267,8 +242,8 @@ class ForeignEngine(Engine):
     def weights_changed(self) -> None:
         """Somebody wrote into what `weights` handed out last. Every rank must ask."""
         for name, share in self._weights.items():
-            self._write_weight(name, _whole(share))
-        self._publish()
+            self._states.write(self._params[name], None, _whole(share))
+        self._states.publish()
         self._weights = {}
 
     def as_whole(self, name: str, part: Tensor) -> Tensor:
@@ -280,15 +255,23 @@ class ForeignEngine(Engine):
         """Give the library the fp32 values that it was handed rounded; forget them."""
         rounded = [name for name in self._built.trained if name in self._built.originals]
         for name in rounded:
-            self._write_weight(name, self._built.originals[name].to(self.world.device))
+            self._states.write(self._params[name], None, self._built.originals[name].to(self.world.device))
         if rounded:
-            self._publish()
+            self._states.publish()
         self._built.originals.clear()
 
     def _frozen_values(self) -> dict[str, Tensor]:
         trained = set(self._built.trained)
         names = [name for name in self._built.blanks if name not in trained]
         return {name: self._built.originals[name].to(self.world.device) for name in names}
+
+    def allocate_optimizer_state(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        """Make room for the optimizer state that a checkpoint is about to fill."""
+        for entry, (shape, dtype) in shapes.items():
+            name, _, key = entry.rpartition(".")
+            if name in self._params:
+                whole = shape == self._built.blanks[name].shape and len(shape) > 0
+                self._states.allocate(self._params[name], key, shape, dtype, whole=whole)
 
     def state(self) -> dict[str, Any]:
         """The state that is numbers, not tensors."""

@@ -14,7 +14,8 @@ from plait.optim import norm_of
 from plait.parallel.materialize import part_of
 from plait.parallel.offload.buckets import Home
 from plait.parallel.offload.collect import StreamedGradients, listen_to_shards
-from plait.parallel.offload.lanes import is_fake
+from plait.parallel.offload.lanes import Lanes, is_fake
+from plait.parallel.offload.params import ParamLimits, ParamStream
 from plait.parallel.offload.space import check_space, numbers_in_a_bucket
 from plait.parallel.offload.store import Offload, OffloadOptions
 from plait.parallel.replicate import GradientBuckets
@@ -97,6 +98,17 @@ class OffloadedViews(Views):
         """Bring the model up to date with the masters, which somebody has set."""
         self.store.publish()
 
+    def publish_frozen(self) -> None:
+        """Bring the model up to date with what does not train, wherever its weights live."""
+        stream = self.store.stream
+        with torch.no_grad():
+            for param, whole in self.frozen.items():
+                place = None if stream is None else stream.place_of(param)
+                if place is None or stream is None:
+                    local_part(param).copy_(local_part(whole))
+                else:
+                    stream.put(place, local_part(whole).to(param.dtype))
+
     def local(self, index: int) -> Tensor:
         """This rank's part of one tensor; one in a file as memory of the file."""
         with self.store.revealed():
@@ -143,28 +155,39 @@ class Offloading:
         self._kept: dict[nn.Parameter, Tensor] = {}
         self._index_of: dict[nn.Parameter, int] = {}
         self.store: Offload | None = None
+        self._stream = _param_stream(config, world)
+        self.take_params = None if self._stream is None else self._stream.take
+        """What takes the weights of a unit away, where they do not live on the device."""
 
     def set_aside(self, part: nn.Module) -> None:
-        """Remember the values of a model that came with them, before they are rounded."""
-        if self.rounds:
+        """Remember the values of a model that came with them, before they are rounded or taken away."""
+        if self.rounds or self._stream is not None:
             self._wholes |= {name: param.data for name, param in part.named_parameters() if not param.is_meta}
 
     def take_aside(self, part: nn.Module) -> None:
         """Keep what was set aside, now that each rank has its part of the parameters."""
+        if self._stream is not None and self._wholes:
+            for module in [module for module in part.modules() if hasattr(module, "unshard")]:
+                self._stream.take(module)
         for name, param in part.named_parameters():
             if name in self._wholes:
                 self.keep(param, self._wholes.pop(name))
 
-    def keep(self, param: nn.Parameter, whole: Tensor) -> None:
-        """The fp32 values of a parameter; this rank keeps its part."""
+    def keep(self, param: nn.Parameter, whole: Tensor) -> bool:
+        """The fp32 values of a parameter; this rank keeps its part. Whether the parameter need not have them itself."""
+        place = None if self._stream is None else self._stream.place_of(param)
         with torch.no_grad():
             part = part_of(param, whole)
             index = self._index_of.get(param)
             if index is not None:
                 assert self.store is not None
                 self.store.keep(index, part)
-            elif not param.requires_grad or self.store is None:
+            elif self.rounds or place is not None:
                 self._kept[param] = part.to("cpu", copy=True)
+            if place is not None and not param.requires_grad:
+                assert self._stream is not None
+                self._stream.put(place, part.to("cpu", param.dtype))
+        return place is not None
 
     def open(self, names: Sequence[str], params: Sequence[nn.Parameter], units: Sequence[Sequence[Unit]]) -> None:
         """Make the places for the weights; whatever was kept before moves there."""
@@ -173,14 +196,16 @@ class Offloading:
             parts = [local_part(param.detach()) for param in params]
         sizes = [part.numel() for part in parts]
         dtypes = [self._master_dtype(part) for part in parts]
-        folder = Path(offload.path or Path(self._config.work_dir) / "offload") if offload.uses_files else None
+        folder = offload_folder(self._config) if offload.uses_files else None
         if not is_fake(parts[0]):  # a plan has its own account
             check_space(self._config, self._world, sizes, folder)
         limit = numbers_in_a_bucket(self._config, sizes, names)
         home: Home = "nvme" if offload.optimizer == "nvme" else "cpu"
         options = OffloadOptions(home, limit, offload.ratio, offload.delayed, folder)
         order = _order(params, [unit for each in units for unit in each])
-        self.store = Offload(params, dtypes, order=order, device=device, options=options, say=self._say)
+        self.store = Offload(
+            params, dtypes, order=order, device=device, options=options, stream=self._stream, say=self._say
+        )
         self._index_of = {param: index for index, param in enumerate(params)}
         for param in params:
             if param in self._kept:
@@ -203,11 +228,12 @@ class Offloading:
         """What collects gradients, and what the optimizer sees. The weights have their values by now."""
         store = self.store
         assert store is not None
-        if not self.rounds:  # the parameters themselves have the values
-            with torch.no_grad():
-                for index, param in enumerate(params):
-                    store.keep(index, local_part(param.detach()))
         with torch.no_grad():
+            for index, param in enumerate(params):
+                if not self.rounds and (self._stream is None or self._stream.place_of(param) is None):
+                    store.keep(index, local_part(param.detach()))  # the parameters themselves have the values
+            if self._stream is not None:
+                store.publish()
             frozen = {param: same_kind(part, param) for param, part in self._kept.items() if not param.requires_grad}
         self._kept = {}
         inner: Gradients | None = buckets
@@ -274,6 +300,21 @@ class Settled:
     def after_forward_alone(self) -> None:
         """A forward pass is over that no backward pass follows."""
         self._buckets.after_forward_alone()
+
+
+def _param_stream(config: RunConfig, world: World) -> ParamStream | None:
+    offload = config.strategy.offload
+    if offload.params == "none":
+        return None
+    limits = ParamLimits(offload.prefetch_params, offload.live_params, offload.persistent_params)
+    folder = offload_folder(config) if offload.params == "nvme" else None
+    return ParamStream(Lanes(world.device, fake=is_fake(torch.empty(0))), limits, folder)
+
+
+def offload_folder(config: RunConfig) -> Path:
+    """Where files of this run lie."""
+    path = config.strategy.offload.path
+    return Path(config.work_dir) / "offload" if path is None else Path(path)
 
 
 def _order(params: Sequence[nn.Parameter], units: Sequence[Unit]) -> list[int]:

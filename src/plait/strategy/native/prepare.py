@@ -33,6 +33,7 @@ from plait.optim import (
 )
 from plait.parallel import compiling, materialize, recompute
 from plait.parallel.initializer import Initializer, Writes, find_initializer
+from plait.parallel.offload.activations import offload_activations
 from plait.parallel.replicate import GradientBuckets
 from plait.parallel.units import Unit, find_units
 from plait.precision import FP32_MODULES, LossScaler, Policy, make_policy
@@ -80,7 +81,7 @@ def prepare_native(
     """
     strategy, policy, device = config.strategy, make_policy(config.precision), world.device
     shards = world.layout.dp_shard * world.layout.ep * world.layout.cp
-    sharded = strategy.stage > 0 and shards > 1
+    sharded = strategy.stage > 0 and (shards > 1 or strategy.offload.params != "none")
     length = length or Length()
     if config.deterministic:
         make_deterministic()
@@ -106,6 +107,7 @@ def prepare_native(
     compiled = []
     for part, units in zip(parts, all_units, strict=True):
         recompute.apply_recompute(units, strategy.recompute, auto_count=auto_count)
+        offload_activations(units, strategy.offload.activations, device)  # around recomputing, whose inputs travel
         compiled += _compile(part, units, config, device, sharded=sharded or bool(stages), say=say)
 
     collectors: list[Gradients] = []
@@ -121,7 +123,7 @@ def prepare_native(
         if initializer is None:
             part.to(device)
         else:
-            materialize.give_storage(part, device)
+            materialize.give_storage(part, device, then=None if away is None else away.take_params)
         if away is not None:
             away.take_aside(part)
             if len(parts) == 1:  # else parts may come to share parameters yet
@@ -264,9 +266,9 @@ def load_pretrained_into(
 
     def put(name: str, whole: Tensor) -> None:
         if name in tensors:
-            materialize.assign_whole(tensors[name], whole)
-            if keep is not None and isinstance(param := tensors[name], nn.Parameter):
-                keep(param, whole)
+            tensor = tensors[name]
+            if keep is None or not isinstance(tensor, nn.Parameter) or not keep(tensor, whole):
+                materialize.assign_whole(tensor, whole)
 
     load_pretrained(skeleton, config.model.path, put)
 

@@ -17,9 +17,17 @@ def _deepcompile(work: Work, key: str, value: bool) -> None:
         work.leave(key, value, "it is off")
 
 
+def _activations(work: Work, key: str, value: bool) -> None:
+    if value:
+        work.put("strategy.offload.activations", "all", key)
+        work.map(key, value, "strategy.offload.activations: all")
+    else:
+        work.leave(key, value, "it is off")
+
+
 _COMPILE: Table = {
     "deepcompile": Key(FLAG, _deepcompile),
-    "offload_activation": off("activations stay on the device: leave it out, or recompute them"),
+    "offload_activation": Key(FLAG, _activations),
     "offload_opt_states": off("write `zero_optimization.offload_optimizer`"),
     "offload_parameters": off("write `zero_optimization.offload_param`"),
     "passes": refused(TEXTS, "leave it out: tensor and sequence parallelism are axes of `strategy.layout`"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,7 @@ PAIR = Kind(
     lambda value: isinstance(value, list | tuple) and len(value) == 2 and all(map(_number, value)),
 )
 TEXT = Kind("a text", lambda value: isinstance(value, str))
+PATH = Kind("a path", lambda value: isinstance(value, str | os.PathLike))
 TEXTS = Kind("a list of texts", _texts)
 TEXT_OR_TEXTS = Kind("a text or a list of texts", lambda value: isinstance(value, str) or _texts(value))
 SECTION = Kind(
@@ -75,4 +77,9 @@ FORMATS = {
     "torch.bfloat16": "bf16",
 }
 """DeepSpeed's names of a number format, and Plait's."""
-FORMAT = one_of(*FORMATS)
+FORMAT = Kind("a format such as fp16, bf16 or fp32", lambda value: named_format(value) is not None)
+
+
+def named_format(value: Any) -> str | None:
+    """Plait's name of a format; torch's own objects are known by their names."""
+    return FORMATS.get(str(value).lower())

@@ -5,7 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from plait.frontends.deepspeed.config.keys import gone, group, switched, to, unneeded
-from plait.frontends.deepspeed.config.kinds import ANY, COUNT, FLAG, NUMBER, SIZE, TEXT, TEXTS, WHOLE
+from plait.frontends.deepspeed.config.kinds import (
+    ANY,
+    COUNT,
+    FLAG,
+    NUMBER,
+    PATH,
+    SIZE,
+    TEXT,
+    TEXTS,
+    WHOLE,
+    Kind,
+    either,
+)
 from plait.frontends.deepspeed.config.work import Act, Key, Table, Work
 
 _FOLDER = "files lie in `work_dir`, under the sink's name"
@@ -26,7 +38,7 @@ def _on(name: str) -> Key:
 
 
 def _files(name: str) -> Key:
-    table: Table = {"enabled": _on(name), "output_path": unneeded(TEXT, _FOLDER), "job_name": unneeded(TEXT, _FOLDER)}
+    table: Table = {"enabled": _on(name), "output_path": unneeded(PATH, _FOLDER), "job_name": unneeded(TEXT, _FOLDER)}
     return switched(table, "this monitor is", _sink(name))
 
 
@@ -42,7 +54,7 @@ _WANDB: Table = {
     "group": _by_environment("WANDB_RUN_GROUP"),
     "host": _by_environment("WANDB_BASE_URL"),
 }
-_COUNTED = "`plait plan` counts operations, bytes and time of every part before the start; the log has the MFU"
+_COUNTED = "`plait plan` says before the start where the time of a step goes; the log has the MFU"
 _FLOPS: Table = {
     "enabled": Key(FLAG, lambda work, key, value: work.map(key, value, _COUNTED)),
     "recompute_fwd_factor": unneeded(NUMBER, "what is recomputed is counted as it runs"),
@@ -50,15 +62,15 @@ _FLOPS: Table = {
     "module_depth": unneeded(WHOLE, _COUNTED),
     "top_modules": unneeded(SIZE, _COUNTED),
     "detailed": unneeded(FLAG, _COUNTED),
-    "output_file": unneeded(TEXT, "`plait plan --json` writes to where it is sent"),
+    "output_file": unneeded(TEXT, "`plait plan --out FILE` writes the figures"),
 }
-_TRAFFIC = "`plait plan` lists every collective of a step with its bytes and time"
+_TRAFFIC = "`plait plan` says how long the messages of each axis take"
 _COMMS: Table = {
     "enabled": Key(FLAG, lambda work, key, value: work.map(key, value, _TRAFFIC)),
     **dict.fromkeys(("prof_all", "verbose", "debug"), unneeded(FLAG, _TRAFFIC)),
     "prof_ops": unneeded(TEXTS, _TRAFFIC),
 }
-_TIMES = "the log has time, throughput and memory of every step; `plait plan --timeline` shows each phase"
+_TIMES = "the log has time and memory of a step, and `plait plan` says where they go"
 
 
 def _parts(work: Work, key: str, value: bool) -> None:
@@ -68,8 +80,19 @@ def _parts(work: Work, key: str, value: bool) -> None:
         work.leave(key, value, "it is off")
 
 
+_NEVER = Kind("infinite", lambda value: value == float("inf"))
+
+
+def _lines(work: Work, key: str, value: float) -> None:
+    if _NEVER.has(value):  # so Accelerate silences DeepSpeed
+        work.leave(key, value, "DeepSpeed's own lines are never printed here")
+    else:
+        work.put("log.every", int(value), key)
+        work.honour(key, value, f"log.every: {int(value)}")
+
+
 TABLE: Table = {
-    "steps_per_print": to("log.every", COUNT),
+    "steps_per_print": Key(either(COUNT, _NEVER), _lines),
     "wall_clock_breakdown": Key(FLAG, _parts),
     "memory_breakdown": Key(FLAG, _parts),
     "dump_state": unneeded(FLAG, "every run writes its whole description to `work_dir/config.yaml`"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from plait.config.words import show
 from plait.frontends.deepspeed.config.keys import to, unneeded
-from plait.frontends.deepspeed.config.kinds import ANY, FLAG, SECTION, SHARE, SIZE, TEXT, Kind, one_of
+from plait.frontends.deepspeed.config.kinds import ANY, FLAG, PATH, SECTION, SHARE, SIZE, Kind, one_of
 from plait.frontends.deepspeed.config.work import Key, Table, Work
 
 _ZERO = "zero_optimization"
@@ -64,20 +65,21 @@ def _old_switch(what: str, path: str) -> Key:
 
 
 def _path(what: str) -> Key:
-    def act(work: Work, key: str, value: str) -> None:
+    def act(work: Work, key: str, value: Any) -> None:
         if tier(work, what) != "nvme" or (what == "param" and not _parameters_move(work)):
             work.leave(key, value, "the device is not nvme")
             return
+        value = os.fspath(value)
         path = "strategy.offload.path"
         before = work.sources.get(path)
         if before is not None and work.sections["strategy"]["offload"]["path"] != value:
-            message = f"{value!r}, but `{before}` is {work.look(before)!r}"
+            message = f"{value!r}, but `{before}` is {os.fspath(work.look(before))!r}"
             work.wrong(key, message, "Write one folder: all files of a run lie in one.")
             return
         work.put(path, value, key)
         work.honour(key, value, f"{path}: {value}")
 
-    return Key(TEXT, act)
+    return Key(PATH, act)
 
 
 def _ratio(work: Work, key: str, value: float) -> None:
@@ -93,11 +95,11 @@ def _ratio(work: Work, key: str, value: float) -> None:
 
 
 def limit(path: str, kind: Kind, why: str) -> Key:
-    """A limit of parameters in files; anywhere else there is nothing that it could limit."""
+    """A limit of weights that are offloaded; where none are, there is nothing that it could limit."""
     there = to(f"strategy.offload.{path}", kind)
 
     def act(work: Work, key: str, value: Any) -> None:
-        if tier(work, "param") == "nvme" and _parameters_move(work) and value > 0:
+        if _parameters_move(work) and value > 0:
             there.act(work, key, value)
         else:
             work.leave(key, value, why)
@@ -121,7 +123,7 @@ _OPTIMIZER: Table = {
 _PARAM: Table = {
     "device": _device("param", "strategy.offload.params"),
     "nvme_path": _path("param"),
-    "max_in_cpu": limit("live_params", SIZE, "it limits weights that are in files, and these are not"),
+    "max_in_cpu": unneeded(SIZE, "`stage3_max_live_parameters` limits what is in memory of weights in files"),
     "buffer_count": unneeded(SIZE, _BUFFERS),
     "buffer_size": unneeded(SIZE, _BUFFERS),
     "pin_memory": unneeded(FLAG, _PINNED),

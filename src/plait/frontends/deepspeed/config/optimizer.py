@@ -19,7 +19,7 @@ from plait.frontends.deepspeed.config.work import Key, Table, Work
 _LR = to("optim.lr", NUMBER, if_open="left open: the rate that the script sets, or DeepSpeed's default")
 _BETAS = to("optim.betas", PAIR)
 _EPS = to("optim.eps", NUMBER)
-_DECAY = to("optim.weight_decay", NUMBER)
+_DECAY = Key(NUMBER, lambda work, key, value: _decay(work, key, value))
 _CLIP = only(0, NUMBER, "no clipping here", "DeepSpeed refuses it too: write `gradient_clipping` beside `optimizer`")
 _SAME = "only how the update is computed, not what comes out"
 _BIAS = only(True, FLAG, "moments are corrected here too", "moments are always corrected: leave it out")
@@ -143,16 +143,24 @@ _SPECIAL = {
 }
 
 
-def _known(work: Work) -> tuple[str, _Type] | None:
+def _known(work: Work) -> _Type | None:
     word = work.look("optimizer.type")
-    found = TYPES.get(word.lower()) if isinstance(word, str) else None
-    return None if found is None else (word.lower(), found)
+    return TYPES.get(word.lower()) if isinstance(word, str) else None
 
 
 def _plain_adam(work: Work) -> bool:
     """Whether decay goes into the gradient. DeepSpeed's `Adam` is AdamW unless it is told otherwise."""
     word = work.look("optimizer.type")
     return isinstance(word, str) and word.lower() == "adam" and work.look("optimizer.params.adam_w_mode") is False
+
+
+def _decay(work: Work, key: str, value: float) -> None:
+    work.put("optim.weight_decay", value, key)
+    if value:
+        work.put("optim.no_decay", [], key)
+    work.honour(
+        key, value, f"optim.weight_decay: {show(value)}" + (", of every parameter: no_decay: []" if value else "")
+    )
 
 
 def _adam_mode(work: Work, key: str, value: bool) -> None:
@@ -165,7 +173,7 @@ def _adam_mode(work: Work, key: str, value: bool) -> None:
 def _type(work: Work, key: str, value: str) -> None:
     found = _known(work)
     if found is not None:
-        name = "Adam" if _plain_adam(work) else found[1].name
+        name = "Adam" if _plain_adam(work) else found.name
         work.put("optim.type", name, key)
         decoupled = " (DeepSpeed's Adam decouples weight decay unless `adam_w_mode` is false)"
         work.honour(
@@ -181,10 +189,9 @@ def _type(work: Work, key: str, value: str) -> None:
 def _params(work: Work, key: str, value: dict[str, Any]) -> None:
     found = _known(work)
     if found is not None:
-        work.walk(key, value, found[1].table)
-        return
-    for name, each in value.items():
-        work.leave(f"{key}.{name}", each, "it belongs to an optimizer that is refused")
+        work.walk(key, value, found.table)
+    else:
+        work.leave(key, value, "it belongs to an optimizer that is refused")
 
 
 _OPTIMIZER: Table = {
@@ -200,21 +207,18 @@ def _optimizer(work: Work, key: str, value: dict[str, Any]) -> None:
     work.walk(key, value, _OPTIMIZER)
     found = _known(work)
     if found is not None:
-        _write_defaults(work, *found)
+        _write_defaults(work, found)
 
 
-def _write_defaults(work: Work, word: str, kind: _Type) -> None:
+def _write_defaults(work: Work, kind: _Type) -> None:
     defaults = dict(kind.defaults)
-    decoupled = kind.table is _ADAM and not _plain_adam(work)
-    if decoupled and not work.on("optimizer.params.torch_adam"):
-        defaults["weight_decay"] = 0.0
+    if kind.table is _ADAM and not _plain_adam(work):
+        torchs = work.on("optimizer.params.torch_adam")
+        defaults |= {"weight_decay": 0.01, "no_decay": []} if torchs else {"weight_decay": 0.0}
     for name, default in defaults.items():
         if name not in work.sections["optim"]:
             work.put(f"optim.{name}", default, f"optimizer.params.{name}")
-            work.imply(f"optimizer.params.{name}", f"optim.{name}: {show(default)} is DeepSpeed's default")
-    if work.sections["optim"].get("weight_decay", 0.01 if decoupled else 0.0):
-        work.put("optim.no_decay", [], "optimizer.type")
-        work.map("optimizer.type", word, "optim.no_decay: [] (DeepSpeed decays every parameter that it is given)")
+            work.imply(f"optimizer.params.{name}", f"optim.{name}: {show(default)} is its default there")
 
 
 _CPU = "whichever optimizer is asked for also updates what is offloaded"

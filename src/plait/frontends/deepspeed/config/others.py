@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from plait.frontends.deepspeed.config.keys import gone, group, off, refused, switched, unneeded
+from plait.frontends.deepspeed.config.keys import gone, group, refused, switched, unneeded
 from plait.frontends.deepspeed.config.kinds import COUNT, FLAG, SIZE
 from plait.frontends.deepspeed.config.work import Key, Table, Work
 
+
+def _on_host(work: Work, key: str, value: bool) -> None:
+    if value:
+        work.map(key, value, "`deepspeed.checkpointing` does so; in a run description `strategy.offload.activations`")
+    else:
+        work.leave(key, value, "it is off")
+
+
 _RECOMPUTE = "the script says what is recomputed; in a run description `strategy.recompute` does"
-_ACTIVATIONS: Table = {
+ACTIVATIONS: Table = {
     "partition_activations": unneeded(
         FLAG, "with tensor parallelism `strategy.tensor.sequence_parallel` spreads them; alone there is nothing to cut"
     ),
-    "cpu_checkpointing": off("what is kept for recomputing stays on the device: leave it out"),
+    "cpu_checkpointing": Key(FLAG, _on_host),
     "contiguous_memory_optimization": unneeded(FLAG, "the allocator is torch's own"),
     "number_checkpoints": unneeded(SIZE, _RECOMPUTE),
     "synchronize_checkpoint_boundary": unneeded(FLAG, "streams wait for each other only where they must"),
@@ -34,7 +42,7 @@ def _drop_last(work: Work, key: str, value: bool) -> None:
 
 
 TABLE: Table = {
-    "activation_checkpointing": group(_ACTIVATIONS),
+    "activation_checkpointing": group(ACTIVATIONS),
     "hybrid_engine": switched(_HYBRID, "the hybrid engine is"),
     "dataloader_drop_last": Key(FLAG, _drop_last),
     "data_efficiency": gone(

@@ -15,7 +15,6 @@ from plait.frontends.deepspeed.config.kinds import (
     SIZE,
     TEXT,
     WHOLE,
-    Kind,
     either,
     one_of,
 )
@@ -27,13 +26,13 @@ _TENSOR = ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size", "tensor_
 def ranks_of_one_sample(work: Work) -> int:
     """How many ranks work on the same sample: those are no data-parallel ranks."""
     count = 1
-    for path in (*_TENSOR, "sequence_parallel_size", "pipeline.stages"):
+    for path in (*_TENSOR, "sequence_parallel_size"):
         value = work.look(path)
         count *= int(value) if COUNT.has(value) else 1
     return count
 
 
-def _axis(axis: str, kind: Kind = SIZE, *, needs: str = "") -> Key:
+def _axis(axis: str, *, needs: str = "") -> Key:
     """The size of a mesh axis; 0 and 1 leave it alone."""
 
     def act(work: Work, key: str, value: Any) -> None:
@@ -47,7 +46,7 @@ def _axis(axis: str, kind: Kind = SIZE, *, needs: str = "") -> Key:
         work.put(path, int(value), key)
         work.map(key, value, f"{path}: {int(value)}" + (f"; {needs}" if needs else ""))
 
-    return Key(kind, act)
+    return Key(SIZE, act)
 
 
 def _sequence(work: Work, key: str, value: Any) -> None:
@@ -144,15 +143,11 @@ def _interval(work: Work, key: str, value: Any) -> None:
     work.map(key, value, "strategy.recompute: full (each block by itself, not chunks of several)")
 
 
+_MODULE = "DeepSpeed reads it nowhere: the arguments of `PipelineModule` say it"
 _PIPELINE: Table = {
-    "stages": _axis("pp", COUNT, needs="the model is cut into so many parts"),
-    "partition": only(
-        ("best", "parameters"),
-        TEXT,
-        "parts are balanced by their parameters, as `strategy.pipeline.split` does by default",
-        "write `strategy.pipeline.split: time`, or the names of the first layers",
-    ),
-    "seed_layers": off("a model is the same whatever its layout: leave it out"),
+    "stages": unneeded(COUNT, f"{_MODULE}; in a run description `strategy.layout.pp`"),
+    "partition": unneeded(TEXT, f"{_MODULE}; in a run description `strategy.pipeline.split`"),
+    "seed_layers": unneeded(FLAG, _MODULE),
     "activation_checkpoint_interval": Key(SIZE, _interval),
     "pipe_partitioned": unneeded(FLAG, "what travels between the parts is never cut further"),
     "grad_partitioned": unneeded(FLAG, "what travels between the parts is never cut further"),

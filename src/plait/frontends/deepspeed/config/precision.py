@@ -11,12 +11,12 @@ from plait.frontends.deepspeed.config.kinds import (
     COUNT,
     FLAG,
     FORMAT,
-    FORMATS,
     NUMBER,
     SECTION,
     SIZE,
     TEXTS,
     either,
+    named_format,
     one_of,
 )
 from plait.frontends.deepspeed.config.work import Key, Table, Work
@@ -35,7 +35,7 @@ def compute(work: Work) -> str:
     """The format of parameters and activations."""
     found = mode(work)
     if found == "torch_autocast":
-        return FORMATS.get(str(work.look("torch_autocast.dtype")).lower(), "fp32")
+        return named_format(work.look("torch_autocast.dtype")) or "fp32"
     if found == "amp":
         return "fp32" if str(work.look("amp.opt_level")).upper() == "O0" else "fp16"
     return found or "fp32"
@@ -90,7 +90,7 @@ def _enabled(words: str) -> Key:
     return Key(FLAG, lambda work, key, value: work.honour(key, value, words), _OPEN)
 
 
-_FP16: Table = {
+FP16: Table = {
     "enabled": _enabled("precision.compute: fp16, without autocast; inputs are cast by the script"),
     "auto_cast": to("precision.cast_inputs", FLAG),
     "loss_scale": Key(NUMBER, _static),
@@ -149,10 +149,7 @@ def _sums(work: Work, key: str, value: Any) -> None:
 
 def _reduce(work: Work) -> tuple[str, str]:
     """The format that gradients are summed in, the widest that is asked for, and the key that asks for it."""
-    asked = {
-        key: FORMATS.get(str(work.look(key)).lower(), "")
-        for key in ("communication_data_type", "data_types.grad_accum_dtype")
-    }
+    asked = {key: named_format(work.look(key)) for key in ("communication_data_type", "data_types.grad_accum_dtype")}
     if work.on("fp32_allreduce"):
         asked["fp32_allreduce"] = "fp32"
     given = {key: found for key, found in asked.items() if found}
@@ -166,9 +163,9 @@ def _reduce(work: Work) -> tuple[str, str]:
     return (compute(work) if low else "fp32"), f"{mode(work)}.enabled"
 
 
-def _parameters(work: Work, key: str, value: str) -> None:
-    if FORMATS[value.lower()] != compute(work):
-        message = f"{value!r}, but `{mode(work) or 'fp16 and bf16'}` makes it {compute(work)}"
+def _parameters(work: Work, key: str, value: Any) -> None:
+    if named_format(value) != compute(work):
+        message = f"{value}, but `{mode(work) or 'fp16 and bf16'}` makes it {compute(work)}"
         work.wrong(key, message, "Leave it out, or switch on the section of that format.")
     else:
         work.honour(key, value, f"precision.compute: {compute(work)}")
@@ -191,7 +188,7 @@ _DATA_TYPES: Table = {
 }
 
 TABLE: Table = {
-    "fp16": _mode("fp16", _FP16),
+    "fp16": _mode("fp16", FP16),
     "bf16": _mode("bf16", _BF16),
     "torch_autocast": _mode("torch_autocast", _AUTOCAST),
     "amp": _mode("amp", _AMP),

@@ -81,9 +81,8 @@ def _params(work: Work, key: str, value: dict[str, Any]) -> None:
     table = TYPES.get(str(work.look("scheduler.type")))
     if table is not None:
         work.walk(key, value, table)
-        return
-    for name, each in value.items():
-        work.leave(f"{key}.{name}", each, "it belongs to a schedule that is refused")
+    else:
+        work.leave(key, value, "it belongs to a schedule that is refused")
 
 
 _SCHEDULER: Table = {"type": Key(TEXT, _type), "params": Key(SECTION, _params)}

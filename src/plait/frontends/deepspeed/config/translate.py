@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from plait.config import parse
 from plait.config.rules import violations
+from plait.config.run import RunConfig
+from plait.config.words import show
 from plait.errors import ConfigError, Problem
 from plait.frontends.account import Answer, Translation
 from plait.frontends.deepspeed.config import (
@@ -53,7 +55,7 @@ def translate(
     """
     given = _filled(read_config(config), auto or {})
     today, old_names, problems = removed.renamed(given)
-    work = Work(today, world_size, problems=problems)
+    work = Work(today, world_size, HOMES, problems=problems)
     if not SECTION.has(today):
         raise ConfigError(Problem("config", "a key is no text", "Write keys as texts."))
     work.walk("", today, TABLE)
@@ -65,7 +67,8 @@ def translate(
     if work.problems:
         raise ConfigError([_named(problem, old_names) for problem in work.problems])
     _finish_account(work, old_names)
-    return Translation(work.sections, work.account)
+    order = [name for name in RunConfig.model_fields if name in work.sections]
+    return Translation({name: work.sections[name] for name in order}, work.account)
 
 
 def search(config: str | os.PathLike[str] | Mapping[str, Any], *, nproc: int = 1) -> Translated | None:
@@ -80,6 +83,13 @@ def _autotuning(work: Work, key: str, value: Mapping[str, Any]) -> None:
     """A search is about many runs, and no part of the description of one: the account has its words."""
     from plait.tune import translate_autotuning
 
+    if not value:
+        work.leave(key, value, "an empty section says nothing")
+    for name, each in value.items():
+        plain = not isinstance(each, list | dict) and not (isinstance(each, float) and not math.isfinite(each))
+        if not plain and name not in ("arg_mappings", "model_info"):
+            work.wrong(f"{key}.{name}", f"{show(each)} is no single value", "Write a number, a word, true or false.")
+            return
     try:
         found = translate_autotuning({name: each for name, each in value.items() if each not in (None, AUTO)})
     except ConfigError as error:
@@ -114,10 +124,19 @@ TABLE: Table = {
 KEYS = frozenset([*TABLE, *removed.OLD_NAMES])
 """The names of them, old ones included."""
 
+HOMES = {
+    **dict.fromkeys(precision.FP16, "fp16"),
+    **dict.fromkeys(others.ACTIVATIONS, "activation_checkpointing"),
+    **dict.fromkeys(zero.STAGES, "zero_optimization"),
+    **dict.fromkeys(("lr", "betas", "eps", "weight_decay", "momentum"), "optimizer.params"),
+    **dict.fromkeys((name for table in scheduler.TYPES.values() for name in table), "scheduler.params"),
+}
+"""Where a key belongs that is often written one level too high or too low."""
+
 
 def _filled(config: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the configuration with the values for what it leaves open."""
-    filled = copy.deepcopy(dict(config))
+    filled: dict[str, Any] = _copied(config)
     for path, value in auto.items():
         *sections, last = path.split(".")
         place: Any = filled
@@ -128,19 +147,27 @@ def _filled(config: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any
     return filled
 
 
+def _copied(value: Any) -> Any:
+    """Sections copied, values not: some are objects of the script's own."""
+    return {name: _copied(each) for name, each in value.items()} if isinstance(value, Mapping) else value
+
+
 def _wrong_with(work: Work) -> list[Problem]:
     """What Plait's own schema and rules say about the result, told in DeepSpeed's words."""
     try:
         found = violations(parse(work.sections).config, has_val=False, require_length=False)
     except ConfigError as error:
         found = list(error.problems)
-    return [replace(problem, path=_source(work, problem.path), origin=f"as {problem.path}") for problem in found]
+    return [_retold(work, problem) for problem in found]
 
 
-def _source(work: Work, path: str) -> str:
-    """The DeepSpeed key behind a key of the run description."""
-    known = [each for each in work.sources if path == each or path.startswith(f"{each}.") or each.startswith(path)]
-    return work.sources[known[0]] if known else path
+def _retold(work: Work, problem: Problem) -> Problem:
+    """The same about the DeepSpeed key behind a key of the run description."""
+    path = problem.path
+    behind = [each for each in work.sources if f"{path}.".startswith(f"{each}.") or f"{each}.".startswith(f"{path}.")]
+    if not behind:
+        return problem
+    return Problem(work.sources[behind[0]], f"{problem.message} (it becomes `{path}`)", problem.remedy)
 
 
 def _named(problem: Problem, old_names: Mapping[str, str]) -> Problem:

@@ -20,6 +20,8 @@ class Work:
 
     config: Mapping[str, Any]
     world_size: int | None = None
+    homes: Mapping[str, str] = field(default_factory=dict)
+    """The section that a key belongs in, for keys that stand somewhere else."""
     sections: dict[str, Any] = field(default_factory=dict)
     account: Account = field(default_factory=Account)
     problems: list[Problem] = field(default_factory=list)
@@ -100,7 +102,14 @@ class Work:
         where = f"`{path}` has" if path else "DeepSpeed has"
         meant = nearest(name, table)
         few = len(table) <= 12
-        remedy = choose(name, table, "key") if few else f"Did you mean `{meant}`?" if meant else "Leave it out."
+        if name in self.homes and self.homes[name] != path:
+            remedy = f"It belongs in `{self.homes[name]}`."
+        elif path and name in self.homes.values():
+            remedy = "It belongs at the top."
+        elif few:
+            remedy = choose(name, table, "key")
+        else:
+            remedy = f"Did you mean `{meant}`?" if meant else "Leave it out."
         self.wrong(key, f"{where} no such key", remedy)
 
 

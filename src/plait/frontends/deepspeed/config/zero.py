@@ -56,7 +56,7 @@ def _mics(work: Work, key: str, value: Any) -> None:
     work.map(key, value, f"strategy.layout.dp_shard: {int(value)} (shards within groups, copies between them)")
 
 
-TABLE_OF_STAGES: Table = {
+STAGES: Table = {
     "stage": Key(SIZE, _stage),
     **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "allgather_size"), unneeded(SIZE, _BUCKETS)),
     **dict.fromkeys(("reduce_scatter", "use_multi_rank_bucket_allreduce", "overlap_comm"), unneeded(FLAG, _OVERLAP)),
@@ -149,7 +149,11 @@ def _zero(work: Work, key: str, value: Any) -> None:
         work.put("strategy.zero", int(value), key)
         work.map(key, value, f"strategy.zero: {int(value)} (the old form of `stage`)")
     else:
-        work.walk(key, value, TABLE_OF_STAGES)
+        for name in value:
+            if name.startswith("stage3_") and name.removeprefix("stage3_") in value:
+                plain = f"{key}.{name.removeprefix('stage3_')}"
+                work.wrong(f"{key}.{name}", f"there is `{plain}` too, its other name", "Leave one of the two out.")
+        work.walk(key, value, STAGES)
         offload.finish(work)
 
 

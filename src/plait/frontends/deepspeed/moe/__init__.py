@@ -1,1 +1,5 @@
 """`deepspeed.moe`."""
+
+from plait.frontends.deepspeed.moe import layer
+
+__all__ = ["layer"]

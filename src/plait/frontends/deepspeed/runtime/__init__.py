@@ -1,1 +1,17 @@
 """`deepspeed.runtime`: where scripts look for names that lie elsewhere here."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from plait.frontends.deepspeed.absent import not_offered
+
+_MODULES = ("dataloader", "engine", "lr_schedules", "pipe", "zero")
+
+
+def __getattr__(name: str) -> Any:
+    # When asked for: some of them need what the others are needed for.
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    raise not_offered(__name__, name)

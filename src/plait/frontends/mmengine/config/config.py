@@ -17,9 +17,11 @@ from plait.frontends.mmengine.config.tree import ConfigDict, merge, plain
 class Config:
     """A tree of keys that are attributes as well."""
 
+    _tree: ConfigDict
+
     def __init__(self, cfg_dict: Mapping[str, Any] | None = None, filename: str | Path | None = None) -> None:
-        object.__setattr__(self, "_tree", ConfigDict(cfg_dict or {}))
-        object.__setattr__(self, "_filename", None if filename is None else str(filename))
+        vars(self)["_tree"] = ConfigDict(cfg_dict or {})
+        vars(self)["_filename"] = None if filename is None else str(filename)
 
     @classmethod
     def fromfile(cls, filename: str | Path, import_custom_modules: bool = True) -> Config:
@@ -33,7 +35,7 @@ class Config:
     @property
     def filename(self) -> str | None:
         """The file that it was read from."""
-        return self.__dict__["_filename"]  # type: ignore[no-any-return]
+        return vars(self)["_filename"]  # type: ignore[no-any-return]
 
     def merge_from_dict(self, options: Mapping[str, Any], allow_list_keys: bool = True) -> None:
         """Put changes over it; the keys are dotted paths (`optim_wrapper.optimizer.lr`)."""
@@ -46,7 +48,7 @@ class Config:
             place[last] = value
         if not allow_list_keys and any(key.isdigit() for path in options for key in path.split(".")):
             raise ConfigError(Problem("cfg-options", "a list is changed by index", "Say `allow_list_keys=True`."))
-        object.__setattr__(self, "_tree", ConfigDict(merge(nested, self._tree)))
+        vars(self)["_tree"] = ConfigDict(merge(nested, self._tree))
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain dicts."""
@@ -93,14 +95,10 @@ class Config:
         """Another one with the same content."""
         return Config(self._tree, self.filename)
 
-    @property
-    def _tree(self) -> ConfigDict:
-        return self.__dict__["_tree"]  # type: ignore[no-any-return]
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.__dict__["_tree"], name)
+        return getattr(vars(self)["_tree"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._tree[name] = value

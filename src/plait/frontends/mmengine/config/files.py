@@ -105,9 +105,7 @@ def _variables(path: Path, tree: ast.Module, below: dict[str, Any]) -> dict[str,
         message = f"{path.name} fails when it is run: {type(error).__name__}: {error}"
         raise ConfigError(Problem("config", message, "It is run as Python.")) from error
     unwanted = types.ModuleType | types.FunctionType | type
-    return {
-        key: value for key, value in space.items() if not key.startswith("_") and not isinstance(value, unwanted)
-    }
+    return {key: value for key, value in space.items() if not key.startswith("_") and not isinstance(value, unwanted)}
 
 
 def _data(path: Path, text: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +89,14 @@ class CheckpointHook(Hook):
 
     def _save(self, runner: Any, count: int) -> None:
         name = self.filename_tmpl.format(count)
-        runner.save_checkpoint(self._folder, name, by_epoch=self.by_epoch, **self.options)
-        if runner.world.is_main:
-            (Path(runner.work_dir) / "last_checkpoint").write_text(str(self._folder / name))
+        folder, note = self._folder, Path(runner.work_dir) / "last_checkpoint"
+
+        def tidy() -> None:  # once it is complete
+            note.write_text(str(folder / name))
             if self.max_keep_ckpts > 0:
-                keep_newest(self._folder, self.filename_tmpl, self.max_keep_ckpts)
+                keep_newest(folder, self.filename_tmpl, self.max_keep_ckpts)
+
+        runner.save_checkpoint(folder, name, by_epoch=self.by_epoch, tidy=tidy, **self.options)
 
     def after_val_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
         """Save, where a metric is the best so far."""
@@ -119,7 +123,7 @@ class CheckpointHook(Hook):
         hub.update_info(f"best_score_{key}".rstrip("_"), value)
         hub.update_info(f"best_ckpt_{key}".rstrip("_"), str(self._folder / name))
         # Training stands between two epochs here: this one is over, and counted.
-        runner.save_checkpoint(self._folder, name, by_epoch=None, **self.options)
-        if runner.world.is_main and old is not None and old != str(self._folder / name):
-            forget(Path(old))
+        replaced = old is not None and old != str(self._folder / name)
+        tidy = partial(forget, Path(str(old))) if replaced else None
+        runner.save_checkpoint(self._folder, name, by_epoch=None, tidy=tidy, **self.options)
         runner.logger.info(f"The best checkpoint with {value:.4f} {metric} at {place} is saved to {name}.")

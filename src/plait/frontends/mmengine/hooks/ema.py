@@ -20,6 +20,8 @@ class EMAHook(Hook):
     """Averages each rank's part of the weights; validates and tests with the average, and saves it beside them."""
 
     priority = "NORMAL"
+    state_name = "ema"
+    """Under which name a checkpoint has its tensors."""
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class EMAHook(Hook):
     def tensors(self, runner: Any) -> dict[str, Tensor]:
         """The average, as the logical whole that a checkpoint stores."""
         self.before_train(runner)
-        return {f"ema.{name}": runner.engine.as_whole(name, part) for name, part in self._average.items()}
+        return {name: runner.engine.as_whole(name, part) for name, part in self._average.items()}
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Remember how many weights were averaged."""

@@ -17,6 +17,10 @@ class RuntimeInfoHook(Hook):
 
     priority = "VERY_HIGH"
 
+    def __init__(self) -> None:
+        self._result: Any = None
+        self._stage: Any = None
+
     def before_run(self, runner: Any) -> None:
         """Note what the run is."""
         words = {"cfg": runner.cfg.pretty_text, "seed": runner.seed, "experiment_name": runner.experiment_name}
@@ -44,8 +48,10 @@ class RuntimeInfoHook(Hook):
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Note the losses and, where gradients are clipped by their norm, that."""
         wrapper = runner.optim_wrapper
-        if "clip_norm" in runner.config.train.model_fields_set and wrapper.last_result is not None:
-            runner.message_hub.update_scalar("train/grad_norm", wrapper.last_result.grad_norm)
+        result = wrapper.last_result
+        if "clip_norm" in wrapper.clip and result is not self._result:
+            self._result = result
+            runner.message_hub.update_scalar("train/grad_norm", result.grad_norm)
         for key, value in (outputs or {}).items():
             runner.message_hub.update_scalar(f"train/{key}", value)
 

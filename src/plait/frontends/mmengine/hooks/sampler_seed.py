@@ -23,6 +23,6 @@ def set_epoch(loader: Any, epoch: int) -> None:
     """Tell whichever sampler of a loader wants to know."""
     inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     for sampler in (getattr(loader, "sampler", None), inner):
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
+        if (tell := getattr(sampler, "set_epoch", None)) is not None:
+            tell(epoch)
             return

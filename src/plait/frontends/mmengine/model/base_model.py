@@ -80,8 +80,8 @@ class BaseModel(BaseModule):
         summed = [value for name, value in means.items() if "loss" in name]
         if not summed:
             raise ModelError(
-                f"{type(self).__name__} returned {', '.join(means) or 'nothing'} in mode 'loss', and no name has `loss` "
-                "in it: there is nothing to minimise"
+                f"{type(self).__name__} returned {', '.join(means) or 'nothing'} in mode 'loss', and no name has "
+                "`loss` in it: there is nothing to minimise"
             )
         total = sum(summed[1:], summed[0])
         return total, {"loss": total, **{name: value for name, value in means.items() if name != "loss"}}

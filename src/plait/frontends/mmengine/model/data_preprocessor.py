@@ -68,7 +68,9 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
     ) -> None:
         super().__init__(non_blocking)
         if bgr_to_rgb and rgb_to_bgr:
-            raise ConfigError(Problem("data_preprocessor.bgr_to_rgb", "and `rgb_to_bgr` are both set", "Leave one out."))
+            raise ConfigError(
+                Problem("data_preprocessor.bgr_to_rgb", "and `rgb_to_bgr` are both set", "Leave one out.")
+            )
         if (mean is None) != (std is None):
             raise ConfigError(Problem("data_preprocessor.mean", "it goes with `std`", "Give both, or neither."))
         self._normalize = mean is not None and std is not None

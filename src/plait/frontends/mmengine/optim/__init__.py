@@ -3,6 +3,7 @@
 from plait.frontends.mmengine.optim.constructor import DefaultOptimWrapperConstructor, build_optim_wrapper
 from plait.frontends.mmengine.optim.named import ColossalAIOptimWrapper, DeepSpeedOptimWrapper
 from plait.frontends.mmengine.optim.optimizers import HybridAdam
+from plait.frontends.mmengine.optim.scheduler import ParamScheduler
 from plait.frontends.mmengine.optim.schedulers import (
     ConstantLR,
     ConstantMomentum,
@@ -16,7 +17,6 @@ from plait.frontends.mmengine.optim.schedulers import (
     MultiStepLR,
     MultiStepMomentum,
     OneCycleLR,
-    ParamScheduler,
     PolyLR,
     PolyMomentum,
     ReduceOnPlateauLR,

@@ -49,14 +49,14 @@ def build_optim_wrapper(cfg: Any, model: nn.Module, *, default: str = "OptimWrap
 class DefaultOptimWrapperConstructor:
     """One group of all parameters, or one group each where `paramwise_cfg` gives some their own rate or decay."""
 
-    def __init__(
-        self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Mapping[str, Any] | None = None) -> None:
         self.optim_wrapper_cfg = dict(optim_wrapper_cfg)
         self.optimizer_cfg = self.optim_wrapper_cfg.pop("optimizer", None)
         self.paramwise_cfg = dict(paramwise_cfg or {})
         if self.optimizer_cfg is None:
-            raise ConfigError(Problem("optim_wrapper.optimizer", "there is none", "Write optimizer=dict(type='AdamW')."))
+            raise ConfigError(
+                Problem("optim_wrapper.optimizer", "there is none", "Write optimizer=dict(type='AdamW').")
+            )
         unknown = [key for key in self.paramwise_cfg if key not in _PARAMWISE]
         if unknown:
             path = "optim_wrapper.paramwise_cfg"
@@ -125,5 +125,7 @@ class DefaultOptimWrapperConstructor:
     def _base(self, what: str, key: str) -> float:
         if not isinstance(self.optimizer_cfg, Mapping) or what not in self.optimizer_cfg:
             message = f"it multiplies the optimizer's `{what}`, which is not given"
-            raise ConfigError(Problem(f"optim_wrapper.paramwise_cfg.{key}", message, f"Write optimizer=dict({what}=…)."))
+            raise ConfigError(
+                Problem(f"optim_wrapper.paramwise_cfg.{key}", message, f"Write optimizer=dict({what}=…).")
+            )
         return float(self.optimizer_cfg[what])

@@ -52,4 +52,4 @@ def HybridAdam(  # noqa: N802  # it stands for a class
     if problems:
         raise ConfigError(problems)
     kind = AdamW if (adamw_mode if adam_w_mode is None else adam_w_mode) else Adam
-    return kind(params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+    return kind(params, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)

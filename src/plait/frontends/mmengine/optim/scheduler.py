@@ -54,7 +54,9 @@ class ParamScheduler:
         """Prepare what the first value needs."""
 
     @classmethod
-    def build_iter_from_epoch(cls, *args: Any, epoch_length: int | None = None, by_epoch: bool = True, **kw: Any) -> Self:
+    def build_iter_from_epoch(
+        cls, optimizer: Any, *, epoch_length: int | None = None, by_epoch: bool = True, **kw: Any
+    ) -> Self:
         """The same schedule, described in epochs and stepping with every iteration."""
         if not by_epoch or not epoch_length:
             message = "only a schedule by epochs, over epochs of a known length, can become one by iterations"
@@ -63,7 +65,7 @@ class ParamScheduler:
             if kw.get(key) is not None and kw[key] != INF:
                 many = isinstance(kw[key], list | tuple)
                 kw[key] = [each * epoch_length for each in kw[key]] if many else kw[key] * epoch_length
-        return cls(*args, by_epoch=False, **kw)
+        return cls(optimizer, **{**kw, "by_epoch": False})
 
     def step(self, metrics: Mapping[str, float] | None = None) -> None:
         """Go one step on."""

@@ -240,7 +240,10 @@ class ReduceOnPlateauParamScheduler(ParamScheduler):
         eps: float = 1e-8,
         **kwargs: Any,
     ) -> None:
-        for key, word, words in (("rule", rule, ("less", "greater")), ("threshold_rule", threshold_rule, ("rel", "abs"))):
+        for key, word, words in (
+            ("rule", rule, ("less", "greater")),
+            ("threshold_rule", threshold_rule, ("rel", "abs")),
+        ):
             if word not in words:
                 raise ConfigError(Problem(f"param_scheduler.{key}", f"{word!r}", f"Write {' or '.join(words)}."))
         self.monitor, self.factor, self.patience, self.min_value, self.eps = monitor, factor, patience, min_value, eps

@@ -85,9 +85,7 @@ def _worker_init(options: dict[str, Any], workers: int, seed: int | None) -> Any
         return _function(given, "worker_init_fn")
     if seed is None:
         return None
-    return partial(
-        worker_init_fn, num_workers=workers, rank=get_rank(), seed=seed, disable_subprocess_warning=quiet
-    )
+    return partial(worker_init_fn, num_workers=workers, rank=get_rank(), seed=seed, disable_subprocess_warning=quiet)
 
 
 def _function(given: Any, key: str) -> Any:

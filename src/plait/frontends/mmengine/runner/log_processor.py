@@ -71,13 +71,13 @@ class LogProcessor:
     def get_log_after_epoch(self, runner: Any, batch_idx: int, mode: str) -> tuple[dict[str, Any], str]:
         """Scalars and line after a validation or test."""
         named = {each["data_src"] for each in self.custom_cfg}
-        whole = [
+        whole: list[dict[str, Any]] = [
             {"data_src": key, "window_size": "epoch", "method_name": "mean"}
             for key in ("time", "data_time")
             if key not in named
         ]
         scalars = self._scalars(runner, batch_idx - 1, mode, whole)
-        last = {key: scalars.pop(key) for key in ("time", "data_time") if key in scalars}
+        last: dict[str, Any] = {key: scalars.pop(key) for key in ("data_time", "time") if key in scalars}
         words = self._words(runner, mode)
         count = len(runner.loader_of(mode))
         place = f"Iter({mode}) [{count}/{count}]"
@@ -126,7 +126,7 @@ class LogProcessor:
     def _window(self, size: Any, runner: Any, batch_idx: int) -> int | None:
         if size is None or isinstance(size, int):
             return size
-        windows = {"epoch": batch_idx + 1, "global": runner.iter + 1}
+        windows: dict[Any, int] = {"epoch": batch_idx + 1, "global": runner.iter + 1}
         if size not in windows:
             remedy = "Write a number, 'epoch' or 'global'."
             raise ConfigError(Problem("log_processor.custom_cfg.window_size", f"{size!r}", remedy))

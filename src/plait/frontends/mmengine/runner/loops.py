@@ -71,8 +71,8 @@ class TrainLoop(BaseLoop):
         skip, self._skip = self._skip, 0
         loader = self.dataloader
         sampler = loader.sampler if getattr(loader, "batch_size", None) else None
-        if skip and hasattr(sampler, "skip"):
-            sampler.skip(skip * loader.batch_size)
+        if skip and (leap := getattr(sampler, "skip", None)) is not None:
+            leap(skip * loader.batch_size)
             yield from enumerate(self._resumed(iter(loader)), start=skip)
             return
         for index, batch in enumerate(iter(loader)):
@@ -228,7 +228,7 @@ class EvaluationLoop(BaseLoop):
 
     def _without_losses(self, outputs: Any) -> Any:
         """A model may put an element with nothing but losses behind its predictions: they are averaged, and logged."""
-        last = outputs[-1] if isinstance(outputs, list | tuple) and outputs else None
+        last: Any = outputs[-1] if isinstance(outputs, list | tuple) and outputs else None
         found = getattr(last, "loss", None) if is_element(last) and list(last.keys()) == ["loss"] else None
         if not isinstance(found, Mapping):
             return outputs

@@ -24,6 +24,9 @@ from plait.spec import Phase
 from plait.world import on_main, restore_rng_state, rng_state
 
 _SHOWN = 8
+_PLAIN = (bool, int, float, str, tuple, type(None))
+_NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+"""Of a group: what it holds, and how torch computes it, which another layout may do otherwise."""
 
 
 class Saver:
@@ -32,6 +35,7 @@ class Saver:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._writer: CheckpointWriter | None = None
+        self._root: Path | None = None
         self._generators: dict[str, Tensor] | None = None
 
     # ---- writing
@@ -52,8 +56,10 @@ class Saver:
         runner.enter(Phase.SAVE)
         on_main(runner.world, lambda: path.parent.mkdir(parents=True, exist_ok=True))
         runner.engine.agree_on_buffers()
-        if self._writer is None or self._writer._root != path.parent:
+        if self._root != path.parent:
             self.close()
+            self._root = path.parent
+        if self._writer is None:
             background = runner.config.checkpoint.async_save
             self._writer = CheckpointWriter(path.parent, runner.world, background=background)
         tensors = runner.engine.state_tensors()
@@ -96,12 +102,12 @@ class Saver:
         }
 
     def _hooks(self) -> dict[str, Any]:
-        """Hooks with tensors of their own, by the first part of those tensors' names."""
-        return {"ema": hook for hook in self._runner.hooks if hasattr(hook, "tensors")}
+        """Hooks with tensors of their own, by the name under which a checkpoint has them."""
+        return {hook.state_name: hook for hook in self._runner.hooks if hasattr(hook, "state_name")}
 
     def _hook_tensors(self) -> dict[str, Tensor]:
-        found = (hook.tensors(self._runner) for hook in self._hooks().values())
-        return {f"hook.{name}": tensor for part in found for name, tensor in part.items()}
+        found = {name: hook.tensors(self._runner) for name, hook in self._hooks().items()}
+        return {f"hook.{name}.{key}": tensor for name, part in found.items() for key, tensor in part.items()}
 
     # ---- reading
 
@@ -214,9 +220,8 @@ def _fill(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a group, without its parameters."""
-    plain = bool | int | float | str | type(None)
     return {
         key: list(value) if isinstance(value, tuple) else value
         for key, value in group.items()
-        if key not in ("params", "param_names") and (isinstance(value, plain) or isinstance(value, tuple))
+        if key not in _NOT_SETTINGS and isinstance(value, _PLAIN)
     }

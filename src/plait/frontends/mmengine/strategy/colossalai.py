@@ -143,6 +143,8 @@ class ColossalAIStrategy(BaseStrategy):
         sheet.walk(key, given, _PLUGINS[kind])
         if self._mixed is not None:
             _format(sheet, "strategy.mixed_precision", self._mixed)
+        if sheet.sections["precision"]["compute"] != "fp16":
+            del sheet.sections["precision"]["scaler"]
         if self._config is not None:
             remedy = "ColossalAI itself no longer reads one: leave it out"
             sheet.account.add(Answer.REFUSED, "strategy.config", self._config, remedy)

@@ -5,26 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from plait.config.words import choose
-from plait.errors import ConfigError, Problem
 from plait.frontends.account import Account, Answer, Translation
 from plait.frontends.deepspeed.config import read_config, translate
 from plait.frontends.mmengine.registry import STRATEGIES
 from plait.frontends.mmengine.strategy.base import BaseStrategy
 
-_KEYS = (
-    "zero_optimization",
-    "gradient_clipping",
-    "fp16",
-    "bf16",
-    "amp",
-    "activation_checkpointing",
-    "aio",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "steps_per_print",
-)
-"""The keys of a ds_config that MMEngine's strategy takes as arguments."""
 _RUNNERS = {
     "optimizer": "the optimizer is that of `optim_wrapper`: leave it out",
     "scheduler": "schedules are those of `param_scheduler`: leave it out",
@@ -42,21 +27,35 @@ class DeepSpeedStrategy(BaseStrategy):
         self,
         *,
         config: Any = None,
+        zero_optimization: Mapping[str, Any] | None = None,
+        gradient_clipping: float | None = None,
+        fp16: Mapping[str, Any] | None = None,
         inputs_to_half: list[int | str] | None = None,
+        bf16: Mapping[str, Any] | None = None,
+        amp: Mapping[str, Any] | None = None,
+        activation_checkpointing: Mapping[str, Any] | None = None,
+        aio: Mapping[str, Any] | None = None,
+        train_micro_batch_size_per_gpu: int | None = None,
+        gradient_accumulation_steps: int | None = None,
+        steps_per_print: int | None = None,
         exclude_frozen_parameters: bool | None = None,
         auto_scale_lr: Mapping[str, Any] | None = None,
-        **keys: Any,
     ) -> None:
-        """`keys` are those of a ds_config."""
         super().__init__(auto_scale_lr=auto_scale_lr)
-        unknown = [key for key in keys if key not in _KEYS]
-        if unknown:
-            every = (*_KEYS, "config", "inputs_to_half", "exclude_frozen_parameters")
-            raise ConfigError(
-                [Problem(f"strategy.{key}", "there is no such key", choose(key, every, "key")) for key in unknown]
-            )
+        over = {
+            "zero_optimization": zero_optimization,
+            "gradient_clipping": gradient_clipping,
+            "fp16": fp16,
+            "bf16": bf16,
+            "amp": amp,
+            "activation_checkpointing": activation_checkpointing,
+            "aio": aio,
+            "train_micro_batch_size_per_gpu": train_micro_batch_size_per_gpu,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "steps_per_print": steps_per_print,
+        }
         self._keys = {} if config is None else dict(read_config(config))
-        self._keys.update({key: value for key, value in keys.items() if value is not None})
+        self._keys.update({key: value for key, value in over.items() if value is not None})
         self._half, self._exclude = inputs_to_half, exclude_frozen_parameters
 
     def translate(self, world_size: int) -> Translation:
@@ -67,10 +66,13 @@ class DeepSpeedStrategy(BaseStrategy):
         for key, remedy in _RUNNERS.items():
             if key in self._keys:
                 account.add(Answer.REFUSED, f"strategy.{key}", self._keys[key], remedy)
+        sections = dict(found.sections)
         if self._half is not None:
+            if sections.get("precision", {}).get("compute", "fp32") != "fp32":
+                sections["precision"] = {**sections["precision"], "cast_inputs": True}
             text = "precision.cast_inputs: every floating-point input is cast, these among them"
             account.add(Answer.MAPPED, "strategy.inputs_to_half", self._half, text)
         if self._exclude:
             remedy = "a checkpoint holds all parameters: leave it out"
             account.add(Answer.REFUSED, "strategy.exclude_frozen_parameters", self._exclude, remedy)
-        return Translation(dict(found.sections), account)
+        return Translation(sections, account)

@@ -6,9 +6,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
-
 from plait.frontends.account import Answer, Translation
 from plait.frontends.mmengine.registry import STRATEGIES
 from plait.frontends.mmengine.strategy.base import BaseStrategy
@@ -22,14 +19,16 @@ _FORMATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 def _policy(sheet: Sheet, key: str, value: Any) -> None:
     policy, options = _taken_apart(value)
+    # By name: importing torch's own would load much that a run without it does not need.
+    kind = type(policy).__name__
     name = getattr(policy, "__name__", str(policy)).rpartition(".")[2]
     if policy is None:
         sheet.account.add(Answer.UNNEEDED, key, value, "the units are the model's own blocks")
-    elif name == size_based_auto_wrap_policy.__name__:
+    elif name == "size_based_auto_wrap_policy":
         least = int(options.get("min_num_params", _SIZE))
         sheet.put("strategy.wrap.min_params", least)
         sheet.account.add(Answer.HONOURED, key, value, f"strategy.wrap.min_params: {least}")
-    elif isinstance(policy, ModuleWrapPolicy) or name == transformer_auto_wrap_policy.__name__:
+    elif kind == "ModuleWrapPolicy" or name == "transformer_auto_wrap_policy":
         kinds = options.get("transformer_layer_cls", getattr(policy, "_module_classes", ()))
         names = sorted(kind if isinstance(kind, str) else kind.__name__ for kind in kinds)
         sheet.put("strategy.wrap.classes", names)
@@ -71,7 +70,7 @@ def _mixed(sheet: Sheet, key: str, value: Any) -> None:
             continue
         sheet.put(path, word)
         sheet.account.add(Answer.HONOURED, f"{key}.{name}", dtype, f"{path}: {word}")
-    if given.get("buffer_dtype") not in (None, torch.float32, "float32"):
+    if given.get("buffer_dtype") is not None:
         text = "buffers keep their format: running statistics need it"
         sheet.account.add(Answer.MAPPED, f"{key}.buffer_dtype", given["buffer_dtype"], text)
     for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):

@@ -1,5 +1,6 @@
 """`deepspeed.runtime.pipe`."""
 
 from plait.frontends.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from plait.frontends.deepspeed.runtime.pipe import module, topology
 
-__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
+__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec", "module", "topology"]

@@ -1,5 +1,6 @@
 """`deepspeed.runtime.zero`, which `deepspeed.zero` is short for."""
 
+from plait.frontends.deepspeed.runtime.zero import stage3, stage_1_and_2
 from plait.frontends.deepspeed.zero import GatheredParameters, Init, register_external_parameter
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
+__all__ = ["GatheredParameters", "Init", "register_external_parameter", "stage3", "stage_1_and_2"]

@@ -1,0 +1,43 @@
+"""`plait sft`, `plait reward` and `plait dpo`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from plait.cli.train import _count, _show
+from plait.config import Parsed, check, parse, resolve_batch, resolve_layout
+from plait.errors import ConfigError, Problem
+from plait.launch import launched_size, run_ranks
+
+
+def run_phase(phase: str, config: str, overrides: Sequence[str], *, nproc: str, dry_run: bool) -> None:
+    """Check everything that can be checked, then start the ranks, or be one of them."""
+    parsed = parse(config, [*overrides, f"phase={phase}"])
+    count = _count(nproc)
+    _check(parsed, launched_size() or count)
+    if dry_run:
+        _show(parsed)
+    elif count > 1:
+        command = [sys.executable, "-m", "plait.cli.main", phase, config, *overrides]
+        sys.exit(run_ranks(command, count))
+    else:
+        _run(parsed)
+
+
+def _check(parsed: Parsed, ranks: int) -> None:
+    config = parsed.config
+    check(config, has_val=True, require_length=True, origins=parsed.origins)
+    if config.model is None:
+        raise ConfigError(Problem("model", "there is none", "add a section `model` with a `type`"))
+    layout = resolve_layout(config.strategy, size=ranks, local_size=ranks)
+    resolve_batch(config.batch, layout.data_parallel, micro_batches=config.strategy.pipeline.micro_batches)
+
+
+def _run(parsed: Parsed) -> None:
+    from plait.cli.here import import_from_here
+    from plait.posttrain.run import PhaseRunner
+
+    import_from_here()
+    with PhaseRunner(parsed) as runner:
+        runner.train()

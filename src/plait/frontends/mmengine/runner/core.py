@@ -1,0 +1,371 @@
+"""What both runners are: arguments, loops, hooks and one engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.errors import ConfigError, ModelError, Problem, TrainingError
+from plait.frontends.account import Answer
+from plait.frontends.mmengine.config import Config
+from plait.frontends.mmengine.dist import sync_random_seed
+from plait.frontends.mmengine.evaluator import build_evaluator
+from plait.frontends.mmengine.logging import MessageHub, make_logger
+from plait.frontends.mmengine.model.base_model import BaseModel, call_with
+from plait.frontends.mmengine.optim import build_optim_wrapper
+from plait.frontends.mmengine.registry import LOG_PROCESSORS, MODELS
+from plait.frontends.mmengine.runner.dataloader import build_dataloader
+from plait.frontends.mmengine.runner.describe import build_strategy, check_trio, finish, read_compile, read_wrapper
+from plait.frontends.mmengine.runner.environment import check_launcher, read_environment, seed_process
+from plait.frontends.mmengine.runner.facts import Facts
+from plait.frontends.mmengine.runner.folders import last_checkpoint
+from plait.frontends.mmengine.runner.hook_table import HookTable
+from plait.frontends.mmengine.runner.phases import Phases, by_epoch
+from plait.frontends.mmengine.runner.saving import Saver
+from plait.frontends.mmengine.runner.schedules import build_schedulers, scale_rates
+from plait.frontends.mmengine.strategy.table import Sheet
+from plait.frontends.mmengine.visualization import build_visualizer
+from plait.precision import make_policy
+from plait.spec import Phase
+from plait.strategy.native.manual import ManualEngine, prepare_manual
+from plait.world import detect_ranks, on_main, open_world, restore_rng_state, rng_state
+
+
+class BaseRunner(Facts):
+    """Trains, validates and tests a model as MMEngine's runners do, on Plait's native engine."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        work_dir: str | Path = "work_dirs",
+        experiment_name: str | None = None,
+        train_dataloader: Any = None,
+        optim_wrapper: Any = None,
+        param_scheduler: Any = None,
+        train_cfg: Any = None,
+        val_dataloader: Any = None,
+        val_evaluator: Any = None,
+        val_cfg: Any = None,
+        test_dataloader: Any = None,
+        test_evaluator: Any = None,
+        test_cfg: Any = None,
+        strategy: Any = None,
+        auto_scale_lr: Mapping[str, Any] | None = None,
+        default_hooks: Mapping[str, Any] | None = None,
+        custom_hooks: Sequence[Any] | None = None,
+        data_preprocessor: Any = None,
+        load_from: str | Path | None = None,
+        resume: str | bool = False,
+        launcher: str | None = None,
+        env_cfg: Mapping[str, Any] | None = None,
+        log_processor: Any = None,
+        log_level: int | str = "INFO",
+        visualizer: Any = None,
+        default_scope: str | None = "mmengine",
+        randomness: Mapping[str, Any] | None = None,
+        compile: Any = False,
+        cfg: Any = None,
+    ) -> None:
+        trained = check_trio(
+            "train", train_dataloader=train_dataloader, train_cfg=train_cfg, optim_wrapper=optim_wrapper
+        )
+        if param_scheduler is not None and not trained:
+            raise ConfigError(Problem("param_scheduler", "there is nothing to train", "Give a train_dataloader too."))
+        validated = check_trio("validate", val_dataloader=val_dataloader, val_cfg=val_cfg, val_evaluator=val_evaluator)
+        tested = check_trio("test", test_dataloader=test_dataloader, test_cfg=test_cfg, test_evaluator=test_evaluator)
+        wanted: dict[str, dict[str, Any]] = {}
+        if trained:
+            wanted["train"] = {"cfg": train_cfg, "dataloader": train_dataloader}
+        if validated:
+            wanted["val"] = {"cfg": val_cfg, "dataloader": val_dataloader, "evaluator": val_evaluator}
+        if tested:
+            wanted["test"] = {"cfg": test_cfg, "dataloader": test_dataloader, "evaluator": test_evaluator}
+        self.phases = Phases(self, wanted)
+        self.cfg = cfg if isinstance(cfg, Config) else Config(cfg or {})
+        self.work_dir = str(work_dir)
+        self.strategy = build_strategy(strategy)
+        self._resume, self._load_from, self._loaded = resume, load_from, False
+        self._compile, self._auto_scale = compile, auto_scale_lr or self.strategy.auto_scale_lr
+        self._open(launcher, env_cfg or {}, randomness or {})
+        self._name(experiment_name)
+        self.logger = make_logger(log_level, self.log_dir / f"{self.timestamp}.log", is_main=self.world.is_main)
+        self.message_hub = MessageHub(self.experiment_name)
+        self.visualizer = build_visualizer(
+            visualizer, save_dir=self.log_dir, work_dir=Path(work_dir), is_main=self.world.is_main
+        )
+        counted = by_epoch(train_cfg) if trained else True
+        described = log_processor if isinstance(log_processor, Mapping) else {}
+        self.log_processor = (
+            LOG_PROCESSORS.build({"type": "LogProcessor", "by_epoch": counted, **described})
+            if log_processor is None or isinstance(log_processor, Mapping)
+            else log_processor
+        )
+        self._hooks = HookTable(default_hooks, custom_hooks)
+        self._preprocessor = data_preprocessor
+        self.model: Any = self.build_model(model)
+        self.optim_wrapper: Any = optim_wrapper
+        self.param_schedulers: Any = param_scheduler
+        self.saver = Saver(self)
+        self._engine: ManualEngine | None = None
+
+    # ---- before the model
+
+    def _open(self, launcher: str | None, env_cfg: Mapping[str, Any], randomness: Mapping[str, Any]) -> None:
+        self._sheet = Sheet()
+        self.launcher = launcher
+        self._start_method = read_environment(env_cfg, self._sheet)
+        unknown = [key for key in randomness if key not in ("seed", "diff_rank_seed", "deterministic")]
+        if unknown:
+            remedy = "The keys are seed, diff_rank_seed and deterministic."
+            raise ConfigError(Problem(f"randomness.{unknown[0]}", "there is no such key", remedy))
+        check_launcher(launcher)
+        size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else detect_ranks().size
+        found = self.strategy.translate(size)
+        for section, value in found.sections.items():
+            self._sheet.sections.setdefault(section, value)
+        self._sheet.account.entries += found.account.entries
+        read_compile(self._compile, self._sheet)
+        early = {key: value for key, value in self._sheet.sections.items() if key != "precision"}
+        outline = Sheet()
+        outline.sections, outline.account = early, self._sheet.account
+        self.world = open_world(finish(outline, work_dir=self.work_dir))
+        self.device = self.world.device
+        seed = randomness.get("seed")
+        self.seed: int = sync_random_seed() if seed is None else int(seed)
+        self.deterministic = bool(randomness.get("deterministic", False))
+        self._diff_rank_seed = bool(randomness.get("diff_rank_seed", False))
+        seed_process(self.seed, self.world.rank, diff_rank_seed=self._diff_rank_seed, deterministic=self.deterministic)
+
+    def _name(self, experiment_name: str | None) -> None:
+        self.timestamp: str = on_main(self.world, lambda: time.strftime("%Y%m%d_%H%M%S"))
+        name = experiment_name or (Path(self.cfg.filename).stem if self.cfg.filename else None)
+        self.experiment_name = self.timestamp if name is None else f"{name}_{self.timestamp}"
+        self.log_dir = Path(self.work_dir) / self.timestamp
+        on_main(self.world, lambda: self.log_dir.mkdir(parents=True, exist_ok=True))
+
+    def build_model(self, model: Any) -> Any:
+        """The model from its description; one that is a model already stays as it is."""
+        if isinstance(model, Mapping):
+            more = {} if self._preprocessor is None else {"data_preprocessor": self._preprocessor}
+            model = MODELS.build({**more, **model} if "data_preprocessor" not in model else model)
+        if not isinstance(model, nn.Module):
+            message = f"a {type(model).__name__} is no model"
+            raise ConfigError(Problem("model", message, "Give a module, or a dict with its type."))
+        needed = {"train": "train_step", "val": "val_step", "test": "test_step"}
+        missing = [step for mode, step in needed.items() if self.phases.has(mode) and not hasattr(model, step)]
+        if missing:
+            raise ModelError(
+                f"{type(model).__name__} has no {', '.join(missing)}: derive it from BaseModel, which has them all"
+            )
+        return model
+
+    # ---- the engine
+
+    @property
+    def engine(self) -> ManualEngine:
+        """The model, made ready; made when first asked for."""
+        if self._engine is None:
+            self._prepare()
+        assert self._engine is not None
+        return self._engine
+
+    def _prepare(self) -> None:
+        model, sheet = self.model, self._sheet
+        if self.strategy.sync_bn is not None:
+            model = self._with_sync_bn(model)
+        if hasattr(model, "init_weights") and not self.strategy.skip_init_weights:
+            model.init_weights()
+        optimizer = None
+        if self.phases.has("train"):
+            wrapper = build_optim_wrapper(self.optim_wrapper, model, default=self.strategy.default_wrapper)
+            self.optim_wrapper = wrapper
+            read_wrapper(wrapper, self.strategy, sheet, self.device)
+            optimizer = wrapper.optimizer
+            if self._auto_scale is not None:
+                scale_rates(self, wrapper, self._auto_scale)
+        self.config = finish(
+            sheet, work_dir=self.work_dir, seed=self.seed, deterministic=self.deterministic, log={"console": "none"}
+        )
+        generators = rng_state(self.device)
+        self._engine = engine = prepare_manual(
+            self.config, self.world, model=model, optimizer=optimizer, say=self.logger.warning
+        )
+        restore_rng_state(generators, self.device)  # what preparing drew is not missing afterwards
+        self.model = engine.model
+        self._route_calls(engine)
+        if optimizer is not None:
+            policy = make_policy(self.config.precision)
+            self.optim_wrapper.attach(engine, partial(policy.context, self.device))
+            self.param_schedulers = build_schedulers(self, self.param_schedulers)
+        else:
+            self.param_schedulers = []
+        if self.world.heartbeat.is_read:
+            enter = self.world.heartbeat.enter
+            engine.on_phase = lambda phase: enter(phase, engine.steps)
+
+    def _route_calls(self, engine: ManualEngine) -> None:
+        """Let a model's steps call it through the engine, which moves and casts what it is called with."""
+        own = getattr(type(self.model), "_run_forward", None)
+        usual = own is BaseModel._run_forward or getattr(own, "__module__", "").startswith("mmengine.")
+        if usual:
+            self.model._run_forward = lambda data, mode: call_with(engine.forward, data, mode)
+
+    def _with_sync_bn(self, model: nn.Module) -> nn.Module:
+        if self.device.type == "cpu":
+            message = "'torch' needs CUDA: torch's SyncBatchNorm has no kernel for CPU"
+            raise ConfigError(Problem("strategy.sync_bn", message, "Leave it out."))
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        return converted
+
+    # ---- what a user calls
+
+    def train(self) -> nn.Module:
+        """Train to the end, from the start or from a checkpoint; returns the model."""
+        loop, _ = self.phases.loop("train"), self.engine
+        if self.phases.has("val"):
+            self.phases.loop("val")  # what is wrong with it shows now, not after the first epoch
+        self._tell()
+        self.call_hook("before_run")
+        self.load_or_resume()
+        self.optim_wrapper.initialize_count_status(self.model, loop.iter, loop.max_iters)
+        loop.run()
+        self.saver.wait()
+        self.call_hook("after_run")
+        return self.model  # type: ignore[no-any-return]
+
+    def val(self) -> dict[str, float]:
+        """Validate; returns the metrics."""
+        return self._evaluate("val")
+
+    def test(self) -> dict[str, float]:
+        """Test; returns the metrics."""
+        return self._evaluate("test")
+
+    def _evaluate(self, mode: str) -> dict[str, float]:
+        loop, _ = self.phases.loop(mode), self.engine
+        self.call_hook("before_run")
+        self.load_or_resume()
+        metrics: dict[str, float] = loop.run()
+        self.call_hook("after_run")
+        return metrics
+
+    def close(self) -> None:
+        """Let files and processes go."""
+        self.saver.close()
+        self.visualizer.close()
+        self.world.close()
+
+    def _tell(self) -> None:
+        for entry in self._sheet.account.of(Answer.MAPPED, Answer.UNNEEDED):
+            self.logger.info(f"{entry.key}: {entry.answer}: {entry.text}")
+        self.logger.info(f"Hooks will be executed in the following order:\n{self._hooks.info()}")
+        if self.world.is_main and len(self.cfg):
+            self.cfg.dump(Path(self.work_dir) / (Path(self.cfg.filename).name if self.cfg.filename else "config.py"))
+
+    # ---- checkpoints
+
+    def load_or_resume(self) -> None:
+        """What `load_from` and `resume` ask for, once."""
+        if self._loaded:
+            return
+        self._loaded = True
+        if isinstance(self._resume, str | Path):
+            self.resume(self._resume)
+        elif self._resume and self._load_from is not None:
+            self.resume(self._load_from)
+        elif self._resume:
+            found = on_main(self.world, lambda: last_checkpoint(Path(self.work_dir)))
+            self.logger.info(f"Auto resumed from the latest checkpoint {found}.")
+            if found is not None:
+                self.resume(found)
+        elif self._load_from is not None:
+            self.load_checkpoint(self._load_from)
+
+    def resume(self, filename: str | Path) -> None:
+        """Go on from a checkpoint."""
+        if not self.phases.has("train"):
+            self.load_checkpoint(filename)
+            return
+        self.phases.loop("train")
+        self.saver.resume(filename)
+        self.logger.info(f"resumed epoch: {self.epoch}, iter: {self.iter}")
+
+    def load_checkpoint(self, filename: str | Path) -> None:
+        """Take a checkpoint's weights."""
+        _ = self.engine
+        self.saver.load_weights(filename)
+        self.logger.info(f"Load checkpoint from {filename}")
+
+    def save_checkpoint(
+        self,
+        out_dir: str | Path,
+        filename: str,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        meta: Mapping[str, Any] | None = None,
+        by_epoch: bool | None = True,
+        tidy: Callable[[], None] | None = None,
+    ) -> None:
+        """Write a checkpoint. `by_epoch`: at the end of an epoch, or of an iteration, that is about to be counted."""
+        loop = self.phases.loop("train")
+        epoch = loop.epoch + (by_epoch is True and loop.by_epoch)
+        iteration = loop.iter + (by_epoch is False)
+        step = 0 if by_epoch is True and loop.by_epoch else iteration
+        if loop.by_epoch and step:
+            step = iteration - loop.epoch * len(loop.dataloader)
+        position = {"epoch": epoch, "iter": iteration, "step_in_epoch": step, "batch_total": self.batch_total}
+        self.saver.save(
+            Path(out_dir) / filename.removesuffix(".pth"),
+            position,
+            optimizer=save_optimizer,
+            schedulers=save_param_scheduler,
+            meta=meta,
+            tidy=tidy,
+        )
+
+    def set_position(self, epoch: int, step: int, state: Mapping[str, Any], path: Path) -> None:
+        """Go on at a position of the data that a checkpoint names."""
+        loop = self.phases.loop("train")
+        saved = state.get("batch_total", self.batch_total)
+        if step and saved != self.batch_total:
+            raise TrainingError(
+                f"{path} was saved in the middle of a pass, with batches of {saved} samples over all ranks, and here "
+                f"they have {self.batch_total}: keep batch_size × ranks, or go on from the end of an epoch"
+            )
+        iteration = epoch * len(loop.dataloader) + step if loop.by_epoch else step
+        loop.go_to(epoch, iteration, step if loop.by_epoch else 0)
+
+    def restore_generators(self) -> None:
+        """Random numbers as the checkpoint found them, once a pass that was interrupted is under way again."""
+        self.saver.restore_generators()
+
+    # ---- for hooks and loops
+
+    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
+        """Call a point of every hook."""
+        self._hooks.call(self, fn_name, **kwargs)
+
+    def register_hook(self, hook: Any, priority: int | str | None = None) -> None:
+        """Add a hook."""
+        self._hooks.register(hook, priority)
+
+    def build_dataloader(self, dataloader: Any) -> Any:
+        """A loader from its description."""
+        return build_dataloader(
+            dataloader, seed=self.seed, diff_rank_seed=self._diff_rank_seed, start_method=self._start_method
+        )
+
+    def build_evaluator(self, evaluator: Any) -> Any:
+        """An evaluator from its description."""
+        return build_evaluator(evaluator)
+
+    def enter(self, phase: Phase) -> None:
+        """Say what this rank begins to do."""
+        self.world.heartbeat.enter(phase, 0 if self._engine is None else self._engine.steps)

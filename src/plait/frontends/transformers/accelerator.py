@@ -1,0 +1,129 @@
+"""The Trainer's Accelerator: loaders, metrics and processes are Accelerate's, models and optimizers Plait's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plait.config import RunConfig
+from plait.errors import ModelError
+from plait.frontends.accelerate.engine import LoopEngine, backward, build_engine
+from plait.frontends.accelerate.prepared import PreparedModel, PreparedOptimizer
+from plait.precision import make_policy
+from plait.world import World, open_world
+
+# Untyped, and not everywhere installed.
+_accelerate: Any = import_module("accelerate")
+_kinds: Any = import_module("accelerate.utils").DistributedType
+
+
+class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
+    """An Accelerator of Accelerate's own, in which a model and its optimizer are one of Plait's engines."""
+
+    def __init__(self, config: RunConfig, **kwargs: Any) -> None:
+        # Precision is the engine's: there is to be no autocast around it, and no scaler beside its own.
+        super().__init__(**{**kwargs, "mixed_precision": "no"})
+        self.config = config
+        self.world: World = open_world(config)
+        policy = make_policy(config.precision)
+        self._dtype = policy.compute if policy.mixed else None
+
+    @property
+    def distributed_type(self) -> Any:
+        """Replicas, as far as the Trainer is concerned, whatever they are."""
+        if self.num_processes == 1:
+            return _kinds.NO
+        return _kinds.MULTI_CPU if self.device.type == "cpu" else _kinds.MULTI_GPU
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """A model, which is spread when its optimizer comes; one for evaluation stays whole."""
+        if isinstance(model, PreparedModel):
+            return model
+        prepared = PreparedModel(model.to(self.device), self.device, self._dtype)
+        self._models.append(prepared)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
+        """An optimizer on the engine of its model."""
+        if isinstance(optimizer, PreparedOptimizer):
+            return optimizer
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        owners = [model for model in self._models if isinstance(model, PreparedModel) and model.owns(params)]
+        if len(owners) != 1:
+            raise ModelError(f"the optimizer's parameters belong to {len(owners)} prepared models; they must be one's")
+        owner = owners[0]
+        owner.bind(build_engine(self.config, self.world, owner.module, optimizer, self.print), None)
+        prepared = PreparedOptimizer(optimizer, owners, self.gradient_state)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """A loader over the ranks that see different data."""
+        layout = self.world.layout
+        if layout.data_parallel == layout.size:
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        options = self.dataloader_config
+        prepared = _accelerate.data_loader.prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=layout.data_parallel,
+            process_index=self.world.data_rank,
+            split_batches=options.split_batches,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=self.rng_types.copy(),
+            dispatch_batches=False,
+            even_batches=options.even_batches,
+            use_seedable_sampler=options.use_seedable_sampler,
+            data_seed=options.data_seed,
+            non_blocking=options.non_blocking,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    @property
+    def trained(self) -> PreparedModel | None:
+        """The model on its engine, once there is one."""
+        return next((model for model in self._models if getattr(model, "engine", None) is not None), None)
+
+    @property
+    def engine(self) -> LoopEngine:
+        """The engine of the model."""
+        assert self.trained is not None
+        assert self.trained.engine is not None
+        return self.trained.engine
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backward through this rank's part of the step's loss."""
+        kwargs.pop("scale_wrt_gas", None)
+        trained = self.trained
+        assert trained is not None
+        self.engine.accumulation = self.gradient_accumulation_steps
+        backward([self.engine], loss, last=[trained.syncs and self.sync_gradients], **kwargs)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Backward passes inside are added up on this rank."""
+        assert isinstance(model, PreparedModel)
+        before, model.syncs = model.syncs, False
+        try:
+            yield
+        finally:
+            model.syncs = before
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip the global norm in the step that follows; returns the norm before."""
+        return torch.tensor(self.engine.clip_grad_norm(float(max_norm)))
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The model itself."""
+        return model.module if isinstance(model, PreparedModel) else super().unwrap_model(model, *args, **kwargs)

@@ -1,0 +1,136 @@
+"""`PlaitTrainer`: Hugging Face's Trainer, its loop untouched, on Plait's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.frontends.accelerate.weights import whole
+from plait.frontends.transformers import checkpoints
+from plait.frontends.transformers.accelerator import TrainerAccelerator
+from plait.frontends.transformers.arguments import config_of
+
+_trainer: Any = import_module("transformers.trainer")  # barely typed, and not everywhere installed
+_FOLDER = "plait"
+"""Beside the weights in a checkpoint of the Trainer: the whole state, as any run of Plait's has it."""
+
+
+class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
+    """A `transformers.Trainer` whose model and optimizer are spread by Plait.
+
+    Takes what the Trainer takes. How training is spread is read from the arguments (`fsdp`, `deepspeed`, `bf16`, …);
+    `sections` of a run description stand over them: `sections={"strategy": "zero3"}`. `account` says what became
+    of every key.
+    """
+
+    def __init__(self, *args: Any, sections: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._sections = sections
+        self._given: dict[str, Any] = {}
+        super().__init__(*args, **kwargs)
+        if self.accelerator.world.layout.tp > 1 and self.compute_loss_func is None:
+            self.compute_loss_func = loss_outside(self.model)
+
+    # ---- the accelerator
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        self._given = super()._build_accelerator_args(**kwargs)
+        for name in ("deepspeed_plugin", "fsdp_plugin", "dynamo_plugin", "parallelism_config"):
+            self._given.pop(name, None)
+        self._given["mixed_precision"] = "no"
+        return self._given
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, and put one of Plait's in its place."""
+        config, self.account = config_of(self.args, self._sections)
+        fsdp, self.args.fsdp_plugin_args = self.args.fsdp_plugin_args, None  # the plugin would ask for FSDP's own way
+        try:
+            super().create_accelerator_and_postprocess()
+        finally:
+            self.args.fsdp_plugin_args = fsdp
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
+        self.accelerator = TrainerAccelerator(config, **self._given)
+        self.gather_function = partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    def get_tp_size(self) -> int:
+        """How many ranks see the same data."""
+        layout = self.accelerator.world.layout
+        return int(layout.size // layout.data_parallel)
+
+    # ---- the model in use
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        trained: nn.Module | None = self.accelerator.trained
+        if trained is not None and trained.module is model:
+            return trained  # called by itself, it would do without the engine's precision and sharding
+        return model
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        norm: Tensor = self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+        return norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> float:
+        if grad_norm is None:
+            grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+        return float(grad_norm)
+
+    # ---- checkpoints
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the whole weights as `save_pretrained` does; of adapters, these alone."""
+        trained = self.accelerator.trained
+        if trained is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        output_dir = output_dir or self.args.output_dir
+        adapters = hasattr(trained.module, "peft_config")
+        state = whole(trained, self.accelerator.world, trained_only=adapters)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        checkpoints.save(self.accelerator, Path(output_dir) / _FOLDER)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _trainer.SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        checkpoints.load(self.accelerator, Path(checkpoint) / _FOLDER)
+        state = torch.load(Path(checkpoint) / _trainer.SCHEDULER_NAME, weights_only=True)
+        self.lr_scheduler.load_state_dict(state)
+
+    def _load_best_model(self) -> None:
+        checkpoints.load(self.accelerator, Path(self.state.best_model_checkpoint) / _FOLDER, weights_only=True)
+
+
+def loss_outside(model: nn.Module) -> Any:
+    """The loss of a `transformers` model, computed from its answer; None where the model has no such function.
+
+    Inside, a model cut along the vocabulary has a part of its logits; its answer is whole.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    own: Any = getattr(base, "loss_function", None)
+    config: Any = getattr(base, "config", None)
+    if own is None or not hasattr(config, "vocab_size"):
+        return None
+
+    def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        found: Tensor = own(
+            logits=outputs["logits"],
+            labels=labels,
+            vocab_size=config.get_text_config().vocab_size,
+            num_items_in_batch=num_items_in_batch,
+        )
+        return found
+
+    return loss

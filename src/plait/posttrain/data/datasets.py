@@ -1,0 +1,138 @@
+"""Examples as what models are called with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from plait.data.packing import IGNORE
+from plait.posttrain.data.packing import pack
+from plait.posttrain.data.template import Tokens
+
+STEP = 8
+"""Rows of different lengths are made as long as the longest, rounded up to this; then ranks can share them evenly."""
+
+
+class Row:
+    """One example: the tokens, and for each the token after it where that is to be learned."""
+
+    __slots__ = ("ids", "labels")
+
+    def __init__(self, tokens: Tokens) -> None:
+        ids = np.asarray(tokens.ids, dtype=np.int32)
+        self.ids: NDArray[np.int32] = ids[:-1]
+        self.labels: NDArray[np.int32] = np.where(np.asarray(tokens.learned[1:], dtype=bool), ids[1:], IGNORE).astype(
+            np.int32
+        )
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class AnswerRows(Dataset[dict[str, Tensor]]):
+    """Answers to learn: an example a row, or as many as fit into `seq_len` tokens.
+
+    Packed examples do not see each other: `document_ids` and `positions` are as `plait.data.packing` has them.
+    """
+
+    def __init__(self, rows: Sequence[Row], *, seq_len: int, packing: bool, pad: int) -> None:
+        self.seq_len = seq_len
+        self._rows = rows
+        self._packing = packing
+        self._pad = pad
+        lengths = [len(row) for row in rows]
+        self._groups = pack(lengths, seq_len) if packing else [[index] for index in range(len(rows))]
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        rows = [self._rows[each] for each in self._groups[index]]
+        if not self._packing:
+            return {"input_ids": _long(rows[0].ids), "labels": _long(rows[0].labels)}
+        lengths = [len(row) for row in rows]
+        rest = self.seq_len - sum(lengths)
+        padding = np.full(rest, self._pad)
+        ids = np.concatenate([*(row.ids for row in rows), padding])
+        labels = np.concatenate([*(row.labels for row in rows), np.full(rest, IGNORE)])
+        sizes = [*lengths, rest]
+        return {
+            "input_ids": _long(ids),
+            "labels": _long(labels),
+            "positions": _long(np.concatenate([np.arange(size) for size in sizes])),
+            "document_ids": _long(np.repeat(np.arange(len(sizes)), sizes)),
+        }
+
+
+class PairRows(Dataset[dict[str, Tensor]]):
+    """A prompt with two answers, and what the reference thinks of both."""
+
+    def __init__(self, pairs: Sequence[tuple[Row, Row]]) -> None:
+        self._pairs = pairs
+        self.reference = torch.zeros(len(pairs), 2)
+        """Log-probability of each answer to the reference model, where one was asked: chosen, rejected."""
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        chosen, rejected = self._pairs[index]
+        return {
+            "chosen_ids": _long(chosen.ids),
+            "chosen_labels": _long(chosen.labels),
+            "rejected_ids": _long(rejected.ids),
+            "rejected_labels": _long(rejected.labels),
+            "reference": self.reference[index],
+        }
+
+
+class PadAnswers:
+    """Rows of different lengths as one micro-batch; what is added has no label, and nothing looks at it."""
+
+    def __init__(self, pad: int) -> None:
+        self._pad = pad
+
+    def __call__(self, items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Stack, each padded to the longest."""
+        fills = {"input_ids": self._pad, "labels": IGNORE, "positions": 0, "document_ids": 0}
+        return {key: stack([item[key] for item in items], fills[key]) for key in items[0]}
+
+
+class PadPairs:
+    """Pairs as one micro-batch: all chosen answers first, then all rejected ones in the same order.
+
+    `last` is where each answer ends, of which a reward is read; labels and the reference's word are for losses that
+    look at every token.
+    """
+
+    def __init__(self, pad: int, *, rewards: bool) -> None:
+        self._pad = pad
+        self._rewards = rewards
+
+    def __call__(self, items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Stack, each padded to the longest."""
+        ids = [item[f"{which}_ids"] for which in ("chosen", "rejected") for item in items]
+        found = {"input_ids": stack(ids, self._pad)}
+        if self._rewards:
+            return {**found, "last": torch.tensor([len(row) - 1 for row in ids])}
+        labels = [item[f"{which}_labels"] for which in ("chosen", "rejected") for item in items]
+        reference = torch.stack([item["reference"] for item in items], 1).flatten()
+        return {**found, "labels": stack(labels, IGNORE), "reference": reference}
+
+
+def stack(rows: Sequence[Tensor], fill: int) -> Tensor:
+    """One tensor of rows, each padded at its end."""
+    longest = -(-max(len(row) for row in rows) // STEP) * STEP
+    out = torch.full((len(rows), longest), fill, dtype=torch.int64)
+    for index, row in enumerate(rows):
+        out[index, : len(row)] = row
+    return out
+
+
+def _long(values: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(values.astype(np.int64))

@@ -1,0 +1,207 @@
+"""From the section `posttrain` to the data of a phase."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from plait.config.model import HFConfig
+from plait.config.posttrain import PosttrainConfig, SftConfig, TaskData
+from plait.config.run import RunConfig
+from plait.errors import ConfigError, DataError, Problem
+from plait.posttrain.data.datasets import AnswerRows, PadAnswers, PadPairs, PairRows, Row
+from plait.posttrain.data.records import EmptyError, Example, IncompleteError, examples_in
+from plait.posttrain.data.rows import read_rows
+from plait.posttrain.data.split import split
+from plait.posttrain.data.tasks import make_task
+from plait.posttrain.data.template import Template, Tokens, make_template
+from plait.posttrain.data.tokenizer import (
+    NAME,
+    ChatTokenizer,
+    character_tokenizer,
+    read_tokenizer,
+    trained_tokenizer,
+)
+
+_TRAINED_SIZE = 4096
+"""Of a tokenizer that is trained here for a model that does not say how many tokens it knows."""
+
+
+@dataclass
+class Account:
+    """How many examples there were, and why some were left out."""
+
+    kept: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
+    """For each reason, the first place where it was met."""
+
+    def leave_out(self, reason: str, where: str, *, refuse: bool, key: str, detail: str = "") -> None:
+        """Count one, or refuse it."""
+        said = f"{reason} ({detail})" if detail else reason
+        if refuse:
+            raise DataError(f"{where}: {said}; set posttrain.{key}: skip to leave such examples out")
+        self.left_out[reason] += 1
+        self.first.setdefault(reason, f"{where}{f': {detail}' if detail else ''}")
+
+    def __str__(self) -> str:
+        lost = sum(self.left_out.values())
+        reasons = [f"{count} {why}, first {self.first[why]}" for why, count in sorted(self.left_out.items())]
+        return f"{self.kept} examples" + (f", {lost} left out: {'; '.join(reasons)}" if lost else "")
+
+
+@dataclass(frozen=True)
+class PhaseData:
+    """What a phase trains and validates on, and how its tokens are to be read."""
+
+    train: Any
+    val: Any
+    """None where nothing is kept for validation."""
+    collate: Any
+    tokenizer: ChatTokenizer
+    template: Template
+    account: Account
+    examples: tuple[Sequence[Example], Sequence[Example]]
+    """Those for training and for validation, before any was left out for its length."""
+
+
+def prepare_data(config: RunConfig) -> PhaseData:
+    """Read, split and tokenize the examples of `config.phase`."""
+    section, phase = config.posttrain or PosttrainConfig(), config.phase
+    assert phase is not None
+    account = Account()
+    pairs = phase in ("reward", "dpo")
+    examples = list(_examples(section, account, pairs=pairs))
+    if not examples:
+        raise DataError(f"no example is left of posttrain.data: {account}")
+    parts = split(examples, phase, data_split=section.data_split, val_fraction=section.val_fraction)
+    folder = _folder(config, section)
+    tokenizer = _tokenizer(config, section, folder, examples)
+    _check_vocabulary(config, tokenizer)
+    template = make_template(section.template, tokenizer, folder)
+    limit = _longest(config, section)
+    if pairs:
+        made: list[Any] = [PairRows(list(_pairs(part, template, limit, section, account))) for part in parts]
+        collate: Any = PadPairs(tokenizer.end, rewards=phase == "reward")
+    else:
+        packing = (config.sft or SftConfig()).packing
+        rows = [list(_rows(part, template, limit, section, account)) for part in parts]
+        made = [AnswerRows(part, seq_len=limit, packing=packing, pad=tokenizer.end) for part in rows]
+        collate = PadAnswers(tokenizer.end)
+    train, val = made
+    if len(train) == 0:
+        raise DataError(f"no example is left to train on: {account}")
+    return PhaseData(train, val if len(val) else None, collate, tokenizer, template, account, parts)
+
+
+def _examples(section: PosttrainConfig, account: Account, *, pairs: bool) -> Iterator[Example]:
+    for source in section.data:
+        if isinstance(source, TaskData):
+            yield from make_task(source).examples(source.samples)
+            continue
+        for where, row in read_rows(source.path):
+            try:
+                if isinstance(row, str):
+                    raise IncompleteError(row)
+                yield from examples_in(row, source, where, pairs=pairs)
+            except IncompleteError as error:
+                refuse = section.incomplete == "error"
+                account.leave_out("incomplete", where, refuse=refuse, key="incomplete", detail=str(error))
+            except EmptyError as error:
+                account.leave_out("empty", where, refuse=section.empty == "error", key="empty", detail=str(error))
+
+
+def _rows(
+    examples: Sequence[Example], template: Template, limit: int, section: PosttrainConfig, account: Account
+) -> Iterator[Row]:
+    for example in examples:
+        row = _fitting(template.conversation(example.messages), template, example, limit, section, account)
+        if row is not None:
+            account.kept += 1
+            yield row
+
+
+def _pairs(
+    examples: Sequence[Example], template: Template, limit: int, section: PosttrainConfig, account: Account
+) -> Iterator[tuple[Row, Row]]:
+    for example in examples:
+        assert example.rejected is not None
+        worse = (*example.prompt, type(example.messages[-1])("assistant", example.rejected))
+        both = [template.conversation(messages) for messages in (example.messages, worse)]
+        longer = max(both, key=lambda tokens: len(tokens.ids))
+        if _fitting(longer, template, example, limit, section, account) is not None:
+            account.kept += 1
+            # Of earlier answers nothing is to be preferred: only the last ones differ.
+            prompt = len(template.prompt(example.prompt))
+            chosen, rejected = (Row(_only_last(tokens, prompt)) for tokens in both)
+            yield chosen, rejected
+
+
+def _only_last(tokens: Tokens, prompt: int) -> Tokens:
+    return Tokens(tokens.ids, [learned and at >= prompt for at, learned in enumerate(tokens.learned)])
+
+
+def _fitting(
+    tokens: Tokens, template: Template, example: Example, limit: int, section: PosttrainConfig, account: Account
+) -> Row | None:
+    if len(tokens.ids) - 1 <= limit:
+        return Row(tokens)
+    prompt = len(template.prompt(example.prompt))
+    reason = "with a prompt longer than max_len" if prompt >= limit else "longer than max_len"
+    detail = f"{len(tokens.ids) - 1} tokens, at most {limit}"
+    account.leave_out(reason, example.where, refuse=section.too_long == "error", key="too_long", detail=detail)
+    return None
+
+
+def _longest(config: RunConfig, section: PosttrainConfig) -> int:
+    described: Any = config.model
+    known = getattr(described, "seq_len", None)
+    if section.max_len is None and known is None:
+        raise ConfigError(Problem("posttrain.max_len", "there is none, and the model names no seq_len", "Write one."))
+    if section.max_len is not None and known is not None and section.max_len > known:
+        message = f"{section.max_len} is longer than `model.seq_len`, {known}"
+        raise ConfigError(Problem("posttrain.max_len", message, "Make it shorter, or the model's sequences longer."))
+    longest = section.max_len or known
+    assert longest is not None
+    return int(longest)
+
+
+def _folder(config: RunConfig, section: PosttrainConfig) -> Path | None:
+    """Where a tokenizer lies, where it is found without being made."""
+    if section.tokenizer is not None:
+        return Path(section.tokenizer)
+    if isinstance(config.model, HFConfig) and config.model.path is not None:
+        return Path(config.model.path)
+    start = None if section.start is None else Path(section.start).absolute()
+    near = () if start is None else (start, *start.parents[:2])
+    return next((place for place in near if (place / NAME).is_file()), None)
+
+
+def _tokenizer(
+    config: RunConfig, section: PosttrainConfig, folder: Path | None, examples: Sequence[Example]
+) -> ChatTokenizer:
+    if folder is not None:
+        return read_tokenizer(folder)
+    if all(isinstance(source, TaskData) for source in section.data):
+        alphabet = "".join(make_task(source).alphabet for source in section.data if isinstance(source, TaskData))
+        words = section.template
+        marks = "".join((words.start, words.end, words.system, words.user, words.assistant, "\n"))
+        return character_tokenizer(alphabet + (marks if words.kind == "marked" else ""))
+    known = _vocabulary(config)
+    return trained_tokenizer((m.content for e in examples for m in e.messages), known or _TRAINED_SIZE)
+
+
+def _vocabulary(config: RunConfig) -> int | None:
+    described: Any = config.model
+    size = getattr(described, "vocab_size", (getattr(described, "config", None) or {}).get("vocab_size"))
+    return size if isinstance(size, int) else None
+
+
+def _check_vocabulary(config: RunConfig, tokenizer: ChatTokenizer) -> None:
+    known = _vocabulary(config)
+    if known is not None and tokenizer.vocab_size > known:
+        message = f"{known}, but the tokenizer has {tokenizer.vocab_size} tokens"
+        raise ConfigError(Problem("model.vocab_size", message, f"Write `model.vocab_size: {tokenizer.vocab_size}`."))

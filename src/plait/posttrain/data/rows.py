@@ -1,0 +1,68 @@
+"""Rows of JSON lines, of Parquet, and of folders that `datasets` saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from plait.errors import DataError, MissingExtraError
+
+Row = tuple[str, Mapping[str, Any] | str]
+"""Where a row stands, and the row; or what is wrong with it."""
+
+
+def read_rows(path: str) -> Iterator[Row]:
+    """Every row of a file or folder, in order. A line that is no JSON object comes as the reason why not."""
+    place = Path(path)
+    if not place.exists():
+        raise DataError(f"{path} does not exist")
+    if place.is_dir() and any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        yield from _saved_dataset(place)
+        return
+    files = sorted(place.rglob("*")) if place.is_dir() else [place]
+    known = [file for file in files if file.suffix in (".jsonl", ".json", ".ndjson", ".parquet") and file.is_file()]
+    if not known:
+        raise DataError(f"{path}: no .jsonl and no .parquet file, and no folder of datasets.save_to_disk")
+    for file in known:
+        yield from _parquet(file) if file.suffix == ".parquet" else _lines(file)
+
+
+def _lines(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                yield where, f"not JSON: {error}"
+                continue
+            yield where, row if isinstance(row, dict) else f"expected an object, found a {type(row).__name__}"
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    try:
+        parquet = import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise MissingExtraError("pyarrow", f"reading {path.name}", "parquet") from error
+    number = 0
+    for batch in parquet.ParquetFile(path).iter_batches():
+        for row in batch.to_pylist():
+            number += 1
+            yield f"{path}, row {number}", row
+
+
+def _saved_dataset(path: Path) -> Iterator[Row]:
+    try:
+        datasets = import_module("datasets")
+    except ImportError as error:
+        raise MissingExtraError("datasets", f"reading the folder {path.name}", "datasets") from error
+    found = datasets.load_from_disk(str(path))
+    parts = found.items() if hasattr(found, "items") else [("", found)]
+    for name, part in parts:
+        for number, row in enumerate(part, start=1):
+            yield f"{path}{f'/{name}' if name else ''}, row {number}", row

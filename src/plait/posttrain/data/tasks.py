@@ -1,0 +1,130 @@
+"""Made-up questions with answers that can be checked: all of post-training runs on them, with nothing to fetch.
+
+A task is a numbered list of questions, all of them different. Which numbers are taken is a permutation, so any number
+of samples is spread evenly over all questions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from plait.config.posttrain import TaskData
+from plait.data.order import SampleOrder, mix
+from plait.errors import ConfigError, Problem
+from plait.posttrain.data.records import Example, Message
+
+_ORDER_SEED = 2024
+"""The same for every run: phases that split a task between them must mean the same questions."""
+
+
+class Task(ABC):
+    """Questions by number, with a right answer and a wrong one."""
+
+    alphabet: str
+    """Every character that a question or an answer may have."""
+    count: int
+    """How many different questions there are."""
+
+    @abstractmethod
+    def question(self, number: int) -> tuple[str, str]:
+        """A question and its answer."""
+
+    @abstractmethod
+    def wrong(self, number: int) -> str:
+        """An answer that is nearly right."""
+
+    @abstractmethod
+    def solve(self, question: str) -> str | None:
+        """The right answer; None for what is no question of this task."""
+
+    def reward(self, question: str, answer: str) -> float:
+        """One for the right answer, zero for any other."""
+        right = self.solve(question)
+        return float(right is not None and answer.strip() == right)
+
+    def examples(self, samples: int) -> list[Example]:
+        """So many questions, each with both answers."""
+        if samples > self.count:
+            message = f"{samples}, but there are only {self.count} different questions of this size"
+            raise ConfigError(Problem("posttrain.data.samples", message, "Ask for fewer, or raise `size`."))
+        found = []
+        order = SampleOrder(self.count, _ORDER_SEED, shuffle=True)
+        for index, number in enumerate(order.indices(0, 0, samples).tolist()):
+            question, answer = self.question(number)
+            messages = (Message("user", question), Message("assistant", answer))
+            found.append(Example(messages, self.wrong(number), f"question {index}"))
+        return found
+
+
+class Arithmetic(Task):
+    """`17+25=` and `17-25=`, with numbers of up to so many digits."""
+
+    alphabet = "0123456789+-="
+
+    def __init__(self, digits: int) -> None:
+        self._limit = 10**digits
+        self.count = 2 * self._limit**2
+
+    def question(self, number: int) -> tuple[str, str]:
+        """A sum or a difference."""
+        rest, second = divmod(number, self._limit)
+        sign, first = divmod(rest, self._limit)
+        text = f"{first}{'+-'[sign]}{second}="
+        return text, str(first - second if sign else first + second)
+
+    def wrong(self, number: int) -> str:
+        """Off by one to nine, in either direction."""
+        noise = _noise(number)
+        off = 1 + noise % 9
+        return str(int(self.question(number)[1]) + (off if noise & 16 else -off))
+
+    def solve(self, question: str) -> str | None:
+        """The result, where the question is one."""
+        body = question.strip()
+        for sign in "+-":
+            first, found, second = body.removesuffix("=").partition(sign)
+            if body.endswith("=") and found and first.isdecimal() and second.isdecimal():
+                return str(int(first) + int(second) if sign == "+" else int(first) - int(second))
+        return None
+
+
+class Sorting(Task):
+    """`dbca=`, answered by the same letters in order."""
+
+    alphabet = "abcdefghij="
+
+    def __init__(self, size: int) -> None:
+        self._length = 2 * size
+        self.count = 10**self._length
+
+    def question(self, number: int) -> tuple[str, str]:
+        """Letters from a to j."""
+        letters = "".join(self.alphabet[int(digit)] for digit in f"{number:0{self._length}d}")
+        return f"{letters}=", "".join(sorted(letters))
+
+    def wrong(self, number: int) -> str:
+        """Two neighbours the wrong way round; where all are alike, one letter changed."""
+        right = self.question(number)[1]
+        places = [at for at in range(len(right) - 1) if right[at] != right[at + 1]]
+        if not places:
+            return right[:-1] + ("a" if right[-1] != "a" else "b")
+        at = places[_noise(number) % len(places)]
+        return right[:at] + right[at + 1] + right[at] + right[at + 2 :]
+
+    def solve(self, question: str) -> str | None:
+        """The letters in order, where there are any."""
+        body = question.strip()
+        letters = body.removesuffix("=")
+        known = body.endswith("=") and letters and set(letters) <= set(self.alphabet[:-1])
+        return "".join(sorted(letters)) if known else None
+
+
+def make_task(config: TaskData) -> Task:
+    """The task that a section names."""
+    return Arithmetic(config.size) if config.name == "arithmetic" else Sorting(config.size)
+
+
+def _noise(number: int) -> int:
+    return int(mix(np.array([number + 1], dtype=np.uint64))[0])

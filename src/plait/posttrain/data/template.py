@@ -1,0 +1,150 @@
+"""From a conversation to tokens, of which some are to be learned."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from plait.config.posttrain import TemplateConfig
+from plait.errors import DataError, MissingExtraError
+from plait.posttrain.data.records import Message
+from plait.posttrain.data.tokenizer import ChatTokenizer
+
+
+class Tokens(NamedTuple):
+    """A conversation as tokens; one is learned where `learned` says so."""
+
+    ids: list[int]
+    learned: list[bool]
+
+    def plus(self, ids: Sequence[int], *, learned: bool) -> Tokens:
+        """With more behind."""
+        return Tokens([*self.ids, *ids], [*self.learned, *([learned] * len(ids))])
+
+
+class Template(ABC):
+    """How conversations are written down."""
+
+    @abstractmethod
+    def conversation(self, messages: Sequence[Message]) -> Tokens:
+        """All of it; only what the assistant says is learned, and that it ends there."""
+
+    @abstractmethod
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """What a model is given when it is to answer."""
+
+
+class Plain(Template):
+    """Texts one after another, an end token after each answer."""
+
+    def __init__(self, tokenizer: ChatTokenizer, *, end_token: bool) -> None:
+        self._tokenizer = tokenizer
+        self._end = [tokenizer.end] if end_token else []
+
+    def conversation(self, messages: Sequence[Message]) -> Tokens:
+        """All of it."""
+        found = Tokens([], [])
+        for message in messages:
+            answer = message.role == "assistant"
+            ids = self._tokenizer.encode(message.content)
+            found = found.plus(ids + self._end if answer else ids, learned=answer)
+        return found
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """All of it, with nothing behind."""
+        return self.conversation(messages).ids
+
+
+class Marked(Template):
+    """Each turn between two marks, with its role first."""
+
+    def __init__(self, tokenizer: ChatTokenizer, config: TemplateConfig) -> None:
+        self._tokenizer = tokenizer
+        self._words = {"system": config.system, "user": config.user, "assistant": config.assistant}
+        self._start, self._stop = (self._mark(text) for text in (config.start, config.end))
+        self._end = [tokenizer.end] if config.end_token else []
+
+    def _mark(self, text: str) -> list[int]:
+        token = self._tokenizer.token_id(text)
+        return self._tokenizer.encode(text) if token is None else [token]
+
+    def _opening(self, role: str) -> list[int]:
+        return self._start + self._tokenizer.encode(f"{self._words[role]}\n")
+
+    def conversation(self, messages: Sequence[Message]) -> Tokens:
+        """All of it."""
+        line, found = self._tokenizer.encode("\n"), Tokens([], [])
+        for message in messages:
+            answer = message.role == "assistant"
+            found = found.plus(self._opening(message.role), learned=False)
+            found = found.plus(self._tokenizer.encode(message.content) + self._stop, learned=answer)
+            found = found.plus(line, learned=False)
+        return found.plus(self._end, learned=True) if messages[-1].role == "assistant" else found
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """All of it, and the beginning of the assistant's turn."""
+        return self.conversation(messages).ids + self._opening("assistant")
+
+
+class OfTokenizer(Template):
+    """The template that came with a Hugging Face tokenizer."""
+
+    def __init__(self, folder: str | Path, *, end_token: bool) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise MissingExtraError("transformers", "posttrain.template.kind: tokenizer", "hf") from error
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        if self._tokenizer.chat_template is None:
+            raise DataError(f"the tokenizer in {folder} has no chat template; use posttrain.template.kind: marked")
+        end = self._tokenizer.eos_token_id
+        self._end = [end] if end_token and end is not None else []
+
+    def conversation(self, messages: Sequence[Message]) -> Tokens:
+        """All of it. Where an answer begins and ends is found by writing the conversation down to there."""
+        found, done = Tokens([], []), ""
+        for index, message in enumerate(messages):
+            if message.role != "assistant":
+                continue
+            asked = self._text(messages[:index], asks=True)
+            answered = self._text(messages[: index + 1], asks=False)
+            if not (asked.startswith(done) and answered.startswith(asked)):
+                raise DataError(
+                    "the chat template of the tokenizer writes earlier turns differently once later ones follow, so "
+                    "what is learned cannot be told apart; use posttrain.template.kind: marked"
+                )
+            found = found.plus(self._encode(asked[len(done) :]), learned=False)
+            found = found.plus(self._encode(answered[len(asked) :]), learned=True)
+            done = answered
+        if messages[-1].role != "assistant":
+            return found.plus(self._encode(self._text(messages, asks=False)[len(done) :]), learned=False)
+        return found.plus([] if found.ids[-1:] == self._end else self._end, learned=True)
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """All of it, and the beginning of the assistant's turn."""
+        return self._encode(self._text(messages, asks=True))
+
+    def _text(self, messages: Sequence[Message], *, asks: bool) -> str:
+        plain = [{"role": message.role, "content": message.content} for message in messages]
+        text: str = self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=asks)
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+
+def make_template(config: TemplateConfig, tokenizer: ChatTokenizer, folder: str | Path | None) -> Template:
+    """The template that a section describes; `folder` is where the tokenizer lies, if it came from one."""
+    if config.kind == "plain":
+        return Plain(tokenizer, end_token=config.end_token)
+    if config.kind == "marked":
+        return Marked(tokenizer, config)
+    if folder is None or not Path(folder).is_dir():
+        raise DataError(
+            "posttrain.template.kind: tokenizer needs the folder of a Hugging Face tokenizer; name it as "
+            "posttrain.tokenizer, or use kind: marked"
+        )
+    return OfTokenizer(folder, end_token=config.end_token)

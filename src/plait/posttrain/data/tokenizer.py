@@ -1,0 +1,68 @@
+"""The tokenizer of a phase: from a file, from a folder, or of single characters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from plait.data.tokenizer import END, TextTokenizer, train_tokenizer
+from plait.errors import DataError
+
+NAME = "tokenizer.json"
+
+
+class ChatTokenizer(TextTokenizer):
+    """A tokenizer that also knows which texts are tokens of their own."""
+
+    def token_id(self, text: str) -> int | None:
+        """The token that a text is; None where it is none."""
+        found: int | None = self._backend.token_to_id(text)
+        return found
+
+
+def read_tokenizer(path: str | Path) -> ChatTokenizer:
+    """Read a `tokenizer.json`, given itself or the folder that it lies in."""
+    from tokenizers import Tokenizer
+
+    place = Path(path)
+    file = place / NAME if place.is_dir() else place
+    if not file.is_file():
+        raise DataError(f"tokenizer {str(path)!r}: there is no {file.name if place.is_dir() else 'such file'}")
+    try:
+        backend = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"{file} is not a tokenizer.json: {error}") from error
+    return ChatTokenizer(backend, str(file))
+
+
+class CharacterTokenizer(ChatTokenizer):
+    """One token a character. A character that it does not know is an error; the library would leave it out."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, nothing added."""
+        tokens = super().encode(text)
+        if len(tokens) != len(text):
+            strange = sorted({character for character in text if self.token_id(character) is None})
+            raise DataError(f"the characters {''.join(strange)!r} are not in the vocabulary of the made-up task")
+        return tokens
+
+
+def character_tokenizer(alphabet: str) -> ChatTokenizer:
+    """One token for each character, and the end token first."""
+    from tokenizers import Tokenizer, decoders, models
+
+    vocabulary = {END: 0, **{character: index for index, character in enumerate(sorted(set(alphabet)), start=1)}}
+    backend: Any = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([END])
+    return CharacterTokenizer(backend, "characters")
+
+
+def trained_tokenizer(texts: Iterable[str], vocab_size: int) -> ChatTokenizer:
+    """A byte-level BPE of these texts; the same texts give the same one."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / NAME
+        train_tokenizer(texts, vocab_size).save(file)
+        return read_tokenizer(file)

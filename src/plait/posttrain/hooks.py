@@ -1,0 +1,162 @@
+"""What a phase does around the loop: say what became of the data, keep the tokenizer, write the adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from plait.data import Loader
+from plait.data.collate import Collate
+from plait.errors import TrainingError
+from plait.posttrain.data.datasets import PairRows
+from plait.posttrain.data.prepare import PhaseData
+from plait.posttrain.data.tokenizer import NAME
+from plait.posttrain.lora.adapter import has_transposed, save_adapter
+from plait.posttrain.lora.attach import AdapterSpec, lora_layers
+from plait.runner.hooks import Hook
+from plait.spec import EventKind, MicroBatch
+from plait.world import is_sharded, on_main
+
+if TYPE_CHECKING:
+    from plait.runner import Runner
+
+
+class TellData(Hook):
+    """Says how many examples there are and why some were left out; keeps the tokenizer beside the run."""
+
+    name = "posttrain_data"
+    priority = 10
+
+    def __init__(self, data: PhaseData) -> None:
+        self._data = data
+
+    def before_run(self, runner: Runner) -> None:
+        """Once, before the first step."""
+        account = self._data.account
+        level = "warning" if account.left_out else "info"
+        runner.emit(EventKind.MESSAGE, level=level, text=f"{runner.config.phase}: {account}")
+        on_main(runner.world, lambda: self._data.tokenizer.save(Path(runner.config.work_dir) / NAME))
+
+
+class AdapterFiles(Hook):
+    """Writes the adapter alone, in the form of `peft`, whenever a checkpoint is written, and at the end."""
+
+    name = "adapter"
+    priority = 60
+
+    def __init__(self, spec: AdapterSpec, base: str | None, *, task: str | None) -> None:
+        self._spec = spec
+        self._base = base
+        self._task = task
+        self._written: int | None = None
+
+    def after_save(self, runner: Runner) -> None:
+        """Together with a checkpoint."""
+        self._write(runner)
+
+    def after_run(self, runner: Runner) -> None:
+        """At the end, also where no checkpoint is written."""
+        self._write(runner)
+
+    def _write(self, runner: Runner) -> None:
+        if self._written == runner.step:
+            return
+        self._written = runner.step
+        tensors = whole_adapter(runner)
+        layers = {name for part in runner.world.gather(lora_layers(runner.engine.model)) for name in part}
+        if len(tensors) != 2 * len(layers):
+            raise TrainingError(f"{len(tensors)} matrices were found for {len(layers)} adapters; nothing was written")
+        transposed = any(runner.world.gather(has_transposed(runner.engine.model, lora_layers(runner.engine.model))))
+        folder = Path(runner.config.work_dir) / "adapter"
+        on_main(
+            runner.world,
+            lambda: save_adapter(folder, tensors, self._spec, transposed=transposed, base=self._base, task=self._task),
+        )
+
+
+def whole_adapter(runner: Runner) -> dict[str, Tensor]:
+    """Every matrix of a run's adapter, whole and on the host. Every rank must ask."""
+    found = {}
+    for entry, tensor in runner.engine.state_tensors().items():
+        name = entry.removeprefix("model.")
+        if entry.startswith("model.") and name.endswith((".lora_A.weight", ".lora_B.weight")):
+            whole = tensor.full_tensor() if is_sharded(tensor) else tensor
+            found[name] = whole.detach().cpu().float()
+    if runner.world.layout.pp > 1:  # each has the layers of its stage
+        found = {name: tensor for part in runner.world.gather(found) for name, tensor in part.items()}
+    return found
+
+
+class ReferenceWords(Hook):
+    """Asks the model, before it has learned anything, how likely it finds every answer; that is the reference.
+
+    It is the run's own engine that computes them, so it works under every strategy, and no second model is held.
+    They are kept in checkpoints: a resumed policy is not the one that it started as.
+    """
+
+    name = "reference"
+    priority = 20
+
+    def __init__(self, collate: Collate, *rows: PairRows | None) -> None:
+        self._collate = collate
+        self._rows = [each for each in rows if each is not None]
+        self._known = False
+
+    def before_run(self, runner: Runner) -> None:
+        """Unless a checkpoint brought them."""
+        if not self._known:
+            for rows in self._rows:
+                self._ask(runner, rows)
+            self._known = True
+
+    def _ask(self, runner: Runner, rows: PairRows) -> None:
+        world, collate = runner.world, self._collate
+        loader = Loader(
+            _Numbered(rows),
+            rank=world.data_rank,
+            ranks=world.layout.data_parallel,
+            batch=runner.batch,
+            seed=0,
+            shuffle=False,
+            collate=lambda items: (collate([item for item, _ in items]), [number for _, number in items]),
+        )
+        mine: list[tuple[int, float, float]] = []
+        for micro_batches in loader.epoch(0):
+            for batch in micro_batches:
+                inputs, numbers = batch.inputs
+                said = runner.engine.evaluate(MicroBatch(inputs, batch.samples)).outputs
+                if said is None or not batch.samples:
+                    continue
+                chosen, rejected = said["logprobs"].float().cpu().chunk(2)
+                mine += zip(numbers, chosen.tolist(), rejected.tolist(), strict=True)
+        for part in world.gather(mine):
+            for number, chosen_one, rejected_one in part:
+                rows.reference[number, 0], rows.reference[number, 1] = chosen_one, rejected_one
+
+    def tensors(self, runner: Runner) -> dict[str, Tensor]:
+        """What the reference said, of training and validation."""
+        return {str(index): rows.reference for index, rows in enumerate(self._rows)}
+
+    def state(self) -> dict[str, Any]:
+        """That it is known."""
+        return {"known": self._known}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """From a checkpoint."""
+        self._known = bool(state["known"])
+
+
+class _Numbered:
+    """A data set whose items know their number."""
+
+    def __init__(self, rows: PairRows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], int]:
+        return self._rows[index], index

@@ -1,0 +1,177 @@
+"""Adapters in files: `adapter_config.json` and `adapter_model.safetensors`, as `peft` reads and writes them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from plait.errors import CheckpointError, ModelError
+from plait.posttrain.lora.attach import AdapterSpec, lora_layers
+from plait.posttrain.lora.layer import features_of, is_linear, is_transposed
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""What `peft` puts before every name."""
+
+_MUST_BE_OFF: Mapping[str, Any] = {
+    "use_dora": False,
+    "bias": "none",
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "modules_to_save": None,
+    "layer_replication": None,
+    "lora_bias": False,
+    "trainable_token_indices": None,
+    "target_parameters": None,
+}
+"""What `peft` can do beyond plain adapters, and the value with which it does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that was read: what it is like, which layers it belongs to, and its matrices by name."""
+
+    path: Path
+    spec: AdapterSpec
+    layers: tuple[str, ...]
+    tensors: Mapping[str, Tensor]
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse an adapter that is of other layers, or of other sizes."""
+        have = set(lora_layers(model))
+        problems = [f"{name}: the model has no adapter there" for name in self.layers if name not in have]
+        problems += [f"{name}: not in the file" for name in sorted(have - set(self.layers))]
+        for name in have & set(self.layers):
+            inputs, outputs = features_of(model.get_submodule(name))
+            wanted = {"lora_A": (self.spec.rank, inputs), "lora_B": (outputs, self.spec.rank)}
+            for key, shape in wanted.items():
+                found = tuple(self.tensors[f"{name}.{key}.weight"].shape)
+                if found != shape:
+                    problems.append(f"{name}.{key}: {found} in the file, {shape} in the model")
+        if problems:
+            more = f"\n  … and {len(problems) - 12} more" if len(problems) > 12 else ""
+            raise ModelError(f"the adapter in {self.path} does not fit:\n  " + "\n  ".join(problems[:12]) + more)
+
+
+def read_adapter(path: str | Path, model: nn.Module | None = None) -> Adapter:
+    """Read a folder that `peft` or `save_adapter` wrote.
+
+    What plain adapters cannot express (other ranks for some layers, DoRA, biases, whole modules) is an error that
+    names it. With a `model`, layers must be its linear ones.
+    """
+    folder = Path(path)
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} holds no adapter: there is no {CONFIG}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{folder / CONFIG} is not JSON: {error}") from error
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"{folder} holds an adapter of type {config.get('peft_type')!r}; only LORA can be read")
+    for key, off in _MUST_BE_OFF.items():
+        if (config.get(key) or off) != off:
+            raise CheckpointError(f"{folder / CONFIG} has {key} {config[key]!r}, which has no counterpart here")
+    tensors = _read_tensors(folder)
+    layers = tuple(dict.fromkeys(re.sub(r"\.lora_[AB]\.weight$", "", name) for name in tensors))
+    missing = [f"{n}.{k}.weight" for n in layers for k in ("lora_A", "lora_B") if f"{n}.{k}.weight" not in tensors]
+    if missing:
+        raise CheckpointError(f"{folder / WEIGHTS} has one matrix of a pair without the other: no {missing[0]}")
+    if model is not None:
+        known = {name for name, module in model.named_modules() if is_linear(module)}
+        strange = sorted(set(layers) - known)
+        if strange:
+            raise ModelError(f"the adapter in {folder} is for {strange[0]}, which is no linear layer of this model")
+    spec = AdapterSpec(
+        config["r"], float(config["lora_alpha"]), config.get("lora_dropout") or 0.0, config.get("use_rslora") or False
+    )
+    return Adapter(folder, spec, layers, tensors)
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    file = folder / WEIGHTS
+    try:
+        found = load_file(file)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} holds no adapter: there is no {WEIGHTS}") from None
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); copy it again") from error
+    tensors: dict[str, Tensor] = {}
+    for stored, tensor in found.items():
+        name = stored.removeprefix(PREFIX)
+        if not re.search(r"\.lora_[AB]\.weight$", name):
+            raise CheckpointError(f"{file} holds {stored}, which is no matrix of a plain adapter")
+        tensors[name] = tensor
+    if not tensors:
+        raise CheckpointError(f"{file} holds no matrix: the adapter is empty")
+    return tensors
+
+
+def save_adapter(
+    path: str | Path,
+    tensors: Mapping[str, Tensor],
+    spec: AdapterSpec,
+    *,
+    transposed: bool = False,
+    base: str | None = None,
+    task: str | None = "CAUSAL_LM",
+) -> Path:
+    """Write an adapter, and read it back to be sure that it is there.
+
+    `tensors` are whole, by their names in the model: `….lora_A.weight`, `….lora_B.weight`. `transposed`: the layers
+    are `Conv1D` of `transformers`.
+    """
+    folder = Path(path)
+    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    layers = list(dict.fromkeys(re.sub(r"\.lora_[AB]\.weight$", "", name) for name in kept))
+    if not layers:
+        raise CheckpointError(f"{folder} would hold an empty adapter: none of the layers has one")
+    config = {
+        "peft_type": "LORA",
+        "task_type": task,
+        "base_model_name_or_path": base,
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "lora_dropout": spec.dropout,
+        "use_rslora": spec.scaled_by_root,
+        "target_modules": layers,
+        "fan_in_fan_out": transposed,
+        "bias": "none",
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / f".{WEIGHTS}.tmp"
+        save_file({f"{PREFIX}{name}": tensor for name, tensor in kept.items()}, draft, metadata={"format": "pt"})
+        draft.replace(folder / WEIGHTS)
+        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+    except OSError as error:
+        raise CheckpointError(f"the adapter was not written to {folder}: {error}") from error
+    _verify(folder, kept)
+    return folder
+
+
+def _verify(folder: Path, kept: Mapping[str, Tensor]) -> None:
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        stored = {name.removeprefix(PREFIX) for name in file.keys()}  # noqa: SIM118  # no mapping
+        wrong = stored ^ kept.keys()
+        wrong |= {n for n in kept if n in stored and not torch.equal(file.get_tensor(f"{PREFIX}{n}"), kept[n])}
+    if wrong:
+        raise CheckpointError(f"{folder / WEIGHTS} was written, and {min(wrong)} reads back differently")
+
+
+def has_transposed(model: nn.Module, layers: Sequence[str]) -> bool:
+    """Whether the layers are `Conv1D` of `transformers`. Files say it once for all."""
+    kinds = {is_transposed(model.get_submodule(name)) for name in layers}
+    if len(kinds) > 1:
+        raise ModelError("adapters beside both Linear and Conv1D layers cannot be saved in one folder")
+    return kinds == {True}

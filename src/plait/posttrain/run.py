@@ -1,0 +1,76 @@
+"""A phase as a run: the ordinary Runner, with the model, data and hooks of the phase."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from plait.config import Parsed, RunConfig, parse
+from plait.config.model import HFConfig
+from plait.config.posttrain import DpoConfig, PosttrainConfig
+from plait.errors import ConfigError, Problem
+from plait.posttrain.build import make_model
+from plait.posttrain.data.prepare import PhaseData, prepare_data
+from plait.posttrain.hooks import AdapterFiles, ReferenceWords, TellData
+from plait.posttrain.lora.attach import AdapterSpec
+from plait.posttrain.metrics import CalibrationPlot, Preferences
+from plait.runner import Runner
+from plait.runner.hooks import Hook
+from plait.runner.metrics import Metric
+
+
+class PhaseRunner(Runner):
+    """Trains one phase. Everything else, from strategy to checkpoints, is as in any run."""
+
+    def __init__(self, parsed: Parsed, *, hooks: Sequence[Hook] = ()) -> None:
+        config = parsed.config
+        check_phase(config)
+        self.phase_data = data = prepare_data(config)
+        own, metrics = _around(config, data)
+        objects = {"data": data.train, "val_data": data.val}
+        self._start(parsed, partial(make_model, config), objects, [*own, *hooks], metrics, None, data.collate)
+
+
+def phase_runner(
+    phase: str, source: str | Path | dict[str, Any], overrides: Sequence[str] = (), *, hooks: Sequence[Hook] = ()
+) -> PhaseRunner:
+    """The run of a phase (`sft`, `reward`, `dpo`) that a file or mapping describes."""
+    return PhaseRunner(parse_phase(phase, source, overrides), hooks=hooks)
+
+
+def parse_phase(phase: str, source: str | Path | dict[str, Any], overrides: Sequence[str] = ()) -> Parsed:
+    """A run description, read as that of a phase."""
+    parsed = parse(source, [*overrides, f"phase={phase}"])
+    check_phase(parsed.config)
+    return parsed
+
+
+def check_phase(config: RunConfig) -> None:
+    """Refuse what no rule of the description can see: a phase needs its model described, and a name of its own."""
+    if config.phase is None:
+        raise ConfigError(Problem("phase", "there is none", "Write sft, reward or dpo."))
+    if config.model is None:
+        raise ConfigError(Problem("model", "there is none", "Add a section `model` with a `type`."))
+
+
+def _around(config: RunConfig, data: PhaseData) -> tuple[list[Hook], list[Metric]]:
+    hooks: list[Hook] = [TellData(data)]
+    metrics: list[Metric] = []
+    if config.phase in ("reward", "dpo"):
+        pairs = Preferences()
+        metrics.append(pairs)
+        hooks.append(CalibrationPlot(pairs))
+    if config.phase == "dpo" and (config.dpo or DpoConfig()).reference == "start":
+        hooks.append(ReferenceWords(data.collate, data.train, data.val))
+    if config.lora is not None:
+        task = None if config.phase == "reward" else "CAUSAL_LM"
+        hooks.append(AdapterFiles(AdapterSpec.of(config.lora), _base(config), task=task))
+    return hooks, metrics
+
+
+def _base(config: RunConfig) -> str | None:
+    """What an adapter belongs to."""
+    start = (config.posttrain or PosttrainConfig()).start
+    return start or (config.model.path if isinstance(config.model, HFConfig) else None)

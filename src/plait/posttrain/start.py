@@ -1,0 +1,166 @@
+"""The weights a phase begins with, read one tensor at a time.
+
+They come in through the model's own initializer (`extend`), which every layout calls module by module. So no rank
+holds more than one whole module, whatever is sharded, and a resumed run finds the same frozen weights again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.checkpoint.convert import Source, open_source, read_description, translated
+from plait.config.model import GptConfig, HFConfig, LlamaConfig, ModelConfig
+from plait.config.posttrain import LoraConfig
+from plait.errors import CheckpointError, ModelError
+from plait.models.portable import from_transformers
+from plait.posttrain.lora.adapter import Adapter
+from plait.posttrain.lora.attach import AdapterSpec
+from plait.posttrain.lora.layer import difference, is_transposed
+from plait.posttrain.parts import LoraDown, LoraUp, Part
+from plait.world import has_values
+
+_SHOWN = 12
+
+
+class Start:
+    """Values for parameters and buffers, by their names in the model. Adapters among them are merged."""
+
+    def __init__(self, source: Source | None, adapter: Adapter | None = None, *, prefix: str = "") -> None:
+        """`prefix` is what the names of a body of `transformers` have in a whole model, and lack alone."""
+        self._source = source
+        self._adapter = adapter
+        self._prefix = prefix
+        entries = {} if source is None else source.entries
+        self._names = {name.removeprefix("model.") for name in entries if name.startswith("model.")}
+        self._scale = _scale_of(source)
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse values that do not fit, before any is read. Parts that post-training adds may be without."""
+        if self._adapter is not None:
+            self._adapter.check(model)
+        if self._source is None:
+            return
+        problems: list[str] = []
+        for names, tensor, module in _base_tensors(model):
+            stored = next((found for name in names if (found := self._stored(name)) is not None), None)
+            shape = None if stored is None else self._source.entries[f"model.{stored}"].shape
+            if isinstance(module, Part):
+                continue
+            if stored is None:
+                problems.append(f"{names[0]}: not there")
+            elif shape != tensor.shape:
+                problems.append(f"{names[0]}: {tuple(shape or ())} there, {tuple(tensor.shape)} in the model")
+        if problems:
+            more = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            table = "\n  ".join(problems[:_SHOWN])
+            raise ModelError(f"the weights in {self._source.path} are not of this model:\n  {table}{more}")
+
+    def fill(self, model: nn.Module, module: nn.Module) -> None:
+        """Set the direct parameters and buffers of one module, as far as values are known for them."""
+        prefix = next(name for name, found in model.named_modules() if found is module)
+        for key, tensor in _direct(module):
+            name = f"{prefix}.{key}" if prefix else key
+            if not self._knows(name, tensor, module):
+                continue
+            if tensor.is_meta or not has_values(tensor):
+                tensor.zero_()  # nothing to set; said only so that it is seen to be set
+            else:
+                tensor.copy_(self._read(name, module))
+
+    def _knows(self, name: str, tensor: Tensor, module: nn.Module) -> bool:
+        if isinstance(module, LoraDown | LoraUp):
+            return self._adapter is not None
+        stored = self._stored(name)
+        if stored is None or self._source is None:
+            return False
+        # A head of the same name may be another one: the logits' in place of the values'.
+        return not isinstance(module, Part) or self._source.entries[f"model.{stored}"].shape == tensor.shape
+
+    def _read(self, name: str, module: nn.Module) -> Tensor:
+        if isinstance(module, LoraDown | LoraUp):
+            assert self._adapter is not None
+            return self._adapter.tensors[name]
+        stored = self._stored(name)
+        assert self._source is not None
+        value = self._source.read(f"model.{stored}")
+        base = name.removesuffix(".weight")
+        down = self._stored(f"{base}.lora_A.weight") if name.endswith(".weight") else None
+        if down is None:
+            return value
+        up = self._stored(f"{base}.lora_B.weight")
+        first, second = (self._source.read(f"model.{each}").float() for each in (down, up))
+        change = difference(first, second, self._scale)
+        return value + (change.t() if is_transposed(module) else change).to(value.dtype)
+
+    def _stored(self, name: str) -> str | None:
+        candidates = (name, f"{self._prefix}{name}", name.removeprefix(self._prefix)) if self._prefix else (name,)
+        return next((each for each in candidates if each in self._names), None)
+
+
+def open_start(path: str | None, model: ModelConfig, adapter: Adapter | None, built: nn.Module) -> Start | None:
+    """What `posttrain.start`, a pretrained `model.path` and `lora.adapter` say; None where there is nothing to read."""
+    if path is None and isinstance(model, HFConfig) and model.path is not None and model.pretrained:
+        path = model.path
+    source = None if path is None else _open(path, model)
+    if source is None and adapter is None:
+        return None
+    start = Start(source, adapter, prefix=_prefix(built))
+    start.check(built)
+    return start
+
+
+def _open(path: str, model: ModelConfig) -> Source:
+    source = open_source(Path(path))
+    if frozen := source.state.get("frozen"):
+        raise CheckpointError(
+            f"{source.path} holds only what was trained; {len(frozen['names'])} other tensors are not in it. Start "
+            "from the model that it was trained on, with `lora.adapter` as its adapter"
+        )
+    if source.kind == "hf" and isinstance(model, GptConfig | LlamaConfig):
+        shapes = {n.removeprefix("model."): e.shape for n, e in source.entries.items() if n.startswith("model.")}
+        adopted = from_transformers(model.type, read_description(source.path), shapes)
+        return translated(source, adopted.made, unused=adopted.unused)
+    return source
+
+
+def _scale_of(source: Source | None) -> float:
+    """How much the adapters in a checkpoint count."""
+    lora: Mapping[str, Any] | None = None if source is None else source.state.get("config", {}).get("lora")
+    return AdapterSpec.of(LoraConfig(**lora)).scale if lora else 0.0
+
+
+def _prefix(model: nn.Module) -> str:
+    prefix = getattr(model, "base_model_prefix", "")
+    return f"{prefix}." if prefix else ""
+
+
+def _direct(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and persistent buffers of one module itself."""
+    for key, param in module._parameters.items():
+        if param is not None:
+            yield key, param
+    for key, buffer in module._buffers.items():
+        if buffer is not None and key not in module._non_persistent_buffers_set:
+            yield key, buffer
+
+
+def _base_tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor, nn.Module]]:
+    """Every tensor with all of its names, and a module that holds it."""
+    found: dict[int, tuple[list[str], Tensor, nn.Module]] = {}
+    for prefix, module in model.named_modules():
+        for key, tensor in _direct(module):
+            name = f"{prefix}.{key}" if prefix else key
+            found.setdefault(id(tensor), ([], tensor, module))[0].append(name)
+    yield from found.values()
+
+
+def fill_all(model: nn.Module, start: Start) -> None:
+    """Set a model that has storage already."""
+    with torch.no_grad():
+        for module in model.modules():
+            start.fill(model, module)

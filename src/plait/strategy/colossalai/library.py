@@ -1,0 +1,34 @@
+"""The library itself: imported late, and kept from talking over the run's own log."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import warnings
+from typing import Any
+
+import torch.distributed as dist
+
+from plait.config.engine import check_library
+from plait.errors import ConfigError, Problem
+from plait.world import World
+from plait.world.export import export_ranks
+
+
+def load_colossalai(world: World) -> Any:
+    """The package `colossalai`, ready for `world`. It wants a GPU: its CPU paths end in errors of their own."""
+    check_library("colossalai")
+    export_ranks(world.ranks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about kernels of Apex and others that it would rather have
+        colossalai = importlib.import_module("colossalai")
+        importlib.import_module("colossalai.booster")
+    importlib.import_module("colossalai.logging").disable_existing_loggers()
+    logging.getLogger("colossalai").setLevel(logging.WARNING)
+    kind = importlib.import_module("colossalai.accelerator").get_accelerator().name
+    if kind not in ("cuda", "npu"):
+        message = f"colossalai {colossalai.__version__} trains on cuda or npu, and this is {kind}"
+        raise ConfigError(Problem("strategy.engine", message, "Use `engine: native`, or a machine with a GPU."))
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    return colossalai

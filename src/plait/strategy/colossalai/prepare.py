@@ -1,0 +1,69 @@
+"""From a run description to an engine that ColossalAI trains."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from plait.config.run import RunConfig
+from plait.optim import build_schedule
+from plait.strategy.colossalai.engine import ColossalEngine
+from plait.strategy.colossalai.library import load_colossalai
+from plait.strategy.colossalai.plugins import make_plugin
+from plait.strategy.colossalai.states import states_of
+from plait.strategy.foreign.build import Built, build_whole
+from plait.strategy.native.forward import Say
+from plait.strategy.native.loss import LossFunction
+from plait.strategy.native.prepare import Length, ModelSource
+from plait.world import World, seed_everything
+
+
+def prepare_colossalai(
+    config: RunConfig,
+    world: World,
+    *,
+    model: ModelSource = None,
+    loss_function: LossFunction | None = None,
+    length: Length | None = None,
+    accumulation: int = 1,
+    example: Any = None,
+    say: Say = print,
+) -> ColossalEngine:
+    """Make a model ready to train with ColossalAI, as `config` says; `example` is what other engines look at."""
+    length = length or Length()
+    colossalai = load_colossalai(world)
+    built = build_whole(config, world, model)
+    booster = colossalai.booster.Booster(plugin=make_plugin(config))
+    boosted, wrapper = _boost(booster, built, config, world)
+    seed_everything(config.seed, world.rank)
+    engine = ColossalEngine(
+        booster,
+        boosted,
+        wrapper,
+        states_of(boosted, wrapper),
+        built,
+        world,
+        config,
+        schedule=build_schedule(
+            config.schedule,
+            base_lr=config.optim.lr,
+            total_steps=length.total_steps,
+            steps_per_epoch=length.steps_per_epoch,
+        ),
+        loss_function=loss_function,
+        accumulation=accumulation,
+        say=say,
+    )
+    engine.restore_originals()
+    return engine
+
+
+def _boost(booster: Any, built: Built, config: RunConfig, world: World) -> tuple[Any, Any]:
+    built.module.to(world.device)
+    if config.strategy.plugin != "torch_fsdp":
+        boosted, wrapper, *_ = booster.boost(built.module, built.optimizer(config))
+        return boosted, wrapper
+    # The plugin would make the optimizer anew without its groups; made after the model is cut, it need not be.
+    boosted, *_ = booster.boost(built.module)
+    plugins = importlib.import_module("colossalai.booster.plugin.torch_fsdp_plugin")
+    return boosted, plugins.FSDPOptimizerWrapper(built.optimizer(config), boosted)

@@ -1,0 +1,295 @@
+"""DeepSpeed's engine on two ranks: checkpoints, pipelines, whole parameters, and its command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import plait.frontends.deepspeed as deepspeed
+from plait.errors import CheckpointError, TrainingError
+from plait.frontends.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from tests.multi.deepspeed_loop import begin, conv_net, go_on, micro_step, pictures
+from tests.multi.ranks import RankPool
+
+ROOT = Path(__file__).parents[2]
+
+
+def config(stage: int, *, ranks: int = 2, total: int = 16, **more: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": total,
+        "train_micro_batch_size_per_gpu": total // 2 // ranks,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_min_lr": 1e-3}},
+        **more,
+    }
+
+
+# ---- checkpoints
+
+
+def save_and_go_on(rank: int, size: int, folder: str, job: dict[str, Any]) -> dict[str, Any]:
+    engine = begin(deepspeed, job)
+    go_on(engine, job, rank, size, 0, 3)
+    engine.save_checkpoint(folder, client_state={"epoch": 2, "seen": torch.arange(3), "note": ("a", 1)})
+    weights = engine.module_state_dict()
+    engine.save_16bit_model(folder + "-16bit")
+    return {"weights": weights, **go_on(engine, job, rank, size, 3, 3)}
+
+
+def load_and_go_on(rank: int, size: int, folder: str, job: dict[str, Any]) -> dict[str, Any]:
+    engine = begin(deepspeed, job)
+    path, client = engine.load_checkpoint(folder)
+    assert path is not None
+    assert client is not None
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (3, 6, 48)
+    return {"client": client, **go_on(engine, job, rank, size, 3, 3)}
+
+
+def test_a_checkpoint_goes_on_under_any_stage_and_number_of_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    first = two_ranks.run(save_and_go_on, folder, {"config": config(2)})[0]
+    assert (tmp_path / "saved" / "latest").read_text() == "global_step3"
+    same = {name: pytest.approx(first[name], rel=2e-5) for name in ("losses", "norms")}
+    for stage in (0, 1, 3):
+        found = two_ranks.run(load_and_go_on, folder, {"config": config(stage)})[0]
+        assert {name: found[name] for name in same} == same
+        assert found["rates"] == first["rates"]
+        assert found["client"]["epoch"] == 2
+        assert found["client"]["note"] == ("a", 1)
+        assert torch.equal(found["client"]["seen"], torch.arange(3))
+    alone = load_alone(folder)
+    assert {name: alone[name] for name in same} == same
+    weights = get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert weights.keys() == first["weights"].keys()
+    assert all(torch.equal(weights[name], value) for name, value in first["weights"].items())
+    whole = torch.load(tmp_path / "saved-16bit" / "pytorch_model.bin")
+    assert all(torch.equal(whole[name], value) for name, value in weights.items())
+    conv_net().load_state_dict(weights)
+
+
+def load_alone(folder: str) -> dict[str, Any]:
+    deepspeed.init_distributed()
+    try:
+        return load_and_go_on(0, 1, folder, {"config": config(0, ranks=1)})
+    finally:
+        deepspeed.comm.destroy_process_group()
+
+
+def load_in_part(rank: int, size: int, folder: str) -> dict[str, Any]:
+    job = {"config": config(3)}
+    engine = begin(deepspeed, job)
+    go_on(engine, job, rank, size, 0, 1)
+    assert engine.load_checkpoint(folder + "-nowhere") == (None, None)
+    engine.load_checkpoint(folder, tag="global_step3", load_module_only=True)
+    counted = (engine.global_steps, engine.get_lr())
+    weights = engine.module_state_dict()
+    engine.load_checkpoint(folder, load_optimizer_states=False, load_lr_scheduler_states=False)
+    engine.save_checkpoint(folder, tag="mine", save_latest=False)
+    return {"counted": counted, "weights": weights, "steps": engine.global_steps}
+
+
+def test_weights_alone_are_loaded_where_that_is_asked(two_ranks: RankPool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    first = two_ranks.run(save_and_go_on, folder, {"config": config(1)})[0]
+    found = two_ranks.run(load_in_part, folder)[0]
+    assert found["counted"][0] == 1
+    assert found["steps"] == 3
+    assert all(torch.equal(found["weights"][name], value) for name, value in first["weights"].items())
+    assert (tmp_path / "saved" / "latest").read_text() == "global_step3"
+    assert (tmp_path / "saved" / "mine" / "manifest.json").is_file()
+
+
+def save_differently(rank: int, size: int, folder: str) -> str:
+    engine = begin(deepspeed, {"config": config(0)})
+    with pytest.raises(CheckpointError, match="different tags"):
+        engine.save_checkpoint(folder, tag=f"rank{rank}")
+    with pytest.raises(CheckpointError, match="state_dict"):
+        engine.save_checkpoint(folder, client_state={"model": object()})
+    return "told"
+
+
+def test_what_cannot_be_saved_is_named(two_ranks: RankPool, tmp_path: Path) -> None:
+    assert two_ranks.run(save_differently, str(tmp_path)) == ["told", "told"]
+
+
+# ---- the loop
+
+
+def by_hand(rank: int, size: int, stage: int) -> dict[str, Any]:
+    """Boundaries set by the script, one step after all micro-batches; and no_sync."""
+    engine = begin(deepspeed, {"config": config(stage)})
+    losses = []
+    for step in range(3):
+        for micro in range(2):
+            engine.set_gradient_accumulation_boundary(micro == 1)
+            x, y = pictures(step * 2 + micro, 4 * size)
+            loss = F.cross_entropy(engine(x.chunk(size)[rank]), y.chunk(size)[rank])
+            if step == 1 and micro == 0:
+                with engine.no_sync():
+                    engine.backward(loss)
+                    with pytest.raises(TrainingError, match="no_sync"):
+                        engine.step()
+            else:
+                engine.backward(loss)
+            losses.append(float(loss.detach()))
+        engine.step()
+    with pytest.raises(TrainingError, match="without a backward"):
+        engine.step()
+    return {"norm": engine.get_global_grad_norm(), "steps": engine.global_steps, "weights": engine.module_state_dict()}
+
+
+def counted(rank: int, size: int, stage: int) -> dict[str, Any]:
+    engine = begin(deepspeed, {"config": config(stage)})
+    for index in range(6):
+        micro_step(engine, index, rank, size)
+    return {"norm": engine.get_global_grad_norm(), "steps": engine.global_steps, "weights": engine.module_state_dict()}
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_boundaries_set_by_hand_give_the_same_steps(two_ranks: RankPool, stage: int) -> None:
+    mine, theirs = two_ranks.run(by_hand, stage)[0], two_ranks.run(counted, stage)[0]
+    assert mine["steps"] == theirs["steps"] == 3
+    assert mine["norm"] == pytest.approx(theirs["norm"])
+    assert all(torch.equal(mine["weights"][name], value) for name, value in theirs["weights"].items())
+
+
+def gather(rank: int, size: int) -> dict[str, Any]:
+    engine = begin(deepspeed, {"config": config(3)})
+    head = engine.module.head
+    part = head.weight
+    with deepspeed.zero.GatheredParameters(head.weight):
+        before = head.weight.detach().clone()
+        with torch.no_grad():
+            head.weight.zero_()
+    with deepspeed.zero.GatheredParameters(list(head.parameters()), modifier_rank=1):
+        kept = head.weight.detach().clone()
+        if rank == 1:
+            with torch.no_grad():
+                head.weight.mul_(2)
+    assert head.weight is part
+    micro_step(engine, 0, rank, size)
+    full = deepspeed.utils.safe_get_full_fp32_param(part)
+    moments = deepspeed.utils.safe_get_full_optimizer_state(part, "exp_avg")
+    return {"before": before, "kept": kept, "after": full.clone(), "moments": moments}
+
+
+def test_whole_parameters_are_seen_and_changed(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(gather)
+    expected = conv_net().head.weight
+    assert torch.equal(first["before"], expected)
+    assert torch.equal(first["kept"], expected)
+    assert torch.equal(second["after"], 2 * expected)
+    assert first["moments"] is None  # one of two micro-batches is no step
+
+
+# ---- pipelines
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.table(tokens)
+
+
+def as_head(embedding: Embedding, x: Tensor) -> Tensor:
+    return x @ embedding.table.weight.t()
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def tied_layers() -> list[Any]:
+    middle = [deepspeed.LayerSpec(nn.Linear, 8, 8), torch.tanh, deepspeed.LayerSpec(nn.Linear, 8, 8)]
+    return [
+        deepspeed.TiedLayerSpec("words", Embedding),
+        *middle,
+        deepspeed.TiedLayerSpec("words", Embedding, forward_fn=as_head),
+    ]
+
+
+def plain_layers() -> list[Any]:
+    return [nn.Embedding(11, 8), nn.Linear(8, 8), torch.tanh, nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 11)]
+
+
+def tokens(index: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randint(11, (4, 5), generator=generator), torch.randint(11, (4, 5), generator=generator)
+
+
+def pipeline(rank: int, size: int, kind: str, stages: int, folder: str, method: str) -> dict[str, Any]:
+    torch.manual_seed(3)
+    layers = tied_layers() if kind == "tied" else plain_layers()
+    net = deepspeed.PipelineModule(layers, num_stages=stages, loss_fn=token_loss, partition_method=method)
+    settings = config(0, ranks=1, total=8)
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=settings)
+    assert isinstance(engine, deepspeed.PipelineEngine)
+    assert engine.is_last_stage() == (rank == stages - 1)
+    data = (tokens(index) for index in range(100))
+    losses = [float(engine.train_batch(data)) for _ in range(3)]
+    evaluated = float(engine.eval_batch(data))
+    engine.save_checkpoint(folder)
+    return {"losses": losses, "evaluated": evaluated, "norm": engine.get_global_grad_norm(), "lr": engine.get_lr()}
+
+
+@pytest.mark.parametrize(("kind", "method"), [("plain", "parameters"), ("plain", "type:linear"), ("tied", "uniform")])
+def test_a_pipeline_of_two_ranks_is_one_process(two_ranks: RankPool, tmp_path: Path, kind: str, method: str) -> None:
+    spread = two_ranks.run(pipeline, kind, 2, str(tmp_path / "two"), method)
+    deepspeed.init_distributed()
+    try:
+        alone = pipeline(0, 1, kind, 1, str(tmp_path / "one"), method)
+    finally:
+        deepspeed.comm.destroy_process_group()
+    for found in spread:
+        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert found["evaluated"] == pytest.approx(alone["evaluated"], rel=1e-5)
+        assert found["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+        assert found["lr"] == alone["lr"]
+    one, two = (get_fp32_state_dict_from_zero_checkpoint(tmp_path / name) for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert all(torch.allclose(two[name], value, atol=1e-6) for name, value in one.items())
+
+
+# ---- the command line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--deepspeed", "--deepspeed_config", "ds.json", "-s", "2"],
+        ["-s", "2", "--deepspeed_config=ds.json", "--deepspeed"],
+    ],
+    ids=" ".join,
+)
+def test_a_script_runs_with_the_words_of_the_deepspeed_command(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({**config(2), "steps_per_print": 1}) + "// as people write it\n")
+    script = str(ROOT / "examples" / "deepspeed_script.py")
+    command = [
+        sys.executable,
+        "-m",
+        "plait.cli.main",
+        "launch",
+        "--nproc_per_node",
+        "2",
+        script,
+        *words,
+        "--samples",
+        "32",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "step=2, skipped=0, lr=[" in done.stdout
+    assert "ds.json on the native engine: ZeRO stage 2, fp32, 2 ranks on cpu" in done.stdout

@@ -1,0 +1,134 @@
+"""A Hugging Face Trainer script with only the class changed: the Trainer's own losses, whatever the strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.multi.ranks import RankPool
+
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+TOLERANCE = 2e-5
+
+
+def _texts(count: int) -> list[dict[str, Any]]:
+    """Sequences of different lengths, so that ranks and micro-batches have different numbers of targets."""
+    generator = torch.Generator().manual_seed(4)
+    samples = []
+    for _ in range(count):
+        ids = torch.randint(5, 50, (12,), generator=generator)
+        labels = ids.clone()
+        labels[: int(torch.randint(1, 9, (), generator=generator))] = -100
+        samples.append({"input_ids": ids, "labels": labels})
+    return samples
+
+
+def _model(adapters: bool) -> Any:
+    torch.manual_seed(8)
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    if adapters:
+        import peft
+
+        options = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, options)
+    return model
+
+
+def train(
+    kind: Any, folder: Path, *, adapters: bool = False, steps: int = 4, resume: bool = False, **options: Any
+) -> dict[str, Any]:
+    """What people write, with little in it that is not a default."""
+    sections = options.pop("sections", None)
+    args = transformers.TrainingArguments(
+        str(folder), use_cpu=True, report_to="none", disable_tqdm=True, seed=1, logging_steps=1, max_steps=steps,
+        log_level="error",
+        per_device_train_batch_size=2, per_device_eval_batch_size=3, gradient_accumulation_steps=2,
+        learning_rate=2e-2, warmup_steps=1, weight_decay=0.1, max_grad_norm=0.5, save_steps=2,
+        eval_strategy="steps", eval_steps=2, **options,
+    )  # fmt: skip
+    extra = {} if sections is None else {"sections": sections}
+    model = _model(adapters)
+    data = _texts(26)
+    trainer = kind(model, args, train_dataset=data, eval_dataset=data[:7], **extra)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
+    history = trainer.state.log_history
+    found = {
+        key: [entry[key] for entry in history if key in entry]
+        for key in ("loss", "grad_norm", "learning_rate", "eval_loss")
+    }
+    found["predictions"] = trainer.predict(data[:7]).predictions.tolist()
+    trainer.save_model(str(folder / "final"))
+    return found
+
+
+def _reset() -> None:
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "ddp": {"sections": {"strategy": "ddp"}},
+    "zero1": {"sections": {"strategy": "zero1"}},
+    "zero2": {"sections": {"strategy": "zero2"}, "adapters": True},
+    "zero3": {"sections": {"strategy": "zero3"}, "gradient_checkpointing": True},
+    "adapters": {"sections": {"strategy": "zero3"}, "adapters": True},
+    "fsdp": {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
+    "bf16": {"sections": {"strategy": "zero3"}, "bf16": True},
+}
+
+
+def run_all(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    from plait.frontends.transformers import PlaitTrainer
+
+    found: dict[str, Any] = {}
+    for adapters in (False, True):
+        _reset()
+        found[f"real {adapters}"] = train(transformers.Trainer, folder / f"real{adapters}", adapters=adapters)
+    for case, options in CASES.items():
+        _reset()
+        found[case] = train(PlaitTrainer, folder / case, **options)
+    _reset()
+    # Goes on from the middle of another run, which was spread otherwise.
+    found["resumed"] = train(PlaitTrainer, folder / "zero3", resume=True, sections={"strategy": "ddp"})
+    return found
+
+
+def test_trainer_keeps_its_losses_under_every_strategy(two_ranks: RankPool, tmp_path: Path) -> None:
+    for found in two_ranks.run(run_all, tmp_path):
+        for case, options in CASES.items():
+            expected = found[f"real {options.get('adapters', False)}"]
+            tolerance = 5e-2 if case == "bf16" else TOLERANCE
+            for key, values in expected.items():
+                assert _close(found[case][key], values, tolerance), f"{case}: {key}: {found[case][key]} {values}"
+        whole = found["real False"]
+        assert _close(found["resumed"]["loss"], whole["loss"], TOLERANCE)
+        assert _close(found["resumed"]["predictions"], whole["predictions"], 10 * TOLERANCE)
+    _check_files(tmp_path)
+
+
+def _close(found: Any, expected: Any, tolerance: float) -> bool:
+    one, other = torch.tensor(found), torch.tensor(expected)
+    return one.shape == other.shape and torch.allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+def _check_files(folder: Path) -> None:
+    """Whole models and adapters are where `from_pretrained` looks for them, and say the same as the Trainer's."""
+    from safetensors.torch import load_file
+
+    for case, name in (("zero3", "model.safetensors"), ("adapters", "adapter_model.safetensors")):
+        real = load_file(folder / f"real{case == 'adapters'}" / "final" / name)
+        ours = load_file(folder / case / "final" / name)
+        assert ours.keys() == real.keys()
+        for key, weight in real.items():
+            torch.testing.assert_close(ours[key], weight, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,149 @@
+"""Schedules of learning rate and momentum, against their closed forms and against MMEngine's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from plait.errors import ConfigError
+from plait.frontends.mmengine.registry import PARAM_SCHEDULERS
+
+BASE = 0.4
+
+
+def optimizer(kind: str = "SGD", groups: int = 1) -> torch.optim.Optimizer:
+    params = [{"params": [torch.zeros(1, requires_grad=True)], "lr": BASE * (i + 1)} for i in range(groups)]
+    return torch.optim.SGD(params, lr=BASE, momentum=0.9) if kind == "SGD" else torch.optim.AdamW(params, lr=BASE)
+
+
+def walk(descriptions: list[dict[str, Any]], steps: int, made: torch.optim.Optimizer, build: Any) -> list[float]:
+    schedulers = [build(dict(each), made) for each in descriptions]
+    values = []
+    for _ in range(steps):
+        values.append(made.param_groups[-1]["lr"])
+        for scheduler in schedulers:
+            scheduler.step()
+    return values
+
+
+def ours(description: dict[str, Any], made: torch.optim.Optimizer) -> Any:
+    return PARAM_SCHEDULERS.build(description, default_args={"optimizer": made})
+
+
+@pytest.mark.parametrize(
+    ("description", "expected"),
+    [
+        ({"type": "ConstantLR", "factor": 0.5, "end": 4}, lambda s: 0.5 if s < 3 else 1.0),
+        ({"type": "LinearLR", "start_factor": 0.25, "end": 5}, lambda s: min(1.0, 0.25 + 0.75 * s / 4)),
+        ({"type": "ExponentialLR", "gamma": 0.7}, lambda s: 0.7**s),
+        ({"type": "StepLR", "step_size": 3, "gamma": 0.5}, lambda s: 0.5 ** (s // 3)),
+        ({"type": "MultiStepLR", "milestones": [2, 5]}, lambda s: 0.1 ** ((s >= 2) + (s >= 5))),
+        ({"type": "PolyLR", "power": 2.0, "end": 11}, lambda s: (1 - min(s, 10) / 10) ** 2),
+        (
+            {"type": "CosineAnnealingLR", "T_max": 10, "end": 11},
+            lambda s: (1 + math.cos(math.pi * min(s, 10) / 10)) / 2,
+        ),
+    ],
+)
+def test_a_schedule_follows_its_curve(description: dict[str, Any], expected: Any) -> None:
+    found = walk([description], 12, optimizer(), ours)
+    assert found == pytest.approx([BASE * expected(step) for step in range(12)], rel=1e-9, abs=1e-12)
+
+
+def test_one_cycle_rises_to_its_peak_and_falls_to_almost_nothing() -> None:
+    found = walk([{"type": "OneCycleLR", "eta_max": 1.0, "total_steps": 20, "pct_start": 0.25}], 20, optimizer(), ours)
+    assert found[0] == pytest.approx(1 / 25)
+    assert max(found) == pytest.approx(1.0)
+    assert found.index(max(found)) == 4
+    assert found[-1] == pytest.approx(1 / 25 / 1e4)
+
+
+def test_a_schedule_of_epochs_becomes_one_of_iterations() -> None:
+    kind: Any = PARAM_SCHEDULERS.get("MultiStepLR")
+    made = optimizer()
+    scheduler = kind.build_iter_from_epoch(made, milestones=[1, 2], gamma=0.5, end=3, epoch_length=4)
+    assert not scheduler.by_epoch
+    found = []
+    for _ in range(12):
+        found.append(made.param_groups[0]["lr"] / BASE)
+        scheduler.step()
+    assert found == [1.0] * 4 + [0.5] * 4 + [0.25] * 4
+
+
+def test_momentum_is_the_first_beta_of_adam() -> None:
+    made = optimizer("AdamW")
+    walk([{"type": "LinearMomentum", "start_factor": 0.5, "end": 3}], 1, made, ours)
+    assert made.param_groups[0]["betas"] == (pytest.approx(0.675), 0.999)
+
+
+def test_a_schedule_goes_on_from_its_state() -> None:
+    description = {"type": "CosineAnnealingLR", "T_max": 9, "eta_min": 0.1}
+    whole = walk([description], 9, optimizer(), ours)
+    first, second = optimizer(), optimizer()
+    begun, later = ours(dict(description), first), ours(dict(description), second)
+    for _ in range(4):
+        begun.step()
+    later.load_state_dict(begun.state_dict())
+    second.param_groups[0]["lr"] = first.param_groups[0]["lr"]
+    found = []
+    for _ in range(5):
+        found.append(second.param_groups[0]["lr"])
+        later.step()
+    assert found == whole[4:]
+
+
+def test_a_plateau_lowers_the_rate() -> None:
+    made = optimizer()
+    scheduler = ours({"type": "ReduceOnPlateauLR", "monitor": "acc", "rule": "greater", "patience": 1}, made)
+    for value in (0.5, 0.6, 0.6, 0.6):
+        scheduler.step()
+        scheduler.step({"acc": value})
+    assert made.param_groups[0]["lr"] == pytest.approx(BASE * 0.1)
+    with pytest.raises(ConfigError, match="The metrics are loss"):
+        scheduler.step({"loss": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("description", "said"),
+    [
+        ({"type": "LinearLR", "begin": 5, "end": 5}, "not after `begin`"),
+        ({"type": "LinearLR", "start_facter": 0.1}, "Did you mean `start_factor`"),
+        ({"type": "CosineLR"}, "Did you mean `Cosine"),
+        ({"type": "CosineAnnealingLR", "eta_min": 0.1, "eta_min_ratio": 0.1}, "both given"),
+    ],
+)
+def test_what_is_wrong_with_a_schedule_is_said(description: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ours(description, optimizer())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mmengine") is None, reason="needs mmengine")
+def test_schedules_are_step_by_step_those_of_mmengine() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import mmengine.optim  # noqa: F401  # they register themselves
+        from mmengine.registry import PARAM_SCHEDULERS as THEIRS
+
+        def theirs(description: dict[str, Any], made: torch.optim.Optimizer) -> Any:
+            return THEIRS.build(description, default_args={"optimizer": made})
+
+        cut, end = random.randint(2, 9), random.randint(12, 25)
+        after = {"begin": cut, "end": end}
+        cases: list[list[dict[str, Any]]] = [
+            [{"type": "LinearLR", "end": cut}, {"type": "CosineAnnealingLR", "T_max": end - cut, **after}],
+            [{"type": "ConstantLR", "end": cut}, {"type": "PolyLR", "power": 0.9, "eta_min": 1e-4, **after}],
+            [{"type": "MultiStepLR", "milestones": [cut, cut, end]}, {"type": "ExponentialLR", "gamma": 0.9, **after}],
+            [{"type": "StepLR", "step_size": cut, **after}, {"type": "LinearMomentum", "end": end}],
+            [{"type": "OneCycleLR", "eta_max": 0.3, "total_steps": 30, "three_phase": bool(cut % 2)}],
+            [{"type": "CosineRestartLR", "periods": [cut, end], "restart_weights": [1, 0.5], "eta_min_ratio": 0.01}],
+            [{"type": "CosineAnnealingLR", "T_max": cut, "eta_min_ratio": 0.1}],
+        ]
+        for case in cases:
+            expected = walk(case, 30, optimizer(groups=2), theirs)
+            assert walk(case, 30, optimizer(groups=2), ours) == pytest.approx(expected, rel=1e-12, abs=1e-15), case

@@ -1,0 +1,133 @@
+"""Offloading in one process: any elementwise optimizer, late updates, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+from plait.config import parse_sections
+from plait.config.rules import violations
+from plait.errors import ConfigError
+from plait.parallel.offload.buckets import plan_spans
+from plait.strategy import prepare_native
+from plait.strategy.native.offloaded import OffloadedViews
+from plait.world import open_world
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def run(offload: dict[str, Any], batches: list[Tensor], **sections: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and state of a run from the same weights."""
+    config = parse_sections(**{"strategy": {"offload": offload}, "seed": 1, **sections}).config
+    engine = prepare_native(config, open_world(config), model=Net, say=lambda _: None)
+    assert isinstance(engine.views, OffloadedViews) == (offload.get("optimizer", "none") != "none")
+    losses = [engine.train_step([batch]).loss for batch in batches]
+    return losses, {name: tensor.clone() for name, tensor in engine.state_tensors().items()}
+
+
+@pytest.fixture
+def batches() -> list[Tensor]:
+    return [torch.randn(4, 8) for _ in range(4)]
+
+
+OPTIMIZERS: list[dict[str, Any]] = [
+    {"type": "AdamW", "amsgrad": True},
+    {"type": "AdamW", "implementation": "foreach"},
+    {"type": "Adam", "weight_decay": 0.1},
+    {"type": "SGD", "momentum": 0.9},
+    {"type": "Lion"},
+    {"type": "Adagrad"},
+]
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS, ids=lambda optim: "-".join(str(each) for each in optim.values()))
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_any_elementwise_optimizer_is_itself_when_offloaded(
+    optim: dict[str, Any], tier: str, batches: list[Tensor], tmp_path: Path
+) -> None:
+    offload: dict[str, Any] = {"optimizer": tier, "bucket_mb": 0.0004}
+    if tier == "nvme":
+        offload["path"] = str(tmp_path)
+    for train in ({}, {"clip_value": 1e-3}):
+        expected, state = run({}, batches, optim=optim, train=train)
+        found, same = run(offload, batches, optim=optim, train=train)
+        assert found == expected
+        assert state.keys() == same.keys()
+        assert all(torch.equal(same[name], tensor) for name, tensor in state.items())
+
+
+def test_a_delayed_update_reaches_the_model_one_step_late(batches: list[Tensor]) -> None:
+    found, state = run({"optimizer": "cpu", "delayed": True}, batches, optim={"type": "SGD", "lr": 0.5})
+    torch.manual_seed(0)
+    config = parse_sections(seed=1).config
+    net = prepare_native(config, open_world(config), model=Net, say=lambda _: None).model
+    newest = {name: param.detach().clone() for name, param in net.named_parameters()}
+    for batch, loss in zip(batches, found, strict=True):
+        net.zero_grad()
+        out = net(batch)
+        out.backward()
+        assert out.item() == pytest.approx(loss)
+        with torch.no_grad():
+            for name, param in net.named_parameters():
+                before = newest[name].clone()
+                newest[name] -= 0.5 * param.grad  # type: ignore[operator]
+                param.copy_(before)  # what the next step computes with: without this update
+    for name, weight in newest.items():
+        torch.testing.assert_close(state[f"model.{name}"], weight)
+
+
+def test_buckets_keep_the_order_and_the_first_share_stays_on_the_device() -> None:
+    spans = plan_spans([5, 4, 3, 9, 1], [4, 0, 1, 2, 3], limit=8, home="cpu", ratio=0.3)
+    assert [(span.indices, span.home) for span in spans] == [
+        ((4, 0), "device"),
+        ((1, 2), "cpu"),
+        ((3,), "cpu"),  # larger than a bucket by itself
+    ]
+
+
+def test_a_budget_below_one_parameter_is_refused_with_the_number(tmp_path: Path, batches: list[Tensor]) -> None:
+    offload = {"optimizer": "nvme", "budget_gib": 1e-7, "path": str(tmp_path)}
+    with pytest.raises(ConfigError, match=r"layers\.0\.weight has 64"):
+        run(offload, batches)
+
+
+def test_state_that_does_not_fit_the_host_is_refused_before_it_is_made(
+    monkeypatch: pytest.MonkeyPatch, batches: list[Tensor]
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    with pytest.raises(ConfigError, match=r"this host's memory, and 0\.00 GiB are free"):
+        run({"optimizer": "cpu"}, batches)
+
+
+REFUSED = {
+    "params below stage 3": ({"zero": 2, "offload": {"optimizer": "cpu", "params": "cpu"}}, {}, "stage 3"),
+    "params alone": ({"zero": 3, "offload": {"params": "cpu"}}, {}, "fetch every weight"),
+    "a whole-matrix optimizer": ({"offload": "cpu"}, {"optim": {"type": "Muon"}}, "whole parameters"),
+    "a delay for some": ({"offload": {"optimizer": "cpu", "delayed": True, "ratio": 0.1}}, {}, "never late"),
+    "a budget without files": ({"offload": {"optimizer": "cpu", "budget_gib": 1.0}}, {}, "has no effect"),
+    "a share of nothing": ({"offload": {"ratio": 0.5}}, {}, "has no effect"),
+    "a copy of what is in files": ({"offload": "nvme"}, {"checkpoint": {"async_save": True}}, "host memory first"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_contradict_each_other_are_refused(case: str) -> None:
+    strategy, others, words = REFUSED[case]
+    config = parse_sections(strategy=strategy, **others).config
+    found = violations(config, has_val=False, require_length=False)
+    assert any(words in problem.message for problem in found), found
