@@ -109,6 +109,26 @@ def test_weights_alone_are_loaded_where_that_is_asked(two_ranks: RankPool, tmp_p
     assert (tmp_path / "saved" / "mine" / "manifest.json").is_file()
 
 
+def save_elsewhere(rank: int, size: int, folder: str, how: dict[str, Any]) -> tuple[list[float], list[float]]:
+    job = {"config": config(2, **how)}
+    engine = begin(deepspeed, job)
+    go_on(engine, job, rank, size, 0, 2)
+    engine.save_checkpoint(folder)
+    first = go_on(engine, job, rank, size, 2, 2)["losses"]
+    engine.destroy()
+    again = begin(deepspeed, job)
+    again.load_checkpoint(folder)
+    return first, go_on(again, job, rank, size, 2, 2)["losses"]
+
+
+@pytest.mark.parametrize("how", [{"use_node_local_storage": True}, {"writer": {"type": "Fast", "decoupled": True}}])
+def test_checkpoints_on_each_node_and_in_the_background_go_on_too(
+    two_ranks: RankPool, tmp_path: Path, how: dict[str, Any]
+) -> None:
+    for first, again in two_ranks.run(save_elsewhere, str(tmp_path), {"checkpoint": how}):
+        assert first == again
+
+
 def save_differently(rank: int, size: int, folder: str) -> str:
     engine = begin(deepspeed, {"config": config(0)})
     with pytest.raises(CheckpointError, match="different tags"):
@@ -230,15 +250,16 @@ def tokens(index: int) -> tuple[Tensor, Tensor]:
     return torch.randint(11, (4, 5), generator=generator), torch.randint(11, (4, 5), generator=generator)
 
 
-def pipeline(rank: int, size: int, kind: str, stages: int, folder: str, method: str) -> dict[str, Any]:
+def pipeline(rank: int, size: int, kind: str, stages: int, folder: str, method: str, zero: int = 0) -> dict[str, Any]:
     torch.manual_seed(3)
     layers = tied_layers() if kind == "tied" else plain_layers()
     net = deepspeed.PipelineModule(layers, num_stages=stages, loss_fn=token_loss, partition_method=method)
-    settings = config(0, ranks=1, total=8)
+    rows = size // stages
+    settings = config(zero, ranks=rows, total=8)
     engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=settings)
     assert isinstance(engine, deepspeed.PipelineEngine)
-    assert engine.is_last_stage() == (rank == stages - 1)
-    data = (tokens(index) for index in range(100))
+    assert engine.is_last_stage() == (rank // rows == stages - 1)
+    data = (tuple(part.chunk(rows)[rank % rows] for part in tokens(index)) for index in range(100))
     losses = [float(engine.train_batch(data)) for _ in range(3)]
     evaluated = float(engine.eval_batch(data))
     engine.save_checkpoint(folder)
@@ -261,6 +282,48 @@ def test_a_pipeline_of_two_ranks_is_one_process(two_ranks: RankPool, tmp_path: P
     one, two = (get_fp32_state_dict_from_zero_checkpoint(tmp_path / name) for name in ("one", "two"))
     assert one.keys() == two.keys()
     assert all(torch.allclose(two[name], value, atol=1e-6) for name, value in one.items())
+
+
+def test_stages_of_a_pipeline_are_sharded_too(four_ranks: RankPool, tmp_path: Path) -> None:
+    spread = four_ranks.run(pipeline, "tied", 2, str(tmp_path / "four"), "parameters", 2)
+    deepspeed.init_distributed()
+    try:
+        alone = pipeline(0, 1, "tied", 1, str(tmp_path / "one"), "parameters")
+    finally:
+        deepspeed.comm.destroy_process_group()
+    for found in spread:
+        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert found["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+
+
+# ---- inference
+
+
+class Answering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def tensor_plan(self) -> dict[str, str]:
+        return {"up": "colwise", "down": "rowwise"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def answer(rank: int, size: int, x: Tensor) -> tuple[Tensor, Tensor, int]:
+    torch.manual_seed(rank)  # rank 0's weights are taken
+    model = Answering()
+    expected = model(x).detach()
+    engine = deepspeed.init_inference(model, dtype="fp32", tensor_parallel={"tp_size": size})
+    return expected, engine(x).clone(), sum(p.to_local().numel() for p in model.up.parameters())  # type: ignore[operator]
+
+
+def test_a_model_that_answers_is_spread_by_its_own_plan(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(answer, torch.randn(3, 6))
+    assert torch.allclose(first[1], first[0], atol=1e-6)
+    assert torch.allclose(second[1], first[0], atol=1e-6)
+    assert first[2] == (6 * 8 + 8) // 2
 
 
 # ---- the command line

@@ -38,7 +38,9 @@ def _model(adapters: bool) -> Any:
     if adapters:
         import peft
 
-        options = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
+        options = peft.LoraConfig(
+            r=2, lora_alpha=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM"
+        )
         model = peft.get_peft_model(model, options)
     return model
 
@@ -51,13 +53,13 @@ def train(
     args = transformers.TrainingArguments(
         str(folder), use_cpu=True, report_to="none", disable_tqdm=True, seed=1, logging_steps=1, max_steps=steps,
         log_level="error",
-        per_device_train_batch_size=2, per_device_eval_batch_size=3, gradient_accumulation_steps=2,
-        learning_rate=2e-2, warmup_steps=1, weight_decay=0.1, max_grad_norm=0.5, save_steps=2,
-        eval_strategy="steps", eval_steps=2, **options,
+        per_device_eval_batch_size=3, gradient_accumulation_steps=2, learning_rate=2e-2, warmup_steps=1,
+        weight_decay=0.1, max_grad_norm=0.5, save_steps=2, eval_strategy="steps", eval_steps=2,
+        **{"per_device_train_batch_size": 2, **options},
     )  # fmt: skip
     extra = {} if sections is None else {"sections": sections}
     model = _model(adapters)
-    data = _texts(26)
+    data = _texts(28)
     trainer = kind(model, args, train_dataset=data, eval_dataset=data[:7], **extra)
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
     history = trainer.state.log_history
@@ -77,14 +79,17 @@ def _reset() -> None:
     GradientState._reset_state()
 
 
+_TENSOR = {"sections": {"strategy": {"layout": {"tp": 2}}}, "per_device_train_batch_size": 4}
 CASES: dict[str, dict[str, Any]] = {
     "ddp": {"sections": {"strategy": "ddp"}},
     "zero1": {"sections": {"strategy": "zero1"}},
-    "zero2": {"sections": {"strategy": "zero2"}, "adapters": True},
     "zero3": {"sections": {"strategy": "zero3"}, "gradient_checkpointing": True},
-    "adapters": {"sections": {"strategy": "zero3"}, "adapters": True},
     "fsdp": {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
     "bf16": {"sections": {"strategy": "zero3"}, "bf16": True},
+    "tensor": _TENSOR,
+    **{f"adapters {word}": {"sections": {"strategy": word}, "adapters": True} for word in ("ddp", "zero1", "zero2")},
+    "adapters": {"sections": {"strategy": "zero3"}, "adapters": True},
+    "adapters tensor": {**_TENSOR, "adapters": True},
 }
 
 
@@ -110,6 +115,8 @@ def test_trainer_keeps_its_losses_under_every_strategy(two_ranks: RankPool, tmp_
             expected = found[f"real {options.get('adapters', False)}"]
             tolerance = 5e-2 if case == "bf16" else TOLERANCE
             for key, values in expected.items():
+                if key == "eval_loss" and "tensor" in case:
+                    continue  # the Trainer's is a mean of means over batches, and these are others
                 assert _close(found[case][key], values, tolerance), f"{case}: {key}: {found[case][key]} {values}"
         whole = found["real False"]
         assert _close(found["resumed"]["loss"], whole["loss"], TOLERANCE)

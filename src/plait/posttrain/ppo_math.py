@@ -114,6 +114,7 @@ def policy_loss(
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None = 0.2) -> Clipped:
     """Half the squared error; where `clip` is given, a value does not gain by moving further than that from `old`."""
     kept = mask.bool()
+    values = torch.where(kept, values, returns)
     free = (values - returns) ** 2
     if clip is None:
         worst, decided = free, torch.zeros_like(kept)

@@ -181,12 +181,21 @@ def test_sizes_left_open_stay_open_or_are_filled_in() -> None:
     assert filled.sections["precision"]["scaler"] == {"window": 100}
 
 
-@pytest.mark.parametrize("other", ["bf16", "torch_autocast", "amp"])
+@pytest.mark.parametrize("other", ["bf16", "amp"])
 def test_two_formats_at_once_are_an_error_that_names_both(other: str) -> None:
     found = problems(
         {"fp16": {"enabled": True}, other: {"enabled": True, **({"dtype": "bf16"} if "t" in other else {})}}
     )
     assert f"{other}.enabled" in found["fp16.enabled"]
+
+
+def test_autocast_stands_on_top_of_the_same_format_only() -> None:
+    config = {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    assert sections(config)["precision"] == {"compute": "bf16", "reduce": "bf16", "cast_inputs": False}
+    config["torch_autocast"]["dtype"] = "float16"
+    assert "bf16.enabled" in problems(config)["torch_autocast.dtype"]
+    del config["torch_autocast"]["dtype"]
+    assert "torch_autocast.dtype" in problems(config)
 
 
 def test_one_bf16_under_both_its_names_is_an_error() -> None:

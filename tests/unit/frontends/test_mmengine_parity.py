@@ -116,7 +116,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 def form(line: str) -> str:
     """A log line without what differs between two runs: the moment, times, and the memory that a CPU has not there."""
     text = line.partition(" - INFO - ")[2]
-    text = re.sub(r"memory: \d+  ", "", text)
+    text = re.sub(r"  memory: \d+", "", text)
     return re.sub(r"(eta|time|data_time): [\d:.]+", r"\1: #", text).rstrip()
 
 

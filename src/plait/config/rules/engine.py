@@ -69,6 +69,24 @@ REFUSED = {
 }
 """Keys that are right elsewhere: why not here, and what to write."""
 
+COLOSSALAI_OWNED = {
+    "precision": "precision.compute",
+    "mixed_precision": "precision",
+    "max_norm": "train.clip_norm",
+    "norm_type": "train.clip_norm",
+    "cast_inputs": "precision.cast_inputs",
+    "master_weights": "precision.master",
+    "initial_scale": "precision.scaler",
+    "tp_size": "strategy.layout.tp",
+    "pp_size": "strategy.layout.pp",
+    "sp_size": "strategy.layout.cp",
+    "extra_dp_size": "strategy.layout",
+    "enable_gradient_accumulation": "batch.accumulation",
+    "custom_policy": "strategy.layout",
+    "broadcast_buffers": "strategy.plugin",
+}
+"""Options of ColossalAI's plugins that Plait sets."""
+
 
 def engine_options_need_their_engine(facts: Facts) -> Iterator[Problem]:
     """`config` and `plugin` speak to another library."""
@@ -218,6 +236,34 @@ def _repeated(theirs: Mapping[str, Any] | None, config: Any) -> Iterator[tuple[s
             yield f"optimizer.params.{key}", tuple(found) if key == "betas" else found, f"optim.{key}", ours
 
 
+def colossalai_plugins_have_their_limits(facts: Facts) -> Iterator[Problem]:
+    """Each plugin has stages and formats that it can, and options that the run description gives it."""
+    config, strategy = facts.config, facts.config.strategy
+    if strategy.engine != "colossalai":
+        return
+    for key in strategy.config or {}:
+        if key in COLOSSALAI_OWNED:
+            message = f"the run description says it: `{COLOSSALAI_OWNED[key]}`"
+            yield Problem(f"strategy.config.{key}", message, "Leave it out.")
+    plugin, stage, compute = strategy.plugin, strategy.stage, config.precision.compute
+    if compute == "fp16":
+        message = "fp16: colossalai moves its loss scale by other rules than `precision.scaler`"
+        yield Problem("precision.compute", message, "Write `bf16`, or use another engine.")
+    if plugin == "low_level_zero" and stage not in (1, 2):
+        yield Problem("strategy.zero", f"{stage}: low_level_zero has the stages 1 and 2", "Write `strategy.zero: 2`.")
+    if plugin == "hybrid" and stage == 3:
+        yield Problem("strategy.zero", "3: hybrid has the stages 0, 1 and 2", "Write `strategy.zero: 2`.")
+    if compute in ("fp32", "tf32") and (plugin == "gemini" or (plugin == "hybrid" and stage > 0)):
+        message = f"{compute}: {plugin} at stage {stage} computes in 16 bits only"
+        yield Problem("precision.compute", message, "Write `bf16`, or `plugin: low_level_zero`.")
+    if plugin == "gemini" and (config.batch.accumulation or 1) > 1:
+        message = f"{config.batch.accumulation}: gemini is wired for one micro-batch a step"
+        yield Problem("batch.accumulation", message, "Leave it out, or use `plugin: low_level_zero`.")
+    if plugin == "gemini" and config.optim.type not in ("AdamW", "Adam"):
+        message = f"{config.optim.type}: gemini takes ColossalAI's own Adam only"
+        yield Problem("optim.type", message, "Use AdamW or Adam.")
+
+
 def stage_zero_adds_in_the_format_of_compute(facts: Facts) -> Iterator[Problem]:
     """DeepSpeed without ZeRO adds up gradients as they come, and has no hysteresis in its fp16 scaler."""
     config = facts.config
@@ -239,5 +285,6 @@ RULES = (
     stages_agree,
     deepspeed_keys_are_known,
     deepspeed_and_the_run_agree,
+    colossalai_plugins_have_their_limits,
     stage_zero_adds_in_the_format_of_compute,
 )

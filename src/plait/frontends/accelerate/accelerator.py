@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import TrainingError
-from plait.frontends.accelerate import weights
 from plait.frontends.accelerate.engine import LoopEngine, backward
-from plait.frontends.accelerate.gather import has_only_tensors
 from plait.frontends.accelerate.keeping import Keeping
 from plait.frontends.accelerate.plugins import AutocastKwargs
 
@@ -145,12 +143,7 @@ class Accelerator(Keeping):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """The same, without the samples that were repeated to fill up the last round of batches."""
-        objects = use_gather_object or not has_only_tensors(input_data)
-        data = self._gatherer.gather_objects(input_data) if objects else self._gatherer.gather(input_data)
-        rest = self.gradient_state.remainder
-        if not self.gradient_state.end_of_dataloader or rest <= 0:
-            return data
-        return data[:rest] if objects else weights.first(data, rest)
+        return self._gatherer.gather_for_metrics(input_data, self.gradient_state, as_objects=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or mean over all ranks."""

@@ -18,7 +18,8 @@ from plait.errors import ModelError
 from plait.parallel.tensor.transformers_plan import is_transformers_model, transformers_words
 
 _HEADS = ("num_attention_heads", "num_key_value_heads")
-_BY_COLUMNS = frozenset({"colwise", "heads", "kv_heads"})
+_HEAD_WORDS = frozenset({"heads", "kv_heads"})
+_BY_COLUMNS = _HEAD_WORDS | {"colwise"}
 
 
 def with_adapters(config: RunConfig, model: nn.Module) -> RunConfig:
@@ -40,6 +41,7 @@ def tensor_plan(model: nn.Module, ranks: int) -> dict[str, str]:
         return {}
     prefix, base = below
     plan: dict[str, str] = {}
+    attentions: set[str] = set()
     for name, word in transformers_words(base).items():
         where = f"{prefix}.{name}"
         layer = model.get_submodule(where)
@@ -51,31 +53,25 @@ def tensor_plan(model: nn.Module, ranks: int) -> dict[str, str]:
                 f"{where} is cut by rows where strategy.layout.tp is {ranks}, and has an adapter; put adapters on "
                 "layers that are cut by columns (q_proj, k_proj, v_proj, gate_proj, up_proj), or use layout.tp: 1"
             )
-        plan[where.rpartition(".")[0]] = "region"  # which is not seen where its layers are hidden in adapters
-        plan[f"{where}.base_layer"] = "colwise" if columns else word
-        for kind, inner in (
-            ("lora_A", "inner" if columns else word),
-            ("lora_B", "colwise" if columns else "replicate"),
-        ):
+        parent = where.rpartition(".")[0]
+        plan[parent] = "region"  # which is not seen where its layers are hidden in adapters
+        if word in _HEAD_WORDS:
+            attentions.add(parent)
+        plan[f"{where}.base_layer"] = "colwise"
+        for kind, inner in (("lora_A", "inner"), ("lora_B", "colwise")):
             for adapter in getattr(layer, kind, {}):
                 plan[f"{where}.{kind}.{adapter}"] = inner
-    return _by_columns_alike(plan, model, ranks)
+    _refuse_uneven(attentions, model, ranks)
+    # Heads are known by their neighbours, which adapters hide; cut by columns it is the same where they divide evenly.
+    inside = {name for name, word in plan.items() if word in _HEAD_WORDS and name.rpartition(".")[0] in attentions}
+    return {name: "colwise" if name in inside else word for name, word in plan.items()}
 
 
-def _by_columns_alike(plan: dict[str, str], model: nn.Module, ranks: int) -> dict[str, str]:
-    """Heads are known by their neighbours, which adapters hide; by columns it is the same where heads divide evenly."""
-    heads = [name for name, word in plan.items() if word in ("heads", "kv_heads")]
-    adapted = {name.rpartition(".")[0] for name in heads} & {_attention(name) for name in plan if ".lora_" in name}
+def _refuse_uneven(attentions: set[str], model: nn.Module, ranks: int) -> None:
     config: Any = getattr(model, "config", None)
-    uneven = next((n for n in _HEADS if (getattr(config, n, None) or ranks) % ranks), None)
-    if adapted and uneven is not None:
+    uneven = next((name for name in _HEADS if (getattr(config, name, None) or ranks) % ranks), None)
+    if attentions and uneven is not None:
         raise ModelError(
             f"{uneven} = {getattr(config, uneven)} cannot be shared by {ranks} ranks in layers with adapters: lower "
             "strategy.layout.tp, or leave the attention without adapters"
         )
-    return {name: "colwise" if name in heads and name.rpartition(".")[0] in adapted else w for name, w in plan.items()}
-
-
-def _attention(name: str) -> str:
-    """The module around a layer, from the name of one of its adapters."""
-    return name.partition(".lora_")[0].rpartition(".")[0]

@@ -42,6 +42,18 @@ class Gatherer:
         parts = self._world.gather(list(value) if isinstance(value, (list, tuple)) else [value])
         return [each for rank in self._ranks for each in parts[rank]]
 
+    def gather_for_metrics(self, value: Any, gradients: Any, *, as_objects: bool) -> Any:
+        """Everything of a round of batches, without the samples that were repeated to fill it up.
+
+        `gradients` knows whether the round is the last one, and how many of its samples are no repetitions.
+        """
+        objects = as_objects or not has_only_tensors(value)
+        data = self.gather_objects(value) if objects else self.gather(value)
+        count = gradients.remainder
+        if not gradients.end_of_dataloader or count <= 0:
+            return data
+        return data[:count] if objects else first_rows(data, count)
+
     def reduce(self, value: Any, reduction: str, scale: float) -> Any:
         """The sum or mean of each tensor over all ranks, times `scale`."""
         if reduction not in ("sum", "mean", "none"):
@@ -82,3 +94,8 @@ def has_only_tensors(value: Any) -> bool:
     if isinstance(value, dict):
         return all(has_only_tensors(each) for each in value.values())
     return isinstance(value, (list, tuple)) and all(has_only_tensors(each) for each in value)
+
+
+def first_rows(value: Any, count: int) -> Any:
+    """The first rows of nested tensors."""
+    return apply(lambda tensor: tensor[:count], value)

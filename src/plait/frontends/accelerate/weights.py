@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from plait.errors import CheckpointError, ConfigError, Problem
 from plait.frontends.accelerate.plugins import ProjectConfiguration
-from plait.frontends.accelerate.prepared import PreparedModel, apply
+from plait.frontends.accelerate.prepared import PreparedModel
 from plait.world import World, is_sharded, on_main
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -31,11 +31,6 @@ class Removable:
         """Take it out."""
         if self._hook in self._hooks:
             self._hooks.remove(self._hook)
-
-
-def first(value: Any, count: int) -> Any:
-    """The first rows of nested tensors."""
-    return apply(lambda tensor: tensor[:count], value)
 
 
 def whole(model: nn.Module, world: World, *, trained_only: bool = False) -> dict[str, Tensor]:

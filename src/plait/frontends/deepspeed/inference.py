@@ -97,9 +97,12 @@ def init_inference(
     mesh = world.submesh("tp")
     model.to(dtype)
     if mesh is not None:
+        from plait.parallel.materialize import copy_from_main
         from plait.parallel.tensor import apply_tensor_parallel
 
-        apply_tensor_parallel(model, mesh, plan=None, sequence=False, async_tp=False, stage=False)
+        assert world.everyone is not None
+        copy_from_main(model, world.everyone, world.device)
+        apply_tensor_parallel(model, mesh)
     model.to(world.device)
     if idle and world.is_main:
         print(

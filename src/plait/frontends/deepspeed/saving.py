@@ -6,7 +6,9 @@ save_dir/<tag>/            a checkpoint (docs/checkpoint-format.md), complete or
 
 from __future__ import annotations
 
+import atexit
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +100,8 @@ class Saver:
             background, node_local = self._config.async_save, self._config.node_local
             self._writer = CheckpointWriter(root, self._world, background=background, node_local=node_local)
             self._root = root
+            if background:
+                atexit.register(_close, weakref.ref(self))  # for scripts that never call engine.destroy()
         return self._writer
 
     def close(self) -> None:
@@ -172,6 +176,12 @@ class Saver:
                     assign_whole(tensor, source.read(name))
             native.state_loaded()
             return Loaded(path, foreign_state(path), source.state["engine"])
+
+
+def _close(saver: weakref.ref[Saver]) -> None:
+    found = saver()
+    if found is not None:
+        found.close()
 
 
 def _wanted(native: ManualEngine, *, optimizer: bool) -> dict[str, Tensor]:

@@ -86,6 +86,8 @@ class Registry:
         if kind is None:
             message = f"{dict(cfg)!r} has no `type`"
             raise ConfigError(Problem(self.name, message, f"The names are {', '.join(self)}."))
+        if isinstance(kind, type) and kind.__module__.startswith("mmengine."):
+            kind = self._table.get(kind.__name__, kind)  # MMEngine's own class: what it is called here does the work
         maker = self.get(kind) if isinstance(kind, str) else kind
         if not callable(maker):
             raise ConfigError(Problem(f"{self.name}.type", f"{kind!r} is no class and no name", "Give one of them."))

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from plait.config import RunConfig
 from plait.errors import ModelError
 from plait.frontends.accelerate.engine import LoopEngine, backward, build_engine
+from plait.frontends.accelerate.gather import Gatherer
 from plait.frontends.accelerate.prepared import PreparedModel, PreparedOptimizer
 from plait.precision import make_policy
 from plait.world import World, open_world
@@ -89,6 +90,12 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         )
         self._dataloaders.append(prepared)
         return prepared
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Everything of a round of batches; of ranks that see the same data, one's."""
+        if self.world.layout.data_parallel == self.world.size:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        return Gatherer(self.world).gather_for_metrics(input_data, self.gradient_state, as_objects=use_gather_object)
 
     @property
     def trained(self) -> PreparedModel | None:

@@ -33,7 +33,7 @@ class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
         self._sections = sections
         self._given: dict[str, Any] = {}
         super().__init__(*args, **kwargs)
-        if self.accelerator.world.layout.tp > 1 and self.compute_loss_func is None:
+        if self.accelerator.world.layout.tp > 1 and vars(self)["compute_loss_func"] is None:
             self.compute_loss_func = loss_outside(self.model)
 
     # ---- the accelerator
@@ -118,7 +118,8 @@ def loss_outside(model: nn.Module) -> Any:
 
     Inside, a model cut along the vocabulary has a part of its logits; its answer is whole.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: Any = model
+    base = base.get_base_model() if hasattr(model, "get_base_model") else model
     own: Any = getattr(base, "loss_function", None)
     config: Any = getattr(base, "config", None)
     if own is None or not hasattr(config, "vocab_size"):

@@ -130,6 +130,13 @@ class FlatParamStates(ScatteredStates):
         self.write(param, None, whole)
 
 
+    def publish(self) -> None:
+        """Let go of the whole that a forward pass without a backward pass leaves behind; it would be used again."""
+        handle = self._model._handle
+        handle.reshard(free_unsharded_flat_param=True)
+        handle.post_reshard()
+
+
 class ChunkStates(ScatteredStates):
     """Gemini: parameters lie in chunks, of which ranks have parts; it gathers them itself."""
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from plait.config.words import listed, show
-from plait.frontends.deepspeed.config.keys import dormant, group, only, to, unneeded
+from plait.frontends.deepspeed.config import apex
+from plait.frontends.deepspeed.config.formats import OPEN, SCALER, compute, mode, static_scale
+from plait.frontends.deepspeed.config.keys import dormant, group, to, unneeded
 from plait.frontends.deepspeed.config.kinds import (
-    ANY,
     COUNT,
     FLAG,
     FORMAT,
@@ -21,37 +22,10 @@ from plait.frontends.deepspeed.config.kinds import (
 )
 from plait.frontends.deepspeed.config.work import Key, Table, Work
 
-MODES = ("fp16", "bf16", "torch_autocast", "amp")
-_OPEN = "left open: off, unless the script asks for it"
-_SCALER = "precision.scaler"
-
-
-def mode(work: Work) -> str | None:
-    """The section that is switched on; None where none is."""
-    return next((name for name in MODES if work.on(f"{name}.enabled")), None)
-
-
-def compute(work: Work) -> str:
-    """The format of parameters and activations."""
-    found = mode(work)
-    if found == "torch_autocast":
-        return named_format(work.look("torch_autocast.dtype")) or "fp32"
-    if found == "amp":
-        return "fp32" if str(work.look("amp.opt_level")).upper() == "O0" else "fp16"
-    return found or "fp32"
-
-
-def _static(work: Work, key: str, value: Any) -> None:
-    if value == 0 or value == "dynamic":
-        work.honour(key, value, "the scale is dynamic")
-    else:
-        work.put(f"{_SCALER}.static", value, key)
-        work.honour(key, value, f"{_SCALER}.static: {show(value)}")
-
 
 def _moving(name: str, kind: Any) -> Key:
     """A setting of the dynamic scale; beside a fixed one it has nothing to move."""
-    there = to(f"{_SCALER}.{name}", kind)
+    there = to(f"{SCALER}.{name}", kind)
 
     def act(work: Work, key: str, value: Any) -> None:
         if work.look("fp16.loss_scale"):
@@ -87,13 +61,13 @@ def _overflow(work: Work, key: str, value: bool) -> None:
 
 
 def _enabled(words: str) -> Key:
-    return Key(FLAG, lambda work, key, value: work.honour(key, value, words), _OPEN)
+    return Key(FLAG, lambda work, key, value: work.honour(key, value, words), OPEN)
 
 
 FP16: Table = {
-    "enabled": _enabled("precision.compute: fp16, without autocast; inputs are cast by the script"),
+    "enabled": _enabled("precision.compute: fp16; inputs are cast by the script"),
     "auto_cast": to("precision.cast_inputs", FLAG),
-    "loss_scale": Key(NUMBER, _static),
+    "loss_scale": Key(NUMBER, static_scale),
     "initial_scale_power": _moving("initial_power", SIZE),
     "loss_scale_window": _moving("window", COUNT),
     "hysteresis": _moving("hysteresis", COUNT),
@@ -102,7 +76,7 @@ FP16: Table = {
     "fp16_master_weights_and_grads": Key(FLAG, _low_master),
 }
 _BF16: Table = {
-    "enabled": _enabled("precision.compute: bf16, without autocast; inputs are cast by the script"),
+    "enabled": _enabled("precision.compute: bf16; inputs are cast by the script"),
     "immediate_grad_update": unneeded(FLAG, "when a gradient is added up does not change the sum"),
     "check_grad_overflow": Key(FLAG, _overflow),
     "bf16_master_weights_and_grads": Key(FLAG, _low_master),
@@ -115,29 +89,13 @@ _AUTOCAST: Table = {
         TEXTS, "it says whose gradients are summed in the low format, and here all are summed in `precision.reduce`"
     ),
 }
-_APEX = "Apex is not needed"
-_AMP: Table = {
-    "enabled": Key(FLAG, lambda w, k, v: w.map(k, v, f"precision.compute: {compute(w)}, with autocast"), _OPEN),
-    "opt_level": Key(
-        one_of("O0", "O1", "O2", "O3"), lambda w, k, v: w.map(k, v, f"precision.compute: {compute(w)}"), _OPEN
-    ),
-    "loss_scale": Key(either(NUMBER, one_of("dynamic")), _static),
-    "min_loss_scale": to(f"{_SCALER}.minimum", NUMBER),
-    "max_loss_scale": only(2.0**24, NUMBER, "the scale rarely gets there", "the scale has no upper end: leave it out"),
-    "keep_batchnorm_fp32": unneeded(ANY, "statistics of batch norm are always fp32"),
-    "master_weights": only(True, FLAG, "weights are kept in fp32", "write `fp16.fp16_master_weights_and_grads`"),
-    **dict.fromkeys(
-        ("verbosity", "num_losses", "patch_torch_functions", "cast_model_type", "cast_model_outputs"),
-        unneeded(ANY, _APEX),
-    ),
-}
 
 
 def _mode(name: str, table: Table) -> Key:
     def act(work: Work, key: str, value: Any) -> None:
         open_ = value.get("enabled") == "auto"
         why = f"`{name}` is left open" if open_ else f"`{name}` is off"
-        off_table = {**dormant(table, why), "enabled": Key(FLAG, lambda w, k, v: w.honour(k, v, "off"), _OPEN)}
+        off_table = {**dormant(table, why), "enabled": Key(FLAG, lambda w, k, v: w.honour(k, v, "off"), OPEN)}
         work.walk(key, value, table if work.on(f"{name}.enabled") else off_table)
 
     return Key(SECTION, act)
@@ -191,7 +149,7 @@ TABLE: Table = {
     "fp16": _mode("fp16", FP16),
     "bf16": _mode("bf16", _BF16),
     "torch_autocast": _mode("torch_autocast", _AUTOCAST),
-    "amp": _mode("amp", _AMP),
+    "amp": _mode("amp", apex.TABLE),
     "communication_data_type": Key(one_of("fp32", "fp16", "bf16"), _sums),
     "fp32_allreduce": Key(
         FLAG,
@@ -203,15 +161,9 @@ TABLE: Table = {
 
 def finish(work: Work) -> None:
     """Write the section, once all that has a say in it is known."""
-    modes = [f"{name}.enabled" for name in MODES if work.on(f"{name}.enabled")]
-    if len(modes) > 1:
-        work.wrong(modes[0], f"true, and so {'is' if len(modes) == 2 else 'are'} `{listed(modes[1:])}`", "Keep one.")
+    if _contradicts_itself(work):
         return
     found, format_ = mode(work), compute(work)
-    if found == "torch_autocast" and work.look("torch_autocast.dtype") is None:
-        message = "there is none: torch would take fp16 on CUDA and bf16 on a CPU"
-        work.wrong("torch_autocast.dtype", message, "Write `bfloat16` or `float16`.")
-        return
     if format_ != "fp32":
         work.put("precision.compute", format_, f"{found}.enabled")
     reduce, source = _reduce(work)
@@ -220,17 +172,29 @@ def finish(work: Work) -> None:
         if source == f"{found}.enabled":
             work.imply("communication_data_type", f"precision.reduce: {reduce}, the format of the gradients")
     if found in ("fp16", "bf16"):
-        work.put("precision.autocast", False, f"{found}.enabled")
+        if not work.on("torch_autocast.enabled"):
+            work.put("precision.autocast", False, f"{found}.enabled")
         if "precision.cast_inputs" not in work.sources:
             work.put("precision.cast_inputs", False, f"{found}.enabled")
     if found == "amp" and format_ == "fp16":
-        _as_apex(work)
+        apex.finish(work)
 
 
-def _as_apex(work: Work) -> None:
-    if str(work.look("amp.opt_level")).upper() == "O3":
-        work.put("precision.master", False, "amp.opt_level")
-    if work.look("amp.loss_scale") in (None, 0, "dynamic"):
-        work.put(f"{_SCALER}.window", 2000, "amp.enabled")
-        work.put(f"{_SCALER}.hysteresis", 1, "amp.enabled")
-        work.imply("amp.loss_scale", "precision.scaler: {window: 2000, hysteresis: 1}, as Apex scales")
+def _contradicts_itself(work: Work) -> bool:
+    """One format is computed in; autocast may stand on top of the same."""
+    modes = [f"{name}.enabled" for name in ("fp16", "bf16", "amp") if work.on(f"{name}.enabled")]
+    if len(modes) > 1:
+        work.wrong(modes[0], f"true, and so {'is' if len(modes) == 2 else 'are'} `{listed(modes[1:])}`", "Keep one.")
+        return True
+    if not work.on("torch_autocast.enabled"):
+        return False
+    key, asked = "torch_autocast.dtype", work.look("torch_autocast.dtype")
+    if asked is None:
+        work.wrong(
+            key, "there is none: torch would take fp16 on CUDA and bf16 on a CPU", "Write `bfloat16` or `float16`."
+        )
+    elif modes and named_format(asked) != compute(work):
+        work.wrong(key, f"{asked}, but `{modes[0]}` asks for {compute(work)}", "Write the same in both, or keep one.")
+    else:
+        return False
+    return True

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from plait.config import parse
 from plait.config.rules import violations
 from plait.config.run import RunConfig
-from plait.config.words import show
 from plait.errors import ConfigError, Problem
 from plait.frontends.account import Answer, Translation
 from plait.frontends.deepspeed.config import (
+    autotuning,
     batch,
     checkpoints,
     compiling,
@@ -30,10 +29,7 @@ from plait.frontends.deepspeed.config import (
 )
 from plait.frontends.deepspeed.config.kinds import SECTION
 from plait.frontends.deepspeed.config.read import read_config
-from plait.frontends.deepspeed.config.work import AUTO, Key, Table, Work
-
-if TYPE_CHECKING:
-    from plait.tune import Translated
+from plait.frontends.deepspeed.config.work import AUTO, Table, Work
 
 _SECRETS = ("api_key",)
 
@@ -71,39 +67,6 @@ def translate(
     return Translation({name: work.sections[name] for name in order}, work.account)
 
 
-def search(config: str | os.PathLike[str] | Mapping[str, Any], *, nproc: int = 1) -> Translated | None:
-    """The search that the `autotuning` section asks for; None where there is no such section."""
-    from plait.tune import translate_autotuning
-
-    section = read_config(config).get("autotuning")
-    return None if not isinstance(section, Mapping) else translate_autotuning(section, nproc=nproc)
-
-
-def _autotuning(work: Work, key: str, value: Mapping[str, Any]) -> None:
-    """A search is about many runs, and no part of the description of one: the account has its words."""
-    from plait.tune import translate_autotuning
-
-    if not value:
-        work.leave(key, value, "an empty section says nothing")
-    for name, each in value.items():
-        plain = not isinstance(each, list | dict) and not (isinstance(each, float) and not math.isfinite(each))
-        if not plain and name not in ("arg_mappings", "model_info"):
-            work.wrong(f"{key}.{name}", f"{show(each)} is no single value", "Write a number, a word, true or false.")
-            return
-    try:
-        found = translate_autotuning({name: each for name, each in value.items() if each not in (None, AUTO)})
-    except ConfigError as error:
-        work.problems += error.problems
-        return
-    answers = {"honoured": work.honour, "mapped": work.map, "without meaning": work.leave}
-    for entry in found.account:
-        tune = " (of `plait tune`)" if entry.fate != "without meaning" else ""
-        answers[entry.fate](f"{key}.{entry.key}", value[entry.key], f"{entry.words}{tune}")
-    for name, each in value.items():
-        if each in (None, AUTO):
-            work.map(f"{key}.{name}", each, "left open: the default of `plait tune`")
-
-
 TABLE: Table = {
     **batch.TABLE,
     **optimizer.TABLE,
@@ -117,7 +80,7 @@ TABLE: Table = {
     **monitors.TABLE,
     **others.TABLE,
     **removed.TABLE,
-    "autotuning": Key(SECTION, _autotuning),
+    **autotuning.TABLE,
 }
 """Every top-level key that DeepSpeed has or had, and what becomes of it."""
 

@@ -73,7 +73,8 @@ class Work:
         entries = self.account.entries
         open_ = next((index for index, entry in enumerate(entries) if entry.key == key and entry.value == AUTO), None)
         if open_ is None:
-            self.map(key, ABSENT, text)
+            found = self.look(key)
+            self.map(key, ABSENT if found is None else found, text)
         else:
             entries[open_] = replace(entries[open_], text=f"left open: {text}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -201,14 +201,17 @@ class BaseRunner(Facts):
         self.model = engine.model
         self._route_calls(engine)
         if optimizer is not None:
-            policy = make_policy(self.config.precision)
-            self.optim_wrapper.attach(engine, partial(policy.context, self.device))
+            self.optim_wrapper.attach(engine, self.forward_context)
             self.param_schedulers = build_schedulers(self, self.param_schedulers)
         else:
             self.param_schedulers = []
         if self.world.heartbeat.is_read:
             enter = self.world.heartbeat.enter
             engine.on_phase = lambda phase: enter(phase, engine.steps)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """What the model is called under, for steps that call it themselves."""
+        return make_policy(self.config.precision).context(self.device)
 
     def _route_calls(self, engine: ManualEngine) -> None:
         """Let a model's steps call it through the engine, which moves and casts what it is called with."""

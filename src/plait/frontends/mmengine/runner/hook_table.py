@@ -47,6 +47,10 @@ class HookTable:
         if not callable(getattr(hook, "before_run", None)):
             message = f"a {type(hook).__name__} has no points of a hook"
             raise ConfigError(Problem("custom_hooks", message, "Derive it from plait.frontends.mmengine.Hook."))
+        kind = type(hook)
+        if kind.__module__.startswith("mmengine.hooks.") and kind.__name__ in tuple(HOOKS):
+            message = f"MMEngine's own {kind.__name__} works on MMEngine's engine"
+            raise ConfigError(Problem("custom_hooks", message, f"Write dict(type={kind.__name__!r}, …): the one here."))
         if priority is not None:
             hook.priority = priority
         level = priority_of(hook.priority)

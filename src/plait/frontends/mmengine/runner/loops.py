@@ -209,7 +209,6 @@ class EvaluationLoop(BaseLoop):
             self.run_iter(index, batch)
         metrics = dict(self.evaluator.evaluate(len(self.dataloader.dataset)))
         metrics.update(self._mean_losses())
-        runner.model.train()
         runner.enter(Phase.IDLE)
         runner.call_hook(f"after_{mode}_epoch", metrics=metrics)
         runner.call_hook(f"after_{mode}")
@@ -220,7 +219,8 @@ class EvaluationLoop(BaseLoop):
         """Predictions for one batch, shown to the evaluator."""
         runner, mode = self.runner, self.mode
         runner.call_hook(f"before_{mode}_iter", batch_idx=idx, data_batch=data_batch)
-        with torch.autocast(runner.device.type, dtype=torch.float16, enabled=self.fp16):
+        autocast = torch.autocast(runner.device.type, dtype=torch.float16)
+        with autocast if self.fp16 else runner.forward_context():
             outputs = getattr(runner.model, f"{mode}_step")(data_batch)
         outputs = self._without_losses(outputs)
         self.evaluator.process(data_samples=outputs, data_batch=data_batch)

@@ -1,0 +1,269 @@
+"""Examples: formats, templates, what is learned, and what becomes of rows that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait.config import parse
+from plait.config.posttrain import TaskData, TemplateConfig
+from plait.errors import ConfigError, DataError
+from plait.posttrain.data import Message, PhaseData, make_task, make_template, prepare_data
+from plait.posttrain.data.packing import pack
+from plait.posttrain.data.tokenizer import character_tokenizer, trained_tokenizer
+
+SHARED = Path(__file__).parents[3].parent / "shared" / "data"
+MODEL = {"type": "llama", "vocab_size": 400, "dim": 16, "layers": 1, "heads": 2, "seq_len": 64}
+
+
+def load(rows: list[Any] | None, tmp_path: Path, phase: str = "sft", **changes: Any) -> PhaseData:
+    """The data of a phase, from rows of JSON lines or from the made-up task."""
+    section: dict[str, Any] = {"val_fraction": 0.0, **changes}
+    if rows is not None:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+        section["data"] = [{"type": "file", "path": str(file)}]
+    sft = {"packing": section.pop("packing", False)}
+    return prepare_data(parse({"phase": phase, "model": MODEL, "posttrain": section, "sft": sft}).config)
+
+
+def learned(data: PhaseData, index: int) -> str:
+    labels = data.train[index]["labels"]
+    return data.tokenizer.decode(labels[labels >= 0].tolist())
+
+
+def test_the_three_formats_are_told_apart_by_their_keys(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "How many?", "response": "three"},
+        {"prompt": [{"role": "user", "content": "Which?"}], "chosen": [{"role": "assistant", "content": "this"}]},
+        {
+            "messages": [
+                {"role": "system", "content": "Be short."},
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "yes"},
+                {"role": "user", "content": "Again"},
+                {"role": "assistant", "content": "no"},
+            ]
+        },
+    ]
+    data = load(rows, tmp_path)
+    assert [learned(data, index) for index in range(3)] == ["three", "this", "yesno"]
+    ids, labels = data.train[0]["input_ids"], data.train[0]["labels"]
+    shown = data.tokenizer.decode(ids.tolist())
+    assert shown == "How many?three"
+    assert int(labels[-1]) == data.tokenizer.end
+    # A label is the token after its place.
+    assert torch.equal(labels[:-1][labels[:-1] >= 0], ids[1:][labels[:-1] >= 0])
+
+
+def test_pairs_share_their_prompt_and_learn_only_from_the_last_answer(tmp_path: Path) -> None:
+    turns = [
+        {"role": "user", "content": "a?"},
+        {"role": "assistant", "content": "first"},
+        {"role": "user", "content": "b?"},
+    ]
+    data = load([{"prompt": turns, "chosen": "good", "rejected": "poor one"}], tmp_path, phase="dpo")
+    item = data.train[0]
+    for which, answer in (("chosen", "good"), ("rejected", "poor one")):
+        labels = item[f"{which}_labels"]
+        assert data.tokenizer.decode(labels[labels >= 0].tolist()) == answer
+    batch = data.collate([item, item])
+    assert batch["input_ids"].shape == batch["labels"].shape
+    assert len(batch["input_ids"]) == len(batch["reference"]) == 4
+    assert torch.equal(batch["input_ids"][0], batch["input_ids"][1])
+    ends = load([{"prompt": "b", "chosen": "good", "rejected": "poor one"}], tmp_path, phase="reward")
+    rewards = ends.collate([ends.train[0]])
+    assert rewards["last"].tolist() == [len(ends.train[0][f"{which}_ids"]) - 1 for which in ("chosen", "rejected")]
+
+
+def test_rows_that_cannot_be_used_are_counted_and_told(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "q", "response": "a"},
+        {"prompt": "q", "response": "  "},
+        {"prompt": "", "response": "a"},
+        {"prompt": "q" * 200, "response": "a"},
+        {"prompt": "q", "response": "a" * 200},
+        {"prompt": "q"},
+        {"prompt": "q", "response": 7},
+        "{no json",
+    ]
+    data = load(rows, tmp_path, incomplete="skip")
+    assert data.account.kept == len(data.train) == 1
+    assert dict(data.account.left_out) == {
+        "empty": 2,
+        "incomplete": 3,
+        "longer than max_len": 1,
+        "with a prompt longer than max_len": 1,
+    }
+    assert "line 2: an answer is empty" in str(data.account)
+    same = {"prompt": "q", "chosen": "a", "rejected": "a"}
+    with pytest.raises(DataError, match=r"no example is left of posttrain\.data: .*answer are the same"):
+        load([same], tmp_path, phase="dpo")
+
+
+@pytest.mark.parametrize(
+    ("row", "key", "message"),
+    [
+        ({"prompt": "q"}, "incomplete", "line 1: incomplete .*no answer under 'response' or .*; it has 'prompt'"),
+        ({"response": "a"}, "incomplete", "line 1: incomplete .*no 'prompt'; it has 'response'"),
+        (
+            {"messages": [{"role": "user", "content": "q"}]},
+            "incomplete",
+            "does not end with a message of the assistant",
+        ),
+        ({"messages": [{"role": "robot", "content": "q"}]}, "incomplete", "has the role 'robot'"),
+        ({"prompt": "q", "response": ""}, "empty", "line 1: empty .an answer is empty"),
+        ({"prompt": "q" * 99, "response": "a"}, "too_long", "line 1: with a prompt longer than max_len .*at most 64"),
+    ],
+)
+def test_or_they_are_errors_that_name_the_place_and_the_key(row: Any, key: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"{message}(.|\n)*posttrain.{key}: skip"):
+        load([row], tmp_path, **{key: "error"})
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        prepare_data(
+            parse({"phase": "sft", "model": MODEL, "posttrain": {"data": [{"type": "file", "path": "nowhere"}]}}).config
+        )
+    path = tmp_path / "tokenizer.json"
+    trained_tokenizer(["".join(random.choice("abcdefgh") for _ in range(40)) for _ in range(400)], 500).save(path)
+    with pytest.raises(ConfigError, match=r"model\.vocab_size.*400, but the tokenizer has \d+ tokens"):
+        load(None, tmp_path, tokenizer=str(path))
+    with pytest.raises(ConfigError, match=r"max_len.*100 is longer than `model\.seq_len`, 64"):
+        load(None, tmp_path, max_len=100)
+
+
+def test_marked_turns_are_learned_with_their_end_and_without_their_beginning() -> None:
+    tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz<>/|_\n 0123456789?")
+    template = make_template(TemplateConfig(kind="marked", start="<", end=">", assistant="bot"), tokenizer, None)
+    messages = (Message("user", "hi"), Message("assistant", "yes"))
+    found = template.conversation(messages)
+    assert tokenizer.decode(found.ids) == "<user\nhi>\n<bot\nyes>\n"
+    assert tokenizer.decode([t for t, wanted in zip(*found, strict=True) if wanted]) == "yes>"
+    assert found.ids[-1] == tokenizer.end
+    prompt = template.prompt(messages[:1])
+    assert tokenizer.decode(prompt) == "<user\nhi>\n<bot\n"
+    assert found.ids[: len(prompt)] == prompt
+
+
+def test_the_template_of_a_tokenizer_is_used_where_it_is_asked_for(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("jinja2")
+    tokenizer = trained_tokenizer(["a conversation about nothing"], 300)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="<|endoftext|>"
+    )
+    fast.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    fast.save_pretrained(str(tmp_path))
+    template = make_template(TemplateConfig(kind="tokenizer"), tokenizer, tmp_path)
+    messages = [Message("user", "q"), Message("assistant", "one"), Message("user", "r"), Message("assistant", "two")]
+    found = template.conversation(messages)
+    kept = tokenizer.decode([t for t, wanted in zip(*found, strict=True) if wanted], keep_special=True)
+    assert kept == "one<|endoftext|>two<|endoftext|>"
+    assert tokenizer.decode(found.ids, keep_special=True).startswith("[user]q[assistant]one")
+    with pytest.raises(DataError, match="needs the folder"):
+        make_template(TemplateConfig(kind="tokenizer"), tokenizer, None)
+
+
+def test_packed_examples_stay_whole_and_do_not_see_each_other(tmp_path: Path) -> None:
+    packed, single = (load(None, tmp_path, packing=packing, max_len=40) for packing in (True, False))
+    assert len(packed.train) < len(single.train) / 3
+    seen = []
+    for index in range(len(packed.train)):
+        row = packed.train[index]
+        assert len(row["input_ids"]) == 40
+        for document in row["document_ids"].unique().tolist():
+            inside = row["document_ids"] == document
+            assert row["positions"][inside].tolist() == list(range(int(inside.sum())))
+            if (row["labels"][inside] >= 0).any():
+                seen.append((row["input_ids"][inside].tolist(), row["labels"][inside].tolist()))
+    expected = [
+        (single.train[i]["input_ids"].tolist(), single.train[i]["labels"].tolist()) for i in range(len(single.train))
+    ]
+    assert sorted(seen) == sorted(expected)
+
+
+def test_packing_loses_nothing_and_fills_rows_well() -> None:
+    lengths = [random.randint(1, 30) for _ in range(500)]
+    rows = pack(lengths, 64)
+    assert sorted(index for row in rows for index in row) == list(range(500))
+    assert all(sum(lengths[index] for index in row) <= 64 for row in rows)
+    assert len(rows) <= -(-sum(lengths) // 64) + 3
+
+
+def test_three_phases_share_out_the_prompts_and_validation_has_its_own(tmp_path: Path) -> None:
+    parts = {}
+    for phase in ("sft", "dpo"):
+        data = load(None, tmp_path, phase=phase, data_split="2,4,4", val_fraction=0.25)
+        train, val = ({example.prompt_text for example in part} for part in data.examples)
+        assert not train & val
+        parts[phase] = train | val
+        assert len(val) / len(train | val) == pytest.approx(0.25, abs=0.01)
+    assert not parts["sft"] & parts["dpo"]
+    assert len(parts["sft"]) / len(parts["dpo"]) == pytest.approx(0.5, abs=0.01)
+    with pytest.raises(ConfigError, match=r"data_split '2,4' is not three shares"):
+        load(None, tmp_path, data_split="2,4")
+    with pytest.raises(DataError, match="leaves nothing for sft"):
+        load(None, tmp_path, data_split=[0, 1, 1])
+
+
+@pytest.mark.parametrize("name", ["sorting", "arithmetic"])
+def test_a_made_up_task_knows_right_from_wrong(name: Any) -> None:
+    task = make_task(TaskData(name=name))
+    examples = task.examples(300)
+    assert len({example.prompt_text for example in examples}) == 300
+    for example in examples:
+        question, answer = example.messages[0].content, example.messages[1].content
+        assert example.rejected is not None
+        assert task.reward(question, answer) == 1.0
+        assert task.reward(question, example.rejected) == 0.0
+        assert set(question + answer + example.rejected) <= set(task.alphabet)
+    assert task.reward("what?", "0") == 0.0
+    with pytest.raises(ConfigError, match=r"only .* different questions"):
+        make_task(TaskData(name=name, size=1)).examples(10**6)
+
+
+def test_parquet_and_saved_data_sets_are_read_like_lines(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{index}", "response": f"a{index}"} for index in range(5)]
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    paths = [tmp_path / "rows.parquet"]
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    paths.append(tmp_path / "saved")
+    expected = load(rows, tmp_path)
+    for path in paths:
+        found = load(None, tmp_path, data=[{"type": "file", "path": str(path)}])
+        assert [learned(found, i) for i in range(5)] == [learned(expected, i) for i in range(5)]
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data are not there")
+def test_school_maths_gives_answers_and_pairs_of_graded_solutions(tmp_path: Path) -> None:
+    model = {**MODEL, "vocab_size": 600, "seq_len": 512}
+    for name, phase in (("gsm8k_test", "sft"), ("gsm8k_model_solutions", "reward")):
+        lines = (SHARED / f"{name}.jsonl").read_text().splitlines()[:40]
+        (tmp_path / "some.jsonl").write_text("\n".join(lines))
+        section = {"data": [{"type": "gsm8k", "path": str(tmp_path / "some.jsonl")}], "val_fraction": 0.2}
+        data = prepare_data(parse({"phase": phase, "model": model, "posttrain": section}).config)
+        train, val = ({example.prompt_text for example in part} for part in data.examples)
+        assert train
+        assert val
+        assert not train & val  # pairs of one question stay together
+        if phase == "reward":
+            graded = {json.loads(line)["question"]: json.loads(line) for line in lines}
+            for example in data.examples[0]:
+                row = graded[example.prompt[0].content]
+                verdicts = {v["solution"]: v["is_correct"] for v in row.values() if isinstance(v, dict)}
+                assert verdicts[example.messages[-1].content]
+                assert not verdicts[str(example.rejected)]

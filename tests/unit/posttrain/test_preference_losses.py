@@ -1,0 +1,149 @@
+"""Losses over pairs: closed forms, and those of TRL where it is installed."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from plait.config.posttrain import DpoConfig
+from plait.posttrain.answers import Drift, preferring
+from plait.posttrain.extend import extend
+from plait.posttrain.logprobs import entropy, sequence_logprobs, token_logprobs
+from plait.posttrain.preference import apo_zero_loss, dpo_loss, hinge_loss, ipo_loss, kto_loss, reward_loss
+
+
+def one(value: float) -> torch.Tensor:
+    return torch.tensor([value])
+
+
+def test_a_pair_that_nothing_tells_apart_costs_log_two() -> None:
+    assert float(reward_loss(one(3.0), one(3.0))) == pytest.approx(math.log(2))
+    assert float(dpo_loss(one(-1.0), one(-1.0), beta=0.3)) == pytest.approx(math.log(2))
+
+
+def test_closed_forms() -> None:
+    assert float(reward_loss(one(1.0), one(0.0), margin=0.5)) == pytest.approx(math.log1p(math.exp(-0.5)))
+    assert float(reward_loss(one(1.0), one(2.0), center=0.1) - reward_loss(one(1.0), one(2.0))) == pytest.approx(0.9)
+    assert float(dpo_loss(one(2.0), one(-1.0), beta=0.5)) == pytest.approx(math.log1p(math.exp(-1.5)))
+    smoothed = 0.9 * math.log1p(math.exp(-1.5)) + 0.1 * math.log1p(math.exp(1.5))
+    assert float(dpo_loss(one(2.0), one(-1.0), beta=0.5, label_smoothing=0.1)) == pytest.approx(smoothed)
+    assert float(ipo_loss(one(2.0), one(-1.0), beta=0.25)) == pytest.approx((3.0 - 2.0) ** 2)
+    assert float(hinge_loss(one(2.0), one(-1.0), beta=0.1)) == pytest.approx(0.7)
+    assert float(hinge_loss(one(20.0), one(0.0), beta=0.1)) == 0.0
+    sigmoid = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
+    expected = 2.0 * (1 - sigmoid(0.1 * (2.0 - 0.5))) + 3.0 * (1 - sigmoid(0.1 * (0.5 + 1.0)))
+    found = kto_loss(one(2.0), one(-1.0), beta=0.1, point=0.5, desirable=2.0, undesirable=3.0)
+    assert float(found) == pytest.approx(expected)
+    assert float(apo_zero_loss(one(2.0), one(-1.0), beta=0.1)) == pytest.approx(1 - sigmoid(0.2) + sigmoid(-0.1))
+
+
+def test_log_probabilities_are_those_of_the_labels_and_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, labels = torch.randn(3, 5, 11), torch.randint(0, 11, (3, 5))
+    labels[0, :2] = -100
+    expected = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels >= 0)
+    assert torch.allclose(token_logprobs(logits, labels), expected, atol=1e-6)
+    monkeypatch.setattr("plait.posttrain.logprobs.CHUNK_TOKENS", 4)
+    assert torch.allclose(token_logprobs(logits, labels), expected, atol=1e-6)
+    assert torch.allclose(sequence_logprobs(logits, labels, mean=True)[0], expected[0].sum() / 3, atol=1e-6)
+    assert torch.allclose(entropy(torch.zeros(2, 8)), torch.full((2,), math.log(8)))
+
+
+class Words(nn.Module):
+    """A language model that does not look at what came before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 7)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.table(input_ids)  # type: ignore[no-any-return]
+
+
+def pairs() -> dict[str, torch.Tensor]:
+    labels = torch.randint(0, 7, (4, 6))
+    labels[:, :2] = -100
+    labels[1, 4:] = -100
+    return {"input_ids": torch.randint(0, 7, (4, 6)), "labels": labels, "reference": torch.randn(4) - 8}
+
+
+def test_a_model_answers_with_the_loss_of_its_pairs() -> None:
+    batch, model = pairs(), Words()
+    own = sequence_logprobs(model(batch["input_ids"]), batch["labels"])
+    ratio = own - batch["reference"]
+    extend(model, mixins=(preferring(model, DpoConfig(beta=0.2, sft_weight=0.5)),))
+    found = model(**batch)
+    lengths = (batch["labels"] >= 0).sum(-1)
+    expected = dpo_loss(ratio[:2], ratio[2:], beta=0.2) - 0.5 * own[:2] / lengths[:2]
+    assert torch.allclose(found["loss"].sum, expected.sum())
+    assert found["loss"].count == 2
+    assert torch.allclose(found["chosen"], 0.2 * ratio[:2])
+    assert model(batch["input_ids"]).shape == (4, 6, 7)
+
+
+def test_the_reference_point_of_kto_is_the_mean_of_the_step_before() -> None:
+    batch, model = pairs(), Words()
+    ratio = sequence_logprobs(model(batch["input_ids"]), batch["labels"]) - batch["reference"]
+    extend(model, mixins=(preferring(model, DpoConfig(loss="kto")),))
+    first = model(**batch)["loss"].sum
+    assert torch.allclose(first, kto_loss(ratio[:2], ratio[2:], beta=0.1, point=0.0).sum())
+    model.eval()
+    model(**batch)  # a validation moves nothing
+    model.train().after_step(None, updated=True)
+    drift: Any = model.drift
+    assert isinstance(drift, Drift)
+    assert float(drift.mean.detach()) == pytest.approx(max(float(ratio.detach().mean()), 0.0), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("dpo", "sigmoid"), ("ipo", "ipo"), ("hinge", "hinge"), ("apo_zero", "apo_zero")]
+)
+def test_losses_are_those_of_trl(ours: Any, theirs: str) -> None:
+    trl = pytest.importorskip("trl")
+    accelerate = pytest.importorskip("accelerate")
+    batch, model = pairs(), Words()
+    logprobs = token_logprobs(model(batch["input_ids"]), batch["labels"]).detach()
+    extend(model, mixins=(preferring(model, DpoConfig(loss=ours, beta=0.2)),))
+    lengths = (batch["labels"] >= 0).sum(-1)
+    reference = batch["reference"] / lengths if ours == "ipo" else batch["reference"]
+    found = model(batch["input_ids"], labels=batch["labels"], reference=reference)["loss"].mean()
+
+    class Trainer(trl.DPOTrainer):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            """Only what the loss looks at."""
+            self.accelerator = accelerate.Accelerator(cpu=True)
+            self.model = model
+            self.beta, self.label_smoothing, self.ld_alpha = 0.2, 0.0, None
+            self.loss_types, self.loss_weights = [theirs], [1.0]
+            self.f_divergence_type, self.aux_loss_enabled = "reverse_kl", False
+            self.precompute_ref_logps, self.use_weighting = True, False
+            self._metrics = {"train": _Lists(), "eval": _Lists()}
+            self._total_train_tokens, self._tp_size = 0, 1
+            self.args = SimpleNamespace(rpo_alpha=None)
+
+    # Theirs has the token itself where ours has the one before it.
+    mask = F.pad((batch["labels"] >= 0).long(), (1, 0))
+    given = {
+        "input_ids": F.pad(batch["input_ids"], (1, 0)),
+        "completion_mask": mask,
+        "attention_mask": torch.ones_like(mask),
+        "ref_chosen_logps": batch["reference"][:2],
+        "ref_rejected_logps": batch["reference"][2:],
+    }
+    words = ("log_probs", "entropy", "mean_logits", "is_correct", "token_accuracy", "correct", "logits")
+    answer = SimpleNamespace(**dict.fromkeys(words, logprobs))
+    try:
+        expected = Trainer()._compute_loss(lambda **_: answer, given, return_outputs=False)
+    except AttributeError as error:
+        pytest.skip(f"this version of TRL looks at more than its loss: {error}")
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+
+
+class _Lists(dict[str, list[float]]):
+    def __missing__(self, key: str) -> list[float]:
+        return self.setdefault(key, [])
