@@ -105,7 +105,8 @@ def _translated(key: str, value: Any) -> tuple[dict[str, Any], Account]:
 
 
 def _whole(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not whole or value < 1:
         raise ConfigError(Problem(f"autotuning.{key}", f"{show(value)} is no count", "Write a whole number from 1."))
     return int(value)
 
@@ -146,8 +147,8 @@ def _tuner(value: Any) -> tuple[dict[str, Any], Account]:
 
 
 def _word(key: str, value: Any, words: Mapping[str, str]) -> str:
-    if value not in words:
-        raise ConfigError(Problem(f"autotuning.{key}", f"{show(value)} is unknown", choose(value, words, "word")))
+    if not isinstance(value, str) or value not in words:
+        raise ConfigError(Problem(f"autotuning.{key}", f"{show(value)} is unknown", choose(str(value), words, "word")))
     return words[value]
 
 

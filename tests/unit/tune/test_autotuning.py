@@ -75,6 +75,8 @@ def test_the_folder_and_what_is_in_it() -> None:
         ({"tuner_type": "xgboost"}, "autotuning.tuner_type"),
         ({"metric": "forward"}, "a part of a step"),
         ({"tuner_num_trials": 0}, "autotuning.tuner_num_trials"),
+        ({"mp_size": float("inf")}, "autotuning.mp_size"),
+        ({"metric": ["throughput"]}, "autotuning.metric"),
         ({"enabled": "yes"}, "neither true nor false"),
         ({"start_profile_step": 9, "end_profile_step": 5}, "nothing would be measured"),
     ],
