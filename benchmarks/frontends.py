@@ -117,6 +117,20 @@ def deepspeed(bench: Bench, library: Any, spread: str) -> None:
         engine.step()
 
 
+def accelerate(bench: Bench, library: Any, spread: str) -> None:
+    """`prepare`, then `accumulate`, `backward`, `clip_grad_norm_`, `step`."""
+    own = {} if library.__name__ == "accelerate" else {"sections": {"strategy": spread}}
+    accelerator = library.Accelerator(cpu=True, **own)
+    model, optimizer = accelerator.prepare(bench.model, bench.optimizer())
+    x, y = bench.batch
+    for _ in range(bench.steps):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x, y))
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 FRONTS = {
     "deepspeed": Front(
         "DeepSpeed",
@@ -128,6 +142,13 @@ FRONTS = {
             *(Case("mlp", 2, f"stage {stage}") for stage in range(4)),
             *(Case("gpt", 2, f"stage {stage}") for stage in range(4)),
         ),
+    ),
+    "accelerate": Front(
+        "Accelerate",
+        "accelerate",
+        "plait.frontends.accelerate",
+        accelerate,
+        (Case("mlp", 1, "ddp"), Case("mlp", 2, "ddp"), Case("gpt", 1, "ddp"), Case("gpt", 2, "ddp")),
     ),
 }
 

@@ -176,7 +176,6 @@ WORDS: dict[str, str] = {
     "CompileConfig.mode": "Of `torch.compile`.",
     "CompileConfig.dynamic": "Of `torch.compile`.",
     "CompileConfig.fullgraph": "Of `torch.compile`.",
-    "StrategyConfig.engine": "What does the work: plain PyTorch.",
     "StrategyConfig.zero": "ZeRO stage. Absent: 0, or what `sharding` says.",
     "StrategyConfig.layout": "Sizes of the mesh axes.",
     "StrategyConfig.wrap": "What is sharded, recomputed and compiled as one unit.",

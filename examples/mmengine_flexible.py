@@ -27,7 +27,7 @@ from plait.models import build_model, preset
 class MMResNet50(BaseModel):
     def __init__(self, depth):
         super().__init__()
-        self.resnet = build_model(preset("resnet", f"resnet{depth}", classes=10, stem="cifar"))
+        self.resnet = build_model(preset("resnet", f"resnet{depth}", classes=10))
 
     def forward(self, imgs, labels, mode):
         x = self.resnet(imgs)

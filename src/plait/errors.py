@@ -7,7 +7,9 @@
     ├── DataError            a data source is missing, malformed or empty
     ├── CheckpointError      a checkpoint cannot be written, read or trusted
     ├── TrainingError        the run itself cannot go on
-    │   └── NonFiniteError   too many steps in a row had a non-finite loss or gradient
+    │   ├── NonFiniteError   too many steps in a row had a non-finite loss or gradient
+    │   └── RolloutMismatchError  what wrote the answers is not the policy that is trained
+    ├── GenerateError        no text can be generated as asked
     └── MissingExtraError    an optional package is needed and absent
 
 Each message names what was wrong, the value that was found, and the remedy.
@@ -85,6 +87,14 @@ class TrainingError(PlaitError):
 
 class NonFiniteError(TrainingError):
     """Too many steps in a row had a non-finite loss or gradient."""
+
+
+class RolloutMismatchError(TrainingError):
+    """What wrote the answers is not the policy that is trained: they disagree about the log-probabilities."""
+
+
+class GenerateError(PlaitError):
+    """No text can be generated as asked."""
 
 
 class MissingExtraError(PlaitError):

@@ -19,6 +19,41 @@ class NullStream:
     def synchronize(self) -> None: ...
 
 
+class PlainAdamKernel:
+    """What its compiled CPU kernel does, in plain torch: the build of that one asks for CUDA."""
+
+    def __init__(self, lr: float, beta1: float, beta2: float, eps: float, decay: float, decoupled: bool) -> None:
+        self.decoupled = decoupled
+
+    @classmethod
+    def CPUAdamOptimizer(cls, *args: Any) -> PlainAdamKernel:  # noqa: N802
+        return cls(*args)
+
+    def step(
+        self,
+        step: int,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        decay: float,
+        corrects: bool,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        div_scale: float,
+    ) -> None:
+        grad = grad.float() if div_scale <= 0 else grad.float() / div_scale
+        grad = grad if self.decoupled else grad + decay * param
+        first.lerp_(grad, 1 - beta1)
+        second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        if self.decoupled:
+            param.mul_(1 - lr * decay)
+        root = (second / (1 - beta2**step)).sqrt().add_(eps)
+        param.addcdiv_(first, root, value=-lr / (1 - beta1**step))
+
+
 def pretend_colossalai_has_a_device() -> None:
     """Make ColossalAI take the CPU for a device that it supports; once per process."""
     from colossalai.accelerator import get_accelerator, set_accelerator
@@ -72,6 +107,9 @@ def pretend_colossalai_has_a_device() -> None:
 
         def reset_peak_memory_stats(self, device: Any = None) -> None: ...
 
+    from colossalai.nn.optimizer import cpu_adam
+
     set_accelerator(Pretended())
+    cpu_adam.CPUAdamLoader.load = lambda self: PlainAdamKernel
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]

@@ -150,7 +150,14 @@ SMALLER: dict[str, dict[str, Any]] = {
 
 
 def run(
-    work_dir: Path, options: Mapping[str, Any], *, batch_size: int, samples: int = 64, epochs: int = 2, **more: Any
+    work_dir: Path,
+    options: Mapping[str, Any],
+    *,
+    batch_size: int,
+    samples: int = 64,
+    epochs: int = 2,
+    hooks: Sequence[Any] = (),
+    **more: Any,
 ) -> tuple[Any, Losses]:
     """Train the net; the seed of its weights is fixed."""
     torch.manual_seed(7)
@@ -166,7 +173,7 @@ def run(
         "val_evaluator": dict(type=Accuracy),
         "default_hooks": dict(logger=dict(type="LoggerHook", interval=2)),
         "randomness": dict(seed=5),
-        "custom_hooks": [noted],
+        "custom_hooks": [noted, *hooks],
     }
     settings.update(options)
     settings.update(more)

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from plait import Runner as NativeRunner
 from plait.checkpoint import open_checkpoint
+from plait.checkpoint.convert import open_source
 from plait.errors import PlaitError
 from tests.multi.mmengine_toys import IN_FP32, run
 from tests.multi.ranks import RankPool
@@ -22,7 +24,7 @@ HOOKS: dict[str, Any] = {
     "logger": {"type": "LoggerHook", "interval": 2},
     "checkpoint": {"type": "CheckpointHook", "by_epoch": False, "interval": 6, "save_last": False},
 }
-OPTIONS: dict[str, Any] = {"param_scheduler": SCHEDULES, "epochs": 3}
+OPTIONS: dict[str, Any] = {"param_scheduler": SCHEDULES, "epochs": 3, "hooks": [{"type": "EMAHook", "momentum": 0.2}]}
 
 
 def begin(rank: int, size: int, folder: str, strategy: str) -> tuple[list[float], list[float]]:
@@ -56,6 +58,12 @@ def test_a_checkpoint_goes_on_under_another_strategy_and_number_of_ranks(two_ran
     # Half a pass cannot be found again with batches of another size.
     with pytest.raises(PlaitError, match="batches of 16 samples over all ranks"):
         run(tmp_path / "other", IN_FP32["DDP"], batch_size=8, resume=str(half), **OPTIONS)
-    # It is Plait's own checkpoint: the native Runner knows it.
+    # It is Plait's own checkpoint, and the average of the weights went on too.
     assert open_checkpoint(half).manifest.state["step_in_epoch"] == 2
-    assert NativeRunner is not None
+    for name in ("FSDP-2", "DDP-2", "DDP-1"):
+        torch.testing.assert_close(average(tmp_path / name / "epoch_3"), average(last), rtol=1e-3, atol=1e-5)
+
+
+def average(checkpoint: Path) -> Tensor:
+    with open_source(checkpoint) as source:
+        return source.read("hook.ema.head.weight").clone()

@@ -81,7 +81,7 @@ def run_nets(
 def test_frozen_and_unused_parameters_are_as_in_the_resident_run(
     two_ranks: RankPool, model: Any, tmp_path: Path
 ) -> None:
-    steps = [[take(rows(seed, 8), 0, 4), take(rows(seed, 8), 4, 8)] for seed in range(4)]
+    steps: list[list[dict[str, Any]]] = [[take(rows(seed, 8), 0, 4), take(rows(seed, 8), 4, 8)] for seed in range(4)]
     if model is SometimesNet:
         steps = [
             [{**batch, "sideways": step == rank} for rank, batch in enumerate(row)] for step, row in enumerate(steps)

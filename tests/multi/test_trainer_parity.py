@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from tests.multi.ranks import RankPool
 
@@ -55,6 +56,7 @@ def train(
         log_level="error",
         per_device_eval_batch_size=3, gradient_accumulation_steps=2, learning_rate=2e-2, warmup_steps=1,
         weight_decay=0.1, max_grad_norm=0.5, save_steps=2, eval_strategy="steps", eval_steps=2,
+        load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True,  # the one before the last
         **{"per_device_train_batch_size": 2, **options},
     )  # fmt: skip
     extra = {} if sections is None else {"sections": sections}
@@ -62,6 +64,8 @@ def train(
     data = _texts(28)
     trainer = kind(model, args, train_dataset=data, eval_dataset=data[:7], **extra)
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
+    if sections == {"strategy": "zero3"}:
+        assert all(isinstance(param, DTensor) for param in model.parameters()), "frozen or not, each rank has a part"
     history = trainer.state.log_history
     found = {
         key: [entry[key] for entry in history if key in entry]
@@ -93,35 +97,38 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def run_all(rank: int, size: int, folder: Path) -> dict[str, Any]:
+def run_all(rank: int, size: int, folder: Path, adapters: bool) -> dict[str, Any]:
     from plait.frontends.transformers import PlaitTrainer
 
-    found: dict[str, Any] = {}
-    for adapters in (False, True):
-        _reset()
-        found[f"real {adapters}"] = train(transformers.Trainer, folder / f"real{adapters}", adapters=adapters)
-    for case, options in CASES.items():
-        _reset()
-        found[case] = train(PlaitTrainer, folder / case, **options)
     _reset()
-    # Goes on from the middle of another run, which was spread otherwise.
-    found["resumed"] = train(PlaitTrainer, folder / "zero3", resume=True, sections={"strategy": "ddp"})
+    found: dict[str, Any] = {"real": train(transformers.Trainer, folder / "real", adapters=adapters)}
+    for case, options in CASES.items():
+        if options.get("adapters", False) is adapters:
+            _reset()
+            found[case] = train(PlaitTrainer, folder / case, **options)
+    _reset()
+    # Goes on from the middle of a run that was spread otherwise.
+    before = folder / ("adapters" if adapters else "zero3")
+    found["resumed"] = train(PlaitTrainer, before, resume=True, adapters=adapters, sections={"strategy": "ddp"})
     return found
 
 
-def test_trainer_keeps_its_losses_under_every_strategy(two_ranks: RankPool, tmp_path: Path) -> None:
-    for found in two_ranks.run(run_all, tmp_path):
-        for case, options in CASES.items():
-            expected = found[f"real {options.get('adapters', False)}"]
+@pytest.mark.parametrize("adapters", [False, True], ids=["whole model", "adapters"])
+def test_trainer_keeps_its_losses_under_every_strategy(two_ranks: RankPool, tmp_path: Path, adapters: bool) -> None:
+    if adapters:
+        pytest.importorskip("peft")
+    for found in two_ranks.run(run_all, tmp_path, adapters):
+        expected = found.pop("real")
+        resumed = found.pop("resumed")
+        for case, story in found.items():
             tolerance = 5e-2 if case == "bf16" else TOLERANCE
             for key, values in expected.items():
                 if key == "eval_loss" and "tensor" in case:
                     continue  # the Trainer's is a mean of means over batches, and these are others
-                assert _close(found[case][key], values, tolerance), f"{case}: {key}: {found[case][key]} {values}"
-        whole = found["real False"]
-        assert _close(found["resumed"]["loss"], whole["loss"], TOLERANCE)
-        assert _close(found["resumed"]["predictions"], whole["predictions"], 10 * TOLERANCE)
-    _check_files(tmp_path)
+                assert _close(story[key], values, tolerance), f"{case}: {key}: {story[key]} {values}"
+        assert _close(resumed["loss"], expected["loss"], TOLERANCE)
+        assert _close(resumed["predictions"], expected["predictions"], 10 * TOLERANCE)
+    _check_files(tmp_path, adapters)
 
 
 def _close(found: Any, expected: Any, tolerance: float) -> bool:
@@ -129,13 +136,12 @@ def _close(found: Any, expected: Any, tolerance: float) -> bool:
     return one.shape == other.shape and torch.allclose(one, other, rtol=tolerance, atol=tolerance)
 
 
-def _check_files(folder: Path) -> None:
-    """Whole models and adapters are where `from_pretrained` looks for them, and say the same as the Trainer's."""
+def _check_files(folder: Path, adapters: bool) -> None:
+    """Weights are where `from_pretrained` looks for them, as the Trainer writes them; of adapters, these alone."""
     from safetensors.torch import load_file
 
-    for case, name in (("zero3", "model.safetensors"), ("adapters", "adapter_model.safetensors")):
-        real = load_file(folder / f"real{case == 'adapters'}" / "final" / name)
-        ours = load_file(folder / case / "final" / name)
-        assert ours.keys() == real.keys()
-        for key, weight in real.items():
-            torch.testing.assert_close(ours[key], weight, rtol=1e-4, atol=1e-4)
+    case, name = ("adapters", "adapter_model.safetensors") if adapters else ("zero3", "model.safetensors")
+    real, ours = (load_file(folder / run / "final" / name) for run in ("real", case))
+    assert ours.keys() == real.keys()
+    for key, weight in real.items():
+        torch.testing.assert_close(ours[key], weight, rtol=1e-4, atol=1e-4)

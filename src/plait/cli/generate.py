@@ -1,49 +1,87 @@
-"""`plait generate`."""
+"""`plait generate`: texts from prompts, alone or beside another model's, and how well a model expects a text."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-import torch
 import typer
 
-from plait.checkpoint import CheckpointFolder, load_into, open_checkpoint
-from plait.cli.here import import_from_here
-from plait.config import parse
-from plait.data import load_tokenizer, tokenizer_path
-from plait.errors import ModelError
-from plait.generate import sample
-from plait.models import build_model
-from plait.world import open_world
+from plait.cli.speaking import Opening, open_speaker
+from plait.errors import DataError, GenerateError
+from plait.generate.options import Sampling
+from plait.generate.perplexity import Perplexity, measure_perplexity
+from plait.generate.side_by_side import page_of
+from plait.generate.speaker import Speaker
+
+_WINDOW = 1024
+"""Tokens at once for a perplexity, where a model does not say how many it sees."""
 
 
-def generate(run_dir: str, prompt: str, *, new_tokens: int, temperature: float, top_k: int, seed: int) -> None:
-    """Load the model of a run in this one process, and let it continue the prompt."""
-    path = CheckpointFolder(Path(run_dir)).find(str(Path(run_dir).absolute()))  # absolute: `auto` is a name here
-    assert path is not None
-    checkpoint = open_checkpoint(path)
-    settings = {**checkpoint.manifest.state["config"], "strategy": {}}
-    config = parse(settings).config
-    if config.model is None or config.data is None or (vocabulary := tokenizer_path(config.data)) is None:
-        raise ModelError(f"{path} was not trained on text with a described model; there is nothing to generate from")
-    tokenizer = load_tokenizer(vocabulary)
-    world = open_world(config)
-    import_from_here()
-    model = build_model(config.model).to(world.device)
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()}
-    persistent = model.state_dict().keys()
-    tensors.update({f"model.{name}": buffer for name, buffer in model.named_buffers() if name in persistent})
-    load_into(checkpoint, tensors, world=world, ignore=("optim.", "rng.", "hook."))
-    ids = torch.tensor(tokenizer.encode(prompt) or [tokenizer.end], device=world.device)
-    window = getattr(config.data, "seq_len", 512)
-    tokens = sample(
-        model,
-        ids,
-        new_tokens=new_tokens,
-        window=window,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-        end=tokenizer.end,
-    )
-    typer.echo(tokenizer.decode(tokens.tolist()))
+def generate(
+    path: str,
+    prompts: list[str],
+    sampling: Sampling,
+    opening: Opening,
+    *,
+    prompts_file: str | None = None,
+    against: list[str] | None = None,
+    html: str | None = None,
+    perplexity: str | None = None,
+) -> None:
+    """Let one or several models continue the prompts, and print the texts or write them side by side."""
+    asked = [*prompts, *([] if prompts_file is None else read_prompts(Path(prompts_file)))]
+    text = None if perplexity is None else _read(Path(perplexity))
+    if not asked and text is None:
+        asked = ["def "]
+    if html is None and against:
+        raise GenerateError("--against needs --html, the page that shows the models side by side")
+    paths = [path, *(against or [])]
+    answers: list[list[str]] = [[] for _ in asked]
+    expected: list[Perplexity] = []
+    for each in paths:  # one after another, so that one at a time is in memory
+        speaker = open_speaker(each, opening)
+        if text is not None:
+            expected.append(_expect(speaker, text))
+            typer.echo(f"{each}: perplexity {expected[-1].perplexity:.4g} over {expected[-1].tokens} tokens")
+        found = speaker.write([speaker.encode(prompt) for prompt in asked], sampling)
+        for row, prompt, (answer, completion) in zip(answers, asked, found, strict=True):
+            row.append(answer)
+            if html is None:
+                typer.echo(prompt + answer)
+            if completion.finish_reason == "length" and len(completion.tokens) < sampling.max_new_tokens:
+                typer.echo(f"({each} sees {speaker.generator.context} tokens: no room for more)", err=True)
+    if html is not None:
+        figures = [("perplexity", [f"{each.perplexity:.4g}" for each in expected])] if expected else []
+        Path(html).write_text(page_of(paths, asked, answers, figures=figures), "utf-8")
+        typer.echo(f"side by side: {html}")
+
+
+def read_prompts(file: Path) -> list[str]:
+    """A prompt a line; in a `.jsonl` file, the field `prompt` of each line, or `text`."""
+    lines = [line for line in _read(file).splitlines() if line.strip()]
+    if file.suffix != ".jsonl":
+        return lines
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{file}, line {number} is not JSON: {error}") from error
+        prompt = row.get("prompt", row.get("text")) if isinstance(row, dict) else row
+        if not isinstance(prompt, str):
+            raise DataError(f"{file}, line {number} has no text as `prompt` or `text`")
+        prompts.append(prompt)
+    return prompts
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read as text: {error}") from error
+
+
+def _expect(speaker: Speaker, text: str) -> Perplexity:
+    window = speaker.generator.context or _WINDOW
+    return measure_perplexity(speaker.generator.model, [speaker.tokenizer.encode(text)], window=window)

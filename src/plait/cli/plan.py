@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from plait.config import parse, resolve_batch, resolve_layout
+from plait.config.engine import as_native
 from plait.config.layout import least_ranks
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, Problem
@@ -66,10 +67,16 @@ def plan_run(
     from plait.plan.ladder import climb
     from plait.plan.plan import make_plan
 
-    config = parse(source, overrides).config
+    asked = parse(source, overrides).config
+    config = as_native(asked)
     machine, ranks = _machine(gpu, config), gpus or least_ranks(config.strategy)
     plan = make_plan(config, machine, ranks=ranks, exact=exact or timeline is not None)
     console = Console(soft_wrap=True)
+    if asked is not config:
+        stage = asked.strategy.stage
+        console.print(
+            f"engine {asked.strategy.engine}: planned as the native engine at ZeRO stage {stage}, which is near"
+        )
     _show(console, plan, config)
     if out is not None:
         Path(out).write_text(json.dumps(plan.to_dict(), indent=1) + "\n")

@@ -82,6 +82,8 @@ class PosttrainConfig(Section):
 
     data: Many[ExampleData] = (TaskData(),)
     """Sources, one after another."""
+    val_data: Many[ExampleData] = ()
+    """Sources to validate on. Absent: `val_fraction` of `data`."""
     data_split: Many[NonNegativeInt] | str | None = None
     """Shares of the examples for SFT, reward model and reinforcement learning: `2,4,4`. DPO takes the second. Absent:
     every phase has all."""

@@ -110,6 +110,15 @@ class RecomputeConfig(Shorthand):
         return {"mode": value} if isinstance(value, str) else value
 
 
+class TilesConfig(Section):
+    """Layers computed for some tokens at a time, so that their inside is never whole; see docs/offload.md."""
+
+    names: Many[str] = ()
+    """Patterns of modules that work on each token alone, for example `blocks.*.ffn`."""
+    tokens: PositiveInt = 4096
+    """Tokens of each sequence in one tile."""
+
+
 class CompileConfig(Shorthand):
     """`torch.compile`."""
 
@@ -163,6 +172,7 @@ class StrategyConfig(Shorthand):
     meta_init: bool = True
     """Build on the meta device, so that no rank ever holds the whole model."""
     recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
+    tiles: TilesConfig = Field(default_factory=TilesConfig)
     compile: CompileConfig = Field(default_factory=CompileConfig)
     offload: OffloadConfig = Field(default_factory=OffloadConfig)
 

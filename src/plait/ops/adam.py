@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PIECE = 1 << 17
-"""Elements of a piece for each thread: with its gradient and both moments it fits a core's own cache."""
+PIECE = 1 << 18
+"""Elements of a piece for each thread: its gradient and weight stay in a core's own cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import weakref
+from contextlib import suppress
 from math import prod
 
 import torch
@@ -27,16 +29,28 @@ def host_empty(*shape: int, dtype: torch.dtype = torch.float32, pinned: bool = F
     to twice what was asked for; this pins exactly what it needs.
     """
     size = prod(shape) * dtype.itemsize
+    if pinned and size:
+        return _pinned(size).view(dtype).view(shape)
     room = torch.empty(rounded(size) + ALIGNMENT, dtype=torch.uint8)
     if isinstance(room, FakeTensor):  # a plan: it has no address
         return room[:size].view(dtype).view(shape)
     skip = -room.data_ptr() % ALIGNMENT
-    if pinned and size:
-        _pin(room, room.data_ptr() + skip, rounded(size))
     return room[skip : skip + size].view(dtype).view(shape)
 
 
-def _pin(room: Tensor, address: int, size: int) -> None:
+def _pinned(size: int) -> Tensor:
+    # Pages of our own rather than of torch's storage: that has no Python object which lives as long as it does, and
+    # would be unpinned while it is in use.
+    pages = mmap.mmap(-1, rounded(size))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    room = torch.frombuffer(pages, dtype=torch.uint8)
+    _pin(pages, room.data_ptr(), rounded(size))
+    return room[:size]
+
+
+def _pin(pages: mmap.mmap, address: int, size: int) -> None:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = int(runtime.cudaHostRegister(address, size, 0))
     if code != 0:
@@ -44,4 +58,4 @@ def _pin(room: Tensor, address: int, size: int) -> None:
             f"CUDA cannot pin {size / 2**30:.2f} GiB of host memory (error {code}). Pinned memory cannot be swapped "
             "out and may be limited: see `ulimit -l` and the memory limit of the container, or offload less."
         )
-    weakref.finalize(room.untyped_storage(), runtime.cudaHostUnregister, address)
+    weakref.finalize(pages, runtime.cudaHostUnregister, address)

@@ -67,6 +67,16 @@ def initialize(
             _initialize_module(module, held, fresh, initializer, device, keep)
 
 
+def initialize_buffers(model: nn.Module, initializer: Initializer, *, seed: int, device: torch.device) -> None:
+    """Set what is no parameter, such as tables that are made from the configuration."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        for name, module in model.named_modules():
+            if any(buffer is not None for buffer in module._buffers.values()):
+                held = {key: param for key, param in module._parameters.items() if param is not None}
+                torch.manual_seed(_seed_of(seed, name))
+                _initialize_module(module, held, set(), initializer, device, None)
+
+
 def _initialize_module(
     module: nn.Module,
     held: dict[str, nn.Parameter],

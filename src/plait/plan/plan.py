@@ -179,9 +179,10 @@ _CUDA_PROCESS_GIB = 3.0
 
 
 def _host_gib(config: RunConfig, hardware: Hardware, layout: Layout, account: Account) -> float:
-    """Memory of one host: its processes, and checkpoints that are written in the background."""
+    """Memory of one host: its processes, what they offload, and checkpoints that are written in the background."""
     local = min(layout.size, hardware.per_host)
     staged = account.numbers["state"] / GIB if config.checkpoint.async_save else 0.0
     if hardware.kind == "cpu":
         return host_bytes(account, ranks=local) / GIB + staged * local
-    return (_CUDA_PROCESS_GIB + staged) * local
+    offloaded = account.numbers.get("host_state", 0.0) / GIB
+    return (_CUDA_PROCESS_GIB + staged + offloaded) * local

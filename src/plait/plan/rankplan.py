@@ -46,7 +46,8 @@ def plan_rank(
         "detailed": detailed,
     }
     lengths = None if model is not None else lengths_of(config, ranks, hardware.per_host, stage)
-    if lengths is None or lengths.is_short or exact:
+    # A share of the weights that stays on the device does not grow by the same amount with each layer.
+    if lengths is None or lengths.is_short or exact or config.strategy.offload.ratio > 0:
         layers = 1 if lengths is None else lengths.layers
         return simulate(config, hardware, model=model, layers=layers, **options)
     few, more = (shortened(config, ranks, hardware.per_host, stage, count, lengths) for count in groups)

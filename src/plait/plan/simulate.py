@@ -28,6 +28,7 @@ from plait.plan.timing import Timing
 from plait.spec.phase import Phase
 from plait.strategy import Length, prepare_native
 from plait.strategy.native.engine import NativeEngine
+from plait.strategy.native.offloaded import OffloadedViews
 from plait.world import local_part
 from plait.world.fake import fake_world
 
@@ -148,6 +149,8 @@ def _numbers(recorder: Recorder, timing: Timing, engine: NativeEngine, tokens: i
     numbers["reserved"] = max(peak.reserved for peak in (*recorder.peaks.values(), recorder.end))
     with torch.no_grad():
         numbers["state"] = sum(local_part(tensor).nbytes for tensor in engine.state_tensors().values())
+    if isinstance(engine.views, OffloadedViews):
+        numbers["host_state"] = engine.views.store.host_bytes()
     numbers["tokens"] = tokens
     numbers["parameters"] = sum(param.numel() for param in engine.model.parameters())
     return numbers

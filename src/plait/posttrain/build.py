@@ -11,6 +11,7 @@ from plait.posttrain.answers import preferring, rewarding
 from plait.posttrain.extend import extend, swap_head
 from plait.posttrain.lora.adapter import Adapter, read_adapter
 from plait.posttrain.lora.attach import AdapterSpec, attach, freeze_others
+from plait.posttrain.lora.quantized import quantize
 from plait.posttrain.start import open_start
 
 
@@ -34,7 +35,9 @@ def _add_adapters(model: nn.Module, config: RunConfig) -> Adapter | None:
     lora = config.lora
     if lora is None:
         return None
-    attach(model, AdapterSpec.of(lora), lora.targets)
+    names = attach(model, AdapterSpec.of(lora), lora.targets)
     if lora.only:
         freeze_others(model, lora.also)
+    if lora.base != "full":
+        quantize(model, names, lora.base)
     return None if lora.adapter is None else read_adapter(lora.adapter, model)

@@ -16,6 +16,7 @@ from torch import nn
 from plait.errors import ModelError
 from plait.posttrain.lora.cut import with_adapters
 from plait.posttrain.lora.layer import has_adapter
+from plait.posttrain.lora.quantized import whole_weight
 from plait.posttrain.parts import Part, ValueHead
 from plait.posttrain.start import Start, fill_all
 
@@ -76,12 +77,13 @@ def _initializer(inherited: Callable[..., None] | None, start: Start | None) -> 
             for each in self.modules():
                 init_weights(self, each)
             return
-        if isinstance(module, Part):
-            module.reset_parameters()
-        elif inherited is not None:
-            inherited(self, module)
-        if start is not None:
-            start.fill(self, module)
+        with whole_weight(module):
+            if isinstance(module, Part):
+                module.reset_parameters()
+            elif inherited is not None:
+                inherited(self, module)
+            if start is not None:
+                start.fill(self, module)
 
     return init_weights
 

@@ -106,8 +106,19 @@ class ReferenceWords(Hook):
         self._known = False
 
     def before_run(self, runner: Runner) -> None:
-        """Unless a checkpoint brought them."""
-        if not self._known:
+        """Before the first step."""
+        self._ask_once(runner)
+
+    def before_validate(self, runner: Runner) -> None:
+        """A validation may come before any step."""
+        self._ask_once(runner)
+
+    def before_test(self, runner: Runner) -> None:
+        """So may a test."""
+        self._ask_once(runner)
+
+    def _ask_once(self, runner: Runner) -> None:
+        if not self._known:  # otherwise it was asked before, perhaps in a run that this one goes on with
             for rows in self._rows:
                 self._ask(runner, rows)
             self._known = True

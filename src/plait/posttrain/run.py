@@ -65,7 +65,8 @@ def _around(config: RunConfig, data: PhaseData) -> tuple[list[Hook], list[Metric
     if config.phase == "dpo" and (config.dpo or DpoConfig()).reference == "start":
         hooks.append(ReferenceWords(data.collate, data.train, data.val))
     if config.lora is not None:
-        task = None if config.phase == "reward" else "CAUSAL_LM"
+        generates = isinstance(config.model, HFConfig) and config.phase != "reward"
+        task = "CAUSAL_LM" if generates else None
         hooks.append(AdapterFiles(AdapterSpec.of(config.lora), _base(config), task=task))
     return hooks, metrics
 

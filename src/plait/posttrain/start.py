@@ -21,6 +21,7 @@ from plait.models.portable import from_transformers
 from plait.posttrain.lora.adapter import Adapter
 from plait.posttrain.lora.attach import AdapterSpec
 from plait.posttrain.lora.layer import difference, is_transposed
+from plait.posttrain.lora.quantized import Quantized, whole_weight
 from plait.posttrain.parts import LoraDown, LoraUp, Part
 from plait.world import has_values
 
@@ -144,7 +145,11 @@ def _direct(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for key, param in module._parameters.items():
         if param is not None:
             yield key, param
+    if isinstance(module, Quantized) and "weight" not in module._parameters:  # asked for its shape, not to be set
+        yield "weight", torch.empty(module.packed_shape, device="meta")
     for key, buffer in module._buffers.items():
+        if isinstance(module, Quantized) and key in ("weight_codes", "weight_scales"):
+            continue
         if buffer is not None and key not in module._non_persistent_buffers_set:
             yield key, buffer
 
@@ -163,4 +168,5 @@ def fill_all(model: nn.Module, start: Start) -> None:
     """Set a model that has storage already."""
     with torch.no_grad():
         for module in model.modules():
-            start.fill(model, module)
+            with whole_weight(module):
+                start.fill(model, module)

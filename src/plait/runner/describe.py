@@ -101,6 +101,8 @@ def _strategy(runner: Runner, stage: int | None) -> str:
     parts = [*axes, *([] if stage is None else [_STAGES[stage]])] or ["one process"]
     if layout.dp_replicate > 1 and layout.dp_shard > 1:
         parts.append(f"{layout.dp_replicate} replicas × {layout.dp_shard} shards (HSDP)")
+    if strategy.engine != "native":
+        parts.insert(0, strategy.engine if strategy.plugin is None else f"{strategy.engine} ({strategy.plugin})")
     if strategy.recompute.mode != "none":
         parts.append(f"recompute {strategy.recompute.mode}")
     if strategy.compile.enabled:

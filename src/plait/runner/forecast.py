@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from plait.config import resolve_layout
+from plait.config.engine import as_native
 from plait.errors import ConfigError
 from plait.plan.expectation import Forecast, forecast
 from plait.runner.sources import batch_of, first_inputs
@@ -39,7 +40,7 @@ class Foresight:
                 self._found = "the data give no sample without being used up"
                 return
             options["example"] = example
-        self._found = forecast(config, ranks=ranks.size, local_ranks=ranks.local_size, **options)
+        self._found = forecast(as_native(config), ranks=ranks.size, local_ranks=ranks.local_size, **options)
 
     def _micro(self, ranks: Ranks, data: Any) -> int | None:
         config = self._runner.config
@@ -55,7 +56,9 @@ class Foresight:
         if runner.config.plan.gate == "off":
             return
         found = self._found = runner.world.broadcast(self._found)
-        if isinstance(found, Forecast) and found.refusal is not None and runner.config.plan.gate == "refuse":
+        # Another engine's run is planned as the native one of its stage, which is a guess: told, but not acted on.
+        refuses = runner.config.plan.gate == "refuse" and runner.config.strategy.engine == "native"
+        if isinstance(found, Forecast) and found.refusal is not None and refuses:
             raise found.refusal
 
     def tell(self) -> None:
@@ -67,7 +70,11 @@ class Foresight:
             self._runner.emit(EventKind.MESSAGE, level="info", text=f"no plan of this run: {found}")
         elif found is not None:
             step = "" if found.seconds is None else f", {found.seconds:.3g} s a step"
-            text = f"plan: {found.needed_gib:.2f} of {found.memory_gib:.1f} GiB{step} (known in {found.took:.1f} s)"
+            strategy = self._runner.config.strategy
+            like = "" if strategy.engine == "native" else f" (as the native engine at ZeRO stage {strategy.stage})"
+            text = (
+                f"plan{like}: {found.needed_gib:.2f} of {found.memory_gib:.1f} GiB{step} (known in {found.took:.1f} s)"
+            )
             self._runner.emit(EventKind.MESSAGE, level="info", text=text)
             if found.refusal is not None:
                 self._runner.emit(EventKind.MESSAGE, level="warning", text=str(found.refusal))

@@ -162,7 +162,7 @@ def open_world(config: RunConfig) -> World:
         # What brings weights to the device and takes them away again works on a mesh, be it of one rank.
         dist.init_process_group(
             choose_backend(config.backend, device),
-            store=dist.HashStore(),
+            store=dist.HashStore(),  # type: ignore[attr-defined]
             rank=0,
             world_size=1,
             device_id=device if device.type == "cuda" else None,

@@ -58,6 +58,18 @@ def test_generate_continues_a_text_and_a_seed_fixes_it(
     assert all(text.startswith("line 1") for text in texts)
 
 
+def test_generate_gives_the_same_text_with_weights_beyond_the_device(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, texts = trained[0].folder, []
+    for extra in ([], ["--offload", "cpu"], ["--offload", "nvme", "--offload-path", "files"]):
+        assert call(monkeypatch, folder, "generate", "run", "--prompt", "line 1", "--tokens", "8", *extra) == 0
+        texts.append(capsys.readouterr().out)
+    assert len(set(texts)) == 1
+    assert call(monkeypatch, folder, "generate", "run", "--offload", "disk") == 2
+    assert "Write cpu or nvme." in capsys.readouterr().err
+
+
 def test_generate_says_what_it_cannot_use(
     trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -212,7 +212,10 @@ def test_the_size_of_a_step_can_be_changed_between_steps() -> None:
     engine.set_train_batch_size(4)
     assert engine.get_batch_info() == (4, 4, 1)
     losses(engine, 2)
-    assert engine.global_steps == 3
+    assert (engine.global_steps, engine.micro_steps) == (3, 4)
+    engine.set_train_batch_size(12)
+    losses(engine, 3)
+    assert engine.global_steps == 4
     with pytest.raises(ConfigError, match="no multiple"):
         engine.set_train_batch_size(6)
 
@@ -258,7 +261,7 @@ def test_evaluation_leaves_the_mode_as_it_was() -> None:
 def test_names_that_are_not_offered_say_so() -> None:
     with pytest.raises(AttributeError, match=r"tp_model_init is not offered.*autotp_size"):
         deepspeed.tp_model_init  # noqa: B018
-    assert not hasattr(deepspeed, "OnDevice")
+    assert not hasattr(deepspeed, "DeepSpeedTransformerLayer")
     with pytest.raises(AttributeError, match=r"deepspeed\.comm\.log_summary"):
         deepspeed.comm.log_summary  # noqa: B018
     with pytest.raises(ModelError, match=r"strategy\.layout\.ep"):
@@ -318,6 +321,14 @@ def test_a_model_is_built_in_host_memory() -> None:
         assert nn.Linear(2, 2).weight.device.type == "meta"
     with pytest.raises(ConfigError, match="remote_device"):
         deepspeed.zero.Init(remote_device="nvme")
+
+
+def test_a_model_without_values_gets_them() -> None:
+    with deepspeed.OnDevice(dtype=torch.float32, device="meta"):
+        model = Net()
+    assert model.up.weight.is_meta
+    assert torch.empty(0).device.type == "cpu"
+    assert losses(begin(model=model))[0] > 0
 
 
 def test_inference_answers_in_a_smaller_format(capsys: pytest.CaptureFixture[str]) -> None:

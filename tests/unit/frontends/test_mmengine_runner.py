@@ -171,18 +171,32 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path: Path, way: 
     assert resumed.iter == 12
 
 
-def test_gradients_are_accumulated_and_the_rest_of_a_run_is_a_step_too(tmp_path: Path) -> None:
-    steps = []
+@pytest.mark.parametrize("accumulation", ["the wrapper's", "DeepSpeed's"])
+def test_gradients_are_accumulated_and_the_rest_of_a_run_is_a_step_too(tmp_path: Path, accumulation: str) -> None:
+    steps: list[int] = []
 
     class Steps(Hook):
         def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
             steps.append(runner.engine.steps)
 
-    wrapper = {"optimizer": {"type": "SGD", "lr": 0.1}, "accumulative_counts": 4, "clip_grad": {"max_norm": 1.0}}
+    wrapper: dict[str, Any] = {"optimizer": {"type": "SGD", "lr": 0.1}}
+    if accumulation == "DeepSpeed's":  # which leaves the rest alone
+        strategy = {"type": "DeepSpeedStrategy", "gradient_accumulation_steps": 4}
+        FlexibleRunner(**settings(tmp_path, custom_hooks=[Steps()], optim_wrapper=wrapper, strategy=strategy)).train()
+        assert steps == [0, 0, 0, 1, 1, 1]
+        return
+    wrapper |= {"accumulative_counts": 4, "clip_grad": {"max_norm": 1.0}}
     runner = Runner(**settings(tmp_path, custom_hooks=[Steps()], optim_wrapper=wrapper))
     runner.train()
     assert steps == [0, 0, 0, 1, 1, 2]
     assert len(runner.message_hub.get_scalar("train/grad_norm").data[0]) == 2
+
+
+def test_a_compiled_model_trains_alike(tmp_path: Path) -> None:
+    plain, compiled = Note(), Note()
+    Runner(**settings(tmp_path / "a", plain)).train()
+    Runner(**settings(tmp_path / "b", compiled, cfg={"compile": {"backend": "eager"}})).train()
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-5)
 
 
 def test_the_best_and_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -295,8 +309,16 @@ def test_a_config_file_describes_a_whole_run(tmp_path: Path) -> None:
         ({"custom_hooks": [object()]}, ConfigError, "no points of a hook"),
         ({"randomness": {"sead": 1}}, ConfigError, "The keys are seed"),
         ({"model": nn.Linear(1, 1)}, ModelError, "derive it from BaseModel"),
+        ({"strategi": {}}, ConfigError, "Did you mean `strategy`"),
+        ({"default_scope": "mmdet"}, ConfigError, "type='mmdet.Name'"),
+        ({"data_preprocessor": {}}, ConfigError, "has one already"),
+        (
+            {"strategy": {"type": "DeepSpeedStrategy", "train_micro_batch_size_per_gpu": 3}},
+            ConfigError,
+            "`train_dataloader.batch_size` 4",
+        ),
         ({"param_scheduler": {"type": "LinearLR", "ends": 3}}, ConfigError, "Did you mean `end`"),
-        ({"visualizer": {"vis_backends": [{"type": "MLflowVisBackend"}]}}, ConfigError, "not registered"),
+        ({"visualizer": {"vis_backends": [{"type": "MLflowVisBackend"}]}}, ConfigError, "TensorboardVisBackend"),
     ],
 )
 def test_what_is_wrong_with_a_run_is_said(tmp_path: Path, change: dict[str, Any], kind: Any, said: str) -> None:

@@ -114,7 +114,7 @@ def test_state_that_does_not_fit_the_host_is_refused_before_it_is_made(
         run({"optimizer": "cpu"}, batches)
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "params below stage 3": ({"zero": 2, "offload": {"optimizer": "cpu", "params": "cpu"}}, {}, "stage 3"),
     "params alone": ({"zero": 3, "offload": {"params": "cpu"}}, {}, "fetch every weight"),
     "a whole-matrix optimizer": ({"offload": "cpu"}, {"optim": {"type": "Muon"}}, "whole parameters"),

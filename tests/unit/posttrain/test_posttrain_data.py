@@ -28,6 +28,8 @@ def load(rows: list[Any] | None, tmp_path: Path, phase: str = "sft", **changes: 
         file = tmp_path / "rows.jsonl"
         file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
         section["data"] = [{"type": "file", "path": str(file)}]
+        trained_tokenizer(["-"], 257).save(tmp_path / "bytes.json")  # a token for each byte, so that lengths are plain
+        section.setdefault("tokenizer", str(tmp_path / "bytes.json"))
     sft = {"packing": section.pop("packing", False)}
     return prepare_data(parse({"phase": phase, "model": MODEL, "posttrain": section, "sft": sft}).config)
 
@@ -240,11 +242,13 @@ def test_parquet_and_saved_data_sets_are_read_like_lines(tmp_path: Path) -> None
     parquet.write_table(table, tmp_path / "rows.parquet")
     paths = [tmp_path / "rows.parquet"]
     datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    saved = datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint="rows")
+    saved.save_to_disk(str(tmp_path / "saved"))
     paths.append(tmp_path / "saved")
     expected = load(rows, tmp_path)
     for path in paths:
-        found = load(None, tmp_path, data=[{"type": "file", "path": str(path)}])
+        tokenizer = str(tmp_path / "bytes.json")
+        found = load(None, tmp_path, data=[{"type": "file", "path": str(path)}], tokenizer=tokenizer)
         assert [learned(found, i) for i in range(5)] == [learned(expected, i) for i in range(5)]
 
 

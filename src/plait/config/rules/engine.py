@@ -123,6 +123,12 @@ def other_engines_have_data_parallelism(facts: Facts) -> Iterator[Problem]:
             own = f"Write `config: {{zero_optimization: {{{theirs}: {{device: {tier}}}}}}}`."
             remedy = own if name == "deepspeed" else native
             yield Problem(f"strategy.offload.{key}", f"{tier}: engine {name} has its own words for it", remedy)
+    if strategy.offload.activations != "none":
+        message = f"{show(strategy.offload.activations)}: engine {name} keeps activations where they are computed"
+        yield Problem("strategy.offload.activations", message, native)
+    if strategy.tiles.names:
+        message = f"{show(strategy.tiles.names)}: engine {name} computes layers whole"
+        yield Problem("strategy.tiles.names", message, native)
     if strategy.compile.enabled:
         yield Problem("strategy.compile", f"true: engine {name} does not compile", native)
     mode, allowed = strategy.recompute.mode, strategy.engine == "deepspeed" or strategy.plugin == "torch_ddp"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from plait.config.optim import AdafactorConfig, LambConfig, MuonConfig
+from plait.config.optim import AdafactorConfig, AdamW8bitConfig, LambConfig, MuonConfig
 from plait.config.rules.facts import Facts, idle
 from plait.errors import Problem
 
@@ -50,6 +50,14 @@ def optimizer_works_by_element(facts: Facts) -> Iterator[Problem]:
         yield Problem("optim.type", message, f"Use AdamW, Adam, Lion, SGD or Adagrad, or leave out `{_PATH}`.")
 
 
+def packed_moments_stay_in_memory(facts: Facts) -> Iterator[Problem]:
+    """Files hold tensors of a parameter's shape; 8-bit moments are packed."""
+    config = facts.config
+    if config.strategy.offload.optimizer == "nvme" and isinstance(config.optim, AdamW8bitConfig):
+        message = f"{config.optim.type} packs its moments, and `{_PATH}.optimizer: nvme` stores plain ones"
+        yield Problem("optim.type", message, f"Use AdamW, or `{_PATH}.optimizer: cpu`.")
+
+
 def delay_is_for_all(facts: Facts) -> Iterator[Problem]:
     """What stays on the device is updated at once, so a delay would be one for some weights only."""
     offload = facts.config.strategy.offload
@@ -70,6 +78,7 @@ RULES = (
     options_need_a_tier,
     params_need_stage_three,
     optimizer_works_by_element,
+    packed_moments_stay_in_memory,
     delay_is_for_all,
     files_are_saved_in_the_foreground,
 )

@@ -85,7 +85,24 @@ def a_phase_says_how_it_is_spread(facts: Facts) -> Iterator[Problem]:
         yield Problem("strategy.auto", f"has no answer for phase {facts.config.phase}", remedy)
 
 
+def own_validation_keeps_nothing_back(facts: Facts) -> Iterator[Problem]:
+    """There is one way to say what is validated on."""
+    posttrain = facts.config.posttrain
+    if posttrain is not None and posttrain.val_data:
+        reason, remedy = "there is `posttrain.val_data`", "Leave one of them out."
+        yield from idle("posttrain", posttrain, ("val_fraction",), reason, remedy)
+
+
+def phases_run_on_the_native_engine(facts: Facts) -> Iterator[Problem]:
+    """Other engines build and fill models in their own way."""
+    if facts.config.phase is not None and (engine := facts.config.strategy.engine) != "native":
+        message = f"{engine} cannot run phase {facts.config.phase}"
+        yield Problem("strategy.engine", message, "Use the native engine; `zero` and `layout` say the same there.")
+
+
 RULES = (
+    own_validation_keeps_nothing_back,
+    phases_run_on_the_native_engine,
     a_phase_says_how_it_is_spread,
     sections_belong_to_a_phase,
     a_phase_has_its_own_data,

@@ -104,6 +104,14 @@ def compiled_tensor_parallel_keeps_activations(facts: Facts) -> Iterator[Problem
         yield Problem("strategy.recompute.mode", message, remedy)
 
 
+def tiles_need_layers(facts: Facts) -> Iterator[Problem]:
+    """A size of tiles is for the layers that are named."""
+    tiles = facts.config.strategy.tiles
+    if not tiles.names:
+        remedy = "Leave it out, or name layers: `names: [blocks.*.ffn]`."
+        yield from idle("strategy.tiles", tiles, ("tokens",), "no layer is named in `strategy.tiles.names`", remedy)
+
+
 def recompute_options_fit_the_mode(facts: Facts) -> Iterator[Problem]:
     """Each option of `recompute` belongs to one mode."""
     recompute = facts.config.strategy.recompute
@@ -124,12 +132,12 @@ def compile_options_need_compile(facts: Facts) -> Iterator[Problem]:
 
 
 def wrap_needs_a_use(facts: Facts) -> Iterator[Problem]:
-    """Units are made to be sharded, recomputed or compiled one by one."""
+    """Units are made to be sharded, waited for, recomputed or compiled one by one."""
     strategy = facts.config.strategy
     by_block = strategy.compile.enabled and strategy.compile.scope == "block"
-    if strategy.stage > 0 or strategy.recompute.mode != "none" or by_block:
+    if strategy.stage > 0 or strategy.recompute.mode != "none" or by_block or strategy.offload.on:
         return
-    reason = "nothing is sharded, recomputed or compiled by block"
+    reason = "nothing is sharded, offloaded, recomputed or compiled by block"
     remedy = "Leave it out, or ask for one of them, for example with `strategy.zero: 3`."
     names = tuple(name for name in ("classes", "names", "min_params") if getattr(strategy.wrap, name))
     yield from idle("strategy.wrap", strategy.wrap, names, reason, remedy)
@@ -155,6 +163,7 @@ RULES = (
     micro_batches_are_accumulation,
     async_tensor_parallel_needs_compile,
     compiled_tensor_parallel_keeps_activations,
+    tiles_need_layers,
     recompute_options_fit_the_mode,
     compile_options_need_compile,
     wrap_needs_a_use,

@@ -93,8 +93,7 @@ class Accelerator(Keeping):
             )
         engine = next(iter(engines.values()))
         assert engine is not None
-        trained = sum(param.requires_grad for param in engine.model.parameters())
-        if sum(param.requires_grad for param in given) < trained:
+        if sum(param.requires_grad for param in given) < len(engine.views.params):
             raise TrainingError(
                 "gradients are clipped together, over all parameters of an optimizer, and some are missing here: pass "
                 "model.parameters() of every model that it trains"

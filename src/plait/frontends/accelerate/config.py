@@ -15,6 +15,7 @@ from plait.frontends.accelerate.parts import (
     read_megatron,
     read_mpirun,
     read_parallelism,
+    set_precision,
 )
 from plait.frontends.accelerate.words import Reader, Words, answered, switched_off
 from plait.frontends.account import Translation
@@ -99,7 +100,7 @@ def _mixed_precision(words: Words, key: str, value: Any) -> None:
     if word == "fp8":
         words.refused(key, value, "write bf16: weights and activations have no 8-bit format here")
     elif word is not None:
-        words.set("precision.compute", word)
+        set_precision(words, key, word)
         words.honoured(key, value, f"precision.compute: {word}, with fp32 weights in the optimizer")
 
 

@@ -195,8 +195,18 @@ def _merge(words: Words, sections: Mapping[str, Any], prefix: str = "") -> None:
         path = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
             _merge(words, value, f"{path}.")
+        elif path == "precision.compute":
+            set_precision(words, "deepspeed_config", value)
         else:
             words.set(path, value)
+
+
+def set_precision(words: Words, key: str, value: str) -> None:
+    """Set the format; that `mixed_precision` and DeepSpeed's configuration say different things is a mistake."""
+    before = words.get("precision.compute")
+    if before not in (None, value):
+        words.wrong(key, f"{value} here, and {before} in another place", "Give it in one place, or the same twice.")
+    words.set("precision.compute", value)
 
 
 def _later(words: Words, key: str, value: Any) -> None:

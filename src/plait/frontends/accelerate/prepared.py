@@ -45,8 +45,7 @@ class PreparedModel(nn.Module):
 
     def owns(self, params: Sequence[Tensor]) -> bool:
         """Whether one of the parameters is this model's, as it is or as it was before it was prepared."""
-        current = {id(param) for param in self.module.parameters()}
-        return any(id(param) in current or _same(self._params.get(id(param)), param) for param in params)
+        return any(_same(self._params.get(id(param)), param) for param in params)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model says; in mixed precision, its floating-point answers in fp32."""
@@ -66,6 +65,8 @@ class PreparedModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name == "module":  # while it is being copied
+                raise
             return getattr(self.module, name)  # `model.config`, `model.generate`: as without a wrapper
 
 

@@ -12,7 +12,10 @@ from plait.config.read import read
 from plait.errors import ConfigError, Problem
 from plait.frontends.accelerate.config import translate
 from plait.frontends.accelerate.plugins import FullyShardedDataParallelPlugin, GradScalerKwargs
-from plait.frontends.account import Account
+from plait.frontends.account import Account, Answer, Translation
+
+_MADE_BY_SCRIPT = (("optim", "optimizer", "torch.optim optimizer"), ("schedule", "scheduler", "torch scheduler"))
+_IDLE = frozenset({"log", "checkpoint", "work_dir", "hooks", "plan"})
 
 
 def build_config(
@@ -37,7 +40,7 @@ def build_config(
         words["use_cpu"] = True
     found = translate(words)
     found.account.raise_refusals()
-    result = dict(found.sections)
+    result = _for_a_script(found)
     for each in (*handlers, *plugins):
         if isinstance(each, FullyShardedDataParallelPlugin):
             result = merged(result, {"precision": each.precision()})
@@ -51,6 +54,21 @@ def build_config(
     check(config, has_val=False, require_length=False)
     _refuse_axes(config)
     return config, found.account
+
+
+def _for_a_script(found: Translation) -> dict[str, Any]:
+    """The sections that say something about a loop of the user's own; of the others the account tells."""
+    problems = [
+        Problem(f"deepspeed_config: {word}", "the script makes it itself", f"Leave it out, and make a {maker}.")
+        for section, word, maker in _MADE_BY_SCRIPT
+        if section in found.sections
+    ]
+    if problems:
+        raise ConfigError(problems)
+    for section in _IDLE & found.sections.keys():
+        text = "a script logs and saves by itself"
+        found.account.add(Answer.UNNEEDED, f"(section {section})", found.sections[section], text)
+    return {section: value for section, value in found.sections.items() if section not in _IDLE}
 
 
 def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from plait.frontends.accelerate.plugins import ProjectConfiguration
 from plait.frontends.accelerate.prepared import PreparedModel
 from plait.world import World, is_sharded, on_main
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _NAMED = re.compile(r"checkpoint_(\d+)")
 
 

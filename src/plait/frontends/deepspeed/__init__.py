@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from plait.frontends.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from plait.frontends.deepspeed.pipeline import PipelineEngine
     from plait.frontends.deepspeed.start import add_config_arguments, initialize
+    from plait.frontends.deepspeed.utils import OnDevice
 
 __version__ = "0.19.8+plait"
 """The DeepSpeed whose API this is."""
@@ -39,6 +40,7 @@ _HOMES = {
     "DeepSpeedEngine": "engine",
     "InferenceEngine": "inference",
     "LayerSpec": "pipe",
+    "OnDevice": "utils",
     "PipelineEngine": "pipeline",
     "PipelineModule": "pipe",
     "TiedLayerSpec": "pipe",
@@ -65,6 +67,7 @@ __all__ = [
     "DeepSpeedEngine",
     "InferenceEngine",
     "LayerSpec",
+    "OnDevice",
     "PipelineEngine",
     "PipelineModule",
     "TiedLayerSpec",

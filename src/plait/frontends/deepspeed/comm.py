@@ -97,7 +97,7 @@ def init_distributed(
     """Join the other ranks, as the environment of plait launch, torchrun, Slurm or MPI tells them; once.
 
     A process without any of these is alone, and gets a group of its own. Absent, `dist_backend` is the one of the
-    device. `config` and `verbose` change nothing about joining.
+    device. The port is the launcher's, so `distributed_port` changes nothing; nor do `config` and `verbose`.
     """
     if dist.is_initialized():
         return

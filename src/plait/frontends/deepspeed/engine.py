@@ -14,6 +14,7 @@ from torch import Tensor
 from plait.errors import ModelError, TrainingError
 from plait.frontends.deepspeed import progress
 from plait.frontends.deepspeed.facts import EngineFacts
+from plait.frontends.deepspeed.loader import RepeatingLoader
 from plait.frontends.deepspeed.saving import groups_of, restore_groups, whole_weights
 from plait.precision import DTYPES
 from plait.strategy import StepResult
@@ -62,6 +63,7 @@ class DeepSpeedEngine(EngineFacts):
         if self._clock is not None:
             self._say(self._clock.take(boundary=boundary))
         self.micro_steps += 1
+        self._within = 0 if boundary else self._within + 1
 
     def _count(self, result: StepResult, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Take note of an update, or of one that was skipped."""
@@ -102,7 +104,7 @@ class DeepSpeedEngine(EngineFacts):
         """Whether the micro-batch under way is the last one of a step."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self._batch.accumulation == 0
+        return self._within + 1 >= self._batch.accumulation
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide it by hand from now on; to be said before each backward pass."""
@@ -133,9 +135,9 @@ class DeepSpeedEngine(EngineFacts):
         Absent, the micro-batches come from the training data that `initialize` was given.
         """
         self.train()
-        losses = []
-        for batch in self._micro_batches(data_iter):
-            loss = self._loss_of(batch)
+        data, losses = self._data(data_iter), []
+        for _ in range(self._batch.accumulation):
+            loss = self._loss_of(next(data))
             self.backward(loss)
             self.step()
             losses.append(loss.detach().float())
@@ -147,26 +149,20 @@ class DeepSpeedEngine(EngineFacts):
         self.eval()
         try:
             with torch.no_grad():
-                return self._mean(torch.stack([self._loss_of(b).float() for b in self._micro_batches(data_iter)]))
+                losses = [self._loss_of(next(data_iter)).float() for _ in range(self._batch.accumulation)]
+                return self._mean(torch.stack(losses))
         finally:
             self.train(training)
 
-    def _micro_batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
-        if data_iter is None:
+    def _data(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+        """Where micro-batches come from: absent, the training data, again and again."""
+        if data_iter is not None:
+            return data_iter
+        if self._training_iterator is None:
             if self.training_dataloader is None:
                 raise TrainingError("train_batch() has no data: give it an iterator, or training_data to initialize")
-            data_iter = self._endless()
-        return (next(data_iter) for _ in range(self._batch.accumulation))
-
-    def _endless(self) -> Iterator[Any]:
-        """The training data, again and again; the same iterator each time."""
-        if "_training_iterator" not in self.__dict__:
-            from plait.frontends.deepspeed.loader import RepeatingLoader
-
-            assert self.training_dataloader is not None
-            self.__dict__["_training_iterator"] = RepeatingLoader(self.training_dataloader)
-        found: Iterator[Any] = self.__dict__["_training_iterator"]
-        return found
+            self._training_iterator = RepeatingLoader(self.training_dataloader)
+        return self._training_iterator
 
     def _loss_of(self, batch: Any) -> Tensor:
         if isinstance(batch, Mapping):
@@ -256,7 +252,7 @@ class DeepSpeedEngine(EngineFacts):
             self.global_steps = int(own.get("global_steps", loaded.engine.get("steps", 0)))
             self.global_samples = int(own.get("global_samples", self.global_steps * self.train_batch_size()))
             self.skipped_steps = int(own.get("skipped_steps", 0))
-            self.micro_steps = self.global_steps * self._batch.accumulation
+            self.micro_steps, self._within = self.global_steps * self._batch.accumulation, 0
             state = own.get("lr_scheduler")
             if load_lr_scheduler_states and self.lr_scheduler is not None and state is not None:
                 self.lr_scheduler.load_state_dict(state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ class EngineFacts(nn.Module):
         self.optimizer = parts.optimizer
         self.lr_scheduler = parts.lr_scheduler
         self.training_dataloader: DeepSpeedDataLoader | None = None
+        self._training_iterator: Iterator[Any] | None = None
         self.config = parts.raw
         self.global_steps = 0
         self.global_samples = 0
@@ -54,6 +55,8 @@ class EngineFacts(nn.Module):
         self.dp_world_size = world.layout.data_parallel
         self._batch = parts.batch
         self._boundary: bool | None = None
+        self._within = 0
+        """Micro-batches of the step under way that are done."""
         self._inside_no_sync = False
         self._grad_norm: float | None = None
         self._applied = False
@@ -105,7 +108,6 @@ class EngineFacts(nn.Module):
             raise TrainingError("the size of a batch can be changed between two steps, not within one")
         self._batch = batch
         self._native.accumulation = batch.accumulation
-        self.micro_steps = 0  # boundaries are counted from here
 
     def zero_optimization(self) -> bool:
         """Whether anything is sharded."""

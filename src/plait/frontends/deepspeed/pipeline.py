@@ -24,16 +24,20 @@ class PipelineEngine(DeepSpeedEngine):
         super().__init__(parts)
         self.num_stages = parts.native.world.layout.pp
         self.stage_id = parts.native.world.coordinate("pp")
-        self.micro_batches = self._batch.accumulation
-        self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
         self._last_print = time.perf_counter()
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches in a step."""
+        return self._batch.accumulation
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One step over `gradient_accumulation_steps` micro-batches of (inputs, labels); the mean loss of all ranks."""
         self._need_optimizer("train_batch")
         self.train()
-        batches = list(self._micro_batches(data_iter or self._iterator))
+        data = self._data(data_iter)
+        batches = [next(data) for _ in range(self._batch.accumulation)]
         if self._clock is None:
             result = self._native.train_step(self._prepared(batches))
         else:
@@ -85,11 +89,11 @@ class PipelineEngine(DeepSpeedEngine):
 
     def set_dataloader(self, loader: Any) -> None:
         """Read training data from here."""
-        self._iterator = iter(loader)
+        self._training_iterator = iter(loader)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Read training data from here."""
-        self._iterator = iterator
+        self._training_iterator = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """Change every micro-batch with this function before it is used."""

@@ -34,6 +34,8 @@ Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 
 _HERE = ("steps_per_print", "wall_clock_breakdown", "dataloader_drop_last", "output_path", "job_name")
 """Keys that the engine itself honours, whatever a described run would make of them."""
+_SHOWN = 8
+"""Keys that are told one by one."""
 
 
 def initialize(
@@ -71,25 +73,11 @@ def initialize(
     translation.account.raise_refusals()
     run = _run_config(translation, model)
     world = open_world(run)
+    # What is drawn here follows the script's own seed, rank 0's.
+    run = run.model_copy(update={"seed": world.broadcast(torch.initial_seed() % 2**31)})
     batch = resolve_batch(run.batch, world.layout.data_parallel)
+    native = _native(run, world, model, _optimizer_for(model, optimizer, model_parameters, run), batch.accumulation)
     has_optimizer = optimizer is not None or "optim" in translation.sections
-    before = rng_state(world.device)
-    native = prepare_native(
-        run.model_copy(update={"schedule": None}),
-        world,
-        model=model,
-        optimizer=_optimizer_for(model, optimizer, model_parameters, run),
-        loss_function=model.loss_of if isinstance(model, PipelineModule) else None,
-        accumulation=batch.accumulation,
-        engine=ManualEngine,
-        say=_say if world.is_main else _unheard,
-    )
-    restore_rng_state(before, world.device)  # the script's own seeds go on counting
-    assert isinstance(native, ManualEngine)
-    native.updater.schedule = OwnRates()  # schedulers set the rates, and wait while steps are skipped
-    if native.scaler is not None:
-        native.updater.scaler = DeepSpeedScaler(run.precision.scaler)
-    link_parameters(native)
     updating = native.optimizer if has_optimizer else None
     scheduler = _scheduler_for(lr_scheduler, updating, run)
     parts = Parts(native, run, raw, batch, updating, scheduler, collate_fn)
@@ -101,6 +89,33 @@ def initialize(
         for name in overruled:
             print(f"plait:   {name} → the script's own is used, and not that of the configuration")
     return engine, updating, engine.training_dataloader, scheduler
+
+
+def _native(
+    run: RunConfig, world: World, model: Any, optimizer: OptimizerSource | None, accumulation: int
+) -> ManualEngine:
+    """Plait's own engine, with the few things in it that DeepSpeed does in its own way."""
+    before = rng_state(world.device)
+    native = prepare_native(
+        run.model_copy(update={"schedule": None}),
+        world,
+        model=model,
+        optimizer=optimizer,
+        loss_function=model.loss_of if isinstance(model, PipelineModule) else None,
+        accumulation=accumulation,
+        engine=ManualEngine,
+        say=_say if world.is_main else _unheard,
+    )
+    restore_rng_state(before, world.device)  # the script's own seeds go on counting
+    assert isinstance(native, ManualEngine)
+    native.updater.schedule = OwnRates()  # schedulers set the rates, and wait while steps are skipped
+    if native.scaler is not None:
+        native.updater.scaler = DeepSpeedScaler(run.precision.scaler)
+    if world.heartbeat.is_read:
+        enter = world.heartbeat.enter
+        native.on_phase = lambda phase: enter(phase, native.steps)
+    link_parameters(native)
+    return native
 
 
 def _engine(parts: Parts, model: Any) -> DeepSpeedEngine:
@@ -144,7 +159,6 @@ def _config_of(args: Any, config: ConfigSource | None) -> ConfigSource:
 
 def _run_config(translation: Translation, model: Any) -> RunConfig:
     sections = dict(translation.sections)
-    sections["seed"] = torch.initial_seed() % 2**31  # the script's own
     if isinstance(model, PipelineModule):
         sections["strategy"] = model.strategy(sections.get("strategy") or {})
     config = parse_sections(**sections).config
@@ -221,9 +235,11 @@ def _tell(source: ConfigSource, account: Account, run: RunConfig, world: World, 
         f"plait: {name} on the native engine: ZeRO stage {run.strategy.stage}, {run.precision.compute}, {where}"
         f"{' (' + ', '.join(layout) + ')' if layout else ''}, {total} samples a step"
     )
-    for entry in account.of(Answer.MAPPED):
-        if not _is_here(entry.key):
-            print(f"plait:   {entry.key} → {entry.text}")
+    mapped = [entry for entry in account.of(Answer.MAPPED) if not _is_here(entry.key)]
+    for entry in mapped[:_SHOWN]:
+        print(f"plait:   {entry.key} → {entry.text}")
+    if len(mapped) > _SHOWN:
+        print(f"plait:   and {len(mapped) - _SHOWN} more that are said in other words here")
     left = [entry.key for entry in account.of(Answer.UNNEEDED) if not _is_here(entry.key)]
     if left:
         why = f" (`plait convert {name} --to yaml` says why)" if is_file else ""

@@ -84,7 +84,8 @@ class GatheredParameters:
     """Inside, the modules that hold these parameters hold the whole of them; every rank must take part.
 
     With `modifier_rank`, what that rank wrote into them stays, on all ranks; without, changes are lost. A module is
-    to be asked for its parameter again inside: the object from before is still a part.
+    to be asked for its parameter again inside: the object from before is still a part. `with … as wholes` gives them
+    in the given order, too.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class GatheredParameters:
         self._modifier = modifier_rank
         self._wholes: list[nn.Parameter] = []
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> list[nn.Parameter]:
         with torch.no_grad():
             # What is whole already is used as it is.
             wholes = [whole(param.detach()) if is_sharded(param) else param for param in self._params]
@@ -109,6 +110,7 @@ class GatheredParameters:
         ]
         for param, full in zip(self._params, self._wholes, strict=True):
             _put(link_of(param), full)
+        return list(self._wholes)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

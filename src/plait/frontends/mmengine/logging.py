@@ -151,18 +151,26 @@ def make_logger(level: int | str, file: Path | None, *, is_main: bool) -> loggin
     console.setFormatter(_formatter("%m/%d %H:%M:%S"))
     logger.addHandler(console)
     if file is not None and is_main:
-        handler = logging.FileHandler(file, encoding="utf-8", delay=True)
-        handler.setFormatter(_formatter("%Y/%m/%d %H:%M:%S"))
-        logger.addHandler(handler)
+        logger.addHandler(_LogFile(file))
     return logger
+
+
+class _LogFile(logging.Handler):
+    """Appends lines to a file, which is open only meanwhile: a runner need not be closed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self.setFormatter(_formatter("%Y/%m/%d %H:%M:%S"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append one line."""
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(self.format(record) + "\n")
+        except OSError:
+            self.handleError(record)
 
 
 def _formatter(date: str) -> logging.Formatter:
     return logging.Formatter("%(asctime)s - %(name)s - %(levelname)s - %(message)s", date)
-
-
-def close_logger(logger: logging.Logger) -> None:
-    """Let the file go."""
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-        handler.close()

@@ -168,7 +168,16 @@ def _name(found: Any) -> str:
     return str(getattr(found, "__qualname__", found))
 
 
-RUNNERS = Registry("runner", root="RUNNERS")
+class RunnerRegistry(Registry):
+    """Builds a runner from a whole configuration, whose `runner_type` names it."""
+
+    def build(self, cfg: Any, default_args: Mapping[str, Any] | None = None, **more: Any) -> Any:
+        """A runner by its `from_cfg`."""
+        maker: Any = self.get(cfg.get("runner_type", "Runner"))
+        return maker.from_cfg(cfg)
+
+
+RUNNERS = RunnerRegistry("runner", root="RUNNERS")
 LOOPS = Registry("loop", root="LOOPS")
 HOOKS = Registry("hook", root="HOOKS")
 STRATEGIES = Registry("strategy", root="STRATEGIES")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import ConfigError, Problem
-from plait.frontends.mmengine.registry import VISBACKENDS, VISUALIZERS
+from plait.frontends.mmengine.registry import VISBACKENDS, VISUALIZERS, check_arguments
 from plait.monitor import Monitor
 from plait.monitor.jsonl import JsonlSink
 from plait.monitor.scalars import scalars
@@ -22,17 +22,16 @@ class ScalarsFile:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / "scalars.json").open("a", encoding="utf-8")
+        self._path = folder / "scalars.json"
 
     def write(self, event: Event) -> None:
         """Add a line with the event's numbers."""
         if event.kind in _KINDS.values():
-            self._file.write(json.dumps({**scalars(event), "step": event.step}) + "\n")
-            self._file.flush()
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**scalars(event), "step": event.step}) + "\n")
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """It is open only while a line is written."""
 
 
 @VISBACKENDS.register_module(name="LocalVisBackend")
@@ -78,37 +77,56 @@ class Visualizer:
         """`save_dir` and the rest come from the runner."""
         self.name = name
         self.dataset_meta: dict[str, Any] | None = None
-        sinks: list[Sink] = []
+        self._backends = list(vis_backends) if vis_backends is not None else [{"type": "LocalVisBackend"}]
+        self._places: dict[str, Path] | None = None
         if is_main and work_dir is not None:
-            places = {"save_dir": Path(save_dir or work_dir), "work_dir": work_dir}
-            for backend in vis_backends if vis_backends is not None else [{"type": "LocalVisBackend"}]:
-                sinks += _sinks(backend, places)
-        self._monitor = Monitor(sinks)
+            self._places = {"save_dir": Path(save_dir or work_dir), "work_dir": work_dir}
+        for each in self._backends:
+            _check(each)
+        self._monitor: Monitor | None = None
+
+    def open(self) -> Monitor:
+        """Open the back ends, unless they are open."""
+        if self._monitor is None:
+            places = self._places
+            sinks = [] if places is None else [sink for each in self._backends for sink in _sinks(each, places)]
+            self._monitor = Monitor(sinks)
+        return self._monitor
 
     def add_scalars(self, scalar_dict: Mapping[str, Any], step: int = 0, mode: str = "train", **_: Any) -> None:
         """Numbers of one moment."""
         data = dict(scalar_dict) if mode == "train" else {"metrics": dict(scalar_dict)}
-        self._monitor.emit(Event(_KINDS[mode], step, int(scalar_dict.get("epoch", 0)), data))
+        self.open().emit(Event(_KINDS[mode], step, int(scalar_dict.get("epoch", 0)), data))
 
     def add_scalar(self, name: str, value: Any, step: int = 0, **_: Any) -> None:
         """One number."""
         self.add_scalars({name: float(value)}, step)
 
     def close(self) -> None:
-        """Close the back ends."""
-        self._monitor.close()
+        """Close the back ends; what comes later opens them again."""
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
 
 
 def _sinks(backend: Any, places: Mapping[str, Path]) -> list[Sink]:
     if not isinstance(backend, Mapping):
         return [backend]  # a sink of the user's own
-    kind = backend.get("type")
-    if isinstance(kind, str) and VISBACKENDS.find(kind) is not None and kind not in tuple(VISBACKENDS):
-        message = f"{kind!r} draws by itself, and here numbers go through sinks"
-        remedy = f"Write one of {', '.join(VISBACKENDS)}, or give an object with `write(event)` and `close()`."
-        raise ConfigError(Problem("vis_backends.type", message, remedy))
     made = VISBACKENDS.build(backend, default_args=places)
     return list(made) if isinstance(made, list) else [made]
+
+
+def _check(backend: Any) -> None:
+    """What is wrong with the description of a back end shows before any is opened."""
+    if not isinstance(backend, Mapping):
+        return
+    kind = backend.get("type")
+    kind = getattr(kind, "__name__", kind)
+    if kind not in tuple(VISBACKENDS):
+        message = f"{kind!r} is no back end that numbers can go to here"
+        remedy = f"Write one of {', '.join(VISBACKENDS)}, or give an object with `write(event)` and `close()`."
+        raise ConfigError(Problem("vis_backends.type", message, remedy))
+    check_arguments(f"vis_backends.{kind}", VISBACKENDS.get(str(kind)), backend)
 
 
 def build_visualizer(cfg: Any, *, save_dir: Path, work_dir: Path, is_main: bool) -> Any:

@@ -34,8 +34,12 @@ def config_of(args: Any, sections: Mapping[str, Any] | None) -> tuple[RunConfig,
     plugins: list[Any] = []
     if args.fsdp_plugin_args is not None:
         plugins.append(FullyShardedDataParallelPlugin(**args.fsdp_plugin_args))
+    precision = args.mixed_precision
     if args.deepspeed:
-        plugins.append(DeepSpeedPlugin(hf_ds_config=_deepspeed(args)))
+        theirs = _deepspeed(args)
+        plugins.append(DeepSpeedPlugin(hf_ds_config=theirs))
+        if theirs.keys() & {"bf16", "bfloat16", "fp16"}:
+            precision = None  # the Trainer has compared the two already
     if getattr(args, "torch_compile", False):
         plugins.append(TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode))
     if args.parallelism_config is not None:
@@ -58,7 +62,7 @@ def config_of(args: Any, sections: Mapping[str, Any] | None) -> tuple[RunConfig,
         None,
         plugins,
         handlers,
-        mixed_precision=None if args.deepspeed else args.mixed_precision,
+        mixed_precision=precision,
         cpu=args.use_cpu,
         sections=own,
     )

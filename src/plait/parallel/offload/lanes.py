@@ -36,6 +36,11 @@ class Lanes:
         """Whether host and device have memory of their own."""
         return self.device.type != "cpu"
 
+    def enter_thread(self) -> None:
+        """Make the device the current one of another thread, which would begin with the first of the host."""
+        if self._streams:
+            torch.cuda.set_device(self.device)
+
     def room(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Host memory that the device copies from and to without anybody waiting."""
         return host_empty(*shape, dtype=dtype, pinned=self._streams)
@@ -63,6 +68,11 @@ class Lanes:
     def backwards(self) -> AbstractContextManager[Any]:
         """What copies back run under."""
         return torch.cuda.stream(self._back) if self._streams else nullcontext()
+
+    def fills(self, tensor: Tensor) -> None:
+        """Keep the memory of a tensor that copies back write to until they are done, even if it is given back."""
+        if self._streams:
+            tensor.record_stream(self._back)
 
     def mark(self) -> Any:
         """What the current stream has done by now."""

@@ -58,10 +58,10 @@ class ParamStream:
 
     def __init__(self, lanes: Lanes, limits: ParamLimits, folder: Path | None) -> None:
         """`folder`: for files; absent: host memory."""
-        self._lanes = lanes
+        self.lanes = lanes
         self._limits = limits
         self._folder = folder
-        self._queue = FileQueue() if folder is not None else None
+        self._queue = FileQueue() if folder is not None and not lanes.fake else None
         self._groups: list[_Group] = []
         self._before: list[int] = []
         self._now: list[int] = []
@@ -84,10 +84,11 @@ class ParamStream:
         shards = [member._sharded_param_data for member in group.fsdp_params]
         mine = _Group(shards, sum(shard.numel() for shard in shards))
         mine.params = [member.sharded_param for member in group.fsdp_params]
-        if self._queue is None:
-            mine.copies = [self._lanes.room(shard.shape, shard.dtype) for shard in shards]
+        if self._folder is None:
+            mine.copies = [self.lanes.room(shard.shape, shard.dtype) for shard in shards]
+        elif self._queue is None:  # a plan: there are no files
+            mine.copies = shards
         else:
-            assert self._folder is not None
             layout = [((number, "param"), shard.dtype, shard.shape) for number, shard in enumerate(shards)]
             mine.shelf = Shelf(self._queue, self._folder, layout)
         with torch.no_grad():
@@ -125,6 +126,10 @@ class ParamStream:
 
         group.unshard, group.wait_for_unshard = fetched, released
 
+    def host_bytes(self) -> int:
+        """Host memory that the weights take; those in files only while they pass."""
+        return sum(copy.nbytes for group in self._groups for copy in group.copies if self._folder is None)
+
     # ---- in a step
 
     def _arrive(self, number: int, group: Any) -> None:
@@ -136,7 +141,7 @@ class ParamStream:
             self._wait(bucket)
         self._bring(mine)
         if mine.arrived is not None:
-            for stream in (group.comm_ctx.all_gather_copy_in_stream, torch.cuda.current_stream(self._lanes.device)):
+            for stream in (group.comm_ctx.all_gather_copy_in_stream, torch.cuda.current_stream(self.lanes.device)):
                 stream.wait_event(mine.arrived)
                 for shard in mine.shards:
                     shard.record_stream(stream)
@@ -198,11 +203,12 @@ class ParamStream:
         for shard in group.shards:
             shard.untyped_storage().resize_(shard.numel() * shard.itemsize)
         with torch.no_grad():
-            self._lanes.hold_back(self._lanes.mark())
-            with self._lanes.backwards():
+            self.lanes.hold_back(self.lanes.mark())
+            with self.lanes.backwards():
                 for shard, copy in zip(group.shards, copies, strict=True):
                     shard.copy_(copy, non_blocking=group.shelf is None)
-            group.arrived = self._lanes.mark_back()
+                    self.lanes.fills(shard)
+            group.arrived = self.lanes.mark_back()
         group.room = group.reading = None
         group.here = True
 

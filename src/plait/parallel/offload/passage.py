@@ -6,7 +6,6 @@ turn. They are all the host memory that the state of any number of parameters ta
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -155,7 +154,7 @@ class Passage:
         """Somebody wrote into revealed tensors: let the disk have it, past which direct requests would not see it."""
         for shelf in (*self._weights, *self._states):
             if shelf is not None:
-                os.fdatasync(shelf.file.descriptor)
+                shelf.sync()
 
     def hide(self) -> None:
         """Take the tensors away; whoever holds one can still use it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -58,6 +59,10 @@ class Shelf:
     def write(self, room: Tensor) -> Transfer:
         """Write it back."""
         return self.file.write_from(room[: self.size], 0)
+
+    def sync(self) -> None:
+        """Let the disk have what was written into `mapped` tensors: direct requests do not look at the page cache."""
+        os.fdatasync(self.file.descriptor)
 
     def views(self, room: Tensor) -> dict[Key, Tensor]:
         """The tensors in a room."""

@@ -12,6 +12,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from plait.ops.adam import AdamNumbers, adam_step
 from plait.optim import bare_step, clip_by_value, supports_grad_scale
 from plait.parallel.offload.buckets import Bucket
+from plait.parallel.offload.lanes import is_fake
 
 
 @torch.no_grad()
@@ -36,7 +37,8 @@ def step_bucket(
 
 def _in_one_pass(optimizer: Optimizer, bucket: Bucket, grads: Sequence[Tensor], rooms: Sequence[Tensor | None]) -> bool:
     """Whether the kernel that widens gradients and rounds weights as it goes can do it, and has something to do."""
-    if type(optimizer) not in (Adam, AdamW) or bucket.masters[0].device.type != "cpu":
+    first = bucket.masters[0]
+    if type(optimizer) not in (Adam, AdamW) or first.device.type != "cpu" or is_fake(first):
         return False
     asked = all(
         group.get("fused") and not (group["amsgrad"] or group["maximize"] or group["capturable"])

@@ -17,7 +17,7 @@ from plait.parallel.offload.buckets import Bucket, Home, Sink, Span, plan_spans
 from plait.parallel.offload.lanes import Lanes, is_fake
 from plait.parallel.offload.outbox import Outbox
 from plait.parallel.offload.params import ParamStream
-from plait.parallel.offload.passage import Passage
+from plait.parallel.offload.passage import ROOMS, Passage
 from plait.parallel.offload.update import Updates
 from plait.world import local_part
 
@@ -63,7 +63,8 @@ class Offload:
                 if (place := stream.place_of(param)) is not None:
                     targets[index] = stream.target(place, targets[index].shape)
                     sinks[index] = None if not stream.in_files else partial(stream.put, place)
-        self.lanes = Lanes(device, fake=any(is_fake(target) for target in targets))
+        # One lane each way: whoever writes weights on the host must know what still reads them.
+        self.lanes = Lanes(device, fake=is_fake(targets[0])) if stream is None else stream.lanes
         self.options = options
         spans = plan_spans(
             [target.numel() for target in targets], order, limit=options.limit, home=options.home, ratio=options.ratio
@@ -98,6 +99,24 @@ class Offload:
         if span.home == "cpu" or self.lanes.fake:
             return nn.Parameter(host_empty(*target.shape, dtype=dtype))
         return nn.Parameter(torch.empty((), dtype=dtype).expand(target.shape))
+
+    def host_bytes(self) -> float:
+        """Host memory that this takes, after a step: masters, states, gradients on their way, and rooms."""
+        optimizer, total = self._updates.optimizer, 0.0
+        bucket_bytes = []
+        for bucket in self.buckets:
+            if bucket.span.home == "device":
+                continue
+            size = sum(master.nbytes for master in bucket.masters)
+            if optimizer is not None:
+                states = (value for master in bucket.masters for value in optimizer.state.get(master, {}).values())
+                size += sum(int(getattr(value, "nbytes", 0)) for value in states)
+            grads = sum(target.nbytes for target in bucket.targets)
+            if bucket.span.home == "cpu":
+                total += size + grads * (3 if self.options.delayed else 1)
+            else:
+                bucket_bytes.append(size)
+        return total + ROOMS * max(bucket_bytes, default=0) + (self.stream.host_bytes() if self.stream else 0)
 
     # ---- at the start
 

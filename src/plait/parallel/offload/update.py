@@ -35,8 +35,8 @@ class Updates:
         self._lanes = lanes
         self._passage = passage
         self._delayed = delayed
-        self._optimizer: Optimizer | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="plait-offload")
+        self.optimizer: Optimizer | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="plait-offload", initializer=lanes.enter_thread)
         self._wide = Scratch(lanes)
         self._narrow = [Scratch(lanes) for _ in range(_STAGES)]
         self._turn = 0
@@ -46,7 +46,7 @@ class Updates:
 
     def attach(self, optimizer: Optimizer) -> None:
         """Learn what updates the weights."""
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         for bucket in self._buckets:
             bucket.optimizer = twin(optimizer, bucket.masters)
 
@@ -54,13 +54,13 @@ class Updates:
 
     def begin(self, sent: dict[int, Sent], factor: float, clip_value: float | None) -> None:
         """Update all buckets with these gradients times `factor`; returns while that is going on."""
-        assert self._optimizer is not None
+        assert self.optimizer is not None
         self.finish()
         self.show_late()
         marks = self._lanes.mark(), self._lanes.mark_back()
         for bucket in self._buckets:
             assert bucket.optimizer is not None
-            copy_options(self._optimizer, bucket.optimizer)
+            copy_options(self.optimizer, bucket.optimizer)
             grads = [sent[index] for index in bucket.span.indices]
             if bucket.span.home == "device":
                 rooms = [None if _shares(master, target) else target for _, master, target in bucket.items()]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.config.model import HFConfig
-from plait.config.posttrain import PosttrainConfig, SftConfig, TaskData
+from plait.config.posttrain import ExampleData, PosttrainConfig, SftConfig, TaskData
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, DataError, Problem
 from plait.posttrain.data.datasets import AnswerRows, PadAnswers, PadPairs, PairRows, Row
@@ -74,10 +74,13 @@ def prepare_data(config: RunConfig) -> PhaseData:
     assert phase is not None
     account = Account()
     pairs = phase in ("reward", "dpo")
-    examples = list(_examples(section, account, pairs=pairs))
+    examples = list(_examples(section.data, section, account, pairs=pairs))
     if not examples:
         raise DataError(f"no example is left of posttrain.data: {account}")
-    parts = split(examples, phase, data_split=section.data_split, val_fraction=section.val_fraction)
+    held = 0.0 if section.val_data else section.val_fraction
+    parts = split(examples, phase, data_split=section.data_split, val_fraction=held)
+    if section.val_data:
+        parts = parts[0], list(_examples(section.val_data, section, account, pairs=pairs))
     folder = _folder(config, section)
     tokenizer = _tokenizer(config, section, folder, examples)
     _check_vocabulary(config, tokenizer)
@@ -97,8 +100,10 @@ def prepare_data(config: RunConfig) -> PhaseData:
     return PhaseData(train, val if len(val) else None, collate, tokenizer, template, account, parts)
 
 
-def _examples(section: PosttrainConfig, account: Account, *, pairs: bool) -> Iterator[Example]:
-    for source in section.data:
+def _examples(
+    sources: Sequence[ExampleData], section: PosttrainConfig, account: Account, *, pairs: bool
+) -> Iterator[Example]:
+    for source in sources:
         if isinstance(source, TaskData):
             yield from make_task(source).examples(source.samples)
             continue

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from plait.errors import CheckpointError, ModelError
 from plait.posttrain.lora.attach import AdapterSpec, lora_layers
-from plait.posttrain.lora.layer import features_of, is_linear, is_transposed
+from plait.posttrain.lora.layer import is_linear, is_transposed
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -51,9 +51,8 @@ class Adapter:
         problems = [f"{name}: the model has no adapter there" for name in self.layers if name not in have]
         problems += [f"{name}: not in the file" for name in sorted(have - set(self.layers))]
         for name in have & set(self.layers):
-            inputs, outputs = features_of(model.get_submodule(name))
-            wanted = {"lora_A": (self.spec.rank, inputs), "lora_B": (outputs, self.spec.rank)}
-            for key, shape in wanted.items():
+            for key in ("lora_A", "lora_B"):
+                shape = tuple(model.get_parameter(f"{name}.{key}.weight").shape)
                 found = tuple(self.tensors[f"{name}.{key}.weight"].shape)
                 if found != shape:
                     problems.append(f"{name}.{key}: {found} in the file, {shape} in the model")
@@ -122,12 +121,13 @@ def save_adapter(
     *,
     transposed: bool = False,
     base: str | None = None,
-    task: str | None = "CAUSAL_LM",
+    task: str | None = None,
 ) -> Path:
     """Write an adapter, and read it back to be sure that it is there.
 
     `tensors` are whole, by their names in the model: `….lora_A.weight`, `….lora_B.weight`. `transposed`: the layers
-    are `Conv1D` of `transformers`.
+    are `Conv1D` of `transformers`. `task` is the word of `peft` for what the model does (`CAUSAL_LM`); it then expects
+    a model that generates as those of `transformers` do.
     """
     folder = Path(path)
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

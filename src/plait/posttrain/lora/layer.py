@@ -102,6 +102,8 @@ def _move(model: nn.Module, sign: float) -> int:
             continue
         if any(is_sharded(param) for param in module.parameters()):
             raise ModelError("an adapter of a sharded model cannot be merged in place; merge what was saved of it")
+        if "weight" not in module._parameters:
+            raise ModelError("an adapter cannot be merged into a matrix of 4 or 8 bits; build the model with full ones")
         with torch.no_grad():
             change = difference(layer.lora_A.weight, layer.lora_B.weight, layer.lora_scale)
             layer.weight.add_(change.t() if is_transposed(module) else change, alpha=sign)

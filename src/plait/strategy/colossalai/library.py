@@ -29,6 +29,7 @@ def load_colossalai(world: World) -> Any:
     if kind not in ("cuda", "npu"):
         message = f"colossalai {colossalai.__version__} trains on cuda or npu, and this is {kind}"
         raise ConfigError(Problem("strategy.engine", message, "Use `engine: native`, or a machine with a GPU."))
+    warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     return colossalai

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from plait.config.optim import AdamConfig, AdamWConfig
 from plait.config.run import RunConfig
 from plait.optim import build_schedule
 from plait.strategy.colossalai.engine import ColossalEngine
@@ -32,6 +33,8 @@ def prepare_colossalai(
     """Make a model ready to train with ColossalAI, as `config` says; `example` is what other engines look at."""
     length = length or Length()
     colossalai = load_colossalai(world)
+    if config.strategy.plugin == "gemini":
+        say("gemini: no run of more than one step has been compared with the native engine; see docs/engines.md")
     built = build_whole(config, world, model)
     booster = colossalai.booster.Booster(plugin=make_plugin(config))
     boosted, wrapper = _boost(booster, built, config, world)
@@ -61,9 +64,23 @@ def prepare_colossalai(
 def _boost(booster: Any, built: Built, config: RunConfig, world: World) -> tuple[Any, Any]:
     built.module.to(world.device)
     if config.strategy.plugin != "torch_fsdp":
-        boosted, wrapper, *_ = booster.boost(built.module, built.optimizer(config))
+        optimizer = _own_adam(built, config) if config.strategy.plugin == "gemini" else built.optimizer(config)
+        boosted, wrapper, *_ = booster.boost(built.module, optimizer)
         return boosted, wrapper
     # The plugin would make the optimizer anew without its groups; made after the model is cut, it need not be.
     boosted, *_ = booster.boost(built.module)
     plugins = importlib.import_module("colossalai.booster.plugin.torch_fsdp_plugin")
     return boosted, plugins.FSDPOptimizerWrapper(built.optimizer(config), boosted)
+
+
+def _own_adam(built: Built, config: RunConfig) -> Any:
+    """ColossalAI's Adam, which is all that Gemini takes; with the groups that the run's own would have."""
+    assert isinstance(config.optim, AdamWConfig | AdamConfig)
+    kind = importlib.import_module("colossalai.nn.optimizer").HybridAdam
+    groups = [
+        {key: value for key, value in group.items() if key in ("params", "lr", "weight_decay")}
+        for group in built.optimizer(config).param_groups
+    ]
+    optim = config.optim
+    decoupled = isinstance(optim, AdamWConfig)
+    return kind(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, adamw_mode=decoupled)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from plait.strategy.foreign.states import PlainStates, States
+from plait.world import all_gather_flat
 
 
 def states_of(model: Any, optimizer: Any) -> States:
@@ -46,7 +47,7 @@ class SplitStates(States):
             return mine
         mine = mine.detach().to(param.device).contiguous()
         every = mine.new_empty(mine.numel() * dist.get_world_size())
-        dist.all_gather_into_tensor(every, mine)
+        all_gather_flat(every, mine)
         return every[: param.numel()].view(param.shape)
 
     def write(self, param: Any, key: str | None, whole: Tensor) -> None:
@@ -67,7 +68,7 @@ class ScatteredStates(States):
 
     def _ranks_of(self, param: Any) -> dict[str, int]:
         """Each state's name and number of dimensions, as ranks know it that have a part."""
-        mine = {key: value.ndim for key, value in self.state(param).items() if isinstance(value, Tensor)}
+        mine = {key: getattr(value, "ndim", 0) for key, value in self.state(param).items()}
         found: dict[str, int] = first_of(mine or None) or {}
         return found
 
@@ -129,12 +130,17 @@ class FlatParamStates(ScatteredStates):
         """The same place."""
         self.write(param, None, whole)
 
+    def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, whole: bool) -> None:
+        """Make room where there is a part; elsewhere the optimizer never steps, and its count would stand still."""
+        if self._place(param)[0].in_shard:
+            super().allocate(param, key, shape, dtype, whole=whole)
 
     def publish(self) -> None:
         """Let go of the whole that a forward pass without a backward pass leaves behind; it would be used again."""
         handle = self._model._handle
-        handle.reshard(free_unsharded_flat_param=True)
-        handle.post_reshard()
+        if hasattr(handle.flat_param, "_local_shard"):  # not before the first forward pass
+            handle.reshard(free_unsharded_flat_param=True)
+            handle.post_reshard()
 
 
 class ChunkStates(ScatteredStates):
@@ -158,8 +164,10 @@ class ChunkStates(ScatteredStates):
         if key is None:
             found: Tensor = self._model.state_dict(only_rank_0=False)[self._names[id(param)]]
             return found.to(param.device).float()
-        state = self._wrapper.collect_states(self._ids[id(param)], only_rank_0=False)[key]
-        return torch.as_tensor(state, dtype=torch.float32).to(param.device).view(() if key == "step" else param.shape)
+        number = self._ids[id(param)]
+        state = self._wrapper.collect_states(number, only_rank_0=False)[key]
+        shape = () if key == "step" else self._wrapper.params_info["id2shape"][number]
+        return torch.as_tensor(state, dtype=torch.float32).to(param.device).view(shape)
 
     def write(self, param: Any, key: str | None, whole: Tensor) -> None:
         """Kept until `publish`, which loads all weights at once; states at once."""
@@ -167,8 +175,10 @@ class ChunkStates(ScatteredStates):
             self._written[self._names[id(param)]] = whole
         elif self._ids[id(param)] in self._wrapper.id_to_fake_params:
             self._wrapper.load_single_param_states(self._ids[id(param)], {key: whole})
-            if key == "step":  # it would become a bare number, which torch's own optimizers no longer take
-                self.state(param)[key] = whole.detach().clone().float().cpu()
+
+    def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, whole: bool) -> None:
+        """Gemini makes room as it loads."""
+        self.write(param, key, torch.zeros(shape, dtype=dtype, device=param.device))
 
     def write_computing(self, param: Any, whole: Tensor) -> None:
         """With the others."""

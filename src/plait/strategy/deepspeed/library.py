@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import warnings
 from typing import Any
 
 import torch.distributed as dist
@@ -47,6 +48,7 @@ def load_deepspeed(world: World, say: Say) -> Any:
         logging.disable(before)
     logger = logging.getLogger("DeepSpeed")
     logger.handlers[:] = [_Relay(say)] if world.is_main else [logging.NullHandler()]
+    warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
     if not dist.is_initialized():
         # DeepSpeed wants a process group even of one, and would look for MPI to make it.
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

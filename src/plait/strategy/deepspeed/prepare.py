@@ -43,6 +43,7 @@ def prepare_deepspeed(
     if config.precision.compute == "fp16" and not deepspeed.accelerator.get_accelerator().is_fp16_supported():
         message = f"DeepSpeed has no fp16 on this {world.device.type}"
         raise ConfigError(Problem("precision.compute", message, "Write `bf16`, or use `engine: native`."))
+    _check_files(deepspeed, described)
     built = build_whole(config, world, model)
     if DTYPES[config.precision.compute].itemsize < 4:
         widen_norms(built.module)
@@ -84,6 +85,17 @@ def _initialize(deepspeed: Any, built: Built, described: dict[str, Any], config:
     except ValidationError as error:
         raise ConfigError([_problem(entry["loc"], entry["msg"]) for entry in error.errors()]) from None
     return theirs
+
+
+def _check_files(deepspeed: Any, described: dict[str, Any]) -> None:
+    """Refuse states in files where DeepSpeed cannot build what reads them."""
+    for section in ("offload_optimizer", "offload_param"):
+        if told(described, "zero_optimization", section, "device") != "nvme":
+            continue
+        if not deepspeed.ops.op_builder.AsyncIOBuilder().is_compatible(verbose=False):
+            message = "nvme needs DeepSpeed's operation async_io, which cannot be built here: libaio is missing"
+            remedy = "Install libaio-dev (Debian) or libaio-devel, or write `device: cpu`."
+            raise ConfigError(Problem(f"strategy.config.zero_optimization.{section}.device", message, remedy))
 
 
 def _problem(place: tuple[int | str, ...], message: str) -> Problem:

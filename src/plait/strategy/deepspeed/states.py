@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from plait.errors import CheckpointError
 from plait.strategy.foreign.states import PlainStates, States
+from plait.world import all_gather_flat
 
 
 def states_of(wrapper: Any, stage: int) -> States:
@@ -108,7 +109,7 @@ class PartitionedStates(States):
             return scalar
         mine: Tensor = self.wrapper.get_local_fp32_param(param, key).detach().contiguous()
         every = mine.new_empty(mine.numel() * dist.get_world_size())
-        dist.all_gather_into_tensor(every, mine)
+        all_gather_flat(every, mine)
         return every[: param.ds_numel].view(param.ds_shape)
 
     def write(self, param: Any, key: str | None, whole: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -129,16 +130,15 @@ class OffloadedUpdater(Updater):
 
     _views: OffloadedViews
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stays_on_device = False  # the host must know the norm to begin
+
     def _norm(self, grads: list[Tensor]) -> float:
         return norm_of(self._views.norms(), self._views.norm_group, self._views.norm_weights)
 
     def _apply(self, grads: list[Tensor], norm: float, factor: float) -> None:
         self._views.store.begin(self._clipped(norm, factor), self.clip_value)
-
-    @property
-    def stays_on_device(self) -> bool:
-        """Never: the host must know the norm to begin."""
-        return False
 
 
 class Offloading:
@@ -197,8 +197,10 @@ class Offloading:
         sizes = [part.numel() for part in parts]
         dtypes = [self._master_dtype(part) for part in parts]
         folder = offload_folder(self._config) if offload.uses_files else None
-        if not is_fake(parts[0]):  # a plan has its own account
+        if not is_fake(parts[0]):
             check_space(self._config, self._world, sizes, folder)
+        else:  # a plan has its own account
+            self._say("offload: the time of the update on the host is not in this plan")
         limit = numbers_in_a_bucket(self._config, sizes, names)
         home: Home = "nvme" if offload.optimizer == "nvme" else "cpu"
         options = OffloadOptions(home, limit, offload.ratio, offload.delayed, folder)

@@ -35,6 +35,7 @@ from plait.parallel import compiling, materialize, recompute
 from plait.parallel.initializer import Initializer, Writes, find_initializer
 from plait.parallel.offload.activations import offload_activations
 from plait.parallel.replicate import GradientBuckets
+from plait.parallel.tiles import tile_layers
 from plait.parallel.units import Unit, find_units
 from plait.precision import FP32_MODULES, LossScaler, Policy, make_policy
 from plait.strategy.native.engine import Gradients, NativeEngine
@@ -106,6 +107,7 @@ def prepare_native(
         auto_count = activations.units_to_recompute(module, all_units[0], example, config=config, world=world)
     compiled = []
     for part, units in zip(parts, all_units, strict=True):
+        tile_layers(part, strategy.tiles)
         recompute.apply_recompute(units, strategy.recompute, auto_count=auto_count)
         offload_activations(units, strategy.offload.activations, device)  # around recomputing, whose inputs travel
         compiled += _compile(part, units, config, device, sharded=sharded or bool(stages), say=say)

@@ -41,13 +41,10 @@ class Updater:
         self._guard = config.guard
         self._device = device
         self._fused = supports_grad_scale(optimizer)
+        self.stays_on_device = device.type == "cuda"
+        """Whether a step is decided by the device itself where the optimizer can, so that the host need not wait."""
         self._skips = config.guard.enabled or scaler is not None
         self._bare_step = bare_step(optimizer)
-
-    @property
-    def stays_on_device(self) -> bool:
-        """Whether a step is decided by the device itself where the optimizer can, so that the host need not wait."""
-        return self._device.type == "cuda"
 
     @property
     def _folds_scale(self) -> bool:

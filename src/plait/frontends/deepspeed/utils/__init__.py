@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from importlib import import_module
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from plait.parallel.materialize import assign_whole
 from plait.strategy import ManualEngine
 
 __all__ = [
+    "OnDevice",
     "RepeatingLoader",
     "log_dist",
     "logger",
@@ -39,6 +41,29 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
             logger.log(level, "[Rank %s] %s", rank, message)
         else:
             print(f"[Rank {rank}] {message}", flush=True)
+
+
+class OnDevice:
+    """Models that are built inside have this device and format; with `meta`, `initialize` gives them values."""
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
+        self._dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+        self._device = torch.device(device)
+        self._enabled = enabled
+        self._before = torch.get_default_dtype()
+
+    def __enter__(self) -> None:
+        if self._enabled:
+            self._before = torch.get_default_dtype()
+            torch.set_default_dtype(self._dtype)
+            self._device.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._enabled:
+            self._device.__exit__(kind, error, trace)
+            torch.set_default_dtype(self._before)
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 from plait.errors import ConfigError, Problem
 from plait.frontends.mmengine.hooks.hook import Hook
 from plait.frontends.mmengine.registry import HOOKS
+from plait.frontends.mmengine.visualization import Visualizer
 
 
 @HOOKS.register_module()
@@ -56,7 +57,7 @@ class LoggerHook(Hook):
         if self.every_n_inner_iters(batch_idx, self.interval) or (last and short):
             tag, line = runner.log_processor.get_log_after_iter(runner, batch_idx, "train")
             runner.logger.info(line)
-            runner.visualizer.add_scalars(tag, step=runner.iter + 1, mode="train")
+            _show(runner, tag, runner.iter + 1, "train")
 
     def after_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """A line, when it is due."""
@@ -75,12 +76,18 @@ class LoggerHook(Hook):
         tag, line = runner.log_processor.get_log_after_epoch(runner, len(runner.val_dataloader), "val")
         runner.logger.info(line)
         step = runner.epoch if self.log_metric_by_epoch else runner.iter
-        runner.visualizer.add_scalars(tag, step=step if runner.is_training else 0, mode="val")
+        _show(runner, tag, step if runner.is_training else 0, "val")
 
     def after_test_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
         """A line with the metrics, and a file of them."""
         tag, line = runner.log_processor.get_log_after_epoch(runner, len(runner.test_dataloader), "test")
         runner.logger.info(line)
-        runner.visualizer.add_scalars(tag, step=0, mode="test")
+        _show(runner, tag, 0, "test")
         if runner.world.is_main:
             (runner.log_dir / f"{runner.timestamp}.json").write_text(json.dumps(tag, default=str))
+
+
+def _show(runner: Any, tag: dict[str, Any], step: int, mode: str) -> None:
+    """Hand numbers to the visualizer; one of MMEngine's own does not ask of which phase they are."""
+    more = {"mode": mode} if isinstance(runner.visualizer, Visualizer) else {}
+    runner.visualizer.add_scalars(tag, step=step, **more)

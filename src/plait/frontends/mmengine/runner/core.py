@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from plait.errors import ConfigError, ModelError, Problem, TrainingError
+from plait.config.words import choose
+from plait.errors import ConfigError, ModelError, Problem
 from plait.frontends.account import Answer
 from plait.frontends.mmengine.config import Config
 from plait.frontends.mmengine.dist import sync_random_seed
@@ -20,24 +21,31 @@ from plait.frontends.mmengine.logging import MessageHub, make_logger
 from plait.frontends.mmengine.model.base_model import BaseModel, call_with
 from plait.frontends.mmengine.optim import build_optim_wrapper
 from plait.frontends.mmengine.registry import LOG_PROCESSORS, MODELS
+from plait.frontends.mmengine.runner.checkpoints import Checkpoints
 from plait.frontends.mmengine.runner.dataloader import build_dataloader
-from plait.frontends.mmengine.runner.describe import build_strategy, check_trio, finish, read_compile, read_wrapper
+from plait.frontends.mmengine.runner.describe import (
+    build_strategy,
+    check_batch,
+    check_trio,
+    finish,
+    known_arguments,
+    read_compile,
+    read_wrapper,
+)
 from plait.frontends.mmengine.runner.environment import check_launcher, read_environment, seed_process
-from plait.frontends.mmengine.runner.facts import Facts
-from plait.frontends.mmengine.runner.folders import last_checkpoint
 from plait.frontends.mmengine.runner.hook_table import HookTable
 from plait.frontends.mmengine.runner.phases import Phases, by_epoch
 from plait.frontends.mmengine.runner.saving import Saver
 from plait.frontends.mmengine.runner.schedules import build_schedulers, scale_rates
 from plait.frontends.mmengine.strategy.table import Sheet
-from plait.frontends.mmengine.visualization import build_visualizer
+from plait.frontends.mmengine.visualization import Visualizer, build_visualizer
 from plait.precision import make_policy
 from plait.spec import Phase
 from plait.strategy.native.manual import ManualEngine, prepare_manual
 from plait.world import detect_ranks, on_main, open_world, restore_rng_state, rng_state
 
 
-class BaseRunner(Facts):
+class BaseRunner(Checkpoints):
     """Trains, validates and tests a model as MMEngine's runners do, on Plait's native engine."""
 
     def __init__(
@@ -72,7 +80,18 @@ class BaseRunner(Facts):
         randomness: Mapping[str, Any] | None = None,
         compile: Any = False,
         cfg: Any = None,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            known = known_arguments(BaseRunner)
+            raise ConfigError(
+                [Problem(key, "there is no such argument", choose(key, known, "argument")) for key in unknown]
+            )
+        if default_scope not in (None, "mmengine", "plait"):
+            message = f"{default_scope!r}: names are looked up without a scope"
+            raise ConfigError(
+                Problem("default_scope", message, f"Write type='{default_scope}.Name' where one is meant.")
+            )
         trained = check_trio(
             "train", train_dataloader=train_dataloader, train_cfg=train_cfg, optim_wrapper=optim_wrapper
         )
@@ -154,7 +173,10 @@ class BaseRunner(Facts):
         """The model from its description; one that is a model already stays as it is."""
         if isinstance(model, Mapping):
             more = {} if self._preprocessor is None else {"data_preprocessor": self._preprocessor}
-            model = MODELS.build({**more, **model} if "data_preprocessor" not in model else model)
+            model = MODELS.build({**more, **model})
+        elif self._preprocessor is not None:
+            message = "the model is an object, and has one already"
+            raise ConfigError(Problem("data_preprocessor", message, "Give it to the model, or describe the model."))
         if not isinstance(model, nn.Module):
             message = f"a {type(model).__name__} is no model"
             raise ConfigError(Problem("model", message, "Give a module, or a dict with its type."))
@@ -188,6 +210,8 @@ class BaseRunner(Facts):
             self.optim_wrapper = wrapper
             read_wrapper(wrapper, self.strategy, sheet, self.device)
             optimizer = wrapper.optimizer
+            replicas = self.world.layout.data_parallel
+            check_batch(sheet.sections.get("batch", {}), self.batch_total // replicas, replicas)
             if self._auto_scale is not None:
                 scale_rates(self, wrapper, self._auto_scale)
         self.config = finish(
@@ -235,12 +259,13 @@ class BaseRunner(Facts):
         if self.phases.has("val"):
             self.phases.loop("val")  # what is wrong with it shows now, not after the first epoch
         self._tell()
-        self.call_hook("before_run")
-        self.load_or_resume()
-        self.optim_wrapper.initialize_count_status(self.model, loop.iter, loop.max_iters)
-        loop.run()
-        self.saver.wait()
-        self.call_hook("after_run")
+        with self._shown():
+            self.call_hook("before_run")
+            self.load_or_resume()
+            self.optim_wrapper.initialize_count_status(self.model, loop.iter, loop.max_iters)
+            loop.run()
+            self.saver.wait()
+            self.call_hook("after_run")
         return self.model  # type: ignore[no-any-return]
 
     def val(self) -> dict[str, float]:
@@ -253,11 +278,22 @@ class BaseRunner(Facts):
 
     def _evaluate(self, mode: str) -> dict[str, float]:
         loop, _ = self.phases.loop(mode), self.engine
-        self.call_hook("before_run")
-        self.load_or_resume()
-        metrics: dict[str, float] = loop.run()
-        self.call_hook("after_run")
+        with self._shown():
+            self.call_hook("before_run")
+            self.load_or_resume()
+            metrics: dict[str, float] = loop.run()
+            self.call_hook("after_run")
         return metrics
+
+    @contextmanager
+    def _shown(self) -> Iterator[None]:
+        """Back ends are open while something happens."""
+        if isinstance(self.visualizer, Visualizer):
+            self.visualizer.open()
+        try:
+            yield
+        finally:
+            self.visualizer.close()
 
     def close(self) -> None:
         """Let files and processes go."""
@@ -271,83 +307,6 @@ class BaseRunner(Facts):
         self.logger.info(f"Hooks will be executed in the following order:\n{self._hooks.info()}")
         if self.world.is_main and len(self.cfg):
             self.cfg.dump(Path(self.work_dir) / (Path(self.cfg.filename).name if self.cfg.filename else "config.py"))
-
-    # ---- checkpoints
-
-    def load_or_resume(self) -> None:
-        """What `load_from` and `resume` ask for, once."""
-        if self._loaded:
-            return
-        self._loaded = True
-        if isinstance(self._resume, str | Path):
-            self.resume(self._resume)
-        elif self._resume and self._load_from is not None:
-            self.resume(self._load_from)
-        elif self._resume:
-            found = on_main(self.world, lambda: last_checkpoint(Path(self.work_dir)))
-            self.logger.info(f"Auto resumed from the latest checkpoint {found}.")
-            if found is not None:
-                self.resume(found)
-        elif self._load_from is not None:
-            self.load_checkpoint(self._load_from)
-
-    def resume(self, filename: str | Path) -> None:
-        """Go on from a checkpoint."""
-        if not self.phases.has("train"):
-            self.load_checkpoint(filename)
-            return
-        self.phases.loop("train")
-        self.saver.resume(filename)
-        self.logger.info(f"resumed epoch: {self.epoch}, iter: {self.iter}")
-
-    def load_checkpoint(self, filename: str | Path) -> None:
-        """Take a checkpoint's weights."""
-        _ = self.engine
-        self.saver.load_weights(filename)
-        self.logger.info(f"Load checkpoint from {filename}")
-
-    def save_checkpoint(
-        self,
-        out_dir: str | Path,
-        filename: str,
-        save_optimizer: bool = True,
-        save_param_scheduler: bool = True,
-        meta: Mapping[str, Any] | None = None,
-        by_epoch: bool | None = True,
-        tidy: Callable[[], None] | None = None,
-    ) -> None:
-        """Write a checkpoint. `by_epoch`: at the end of an epoch, or of an iteration, that is about to be counted."""
-        loop = self.phases.loop("train")
-        epoch = loop.epoch + (by_epoch is True and loop.by_epoch)
-        iteration = loop.iter + (by_epoch is False)
-        step = 0 if by_epoch is True and loop.by_epoch else iteration
-        if loop.by_epoch and step:
-            step = iteration - loop.epoch * len(loop.dataloader)
-        position = {"epoch": epoch, "iter": iteration, "step_in_epoch": step, "batch_total": self.batch_total}
-        self.saver.save(
-            Path(out_dir) / filename.removesuffix(".pth"),
-            position,
-            optimizer=save_optimizer,
-            schedulers=save_param_scheduler,
-            meta=meta,
-            tidy=tidy,
-        )
-
-    def set_position(self, epoch: int, step: int, state: Mapping[str, Any], path: Path) -> None:
-        """Go on at a position of the data that a checkpoint names."""
-        loop = self.phases.loop("train")
-        saved = state.get("batch_total", self.batch_total)
-        if step and saved != self.batch_total:
-            raise TrainingError(
-                f"{path} was saved in the middle of a pass, with batches of {saved} samples over all ranks, and here "
-                f"they have {self.batch_total}: keep batch_size × ranks, or go on from the end of an epoch"
-            )
-        iteration = epoch * len(loop.dataloader) + step if loop.by_epoch else step
-        loop.go_to(epoch, iteration, step if loop.by_epoch else 0)
-
-    def restore_generators(self) -> None:
-        """Random numbers as the checkpoint found them, once a pass that was interrupted is under way again."""
-        self.saver.restore_generators()
 
     # ---- for hooks and loops
 

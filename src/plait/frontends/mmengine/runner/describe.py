@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,13 +80,25 @@ def read_wrapper(wrapper: BaseOptimWrapper, strategy: BaseStrategy, sheet: Sheet
 def finish(sheet: Sheet, **more: Any) -> RunConfig:
     """The run description that the sections make, checked."""
     sheet.account.raise_refusals()
-    sections = {key: value for key, value in sheet.sections.items() if key not in ("optim", "schedule", "batch")}
+    sections = {
+        key: value for key, value in sheet.sections.items() if key != "batch"
+    }  # the loader's, and the wrapper's
     config = parse_sections(**{**sections, **more}).config
     if config.checkpoint.node_local:
         message = "each node would keep its own part, and this front end reads a checkpoint from one place"
         raise ConfigError(Problem("strategy.checkpoint", message, "Leave out `use_node_local_storage`."))
     check(config, has_val=False, require_length=False)
     return config
+
+
+def check_batch(batch: Mapping[str, Any], size: int, ranks: int) -> None:
+    """Raise where a strategy names a batch that is not the loader's, of `size` samples on each rank."""
+    found = {"micro": size, "total": size * int(batch.get("accumulation", 1)) * ranks}
+    names = {"micro": "train_micro_batch_size_per_gpu", "total": "train_batch_size"}
+    for key, value in found.items():
+        if batch.get(key, value) != value:
+            message = f"{batch[key]}, but with `train_dataloader.batch_size` {size} it is {value}"
+            raise ConfigError(Problem(f"strategy.{names[key]}", message, "Leave it out."))
 
 
 def check_trio(kind: str, **parts: Any) -> bool:
@@ -97,6 +110,12 @@ def check_trio(kind: str, **parts: Any) -> bool:
         message = f"there is {there}, but no {absent}; to {kind} needs all of them"
         raise ConfigError(Problem(absent.partition(",")[0], message, "Give all of them, or none."))
     return all(given.values())
+
+
+def known_arguments(runner: Any) -> list[str]:
+    """The names that a runner takes."""
+    parameters = inspect.signature(runner.__init__).parameters.values()
+    return [each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name not in ("self", "cfg")]
 
 
 def misspelt(keys: Any, known: Any) -> list[Problem]:

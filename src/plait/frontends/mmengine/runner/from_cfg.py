@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from plait.errors import ConfigError, Problem
 from plait.frontends.mmengine.config import Config
 from plait.frontends.mmengine.runner.core import BaseRunner
-from plait.frontends.mmengine.runner.describe import misspelt
+from plait.frontends.mmengine.runner.describe import known_arguments, misspelt
 
 _OF_CFG = ("model_wrapper_cfg", "sync_bn", "activation_checkpointing", "efficient_conv_bn_eval", "compile")
 _OF_FILES = ("custom_imports", "runner_type", "env_cfg")
@@ -17,7 +16,7 @@ _OF_FILES = ("custom_imports", "runner_type", "env_cfg")
 
 def arguments_of(cfg: Config | Mapping[str, Any], *, without: tuple[str, ...] = ()) -> dict[str, Any]:
     """The keys that are arguments; others are variables of a file, unless they look like a misspelt argument."""
-    known = [name for name in inspect.signature(BaseRunner.__init__).parameters if name not in ("self", "cfg")]
+    known = known_arguments(BaseRunner)
     problems = misspelt(cfg.keys(), (*known, *_OF_CFG, *_OF_FILES))
     if problems:
         raise ConfigError(problems)

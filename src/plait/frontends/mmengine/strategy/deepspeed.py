@@ -10,6 +10,8 @@ from plait.frontends.deepspeed.config import read_config, translate
 from plait.frontends.mmengine.registry import STRATEGIES
 from plait.frontends.mmengine.strategy.base import BaseStrategy
 
+_MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
+_SINKS = "numbers go where `visualizer` says: write vis_backends=[dict(type='TensorboardVisBackend')]"
 _RUNNERS = {
     "optimizer": "the optimizer is that of `optim_wrapper`: leave it out",
     "scheduler": "schedules are those of `param_scheduler`: leave it out",
@@ -60,10 +62,11 @@ class DeepSpeedStrategy(BaseStrategy):
 
     def translate(self, world_size: int) -> Translation:
         """What the DeepSpeed front end makes of the keys."""
-        keys = {key: value for key, value in self._keys.items() if key not in _RUNNERS}
+        told = [key for key in _MONITORS if dict(self._keys.get(key) or {}).get("enabled")]
+        keys = {key: value for key, value in self._keys.items() if key not in (*_RUNNERS, *told)}
         found = translate(keys, world_size=world_size)
         account = Account(list(found.account.entries))
-        for key, remedy in _RUNNERS.items():
+        for key, remedy in {**_RUNNERS, **dict.fromkeys(told, _SINKS)}.items():
             if key in self._keys:
                 account.add(Answer.REFUSED, f"strategy.{key}", self._keys[key], remedy)
         sections = dict(found.sections)

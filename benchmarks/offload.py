@@ -1,0 +1,296 @@
+"""Training with the optimizer beyond the GPU: Plait's tiers beside DeepSpeed's ZeRO-Offload, on the same Llama.
+
+    python benchmarks/offload.py                                   # 3B and 8B: tokens a second and memory
+    python benchmarks/offload.py --sizes 8b --rows plait-cpu --profile overlap.json
+    python benchmarks/offload.py --sizes 14b,20b,27b,34b --seq 1024 --batch 1 --recompute   # the largest that trains
+    python benchmarks/offload.py --sizes tiny --device cpu         # does every row work?
+
+bf16 compute on fp32 weights, AdamW, gradients clipped to norm 1; one plain Llama for all rows, each row in a process of
+its own, with a time limit. `host GiB` is the process's highest resident memory. `--profile` records two steps of each
+Plait row and says which share of the copies ran while the GPU computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import common
+from common import Result, median
+
+ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+WARMUP = 3
+SIZES: dict[str, dict[str, Any]] = {
+    "8b": {"layers": 32, "dim": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "tied": False},
+    "14b": {"layers": 40, "dim": 5120, "heads": 40, "kv_heads": 8, "ffn": 17408, "tied": False},
+    "20b": {"layers": 48, "dim": 5632, "heads": 44, "kv_heads": 4, "ffn": 19712, "tied": False},
+    "27b": {"layers": 56, "dim": 6144, "heads": 48, "kv_heads": 8, "ffn": 20480, "tied": False},
+    "30b": {"layers": 62, "dim": 6144, "heads": 48, "kv_heads": 8, "ffn": 20480, "tied": False},
+    "34b": {"layers": 60, "dim": 7168, "heads": 56, "kv_heads": 8, "ffn": 20480, "tied": False},
+}
+"""Those that `nets.LLAMAS` does not have; all with the vocabulary of Llama 3."""
+Step = Callable[[Any, Any], Any]
+
+
+def size_of(name: str) -> Any:
+    """A Llama by name."""
+    from nets import LLAMAS, LlamaSize
+
+    return LLAMAS[name] if name in LLAMAS else LlamaSize(vocab=128256, **SIZES[name])
+
+
+# ---- Plait
+
+
+def plait(
+    offload: dict[str, Any] | None, *, zero: int | None = None, optim: str = "AdamW", master: bool = True
+) -> Callable[..., Step]:
+    """Plait's engine with a tier; without `master` the weights themselves are all there is of them."""
+
+    def start(given: argparse.Namespace) -> Step:
+        from nets import Llama
+
+        import plait as library
+
+        strategy: dict[str, Any] = {}
+        if offload is not None:
+            strategy["wrap"] = {"classes": ["LlamaBlock"]}
+            strategy["offload"] = dict(offload)
+            if "nvme" in offload.values():
+                strategy["offload"]["path"] = given.folder
+        if zero is not None:
+            strategy["zero"] = zero
+        if given.recompute:
+            strategy["recompute"] = "full"
+        size = size_of(given.size)
+        engine = library.prepare(
+            lambda: Llama(size),
+            optim={"type": optim, **ADAM, "no_decay": []},
+            precision={"compute": "bf16", "master": master},
+            strategy=strategy,
+            clip_norm=1.0,
+            device=given.device,
+        )
+        return lambda x, y: engine.train_step([(x, y)]).loss
+
+    return start
+
+
+# ---- DeepSpeed
+
+
+def deepspeed(stage: int, *, params: bool = False) -> Callable[..., Step]:
+    """DeepSpeed's ZeRO-Offload, with its own CPU Adam."""
+
+    def start(given: argparse.Namespace) -> Step:
+        common.join_alone()
+        if given.device == "cpu":
+            os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed
+        import torch
+        from nets import Llama
+
+        deepspeed.init_distributed(dist_backend="nccl" if given.device == "cuda" else "gloo")
+        pinned = {"device": "cpu", "pin_memory": given.device == "cuda"}
+        zero: dict[str, Any] = {"stage": stage, "offload_optimizer": pinned, "overlap_comm": True}
+        zero["contiguous_gradients"] = True
+        if params:
+            zero["offload_param"] = pinned
+        config = {
+            "train_micro_batch_size_per_gpu": given.batch,
+            "gradient_clipping": 1.0,
+            "bf16": {"enabled": True},
+            "steps_per_print": 10**9,
+            "zero_optimization": zero,
+            "optimizer": {"type": "AdamW", "params": {**ADAM, "torch_adam": False}},
+        }
+        size = size_of(given.size)
+        if stage == 3:
+            with deepspeed.zero.Init(config_dict_or_path=config):
+                model = Llama(size)
+        else:
+            with torch.device(given.device):
+                torch.set_default_dtype(torch.bfloat16)
+                model = Llama(size)
+                torch.set_default_dtype(torch.float32)
+        if given.recompute:
+            for block in model.blocks:
+                block.forward = _recomputed(block.forward)
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+        def step(x: Any, y: Any) -> Any:
+            loss = engine(x, y)
+            engine.backward(loss)
+            engine.step()
+            return loss.detach()
+
+        return step
+
+    return start
+
+
+def _recomputed(forward: Any) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False)
+
+
+ROWS: dict[str, tuple[str, Callable[..., Step]]] = {
+    "plait-resident": ("Plait, nothing offloaded", plait(None)),
+    "plait-cpu": ("Plait, `offload: cpu`", plait({"optimizer": "cpu"})),
+    "plait-delayed": (
+        "Plait, `offload: {optimizer: cpu, delayed: true}`",
+        plait({"optimizer": "cpu", "delayed": True}),
+    ),
+    "plait-ratio": ("Plait, `offload: {optimizer: cpu, ratio: 0.5}`", plait({"optimizer": "cpu", "ratio": 0.5})),
+    "plait-ratio8": (
+        "Plait, `offload: {optimizer: cpu, ratio: 0.4}`, 8-bit moments",
+        plait({"optimizer": "cpu", "ratio": 0.4}, optim="AdamW8bit"),
+    ),
+    "plait-ratio8-bf16": (
+        "Plait, `offload: {optimizer: cpu, ratio: 0.5}`, 8-bit moments, `master: false`",
+        plait({"optimizer": "cpu", "ratio": 0.5}, optim="AdamW8bit", master=False),
+    ),
+    "plait-nvme": ("Plait, `offload: nvme`", plait({"optimizer": "nvme"})),
+    "plait-params": (
+        "Plait, `zero: 3, offload: {optimizer: cpu, params: cpu}`",
+        plait({"optimizer": "cpu", "params": "cpu"}, zero=3),
+    ),
+    "ds2": ("DeepSpeed, stage 2, optimizer on the CPU", deepspeed(2)),
+    "ds3": ("DeepSpeed, stage 3, optimizer on the CPU", deepspeed(3)),
+    "ds3-params": ("DeepSpeed, stage 3, optimizer and parameters on the CPU", deepspeed(3, params=True)),
+}
+
+
+# ---- measuring
+
+
+def measure(name: str, given: argparse.Namespace) -> Result:
+    """In the child: train, and tell."""
+    import torch
+    from nets import token_walks
+
+    size, cuda = size_of(given.size), given.device == "cuda"
+    torch.manual_seed(0)
+    begin = time.perf_counter()
+    given.folder = tempfile.mkdtemp(dir=given.disk)
+    step = ROWS[name][1](given)
+    ready = time.perf_counter() - begin
+    tokens = token_walks(4 * given.batch, given.seq + 1, size.vocab, seed=1).to(given.device).split(given.batch)
+    batches = [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in tokens]
+    times, loss = [], None
+    for index in range(WARMUP + given.steps):
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter())
+        loss = step(*batches[index % len(batches)])
+    if cuda:
+        torch.cuda.synchronize()
+    times.append(time.perf_counter())
+    seconds = median([after - before for before, after in pairwise(times[WARMUP:])])
+    found = {
+        "seconds": round(seconds, 3),
+        "tokens_per_s": round(given.batch * given.seq / seconds),
+        "tflops": round(given.batch * given.seq * size.flops_per_token(given.seq) / seconds / 1e12, 1),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else None,
+        "host_gib": round(common.memory_mib("VmHWM") / 1024, 1),
+        "ready_s": round(ready, 1),
+        "loss": round(float(loss), 4),
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+    }
+    if given.profile and name.startswith("plait"):
+        found["overlap"] = overlap(step, batches, Path(given.profile).with_stem(f"{Path(given.profile).stem}-{name}"))
+    return found
+
+
+def overlap(step: Step, batches: list[Any], path: Path) -> dict[str, float]:
+    """Shares of the copies each way that ran while a kernel did, in two steps; the trace goes to `path`."""
+    import torch
+
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profile:
+        for batch in batches[:2]:
+            step(*batch)
+        torch.cuda.synchronize()
+    profile.export_chrome_trace(str(path))
+    events = [each for each in json.loads(path.read_text())["traceEvents"] if "dur" in each]
+    spans = {kind: [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == kind] for kind in ("kernel",)}
+    busy = _union(spans["kernel"])
+    found = {}
+    for word in ("DtoH", "HtoD"):
+        copies = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "gpu_memcpy" and word in e["name"]]
+        total = sum(end - begin for begin, end in copies)
+        found[word] = round(sum(_common(copy, busy) for copy in copies) / total, 3) if total else 0.0
+        found[f"{word}_ms"] = round(total / 2e3, 1)
+    return found
+
+
+def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    joined: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _common(span: tuple[float, float], busy: list[tuple[float, float]]) -> float:
+    return sum(max(0.0, min(span[1], end) - max(span[0], begin)) for begin, end in busy)
+
+
+def as_table(found: dict[tuple[str, str], Result]) -> str:
+    """One line a row."""
+    lines = []
+    for (size, name), one in found.items():
+        if "error" in one:
+            lines.append([size, ROWS[name][0], *"–" * 5, f"did not run: {one['error']}"])
+            continue
+        peak = "–" if one["peak_gib"] is None else f"{one['peak_gib']:.1f}"
+        numbers = [f"{one['seconds']:.2f}", f"{one['tokens_per_s']:,}", f"{one['tflops']:.0f}", peak]
+        lines.append([size, ROWS[name][0], *numbers, f"{one['host_gib']:.1f}", f"{one['loss']:.3f}"])
+    head = ["model", "row", "s/step", "tokens/s", "TFLOP/s", "GPU GiB", "host GiB", "last loss"]
+    return common.table(head, lines)
+
+
+def main() -> None:
+    options = common.parser(__doc__, list(ROWS))
+    options.add_argument("--sizes", default="3b,8b", help=f"of tiny, 1b, 3b, {', '.join(SIZES)}")
+    options.add_argument("--size", help=argparse.SUPPRESS)
+    options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options.add_argument("--batch", type=int, default=4, help="rows of a batch")
+    options.add_argument("--seq", type=int, default=2048, help="tokens of a row")
+    options.add_argument("--steps", type=int, default=6)
+    options.add_argument("--recompute", action="store_true", help="recompute every block in the backward pass")
+    options.add_argument("--profile", help="write traces beside this path, and say how much overlaps")
+    options.add_argument("--disk", default=tempfile.gettempdir(), help="folder for files of the nvme tier")
+    options.add_argument("--limit", type=float, default=400.0, help="seconds that one row may take")
+    given = options.parse_args()
+    if given.child is not None:
+        common.reply(lambda: measure(given.child, given))
+    where = common.machine()
+    found: dict[tuple[str, str], Result] = {}
+    for size in given.sizes.split(","):
+        shape = ["--size", size, "--device", given.device, "--batch", given.batch, "--seq", given.seq]
+        shape += ["--steps", given.steps, "--disk", given.disk, *(["--recompute"] if given.recompute else [])]
+        shape += ["--profile", given.profile] if given.profile else []
+        for name in common.chosen(given.rows, list(ROWS)):
+            command = common.itself(__file__, "--child", name, *map(str, shape))
+            said = common.run_child(command, limit=given.limit)
+            found[size, name] = said if "error" in said else said["ranks"][0]
+            common.show(size=size, row=name, **found[size, name])
+    device = next((one["device"] for one in found.values() if "device" in one), given.device)
+    title = f"{device}; {common.say_machine(where)}; {given.batch} × {given.seq} tokens a step, {given.steps} steps"
+    results = {f"{size}/{name}": one for (size, name), one in found.items()}
+    common.finish(given.json, {"machine": where, "results": results}, f"{title}.\n\n{as_table(found)}")
+
+
+if __name__ == "__main__":
+    main()

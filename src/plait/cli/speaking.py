@@ -1,0 +1,170 @@
+"""From a path to something that can be talked to: for `generate`, `chat` and `serve`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from plait.checkpoint import CheckpointFolder, open_checkpoint
+from plait.checkpoint.convert import kind_of, open_source, read_description
+from plait.cli.here import import_from_here
+from plait.config import RunConfig, parse
+from plait.config.model import HFConfig, ModelConfig
+from plait.config.posttrain import PosttrainConfig, TemplateConfig
+from plait.data import tokenizer_path
+from plait.errors import GenerateError, ModelError
+from plait.generate.generator import Generator
+from plait.generate.speaker import Speaker, Turn
+from plait.models import build_model
+from plait.models.portable import from_transformers
+from plait.posttrain.data.records import Message
+from plait.posttrain.data.template import Marked, make_template
+from plait.posttrain.data.tokenizer import NAME, ChatTokenizer, read_tokenizer
+from plait.posttrain.lora.adapter import read_adapter
+from plait.posttrain.lora.attach import attach
+from plait.posttrain.start import fill_all, open_start
+from plait.world import open_world
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_FAMILIES = {"gpt2": "gpt", "llama": "llama", "mixtral": "moe"}
+"""Model types of `transformers` that Plait has a family for, and writes faster with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How to open a model."""
+
+    adapter: str | None = None
+    tokenizer: str | None = None
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """`auto`: bf16 on a GPU, fp32 elsewhere."""
+
+
+def open_speaker(path: str, opening: Opening | None = None) -> Speaker:
+    """Open a run, one of its checkpoints, or a Hugging Face folder, in this one process."""
+    opening, place = opening or Opening(), Path(path)
+    config = None
+    if kind_of(place) == "hf":
+        described = _described(place)
+    else:
+        found = CheckpointFolder(place).find(str(place.absolute()))  # absolute: `auto` is a name here
+        assert found is not None
+        config = parse({**open_checkpoint(found).manifest.state["config"], "strategy": {}}).config
+        if config.model is None:
+            raise ModelError(
+                f"{path} was trained on a model that was given as an object, and nothing here can build it"
+            )
+        if config.phase == "reward":
+            raise ModelError(f"{path} holds a reward model, which judges texts and writes none; open the tuned model")
+        place, described = found, config.model
+    tokenizer = read_tokenizer(_tokenizer(Path(path), place, config, opening))
+    model = _load(str(place), described, opening)
+    write_down, stop = _manner(tokenizer, config, opening, place)
+    generator = Generator(model, decode=tokenizer.decode, context=_context(model, config))
+    return Speaker(Path(path).resolve().name, generator, tokenizer, write_down, stop)
+
+
+def _described(folder: Path) -> ModelConfig:
+    """Our own family for a Hugging Face folder, where there is one; else `transformers` itself."""
+    description = read_description(folder) or {}
+    family = _FAMILIES.get(description.get("model_type", ""))
+    if family is not None:
+        entries = open_source(folder).entries
+        shapes = {name.removeprefix("model."): entry.shape for name, entry in entries.items()}
+        try:
+            adopted = from_transformers(family, description, shapes).config
+        except ModelError:  # a variant that ours cannot compute
+            adopted = None
+        if adopted is not None:
+            return adopted
+    return HFConfig(path=str(folder))
+
+
+def _load(path: str, described: ModelConfig, opening: Opening) -> nn.Module:
+    import_from_here()
+    device = open_world(parse({}).config).device
+    dtype = DTYPES.get(opening.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    with device:
+        model = build_model(described)
+    adapter = None
+    if opening.adapter is not None:
+        adapter = read_adapter(opening.adapter, model)
+        attach(model, adapter.spec, adapter.layers)
+    start = open_start(path, described, adapter, model)
+    assert start is not None, "there is a path, so there are weights"
+    fill_all(model, start)
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def _context(model: nn.Module, config: RunConfig | None) -> int | None:
+    """What the model says itself; a model that does not say sees what it was trained on."""
+    from plait.generate.generator import context_of
+
+    return context_of(model) or (None if config is None else getattr(config.data, "seq_len", None))
+
+
+def _tokenizer(asked: Path, place: Path, config: RunConfig | None, opening: Opening) -> Path:
+    """Where the tokenizer lies: as told, beside the weights, or with the data of the run."""
+    if opening.tokenizer is not None:
+        return Path(opening.tokenizer)
+    section = None if config is None else config.posttrain
+    data = None if config is None or section is not None else tokenizer_path(config.data)
+    if data is not None:
+        return data
+    near = [asked, place, *place.absolute().parents[:2]]
+    named = [section.tokenizer if section else None, getattr(config.model, "path", None) if config else None]
+    for folder in (*near, *(Path(each) for each in named if each)):
+        if folder.is_file() or (folder / NAME).is_file():
+            return folder
+    raise GenerateError(f"there is no {NAME} with {asked}: name one with --tokenizer, a file or the folder of a model")
+
+
+def _manner(
+    tokenizer: ChatTokenizer, config: RunConfig | None, opening: Opening, place: Path
+) -> tuple[Callable[[Sequence[Turn]], list[int]], tuple[int | str, ...]]:
+    """How conversations are written down, and what ends an answer."""
+    section = (config.posttrain if config is not None else None) or PosttrainConfig()
+    folders = (
+        opening.tokenizer,
+        section.tokenizer,
+        getattr(config.model, "path", None) if config else None,
+        str(place),
+    )
+    folder = next((Path(each) for each in folders if each is not None and Path(each).is_dir()), place)
+    words = section.template
+    if (config is None or config.phase is None) and _has_template(folder):
+        words = TemplateConfig(kind="tokenizer")
+    template = make_template(words, tokenizer, folder)
+    ends: dict[int | str, None] = dict.fromkeys([tokenizer.end, *_ends(folder)])
+    if isinstance(template, Marked):
+        mark = tokenizer.token_id(words.end)
+        ends[words.end if mark is None else mark] = None
+
+    def write_down(turns: Sequence[Turn]) -> list[int]:
+        return template.prompt([Message(turn.role, turn.content) for turn in turns])
+
+    return write_down, tuple(ends)
+
+
+def _has_template(folder: Path) -> bool:
+    return (folder / "chat_template.jinja").is_file() or "chat_template" in _json(folder / "tokenizer_config.json")
+
+
+def _ends(folder: Path) -> list[int]:
+    """The tokens that end an answer, as a Hugging Face folder says."""
+    found = _json(folder / "generation_config.json").get("eos_token_id")
+    return [found] if isinstance(found, int) else list(found or ())
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

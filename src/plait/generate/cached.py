@@ -1,0 +1,160 @@
+"""Plait's own decoders with a cache of keys and values.
+
+[Note: rows are padded behind]
+Prompts of unequal length start at the same place, and what fills them up comes after. So reading them is plainly
+causal: the same positions, the same kernel and no mask, as in training. What the filling leaves in the cache lies
+behind each row's end, where a mask hides it until a new token overwrites it. Every row writes at its own end.
+
+The models know nothing of this. How an `Attention` mixes tokens is a function that can be exchanged, as context
+parallelism does it; here one with a memory takes its place, and is taken out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
+
+from plait.generate.decoder import Call, Decoder, lengths_of, padded
+from plait.models.common.attention import Attention
+
+SLOTS = 64
+"""The cache is a multiple of so many tokens long: kernels that take a mask want its rows aligned."""
+
+
+class Cache:
+    """Where the rows end, and what attention may see; shared by all layers."""
+
+    def __init__(self, lengths: Tensor, longest: int, room: int, dtype: torch.dtype) -> None:
+        self.slots = -(-(longest + room) // SLOTS) * SLOTS
+        self.lengths = lengths
+        self.numbers = torch.arange(len(lengths), device=lengths.device)
+        self.reading = True
+        """Whether prompts are being read; else, each row gets one token."""
+        places = torch.arange(self.slots, device=lengths.device)
+        self.mask = torch.zeros(len(lengths), self.slots, device=lengths.device, dtype=dtype)
+        self.mask.masked_fill_(places >= lengths[:, None], float("-inf"))
+
+    def open(self) -> Tensor:
+        """Let each row see the place of its next token; returns these places."""
+        places = self.lengths.clamp(max=self.slots - 1)
+        self.mask.scatter_(1, places[:, None], 0.0)
+        return places
+
+    def keep(self, rows: Tensor) -> None:
+        """Forget the others."""
+        self.lengths, self.mask = self.lengths[rows], self.mask[rows]
+        self.numbers = self.numbers[: len(rows)]
+
+
+class Remembering:
+    """Attention of one layer over all that its rows have seen."""
+
+    def __init__(self, attend: Any, cache: Cache) -> None:
+        self._attend = attend
+        self._cache = cache
+        self._keys = self._values = torch.empty(0)
+        self.places = torch.empty(0)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dropout: float = 0.0
+    ) -> Tensor:
+        """Attention over (batch, heads, tokens, head_dim), as `attend`."""
+        cache = self._cache
+        if cache.reading:
+            self._keys, self._values = (self._started(each) for each in (k, v))
+            answer: Tensor = self._attend(q, k, v, mask, dropout)
+            return answer
+        self._keys[cache.numbers, :, self.places] = k[:, :, 0]
+        self._values[cache.numbers, :, self.places] = v[:, :, 0]
+        # The queries of a group stand in for tokens of one head: no key or value is repeated for them.
+        batch, heads, _, width = q.shape
+        grouped = q.reshape(batch, k.shape[1], -1, width)
+        allowed = cache.mask.to(q.dtype)[:, None, None].expand(-1, k.shape[1], grouped.shape[2], -1)
+        y = F.scaled_dot_product_attention(grouped, self._keys, self._values, attn_mask=allowed)
+        return y.reshape(batch, heads, 1, width)
+
+    def _started(self, x: Tensor) -> Tensor:
+        batch, heads, tokens, width = x.shape
+        room = x.new_zeros(batch, heads, self._cache.slots, width)
+        room[:, :, :tokens] = x
+        return room
+
+    def keep(self, rows: Tensor) -> None:
+        """Forget the others."""
+        self._keys, self._values = self._keys[rows], self._values[rows]
+
+
+class CachedDecoder(Decoder):
+    """For models whose attention is Plait's own; see [Note: rows are padded behind]."""
+
+    def __init__(self, model: nn.Module, device: torch.device, *, call: Call | None = None) -> None:
+        """`call` is what calls the model, where that is not the model itself."""
+        self._call = model if call is None else call
+        self._device = device
+        self._attentions = [module for module in model.modules() if isinstance(module, Attention)]
+        self._usual: list[Any] = []
+        self._layers: list[Remembering] = []
+        self._cache: Cache | None = None
+        self._last: Tensor | None = None
+        self._hook: Any = None
+        self._head: Any = model.head
+        # A mixture may look at sizes that are data, and what calls a sharded model gathers weights: neither can be
+        # recorded.
+        mixed = any(type(part).__name__ == "Experts" for part in model.modules())
+        self.capturable = device.type == "cuda" and call is None and not mixed
+
+    def begin(self, prompts: Sequence[Sequence[int]], room: int) -> Tensor:
+        """Read the prompts; of the last token of each, the logits."""
+        self.close()
+        rows, lengths = padded(prompts, self._device), lengths_of(prompts, self._device)
+        dtype = self._attentions[0].q.weight.dtype
+        self._cache = Cache(lengths, rows.shape[1], room, dtype)
+        self._usual = [attention.attend for attention in self._attentions]
+        self._layers = [Remembering(attend, self._cache) for attend in self._usual]
+        for attention, layer in zip(self._attentions, self._layers, strict=True):
+            attention.attend = layer
+        # Logits of every place would be the largest tensor by far, and one of each row is wanted.
+        self._hook = self._head.register_forward_pre_hook(self._only_last)
+        self._last = lengths - 1
+        logits: Tensor = self._call(input_ids=rows)
+        self._last = None
+        self._cache.reading = False
+        return logits[:, 0]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """One token to each row, at its own end."""
+        cache = self._cache
+        assert cache is not None, "begin comes first"
+        places = cache.open()
+        for layer in self._layers:
+            layer.places = places
+        logits: Tensor = self._call(input_ids=tokens[:, None], positions=places[:, None])
+        cache.lengths.add_(1)
+        return logits[:, 0]
+
+    def keep(self, rows: Tensor) -> None:
+        """Forget the others."""
+        assert self._cache is not None, "begin comes first"
+        self._cache.keep(rows)
+        for layer in self._layers:
+            layer.keep(rows)
+
+    def close(self) -> None:
+        """Give every layer its usual attention back."""
+        for attention, attend in zip(self._attentions, self._usual, strict=False):
+            attention.attend = attend
+        if self._hook is not None:
+            self._hook.remove()
+        self._usual, self._layers, self._cache, self._hook = [], [], None, None
+
+    def _only_last(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self._last is None:
+            return None
+        hidden: Tensor = args[0]
+        last = self._last[:, None, None].expand(-1, 1, hidden.shape[-1])
+        return (hidden.gather(1, last), *args[1:])

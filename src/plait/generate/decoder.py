@@ -1,0 +1,84 @@
+"""What reads prompts and then goes on token by token: the surface, and the plain way."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Call = Callable[..., Any]
+"""A model, or what calls it."""
+
+
+class Decoder(ABC):
+    """A batch of rows that grow. One object serves one batch at a time, and `close` lets go of its memory."""
+
+    capturable = False
+    """Whether `step` may be recorded in a CUDA graph."""
+
+    @abstractmethod
+    def begin(self, prompts: Sequence[Sequence[int]], room: int) -> Tensor:
+        """Read the prompts, with room for so many more tokens; returns the logits of what comes next, one row each."""
+
+    @abstractmethod
+    def step(self, tokens: Tensor) -> Tensor:
+        """Add one token to each row; returns the logits of what comes next.
+
+        Beyond the room that was asked for, it goes on without an error and without a meaning.
+        """
+
+    @abstractmethod
+    def keep(self, rows: Tensor) -> None:
+        """Forget all rows but these."""
+
+    def close(self) -> None:  # noqa: B027  # most hold nothing but tensors
+        """Let go of the batch, and leave the model as it was."""
+
+
+def padded(prompts: Sequence[Sequence[int]], device: torch.device, *, room: int = 0, left: bool = False) -> Tensor:
+    """Rows of unequal length as one tensor, filled up with zeros."""
+    width = max(len(prompt) for prompt in prompts) + room
+    rows = torch.zeros(len(prompts), width, dtype=torch.int64)
+    for row, prompt in zip(rows, prompts, strict=True):
+        start = width - len(prompt) if left else 0
+        row[start : start + len(prompt)] = torch.tensor(prompt)
+    return rows.to(device)
+
+
+def lengths_of(prompts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """How long each prompt is."""
+    return torch.tensor([len(prompt) for prompt in prompts], device=device)
+
+
+class PlainDecoder(Decoder):
+    """Computes whole rows anew for every token. Needs nothing of a model but logits, and is the measure of others."""
+
+    def __init__(self, call: Call, device: torch.device) -> None:
+        self._call, self._device = call, device
+        self._rows = self._lengths = torch.empty(0)
+        self._longest = 0
+
+    def begin(self, prompts: Sequence[Sequence[int]], room: int) -> Tensor:
+        """Rows padded behind, so that no position moves."""
+        self._rows, self._lengths = padded(prompts, self._device, room=room), lengths_of(prompts, self._device)
+        self._longest = self._rows.shape[1] - room
+        return self._logits()
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """One token to each row, at its own end."""
+        self._lengths = (self._lengths + 1).clamp(max=self._rows.shape[1])
+        self._rows.scatter_(1, self._lengths[:, None] - 1, tokens[:, None])
+        self._longest = min(self._longest + 1, self._rows.shape[1])
+        return self._logits()
+
+    def keep(self, rows: Tensor) -> None:
+        """Forget the others."""
+        self._rows, self._lengths = self._rows[rows], self._lengths[rows]
+
+    def _logits(self) -> Tensor:
+        logits: Tensor = self._call(input_ids=self._rows[:, : self._longest])
+        last = (self._lengths - 1)[:, None, None].expand(-1, 1, logits.shape[-1])
+        return logits.gather(1, last).squeeze(1)

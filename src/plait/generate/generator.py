@@ -1,0 +1,175 @@
+"""Text from a model: many prompts at once, or one as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.errors import GenerateError
+from plait.generate.batch import CHECK_EVERY, Agree, Decode, answering
+from plait.generate.cached import CachedDecoder
+from plait.generate.decoder import Call, Decoder, PlainDecoder
+from plait.generate.hf import TransformersDecoder, accepts
+from plait.generate.options import Completion, Sampling, check_prompts
+from plait.models.common.attention import Attention
+
+
+class Generator:
+    """A model that writes. It is in evaluation mode while it does, and as before afterwards."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        decode: Decode | None = None,
+        context: int | None = None,
+        max_rows: int | None = None,
+        cache: bool = True,
+        graphs: bool = True,
+        call: Call | None = None,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        agree: Agree | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Get a model ready.
+
+        `decode` turns tokens into text, for stop texts. `context` is how many tokens the model sees, if not what it
+        says itself; `max_rows` how many prompts are answered at once. `cache`: remember keys and values; `graphs`:
+        repeat steps as CUDA graphs, where both can be. The others are for a model that several ranks share: `call`
+        calls it, `around` is what a call runs under, `agree` says whether any rank goes on.
+        """
+        self.model = model
+        self.context = context_of(model) if context is None else context
+        self._decode = decode
+        self._max_rows = max_rows
+        self._graphs = graphs
+        self._around = around
+        self._agree = agree
+        self._device = next(model.parameters()).device if device is None else device
+        self._decoder = make_decoder(model, self._device, call=call, cache=cache)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, keys: Sequence[int] | None = None
+    ) -> list[Completion]:
+        """An answer to each prompt, in their order.
+
+        Together with the seed, a prompt's key decides what is drawn for it; absent: its number in the list.
+        """
+        keys = range(len(prompts)) if keys is None else keys
+        if len(keys) != len(prompts):
+            raise GenerateError(f"{len(prompts)} prompts have {len(keys)} keys: give each one of its own, or none")
+        self._check(prompts, sampling)
+        # Rows of about the same length go together, so that little is computed for what fills them up.
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        width = self._max_rows or max(len(prompts), 1)
+        found: dict[int, Completion] = {}
+        with self._ready():
+            for first in range(0, len(order), width):
+                chosen = order[first : first + width]
+                answers = self._run([prompts[i] for i in chosen], [keys[i] for i in chosen], sampling, CHECK_EVERY)
+                found.update(zip(chosen, _drained(answers), strict=True))
+        return [found[index] for index in range(len(prompts))]
+
+    def stream(self, prompt: Sequence[int], sampling: Sampling, *, key: int = 0) -> Iterator[Completion]:
+        """The answer to one prompt as it grows, token by token; the last one is what `generate` gives."""
+        self._check([prompt], sampling)
+        answers = self._run([prompt], [key], sampling, 1)
+        try:
+            while True:
+                with self._ready():  # only while it computes: whoever listens may do anything in between
+                    live = next(answers, None)
+                if live is None:
+                    return
+                yield live.completions()[0]
+        finally:
+            answers.close()
+
+    def _run(self, prompts: Sequence[Sequence[int]], keys: Sequence[int], sampling: Sampling, check_every: int) -> Any:
+        most = sampling.max_new_tokens
+        limits = [most if self.context is None else min(most, self.context - len(prompt)) for prompt in prompts]
+        return answering(
+            self._decoder,
+            prompts,
+            keys,
+            limits,
+            sampling,
+            self._device,
+            decode=self._decode,
+            agree=self._agree,
+            graphs=self._graphs,
+            check_every=check_every,
+        )
+
+    def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        if sampling.stop_texts and self._decode is None:
+            raise GenerateError(f"stop={sampling.stop_texts[0]!r} is a text, and nothing here turns tokens into text")
+        check_prompts(prompts, vocabulary=vocabulary_of(self.model), context=self.context)
+
+    @contextmanager
+    def _ready(self) -> Iterator[None]:
+        training = self.model.training
+        self.model.eval()
+        try:
+            with self._around():
+                yield
+        finally:
+            self.model.train(training)
+
+
+def generate(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    stop: Sequence[int | str] = (),
+    seed: int = 0,
+    keys: Sequence[int] | None = None,
+    **options: Any,
+) -> list[Completion]:
+    """Answer every prompt with a model; see `Sampling` for how, and `Generator` for the other options."""
+    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, repetition_penalty, tuple(stop), seed)
+    return Generator(model, **options).generate(prompts, sampling, keys=keys)
+
+
+def make_decoder(model: nn.Module, device: torch.device, *, call: Call | None = None, cache: bool = True) -> Decoder:
+    """The fastest decoder that a model allows."""
+    if cache and getattr(model, "head", None) is not None and any(isinstance(m, Attention) for m in model.modules()):
+        return CachedDecoder(model, device, call=call)
+    if cache and is_of_transformers(model) and accepts(model, "past_key_values"):
+        return TransformersDecoder(model, device, call=call)
+    return PlainDecoder(model if call is None else call, device)
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model is one of `transformers`, adapted or not."""
+    return any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__)
+
+
+def context_of(model: nn.Module) -> int | None:
+    """How many tokens a model is made for; None where it does not say."""
+    config: Any = getattr(model, "config", None)
+    named = ("seq_len", "max_position_embeddings", "n_positions")
+    return next((int(found) for name in named if (found := getattr(config, name, None))), None)
+
+
+def vocabulary_of(model: nn.Module) -> int | None:
+    """How many tokens a model knows; None where it does not say."""
+    found = getattr(getattr(model, "config", None), "vocab_size", None)
+    return None if found is None else int(found)
+
+
+def _drained(answers: Any) -> list[Completion]:
+    while True:
+        try:
+            next(answers)
+        except StopIteration as over:
+            completions: list[Completion] = over.value
+            return completions

@@ -1,0 +1,183 @@
+"""Answers from a policy that is in training, however it is spread.
+
+[Note: three ways to write]
+`gathered`: every rank collects the whole weights once, in the format that is computed in, and writes alone with them;
+all ranks share out the prompts, those along `tp` included. `sharded`: the model stays as it is and gathers its weights
+layer by layer for every token, as in training; for models of which no rank could hold the whole. `trainer`: no cache
+of keys and values at all, each token by the trainer's own forward pass; slow, and beyond doubt. What an answer is does
+not depend on the way nor on the number of ranks, up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+
+from plait.config.run import RunConfig
+from plait.errors import GenerateError
+from plait.generate.batch import Decode
+from plait.generate.generator import Generator, context_of, vocabulary_of
+from plait.generate.guard import TOLERANCES, Comparison, compare_logprobs, require_agreement
+from plait.generate.options import Completion, Sampling, check_prompts
+from plait.generate.replica import Replica
+from plait.generate.room import cache_bytes, fits
+from plait.models import build_model
+from plait.precision import make_policy
+from plait.strategy.native.manual import ManualEngine
+
+Mode = Literal["auto", "gathered", "sharded", "trainer"]
+
+
+class HybridEngine:
+    """Trains and writes with the same weights. Every rank makes one, and calls it with the same arguments."""
+
+    def __init__(
+        self,
+        engine: ManualEngine,
+        config: RunConfig,
+        *,
+        build: Callable[[], nn.Module] | None = None,
+        mode: Mode = "auto",
+        on_mismatch: Literal["stop", "fallback"] = "stop",
+        tolerance: float | None = None,
+        max_rows: int = 64,
+        decode: Decode | None = None,
+        context: int | None = None,
+        graphs: bool = True,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """Get ready; nothing is gathered yet.
+
+        `build` makes the module that is in training, without values; absent: the one that `config.model` describes.
+        `max_rows` is how many prompts a rank answers at once; `decode` is for stop texts.
+        """
+        self.engine = engine
+        self.mode: Mode = mode
+        """How it writes; see [Note: three ways to write]. `auto` takes `gathered` where that fits, else `sharded`."""
+        self.on_mismatch = on_mismatch
+        policy = make_policy(config.precision)
+        self.tolerance = TOLERANCES[policy.compute] if tolerance is None else tolerance
+        self._dtype = policy.compute
+        self._around = partial(policy.context, engine.world.device)
+        self._build = build
+        self._config = config
+        self._max_rows = max_rows
+        self._decode = decode
+        self._context = context_of(engine.model) if context is None else context
+        self._graphs = graphs
+        self._say = say
+        self._made: Replica | None = None
+        layout = engine.world.layout
+        if layout.pp > 1 or layout.cp > 1:
+            axis = "pp" if layout.pp > 1 else "cp"
+            raise GenerateError(f"strategy.layout.{axis} cuts the model or its rows where writing needs them whole")
+        if mode == "sharded" and layout.tp > 1:
+            raise GenerateError("mode sharded cannot cut single tokens over strategy.layout.tp; use mode gathered")
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, keys: Sequence[int] | None = None
+    ) -> list[Completion]:
+        """An answer to each prompt, on every rank. What writing takes is let go of before this returns.
+
+        Together with the seed, a prompt's key decides what is drawn for it; absent: its number in the list.
+        """
+        keys = range(len(prompts)) if keys is None else keys
+        # On all ranks alike, before any of them waits for another.
+        check_prompts(prompts, vocabulary=vocabulary_of(self.engine.model), context=self._context)
+        world = self.engine.world
+        mode = self._decide(prompts, sampling)
+        alone = mode == "gathered"
+        part, parts = (world.rank, world.size) if alone else (world.data_rank, world.layout.data_parallel)
+        mine = range(len(prompts))[part::parts]
+        most = len(range(len(prompts))[::parts])  # of any rank
+        found: dict[int, Completion] = {}
+        with self._gathered() if alone else self._spread(mode) as writer:
+            for first in range(0, most, self._max_rows):
+                rows = mine[first : first + self._max_rows]
+                if rows or not alone:
+                    asked = rows or range(1)  # a rank without work helps those who share the model with it
+                    answers = writer.generate([prompts[i] for i in asked], sampling, keys=[keys[i] for i in asked])
+                    found.update(zip(rows, answers, strict=False))
+        for others in world.gather(found):
+            found.update(others)
+        return [found[index] for index in range(len(prompts))]
+
+    def verify(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Comparison:
+        """Compare answers with the trainer's own forward pass; to be called before the first step, and now and then.
+
+        Where they do not agree, `on_mismatch` says what follows: `stop` raises a `RolloutMismatchError`; `fallback`
+        says so and writes with the trainer itself from now on.
+        """
+        comparison = compare_logprobs(
+            self.engine, prompts, completions, tolerance=self.tolerance, rows=min(8, self._max_rows)
+        )
+        if comparison.agrees:
+            return comparison
+        if self.on_mismatch == "stop" or self.mode == "trainer":
+            require_agreement(comparison)
+        if self.engine.world.is_main:
+            self._say(
+                f"WARNING: mode {self.mode} does not write what is trained: {comparison}. From here on the trainer "
+                "itself writes, which is right and slow; find the cause before you train long"
+            )
+        self.mode = "trainer"
+        return comparison
+
+    def _decide(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Mode:
+        if self.mode != "auto":
+            return self.mode
+        world, replica = self.engine.world, self._replica()
+        rows = min(self._max_rows, -(-len(prompts) // world.size))
+        tokens = max((len(prompt) for prompt in prompts), default=0) + sampling.max_new_tokens
+        needed = replica.bytes + cache_bytes(replica.module, rows=rows, tokens=tokens, dtype=self._dtype)
+        if world.layout.tp > 1 or fits(world, needed):
+            return "gathered"
+        if world.is_main:
+            self._say(f"{needed / 2**30:.1f} GiB of whole weights and cache do not fit: weights are gathered per layer")
+        return "sharded"
+
+    def _replica(self) -> Replica:
+        if self._made is None:
+            build = self._build
+            if build is None:
+                if self._config.model is None:
+                    raise GenerateError("the run has no section `model`: give HybridEngine a function that builds it")
+                build = partial(build_model, self._config.model)
+            self._made = Replica(build, self._dtype, self.engine.world.device)
+        return self._made
+
+    @contextmanager
+    def _gathered(self) -> Iterator[Generator]:
+        replica = self._replica()
+        replica.fill(self.engine)
+        try:
+            yield Generator(
+                replica.module,
+                decode=self._decode,
+                context=self._context,
+                graphs=self._graphs,
+                around=self._around,
+            )
+        finally:
+            replica.empty()
+            if self.engine.world.device.type == "cuda":
+                torch.cuda.empty_cache()  # the trainer's pieces have other sizes
+
+    @contextmanager
+    def _spread(self, mode: Mode) -> Iterator[Generator]:
+        world = self.engine.world
+        yield Generator(
+            self.engine.model,
+            decode=self._decode,
+            context=self._context,
+            cache=mode == "sharded",
+            graphs=False,
+            call=self.engine.forward,
+            agree=world.any,
+            device=world.device,
+        )

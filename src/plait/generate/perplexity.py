@@ -1,0 +1,71 @@
+"""How well a model expects texts that it did not write."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from plait.errors import GenerateError
+from plait.models.common.loss import cross_entropy
+from plait.models.common.protocol import IGNORE_INDEX
+from plait.world import is_sharded
+
+
+class Perplexity(NamedTuple):
+    """Over all tokens of all texts, each counted once."""
+
+    perplexity: float
+    mean_loss: float
+    """Nats a token."""
+    tokens: int
+
+
+def measure_perplexity(
+    model: nn.Module, texts: Sequence[Sequence[int]], *, window: int, stride: int | None = None, rows: int = 8
+) -> Perplexity:
+    """The perplexity of texts, given as tokens. A text longer than `window` is read in windows.
+
+    Each window sees `window - stride` tokens that were counted before (half of it, if `stride` is absent), so no token
+    but those at the beginning of a text is judged without some text before it.
+    """
+    stride = max(window // 2, 1) if stride is None else stride
+    if not 1 <= stride < window:
+        raise GenerateError(f"stride={stride} must be at least 1 and less than the window, {window}")
+    pieces = [piece for text in texts for piece in _windows(text, window, stride)]
+    total, count = 0.0, 0
+    device = next(model.parameters()).device
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for first in range(0, len(pieces), rows):
+                chosen = pieces[first : first + rows]
+                width = max(len(tokens) for tokens, _ in chosen) - 1
+                ids = torch.zeros(len(chosen), width, dtype=torch.int64)
+                labels = torch.full_like(ids, IGNORE_INDEX)
+                for row, (tokens, seen) in enumerate(chosen):
+                    ids[row, : len(tokens) - 1] = torch.tensor(tokens[:-1])
+                    labels[row, seen - 1 : len(tokens) - 1] = torch.tensor(tokens[seen:])
+                logits = model(input_ids=ids.to(device))
+                loss = cross_entropy(logits.full_tensor() if is_sharded(logits) else logits, labels.to(device))
+                total, count = total + float(loss.sum), count + int(loss.count)
+    finally:
+        model.train(training)
+    if count == 0:
+        raise GenerateError("there is no text of at least two tokens: a perplexity is about tokens that follow others")
+    mean = total / count
+    return Perplexity(math.exp(mean) if mean < 700 else math.inf, mean, count)
+
+
+def _windows(text: Sequence[int], window: int, stride: int) -> Iterator[tuple[Sequence[int], int]]:
+    """Pieces of a text, each with how many of its tokens are only context: the first one, and what was counted."""
+    counted = 1
+    while counted < len(text):
+        start = 0 if counted == 1 else max(0, counted - (window - stride))
+        end = min(start + window + 1, len(text))
+        yield text[start:end], counted - start
+        counted = end

@@ -1,0 +1,220 @@
+"""The HTTP server: who may ask, how much, and how many at once.
+
+The standard library's server is enough here: the model answers one request at a time, and what a server can do for it
+is to keep others waiting in order, and to turn away those that would wait too long.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from plait.errors import PlaitError
+from plait.generate.serve.api import ApiError, ChatRequest, Reply, Request, TextRequest, read_request
+from plait.generate.serve.page import PAGE
+from plait.generate.speaker import Speaker
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much the server takes on."""
+
+    body_bytes: int = 1 << 20
+    """Of one request."""
+    waiting: int = 8
+    """Requests that are answered or wait for their turn; further ones are refused with 429."""
+    connections: int = 64
+    """Open at the same time; further ones are refused with 503."""
+    max_new_tokens: int = 1024
+    """Of one answer."""
+    idle_s: float = 30.0
+    """A connection that sends nothing for so long is closed."""
+
+
+class Server(ThreadingHTTPServer):
+    """One model behind HTTP. With `token`, everything but the page and `/health` asks for it."""
+
+    daemon_threads = True
+
+    def __init__(
+        self,
+        speaker: Speaker,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        token: str | None = None,
+        limits: Limits | None = None,
+        log: Callable[[str], None] = print,
+    ) -> None:
+        """Bind to `host` and `port`; 0 takes any free one. `serve_forever` does the rest."""
+        self.speaker, self.token, self.log = speaker, token, log
+        self.limits = Limits() if limits is None else limits
+        self.turn = threading.Lock()
+        """Held by the request that is being answered."""
+        self.waiting = threading.BoundedSemaphore(self.limits.waiting)
+        self._connections = threading.BoundedSemaphore(self.limits.connections)
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        super().__init__((host, port), _Handler)
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host, port = self.server_address[:2]
+        name = host.decode() if isinstance(host, bytes | bytearray) else str(host)
+        return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own, if there are not too many."""
+        if self._connections.acquire(blocking=False):
+            super().process_request(request, client_address)
+            return
+        try:
+            request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        except OSError:  # gone already
+            pass
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and make room for another connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._connections.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no error of ours; anything else is told in one line."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, ConnectionError | TimeoutError):
+            self.log(f"{client_address[0]}: {type(error).__name__}: {error}")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+
+    def setup(self) -> None:
+        """Let no silent connection hold its place for ever."""
+        self.timeout = self.server.limits.idle_s
+        super().setup()
+
+    def do_GET(self) -> None:
+        """The page, health, and the list of models."""
+        self._answer(self._get)
+
+    def do_POST(self) -> None:
+        """An answer of the model."""
+        self._answer(self._post)
+
+    def _answer(self, handle: Callable[[str], None]) -> None:
+        path = self.path.split("?", 1)[0].rstrip("/") or "/"
+        try:
+            handle(path)
+        except ApiError as error:
+            self.close_connection = True  # what is left of the request was not read
+            self._send(error.status, json.dumps(error.body).encode(), "application/json")
+        except PlaitError as error:
+            self.close_connection = True
+            body = ApiError(500, "server_error", str(error)).body
+            self._send(500, json.dumps(body).encode(), "application/json")
+
+    def _get(self, path: str) -> None:
+        if path == "/":
+            self._send(200, PAGE.encode(), "text/html; charset=utf-8")
+        elif path == "/health":
+            self._send(200, b'{"status": "ok"}', "application/json")
+        elif path == "/v1/models":
+            self._authorize()
+            model = {"id": self.server.speaker.name, "object": "model", "owned_by": "plait"}
+            self._send(200, json.dumps({"object": "list", "data": [model]}).encode(), "application/json")
+        else:
+            self._refuse_path(path)
+
+    def _post(self, path: str) -> None:
+        kinds: dict[str, type[Request]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": TextRequest}
+        if path not in kinds:
+            self._refuse_path(path)
+        self._authorize()
+        data = self._read()
+        server = self.server
+        if not server.waiting.acquire(blocking=False):
+            message = f"{server.limits.waiting} requests are waiting already; try again in a moment"
+            raise ApiError(429, "rate_limit_exceeded", message)
+        try:
+            request = read_request(kinds[path], data)
+            reply = Reply(request, server.speaker, server.limits.max_new_tokens)
+            with server.turn:
+                if request.stream:
+                    self._stream(reply)
+                else:
+                    whole = reply.whole()
+            if not request.stream:
+                self._send(200, json.dumps(whole).encode(), "application/json")
+        finally:
+            server.waiting.release()
+
+    def _authorize(self) -> None:
+        token = self.server.token
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if token is not None and not hmac.compare_digest(given.encode(), token.encode()):
+            raise ApiError(401, "invalid_api_key", "send the server's token as `Authorization: Bearer TOKEN`")
+
+    def _read(self) -> Any:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal():
+            raise ApiError(411, "invalid_request_error", "send the body with a Content-Length")
+        if int(length) > self.server.limits.body_bytes:
+            message = f"the body has {length} bytes, and {self.server.limits.body_bytes} are taken at most"
+            raise ApiError(413, "invalid_request_error", message)
+        try:
+            return json.loads(self.rfile.read(int(length)))
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, "invalid_request_error", f"the body is not JSON: {error}") from error
+
+    def _refuse_path(self, path: str) -> None:
+        known = "/, /health, /v1/models, /v1/chat/completions and /v1/completions"
+        raise ApiError(404, "not_found", f"there is nothing for {self.command} {path}; there are {known}")
+
+    def _send(self, status: int, body: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        if status == 401:
+            self.send_header("WWW-Authenticate", "Bearer")
+        if status == 429:
+            self.send_header("Retry-After", "1")
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _stream(self, reply: Reply) -> None:
+        """Events as they come. The length is not known, so the connection ends with them."""
+        self.close_connection = True
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Cache-Control", "no-cache")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        try:
+            # Closed here, not whenever: a client may go away in the middle, and the next one needs the model.
+            with closing(reply.events()) as events:
+                for event in events:
+                    self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                    self.wfile.flush()
+        except PlaitError as error:  # too late for a status
+            body = ApiError(500, "server_error", str(error)).body
+            self.wfile.write(f"data: {json.dumps(body)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """One line a request, without what was said in it."""
+        self.server.log(f"{self.address_string()} {format % args}")

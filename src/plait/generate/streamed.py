@@ -1,0 +1,30 @@
+"""A model whose weights do not fit the device, ready to generate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from plait.config.run import RunConfig
+from plait.parallel import materialize
+from plait.parallel.offload.stream import WeightStream, stream_weights
+from plait.parallel.units import find_units
+from plait.strategy.native.prepare import build_module
+
+
+def build_streamed(
+    config: RunConfig, device: torch.device, *, tier: Literal["cpu", "nvme"], folder: Path | None = None
+) -> tuple[nn.Module, WeightStream]:
+    """The described model, with the weights of its blocks on the host or in `folder`; `tensors` of the stream fill it.
+
+    No more than one block's weights beyond those are ever in memory, neither while it is built.
+    """
+    module, initializer = build_module(config, None)
+    units = find_units(module, config.strategy.wrap)
+    stream = stream_weights(module, units, device=device, tier=tier, folder=folder)
+    if initializer is not None:
+        materialize.initialize_buffers(module, initializer, seed=config.seed, device=device)
+    return module.eval(), stream

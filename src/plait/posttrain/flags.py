@@ -1,0 +1,184 @@
+"""The flags of DeepSpeed-Chat's scripts, each with its key here, or with the reason why it needs none.
+
+`translate` turns a command line of `main.py` into settings; every flag is in `FLAGS`, so none is lost without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from plait.config.words import choose
+from plait.errors import ConfigError, Problem
+
+Settings = dict[str, Any]
+"""Dotted keys and their values."""
+
+
+class Flag(NamedTuple):
+    """What becomes of a flag: settings, made from its words; or none, and then why."""
+
+    answer: str
+    """The key, or the reason."""
+    make: Callable[[list[str]], Settings] | None = None
+    """None: the flag changes nothing here."""
+
+
+def _to(key: str, kind: Callable[[str], Any] = str) -> Flag:
+    return Flag(f"`{key}`", lambda words: {key: kind(words[0])})
+
+
+def _sources(words: list[str]) -> Settings:
+    return {"posttrain.data": [{"type": "file", "path": path} for path in words]}
+
+
+_SCHEDULES: Mapping[str, Settings] = MappingProxyType(
+    {
+        "linear": {"schedule.type": "LinearLR"},
+        "cosine": {"schedule.type": "CosineAnnealingLR"},
+        "polynomial": {"schedule.type": "PolynomialLR"},
+        "constant": {"schedule.type": "ConstantLR"},
+        "constant_with_warmup": {"schedule.type": "ConstantLR"},
+    }
+)
+
+
+def _schedule(words: list[str]) -> Settings:
+    if words[0] not in _SCHEDULES:
+        remedy = "Write a `schedule` of type CosineAnnealingWarmRestarts with the length of its first period."
+        if words[0] != "cosine_with_restarts":
+            remedy = choose(words[0], _SCHEDULES, "schedule")
+        raise ConfigError(Problem("--lr_scheduler_type", f"{words[0]!r} cannot be taken over", remedy))
+    return dict(_SCHEDULES[words[0]])
+
+
+def _lora(words: list[str]) -> Settings:
+    rank = int(words[0])
+    # Their adapters count 1 / rank.
+    return {"lora.rank": rank, "lora.alpha": 1.0} if rank else {}
+
+
+_HERE = "nothing to set: "
+
+FLAGS: Mapping[str, Flag] = MappingProxyType(
+    {
+        "data_path": Flag("`posttrain.data`", _sources),
+        "train_data_path": Flag("`posttrain.data`", _sources),
+        "val_data_path": Flag(
+            "`posttrain.val_data`",
+            lambda words: {"posttrain.val_data": [{"type": "file", "path": path} for path in words]},
+        ),
+        "test_data_path": Flag(_HERE + "validate another run on it, with `posttrain.val_data`"),
+        "data_split": _to("posttrain.data_split"),
+        "data_output_path": Flag(_HERE + "tokens are made when a run starts, and are not kept in files"),
+        "model_name_or_path": Flag("`model.path`", lambda words: {"model.type": "hf", "model.path": words[0]}),
+        "model_name": Flag("`model.path`", lambda words: {"model.type": "hf", "model.path": words[0]}),
+        "num_padding_at_beginning": Flag(_HERE + "rows are padded at their end, where nothing looks at it"),
+        "per_device_train_batch_size": _to("batch.micro", int),
+        "per_device_eval_batch_size": Flag(_HERE + "validation goes in batches of the size of training"),
+        "max_seq_len": _to("posttrain.max_len", int),
+        "learning_rate": _to("optim.lr", float),
+        "minimum_learning_rate": Flag(
+            "`schedule.min_factor`, a share of `optim.lr`; with a cosine or polynomial schedule",
+        ),
+        "weight_decay": _to("optim.weight_decay", float),
+        "num_train_epochs": _to("train.max_epochs", int),
+        "gradient_accumulation_steps": _to("batch.accumulation", int),
+        "lr_scheduler_type": Flag("`schedule.type`", _schedule),
+        "num_warmup_steps": _to("schedule.warmup", int),
+        "class_weight": Flag(_HERE + "it weighs the classes of a classifier; answers have none"),
+        "device": _to("device"),
+        "output_dir": _to("work_dir"),
+        "seed": _to("seed", int),
+        "gradient_checkpointing": Flag("`strategy.recompute`", lambda _: {"strategy.recompute": "full"}),
+        "dropout": Flag("`model.dropout` of a gpt; a `transformers` model has it in its `config.json`"),
+        "offload": Flag("`strategy.offload`", lambda _: {"strategy.offload": "cpu"}),
+        "dtype": _to("precision"),
+        "zero_stage": _to("strategy.zero", int),
+        "lora_dim": Flag("`lora.rank`, with `lora.alpha: 1` as theirs", _lora),
+        "lora_module_name": Flag("`lora.targets`", lambda words: {"lora.targets": [f"*{words[0]}*"]}),
+        "only_optimize_lora": Flag("`lora.only`", lambda _: {"lora.only": True}),
+        "lora_learning_rate": Flag("`optim.lr` with `lora.only`; a second rate for the rest there is not"),
+        "eval_interval": _to("train.val_every", int),
+        "eval_iters": _to("train.val_batches", int),
+        "print_steps": _to("log.every", int),
+        "save_steps": _to("checkpoint.every", int),
+        "compute_fp32_loss": Flag(_HERE + "losses are always computed in fp32"),
+        "print_loss": Flag(_HERE + "the loss is always shown"),
+        "enable_tensorboard": Flag("`log.sinks`", lambda _: {"log.sinks": ["jsonl", "tensorboard"]}),
+        "tensorboard_path": Flag(_HERE + "it goes to `work_dir`"),
+        "add_eot_token": Flag("`posttrain.template.end_token`", lambda _: {"posttrain.template.end_token": True}),
+        "im_start": _to("posttrain.template.start"),
+        "im_end": _to("posttrain.template.end"),
+        "system": _to("posttrain.template.system"),
+        "user": _to("posttrain.template.user"),
+        "assistant": _to("posttrain.template.assistant"),
+        "template": _to("posttrain.template.kind"),
+        "inference": Flag(_HERE + "that is another command, `plait generate`"),
+        "restore": Flag("`checkpoint.resume`", lambda _: {"checkpoint.resume": "auto"}),
+        "checkpoint": _to("checkpoint.resume"),
+        "debug": Flag(_HERE + "a short run is `train.max_steps=10`"),
+        "label1_dim": Flag(_HERE + "classes of a classifier; answers have none"),
+        "label2_dim": Flag(_HERE + "classes of a classifier; answers have none"),
+        "label3_dim": Flag(_HERE + "classes of a classifier; answers have none"),
+        "chinese_percent": Flag(_HERE + "give the sources in `posttrain.data` in the mixture that is wanted"),
+        "only_query": Flag(_HERE + "only answers are learned; a prompt never is"),
+        "cut_flag_token": Flag(_HERE + "an example that is too long is left out and counted, not cut"),
+        "cut_flag_token_id": Flag(_HERE + "an example that is too long is left out and counted, not cut"),
+        "deepspeed_mpi": Flag(_HERE + "`plait launch` knows MPI"),
+        "deepscale": Flag(_HERE + "an old name of `--deepspeed`"),
+        "deepscale_config": Flag("an old name of `--deepspeed_config`"),
+        "local_rank": Flag(_HERE + "the launcher tells each rank"),
+        "deepspeed": Flag(_HERE + "`strategy` says how training is spread"),
+        "deepspeed_config": Flag("`strategy.engine: deepspeed` with `strategy.config`, or `plait convert --to yaml`"),
+    }
+)
+"""Every flag of `main.py`, without its dashes."""
+
+
+def translate(words: Sequence[str]) -> tuple[Settings, list[str]]:
+    """Settings for a command line of `main.py`, and what is to be said about flags that set nothing.
+
+    `--flag value`, `--flag=value`, `--flag` and `--flag a b` are understood; an unknown flag is an error.
+    """
+    settings: Settings = {}
+    said: list[str] = []
+    given: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].replace("-", "_").partition("=")
+            value = word.partition("=")[2]
+            if name not in FLAGS:
+                raise ConfigError(Problem(f"--{name}", "unknown flag", choose(name, FLAGS, "flag")))
+            current = given.setdefault(name, [])
+            current.extend([value] if equals else [])
+        elif current is None:
+            raise ConfigError(Problem(word, "belongs to no flag", "Write `--flag value`."))
+        else:
+            current.append(word)
+    for name, values in given.items():
+        flag = FLAGS[name]
+        if flag.make is None:
+            said.append(f"--{name}: {flag.answer}")
+            continue
+        try:
+            settings.update(flag.make(values))
+        except (ValueError, IndexError):
+            raise ConfigError(Problem(f"--{name}", f"{' '.join(values) or 'nothing'!r} is no value for it")) from None
+    return _together(settings, given), said
+
+
+def _together(settings: Settings, given: Mapping[str, Sequence[str]]) -> Settings:
+    """What flags mean to each other."""
+    if any(key.startswith("lora.") for key in settings) and "lora.rank" not in settings:
+        settings = {key: value for key, value in settings.items() if not key.startswith("lora.")}  # --lora_dim 0
+    elif "lora.rank" in settings:
+        settings.setdefault("lora.only", "only_optimize_lora" in given)  # absent, theirs trains everything
+    if "schedule.warmup" in settings and "schedule.type" not in settings:
+        settings["schedule.type"] = "CosineAnnealingLR"  # theirs, when nothing is said
+    marks = ("start", "end", "system", "user", "assistant")
+    if any(f"posttrain.template.{word}" in settings for word in marks):
+        settings.setdefault("posttrain.template.kind", "marked")
+    return settings

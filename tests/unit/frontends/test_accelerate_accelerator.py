@@ -1,0 +1,227 @@
+"""An `Accelerator` with one process: what it is told, what it says, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from plait.errors import CheckpointError, ConfigError, ModelError, TrainingError
+from plait.frontends.accelerate import (
+    Accelerator,
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    ParallelismConfig,
+)
+from plait.frontends.accelerate.packing import pack, unpack
+from plait.frontends.accelerate.utils import (
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    TorchDynamoPlugin,
+    set_seed,
+)
+from plait.monitor import read_events
+
+
+def small() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def test_plugins_say_what_a_file_would() -> None:
+    from torch.distributed.fsdp import CPUOffload, MixedPrecisionPolicy, ShardingStrategy
+
+    plugin = FullyShardedDataParallelPlugin(
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        cpu_offload=CPUOffload(offload_params=False),
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Linear"],
+        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
+    config = Accelerator(cpu=True, fsdp_plugin=plugin).config
+    assert config.strategy.stage == 2
+    assert config.strategy.wrap.classes == ("Linear",)
+    assert (config.precision.compute, config.precision.reduce) == ("bf16", "fp32")
+
+    accelerator = Accelerator(
+        cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=1, gradient_accumulation_steps=3, gradient_clipping=0.5)
+    )
+    assert accelerator.config.strategy.stage == 1
+    assert accelerator.config.train.clip_norm == 0.5
+    assert accelerator.gradient_accumulation_steps == 3
+    assert accelerator.account.entries
+
+    from datetime import timedelta
+
+    handlers = [
+        DistributedDataParallelKwargs(bucket_cap_mb=10),
+        InitProcessGroupKwargs(timeout=timedelta(seconds=77)),
+        GradScalerKwargs(init_scale=2.0**10, growth_interval=50),
+    ]
+    config = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=handlers).config
+    assert (config.strategy.bucket_mb, config.timeout_s) == (10.0, 77.0)
+    assert (config.precision.scaler.initial_power, config.precision.scaler.window) == (10, 50)
+    compiled = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager")).config
+    assert compiled.strategy.compile.backend == "eager"
+    assert Accelerator(cpu=True, sections={"strategy": "zero3"}).config.strategy.stage == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mixed_precision": "fp8"}, "bf16"),
+        ({"mixed_precision": "b16"}, "bf16"),
+        ({"kwargs_handlers": [GradScalerKwargs(growth_factor=3.0)], "mixed_precision": "fp16"}, "growth_factor"),
+        ({"parallelism_config": ParallelismConfig(cp_size=2)}, "strategy.layout.cp"),
+        (
+            {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(2)},
+            "num_steps",
+        ),
+        ({"log_with": "mlflow"}, "tensorboard"),
+        (
+            {"gradient_accumulation_steps": 2, "deepspeed_plugin": DeepSpeedPlugin(gradient_accumulation_steps=4)},
+            "in one place",
+        ),
+        (
+            {"mixed_precision": "fp16", "deepspeed_plugin": DeepSpeedPlugin({"bf16": {"enabled": True}})},
+            "bf16 in another place",
+        ),
+        ({"deepspeed_plugin": DeepSpeedPlugin({"optimizer": {"type": "AdamW"}})}, "torch.optim"),
+    ],
+)
+def test_what_it_cannot_do_is_an_error_with_a_remedy(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Accelerator(cpu=True, **options)
+    assert words in str(error.value)
+
+
+def test_a_loop_that_would_train_nothing_is_told() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = small()
+    with pytest.raises(ModelError, match="belong to no model that was prepared"):
+        accelerator.prepare(optimizer)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    with pytest.raises(TrainingError, match="no prepared model has been called"):
+        accelerator.backward(model(torch.ones(1, 3)).sum())
+    with pytest.raises(ModelError, match="second optimizer"):
+        accelerator.prepare(torch.optim.SGD(prepared.parameters(), lr=1.0))
+    loss = prepared(torch.ones(2, 3))
+    with pytest.raises(TrainingError, match="take its mean"):
+        accelerator.backward(loss)
+    accelerator.backward(loss.mean())
+    with pytest.raises(TrainingError, match="some are missing"):
+        accelerator.clip_grad_norm_(prepared.module[0].parameters(), 1.0)
+    with pytest.raises(TrainingError, match="2-norm"):
+        accelerator.clip_grad_norm_(prepared.parameters(), 1.0, norm_type=1)
+    with pytest.raises(CheckpointError, match="between backward and step"):
+        accelerator.save_state("unused")
+
+
+def test_a_model_comes_first_and_its_optimizer_later() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(small()[0])
+    answer = model(torch.ones(2, 3))
+    assert answer.dtype == torch.float32  # computed in bf16, and given back as fp32
+    assert accelerator.mixed_precision == "bf16"
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
+    before = {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
+    accelerator.backward(model(torch.ones(2, 3)).square().mean())
+    optimizer.step()
+    after = accelerator.get_state_dict(model)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    assert all(tensor.dtype == torch.float32 for tensor in after.values())
+    with accelerator.autocast():
+        assert torch.ones(2, 2).matmul(torch.ones(2, 2)).dtype == torch.bfloat16
+    assert accelerator.free_memory(model, optimizer) == [None, None]
+
+
+def test_weights_are_written_as_other_tools_read_them(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.two.weight = self.one.weight
+
+    accelerator = Accelerator(cpu=True)
+    model = Tied()
+    prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.save_model(prepared, tmp_path / "whole")
+    assert load_file(tmp_path / "whole" / "model.safetensors").keys() == {"one.weight", "one.bias", "two.bias"}
+    accelerator.save_model(prepared, tmp_path / "parts", max_shard_size="70B")
+    assert len(list((tmp_path / "parts").glob("model-*-of-*.safetensors"))) == 2
+    assert (tmp_path / "parts" / "model.safetensors.index.json").exists()
+    assert accelerator.unwrap_model(prepared) is model
+
+
+def test_numbers_go_to_the_trackers_that_were_named(tmp_path: Path) -> None:
+    class Own:
+        name = "own"
+
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            self.seen.append(values)
+
+        def log(self, values: dict[str, Any], step: int | None = None) -> None:
+            self.seen.append((step, values))
+
+        def finish(self) -> None:
+            self.seen.append("end")
+
+    own = Own()
+    accelerator = Accelerator(cpu=True, log_with=["jsonl", own], project_dir=tmp_path)
+    accelerator.init_trackers("trial", config={"lr": 0.1})
+    accelerator.log({"loss": 2.5}, step=7)
+    accelerator.end_training()
+    assert own.seen == [{"lr": 0.1}, (7, {"loss": 2.5}), "end"]
+    events = [event for event in read_events((tmp_path / "trial").rglob("*.jsonl")) if event.kind == "train"]
+    assert [(event.step, event.data["loss"]) for event in events] == [(7, 2.5)]
+    assert accelerator.get_tracker("own") is own
+
+
+def test_small_things_work_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.print("once")
+    assert capsys.readouterr().out == "once\n"
+    assert accelerator.on_main_process(lambda: 3)() == 3
+    assert accelerator.on_process(lambda: 3, process_index=1)() is None
+    assert not accelerator.check_trigger()
+    accelerator.set_trigger()
+    assert accelerator.check_trigger()
+    assert not accelerator.check_trigger()
+    with accelerator.split_between_processes([1, 2, 3]) as part, accelerator.main_process_first():
+        assert part == [1, 2, 3]
+    assert accelerator.gather(torch.tensor(2.0)).tolist() == [2.0]
+    assert accelerator.gather_for_metrics(["a", "b"]) == ["a", "b"]
+    set_seed(5)
+    first = torch.rand(2)
+    set_seed(5)
+    assert torch.equal(first, torch.rand(2))
+    loader = accelerator.prepare(DataLoader(list(range(10)), batch_size=4))
+    assert [batch.tolist() for batch in accelerator.skip_first_batches(loader, 1)] == [[4, 5, 6, 7], [8, 9]]
+
+
+def test_states_travel_without_pickle() -> None:
+    import numpy as np
+
+    state = {"a": torch.arange(3), "b": [1, (2.5, float("-inf"))], 3: {"x": np.arange(2.0)}, "n": None, "t": True}
+    tensors: dict[str, torch.Tensor] = {}
+    import json
+
+    packed = json.loads(json.dumps(pack(state, tensors, "state"), allow_nan=False))
+    back = unpack(packed, tensors)
+    assert torch.equal(back["a"], state["a"])
+    assert back["b"] == state["b"]
+    assert np.array_equal(back[3]["x"], state[3]["x"])
+    assert (back["n"], back["t"]) == (None, True)
+    with pytest.raises(CheckpointError, match=r"state\.f is a function"):
+        pack({"f": pack}, {}, "state")

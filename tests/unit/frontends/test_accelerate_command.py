@@ -1,0 +1,83 @@
+"""An `accelerate` YAML on the command line, and the example script."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plait.cli.train import train
+from plait.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+RUN = """
+model: {type: gpt, vocab_size: 64, dim: 16, layers: 2, heads: 2, seq_len: 16}
+data: {type: text, path: stdlib, limit_mb: 0.1, vocab_size: 64, seq_len: 16}
+batch: {total: 4}
+train: {max_steps: 2}
+"""
+ACCELERATE = """
+distributed_type: FSDP
+mixed_precision: bf16
+num_processes: 2
+use_cpu: true
+fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false}
+parallelism_config: {parallelism_config_dp_shard_size: 2}
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    run, accelerate = tmp_path / "run.yaml", tmp_path / "accelerate.yaml"
+    run.write_text(RUN)
+    accelerate.write_text(ACCELERATE)
+    return str(run), str(accelerate)
+
+
+def test_train_is_spread_as_the_file_says(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    # Two ranks that share one copy: refused, if `num_processes` were not heard.
+    train(files[0], [], nproc=None, dry_run=True, accelerate_config=files[1])
+    said = capsys.readouterr().out
+    assert "fsdp_config.fsdp_reshard_after_forward" in said
+    settings = {line.split()[0]: line.split()[1] for line in said.splitlines() if line.endswith("override")}
+    assert settings["strategy.sharding"] == "SHARD_GRAD_OP"
+    assert settings["precision.compute"] == "bf16"
+    assert settings["device"] == "cpu"
+
+
+def test_settings_that_disagree_with_the_file_are_an_error_that_names_both(files: tuple[str, str]) -> None:
+    Path(files[0]).write_text(f"{RUN}\nstrategy: zero1\n")
+    with pytest.raises(ConfigError, match=r"SHARD_GRAD_OP is stage 2, but `strategy\.zero` is 1"):
+        train(files[0], [], nproc=None, dry_run=True, accelerate_config=files[1])
+
+
+def test_what_is_refused_starts_nothing(files: tuple[str, str]) -> None:
+    Path(files[1]).write_text("distributed_type: MULTI_GPU\nmixed_precision: fp8\n")
+    with pytest.raises(ConfigError, match="mixed_precision"):
+        train(files[0], [], nproc=None, dry_run=True, accelerate_config=files[1])
+
+
+def test_the_example_runs_and_goes_on_alone(files: tuple[str, str], tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "accelerate_script.py")
+    two_ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    short = ["--samples", "100", "--epochs"]
+    first = [*two_ranks, script, *short, "1", "--config_file", files[1], "--save", "states"]
+    said = "".join(_run(words, tmp_path) for words in (first, [script, *short, "2", "--load", "states"]))
+    assert [line.split(":")[0] for line in said.splitlines() if line.startswith("epoch")] == ["epoch 0", "epoch 1"]
+    assert said.count("of 201 right") == 2
+
+
+def _run(words: list[str], folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -1,0 +1,59 @@
+"""The flags of DeepSpeed-Chat's scripts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plait.config import parse
+from plait.errors import ConfigError
+from plait.posttrain.flags import FLAGS, translate
+
+ROOT = Path(__file__).parents[3]
+
+LINE = """--data_path rows.jsonl more.jsonl --data_split 2,4,4 --model_name_or_path opt --per_device_train_batch_size 8
+--max_seq_len 512 --learning_rate 9.65e-6 --weight_decay 0.1 --num_train_epochs 2 --gradient_accumulation_steps 4
+--lr_scheduler_type cosine --num_warmup_steps 10 --seed 1234 --zero_stage 3 --deepspeed --output_dir out --dtype bf16
+--gradient_checkpointing --lora_dim 128 --lora_module_name decoder.layers. --only_optimize_lora --im_start=<s>
+--print_steps 5 --compute_fp32_loss"""
+
+
+def test_a_command_line_of_theirs_becomes_a_run_of_the_same_meaning() -> None:
+    settings, said = translate(LINE.split())
+    config = parse({"phase": "sft"}, [f"{key}={value!r}" for key, value in settings.items()]).config
+    assert config.posttrain is not None
+    assert [source.path for source in config.posttrain.data] == ["rows.jsonl", "more.jsonl"]  # type: ignore[union-attr]
+    assert (config.posttrain.data_split, config.posttrain.max_len) == ("2,4,4", 512)
+    assert config.posttrain.template.kind == "marked"
+    assert (config.batch.micro, config.batch.accumulation, config.train.max_epochs) == (8, 4, 2)
+    assert (config.optim.lr, config.optim.weight_decay, config.seed) == (9.65e-6, 0.1, 1234)
+    assert config.lora is not None
+    assert (config.lora.rank, config.lora.alpha, config.lora.only) == (128, 1.0, True)
+    assert config.lora.targets == ("*decoder.layers.*",)
+    assert (config.strategy.zero, config.strategy.recompute.mode, config.precision.compute) == (3, "full", "bf16")
+    assert config.schedule is not None
+    assert (config.schedule.type, config.schedule.warmup) == ("CosineAnnealingLR", 10)  # type: ignore[union-attr]
+    assert [line.split(":")[0] for line in said] == ["--deepspeed", "--compute_fp32_loss"]
+
+
+def test_no_adapters_are_asked_for_with_zero_dimensions() -> None:
+    assert translate(["--lora_dim", "0", "--only_optimize_lora"])[0] == {}
+    assert translate(["--lora_dim", "4"])[0]["lora.only"] is False
+
+
+def test_unknown_flags_and_words_are_errors() -> None:
+    with pytest.raises(ConfigError, match=r"--lora_dimm: unknown flag(.|\n)*lora_dim"):
+        translate(["--lora_dimm", "3"])
+    with pytest.raises(ConfigError, match="--seed: 'x' is no value"):
+        translate(["--seed", "x"])
+    with pytest.raises(ConfigError, match="cosine_with_restarts"):
+        translate(["--lr_scheduler_type", "cosine_with_restarts"])
+    with pytest.raises(ConfigError, match="belongs to no flag"):
+        translate(["3"])
+
+
+@pytest.mark.parametrize("page", ["posttrain.md", "zh-CN/posttrain.md"])
+def test_every_flag_is_in_the_guide(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert [name for name in FLAGS if f"`--{name}`" not in text] == []

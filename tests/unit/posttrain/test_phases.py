@@ -1,0 +1,217 @@
+"""The phases as runs: one after another, interrupted, and with what users get wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait.checkpoint.convert import open_source
+from plait.config import check, parse
+from plait.errors import CheckpointError, ConfigError, ModelError
+from plait.posttrain.lora import lora_layers, read_adapter
+from plait.posttrain.lora.quantized import Quantized
+from plait.posttrain.metrics import PairScore, Preferences, calibration
+from plait.posttrain.run import PhaseRunner, phase_runner
+from plait.runner import Runner
+
+MODEL = {"type": "gpt", "vocab_size": 12, "dim": 32, "layers": 2, "heads": 4, "seq_len": 24}
+
+
+def describe(work_dir: Path, steps: int = 3, **changes: Any) -> dict[str, Any]:
+    posttrain = {"data": [{"type": "task", "samples": 100, "size": 1}], "val_fraction": 0.1}
+    return {
+        "work_dir": str(work_dir),
+        "model": MODEL,
+        "posttrain": {**posttrain, **changes.pop("posttrain", {})},
+        "plan": "off",
+        "optim": {"lr": 1e-2},
+        "batch": {"total": 8},
+        "train": {"max_steps": steps},
+        "log": {"console": "none"},
+        **changes,
+    }
+
+
+def run(phase: str, description: dict[str, Any]) -> dict[str, torch.Tensor]:
+    with phase_runner(phase, description) as runner:
+        runner.train()
+        return {name: tensor.clone() for name, tensor in runner.engine.state_tensors().items()}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    with open_source(folder) as source:
+        return {name: source.read(name) for name in source.entries if name.startswith("model.")}
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that has learned to answer a little."""
+    folder = tmp_path_factory.mktemp("tuned")
+    run("sft", describe(folder, steps=40))
+    return folder
+
+
+def test_answers_are_learned(tuned: Path) -> None:
+    lines = [json.loads(line) for line in next(tuned.glob("events*.jsonl")).read_text().splitlines()]
+    losses = [line["data"]["metrics"]["loss"] for line in lines if line["kind"] == "validate"]
+    assert losses[-1] < 1.2  # guessing costs 2.4
+
+
+def test_a_reward_model_starts_from_the_tuned_body_and_gets_better(tuned: Path, tmp_path: Path) -> None:
+    start = {"start": str(tuned)}
+    with phase_runner("reward", describe(tmp_path, 40, posttrain=start, reward={"center": 0.01})) as runner:
+        before, body = runner.validate(), weights(tuned)
+        for name, param in runner.engine.model.named_parameters():
+            if name != "head.weight":
+                assert torch.equal(param, body[f"model.{name}"])
+        assert runner.engine.model.get_parameter("head.weight").shape == (1, 32)
+        runner.train()
+        after = runner.validate()
+    assert after["loss"] < before["loss"]
+    assert after["accuracy"] > 0.7
+    assert after["margin"] > before["margin"]
+    assert (tmp_path / "calibration.png").read_bytes().startswith(b"\x89PNG")
+    again = phase_runner("reward", describe(tmp_path / "again", posttrain={"start": str(tmp_path)}))
+    with again as runner:  # a reward model that goes on keeps its head
+        assert torch.equal(runner.engine.model.get_parameter("head.weight"), weights(tmp_path)["model.head.weight"])
+
+
+@pytest.mark.parametrize("reference", ["start", "base"])
+def test_both_references_are_the_model_that_dpo_starts_from(tuned: Path, tmp_path: Path, reference: str) -> None:
+    description = describe(tmp_path, posttrain={"start": str(tuned)}, lora={"rank": 4}, dpo={"reference": reference})
+    with phase_runner("dpo", description) as runner:
+        found = runner.validate()
+        assert found["loss"] == pytest.approx(0.6931, abs=1e-4)
+        assert found["margin"] == pytest.approx(0.0, abs=1e-4)
+        runner.train()
+        assert runner.validate()["loss"] < 0.69
+
+
+def test_a_dpo_run_that_was_stopped_goes_on_with_the_reference_it_had(tuned: Path, tmp_path: Path) -> None:
+    start = {"start": str(tuned)}
+    whole = run("dpo", describe(tmp_path / "whole", 6, posttrain=start, dpo={"loss": "kto"}))
+    stopped = describe(tmp_path / "stopped", 6, posttrain=start, dpo={"loss": "kto"})
+    run("dpo", {**stopped, "train": {"max_steps": 6, "stop_after": 3}})
+    gone_on = run("dpo", {**stopped, "checkpoint": {"resume": "auto"}})
+    assert whole.keys() == gone_on.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, gone_on[name]), name
+
+
+def test_an_adapter_is_written_alone_goes_on_and_is_merged_by_the_next_phase(tuned: Path, tmp_path: Path) -> None:
+    lora = {"rank": 4, "targets": ["q", "v", "up"]}
+    start = {"start": str(tuned)}
+    after = run("sft", describe(tmp_path / "a", posttrain=start, lora=lora, checkpoint={"trainable_only": True}))
+    frozen = weights(tuned)
+    assert all(torch.equal(after[name], tensor) for name, tensor in frozen.items())
+    adapter = read_adapter(tmp_path / "a" / "adapter")
+    assert adapter.spec.rank == 4
+    for name, tensor in adapter.tensors.items():
+        assert torch.equal(tensor, after[f"model.{name}"])
+    # The checkpoint has the adapter only; a later phase says so, and is told what to do.
+    with pytest.raises(CheckpointError, match=r"holds only what was trained(.|\n)*lora\.adapter"):
+        run("dpo", describe(tmp_path / "no", posttrain={"start": str(tmp_path / "a")}))
+    more = {**lora, "adapter": str(tmp_path / "a" / "adapter")}
+    with phase_runner("sft", describe(tmp_path / "b", posttrain=start, lora=more)) as runner:
+        continued = dict(runner.engine.model.named_parameters())
+        assert all(torch.equal(continued[name], tensor) for name, tensor in adapter.tensors.items())
+        runner.train()
+    # A whole checkpoint with an adapter begins the next phase merged.
+    saved = weights(tmp_path / "b")
+    with phase_runner("dpo", describe(tmp_path / "c", posttrain={"start": str(tmp_path / "b")})) as runner:
+        name = "blocks.0.attention.q"
+        down, up = saved[f"model.{name}.lora_A.weight"], saved[f"model.{name}.lora_B.weight"]
+        expected = saved[f"model.{name}.weight"] + 4.0 * up @ down
+        found = runner.engine.model.get_parameter(f"{name}.weight")
+        assert torch.allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("meta", [True, False], ids=["on meta", "built for real"])
+def test_a_packed_base_holds_the_weights_that_it_starts_from(tuned: Path, tmp_path: Path, meta: bool) -> None:
+    changes: dict[str, Any] = {"posttrain": {"start": str(tuned)}, "strategy": {"meta_init": meta}}
+    with phase_runner("sft", describe(tmp_path, **changes, lora={"rank": 2, "base": "int8"})) as runner:
+        saved, model = weights(tuned), runner.engine.model
+        for name in lora_layers(model):
+            layer, whole = model.get_submodule(name), saved[f"model.{name}.weight"]
+            assert isinstance(layer, Quantized)
+            assert torch.allclose(layer.unpacked(torch.float32), whole, atol=0.01 * float(whole.abs().max()))
+        runner.train()
+
+
+def test_a_transformers_model_keeps_its_pretrained_weights_under_an_adapter_and_a_value_head(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.LlamaConfig(
+        **sizes, vocab_size=12, max_position_embeddings=32, bos_token_id=0, eos_token_id=0
+    )
+    original = transformers.LlamaForCausalLM(config)
+    original.save_pretrained(str(tmp_path / "hf"))
+    from plait.posttrain.data.tasks import Sorting
+    from plait.posttrain.data.tokenizer import character_tokenizer
+
+    character_tokenizer(Sorting.alphabet).save(tmp_path / "hf" / "tokenizer.json")
+    model = {"type": "hf", "path": str(tmp_path / "hf")}
+    changes: dict[str, Any] = {"model": model, "posttrain": {"max_len": 16}, "lora": {"rank": 2, "targets": ["q_proj"]}}
+    for phase in ("sft", "reward"):
+        with phase_runner(phase, describe(tmp_path / phase, 2, **changes)) as runner:
+            found = dict(runner.engine.model.named_parameters())
+            for name, param in original.named_parameters():
+                if not (phase == "reward" and name == "lm_head.weight"):
+                    assert torch.equal(found[name], param), name
+            runner.train()
+    assert read_adapter(tmp_path / "sft" / "adapter", original).layers == (
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+    )
+
+
+def test_weights_of_another_model_are_refused_with_a_table(tuned: Path, tmp_path: Path) -> None:
+    other = {"model": {**MODEL, "dim": 16}, "posttrain": {"start": str(tuned)}}
+    with pytest.raises(ModelError, match=r"not of this model:(.|\n)*embedding\.weight: \(12, 32\) there, \(12, 16\)"):
+        run("sft", describe(tmp_path, **other))
+
+
+@pytest.mark.parametrize(
+    ("phase", "changes", "message"),
+    [
+        ("dpo", {"dpo": {"reference": "base"}}, r"dpo\.reference.*without its adapter"),
+        ("dpo", {"dpo": {"loss": "ipo", "label_smoothing": 0.1}}, r"dpo\.label_smoothing.*no effect"),
+        ("reward", {"strategy": {"layout": {"cp": 2}}}, r"strategy\.layout\.cp.*whole answers"),
+        ("sft", {"data": {"type": "text", "path": "stdlib"}}, r"data.*no effect(.|\n)*posttrain\.data"),
+        ("sft", {"lora": {"only": False, "base": "int8"}}, r"lora.*cannot be trained"),
+        ("sft", {"posttrain": {"template": {"user": "me"}}}, r"posttrain\.template\.user.*no effect"),
+        ("sft", {"posttrain": {"dta_split": "1,1,1"}}, r"posttrain\.dta_split(.|\n)*data_split"),
+        ("sft", {"lora": {"targets": ["qq"]}}, r"lora\.targets.*'qq' fits no linear layer"),
+    ],
+)
+def test_what_has_no_effect_or_no_meaning_is_refused(phase: str, changes: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(phase, describe(tmp_path, **changes))
+
+
+def test_plain_training_refuses_the_sections_of_phases(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lora: this section has no effect(.|\n)*plait sft"):
+        check(parse({**describe(tmp_path), "lora": {}}).config, has_val=False, require_length=False)
+    with pytest.raises(ConfigError, match="posttrain"):
+        Runner.from_config(describe(tmp_path))
+    with pytest.raises(ConfigError, match="phase"):
+        PhaseRunner(parse({"model": MODEL}))
+
+
+def test_a_model_that_is_as_sure_as_it_is_right_is_calibrated() -> None:
+    import math
+    import random
+
+    scores = []
+    for _ in range(4000):
+        margin = random.gauss(0, 2)
+        right = random.random() < 1 / (1 + math.exp(-abs(margin)))
+        scores.append(PairScore(abs(margin) if right else 0.0, 0.0 if right else abs(margin)))
+    assert all(abs(bin.said - bin.found) < 0.15 for bin in calibration(scores) if bin.count > 100)
+    found = Preferences().summarize([(1.0, 0.0), (0.0, 1.0), (2.0, 2.0), (3.0, 1.0)])
+    assert found["accuracy"] == pytest.approx(2.5 / 4)
+    assert found["margin"] == pytest.approx(0.5)
