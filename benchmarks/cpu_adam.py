@@ -43,13 +43,13 @@ def measure(given: argparse.Namespace) -> Result:
             except Exception as error:
                 steps.pop(name, None)
                 found["missing"][name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        times: dict[str, list[float]] = {name: [] for name in steps}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
         for turn in range(given.rounds):
             order = list(steps) if turn % 2 else list(reversed(steps))
             for name in order:
-                start = time.perf_counter()
+                start, used = time.perf_counter(), time.process_time()
                 steps[name]()
-                times[name].append(time.perf_counter() - start)
+                times[name].append((time.perf_counter() - start, time.process_time() - used))
         found["seconds"][case] = times
     return found
 
@@ -120,6 +120,11 @@ def _around(case: str, param: Any, grad: Any, place: Any, optimizer: Any) -> Cal
     return step
 
 
+def _cell(times: list[tuple[float, float]]) -> str:
+    wall, cpu = ([1e3 * value for value in values] for values in zip(*times, strict=True))
+    return f"{median(wall):.1f} ({min(wall):.1f}; {median(cpu):.1f})"
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -138,12 +143,10 @@ def main() -> None:
         raise SystemExit(answer["error"])
     found = answer["ranks"][0]
     names = ("torch fused", "DeepSpeedCPUAdam", "Plait")
-    print("| ms, median (best) | " + " | ".join(names) + " |\n|---" * 1 + "|---" * len(names) + "|")
+    print("| ms: median (best; CPU time) | " + " | ".join(names) + " |")
+    print("|---" * (1 + len(names)) + "|")
     for case, times in found["seconds"].items():
-        cells = [
-            f"{1e3 * median(times[name]):.1f} ({1e3 * min(times[name]):.1f})" if name in times else "—"
-            for name in names
-        ]
+        cells = [_cell(times[name]) if name in times else "—" for name in names]
         print(f"| {case} | " + " | ".join(cells) + " |")
     for name, why in found["missing"].items():
         print(f"\n{name}: {why}")

@@ -183,6 +183,25 @@ def test_boundaries_set_by_hand_give_the_same_steps(two_ranks: RankPool, stage: 
     assert all(torch.equal(mine["weights"][name], value) for name, value in theirs["weights"].items())
 
 
+def look_between(rank: int, size: int, stage: int, looks: bool) -> list[float]:
+    job = {"config": config(stage)}
+    engine = begin(deepspeed, job)
+    first: list[float] = go_on(engine, job, rank, size, 0, 1)["losses"]
+    if looks:
+        x, _ = pictures(99, 4)
+        engine.eval()
+        assert torch.equal(engine(x), engine.module(x))  # with a graph that nobody uses
+        with torch.no_grad():
+            engine(x)
+        engine.train()
+    return first + go_on(engine, job, rank, size, 1, 2)["losses"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_look_at_the_model_between_steps_changes_nothing(two_ranks: RankPool, stage: int) -> None:
+    assert two_ranks.run(look_between, stage, True) == two_ranks.run(look_between, stage, False)
+
+
 def gather(rank: int, size: int) -> dict[str, Any]:
     engine = begin(deepspeed, {"config": config(3)})
     head = engine.module.head

@@ -201,12 +201,14 @@ Stop = Annotated[list[str] | None, typer.Option("--stop", help="A text that ends
 Seed = Annotated[int, typer.Option(help="Another seed, another text.")]
 
 
-def _opening(adapter: str | None, tokenizer: str | None, dtype: str) -> Any:
+def _opening(
+    adapter: str | None, tokenizer: str | None, dtype: str, offload: str | None = None, offload_path: str | None = None
+) -> Any:
     from plait.cli.speaking import DTYPES, Opening
 
     if dtype not in ("auto", *DTYPES):
         raise typer.BadParameter(f"--dtype {dtype}: choose auto, {', '.join(DTYPES)}")
-    return Opening(adapter, tokenizer, dtype)  # type: ignore[arg-type]
+    return Opening(adapter, tokenizer, dtype, offload, offload_path)  # type: ignore[arg-type]
 
 
 @app.command()
@@ -233,13 +235,19 @@ def generate(
     adapter: Adapter = None,
     tokenizer: TokenizerFile = None,
     dtype: Dtype = "auto",
+    offload: Annotated[
+        str | None, typer.Option(metavar="TIER", help="Weights that do not fit the device live in cpu or nvme memory.")
+    ] = None,
+    offload_path: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Folder of the nvme tier; absent: the checkpoint's.")
+    ] = None,
 ) -> None:
     """Continue texts with a trained language model."""
     from plait.cli.generate import generate as run
     from plait.generate.options import Sampling
 
     sampling = Sampling(tokens, temperature, top_k, top_p, repetition_penalty, tuple(stop or ()), seed)
-    opening = _opening(adapter, tokenizer, dtype)
+    opening = _opening(adapter, tokenizer, dtype, offload, offload_path)
     run(
         run_dir,
         prompt or [],

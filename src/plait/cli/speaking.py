@@ -11,15 +11,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from plait.checkpoint import CheckpointFolder, open_checkpoint
+from plait.checkpoint import CheckpointFolder, load_into, open_checkpoint
 from plait.checkpoint.convert import kind_of, open_source, read_description
 from plait.cli.here import import_from_here
 from plait.config import RunConfig, parse
 from plait.config.model import HFConfig, ModelConfig
 from plait.config.posttrain import PosttrainConfig, TemplateConfig
 from plait.data import tokenizer_path
-from plait.errors import GenerateError, ModelError
-from plait.generate.generator import Generator
+from plait.errors import ConfigError, GenerateError, ModelError, Problem
+from plait.generate.generator import Generator, context_of
 from plait.generate.speaker import Speaker, Turn
 from plait.models import build_model
 from plait.models.portable import from_transformers
@@ -44,6 +44,10 @@ class Opening:
     tokenizer: str | None = None
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """`auto`: bf16 on a GPU, fp32 elsewhere."""
+    offload: str | None = None
+    """`cpu` or `nvme`: where the weights of the blocks live, if not on the device."""
+    offload_path: str | None = None
+    """Folder of the `nvme` tier."""
 
 
 def open_speaker(path: str, opening: Opening | None = None) -> Speaker:
@@ -64,9 +68,10 @@ def open_speaker(path: str, opening: Opening | None = None) -> Speaker:
             raise ModelError(f"{path} holds a reward model, which judges texts and writes none; open the tuned model")
         place, described = found, config.model
     tokenizer = read_tokenizer(_tokenizer(Path(path), place, config, opening))
-    model = _load(str(place), described, opening)
+    away = opening.offload is not None
+    model = _load_streamed(place, config, opening) if away else _load(str(place), described, opening)
     write_down, stop = _manner(tokenizer, config, opening, place)
-    generator = Generator(model, decode=tokenizer.decode, context=_context(model, config))
+    generator = Generator(model, decode=tokenizer.decode, context=_context(model, config), graphs=not away)
     return Speaker(Path(path).resolve().name, generator, tokenizer, write_down, stop)
 
 
@@ -102,10 +107,28 @@ def _load(path: str, described: ModelConfig, opening: Opening) -> nn.Module:
     return model.to(dtype).eval().requires_grad_(False)
 
 
+def _load_streamed(place: Path, config: RunConfig | None, opening: Opening) -> nn.Module:
+    """A model of which the device holds two blocks at a time."""
+    from plait.generate.streamed import build_streamed
+
+    tier = opening.offload
+    if tier not in ("cpu", "nvme"):
+        raise ConfigError(Problem("--offload", f"there is no place {tier!r} for weights", "Write cpu or nvme."))
+    if config is None or opening.adapter is not None or opening.dtype != "auto":
+        raise GenerateError("--offload takes checkpoints of Plait as they are: convert the model or merge its adapter")
+    import_from_here()
+    world = open_world(config)
+    model, stream = build_streamed(config, world.device, tier=tier, folder=Path(opening.offload_path or place))  # type: ignore[arg-type]
+    tensors = {f"model.{name}": tensor for name, tensor in stream.tensors().items()}
+    persistent = model.state_dict().keys()
+    tensors.update({f"model.{name}": buffer for name, buffer in model.named_buffers() if name in persistent})
+    load_into(open_checkpoint(place), tensors, world=world, ignore=("optim.", "rng.", "hook."))
+    stream.filled()
+    return model
+
+
 def _context(model: nn.Module, config: RunConfig | None) -> int | None:
     """What the model says itself; a model that does not say sees what it was trained on."""
-    from plait.generate.generator import context_of
-
     return context_of(model) or (None if config is None else getattr(config.data, "seq_len", None))
 
 

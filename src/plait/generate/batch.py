@@ -15,8 +15,8 @@ from plait.generate.options import Completion, Sampling
 
 CHECK_EVERY = 16
 """Tokens between two looks at which rows are done; each look waits for the device."""
-WORTH_MOVING = 32
-"""Tokens that must be left for it to pay to move the rows that go on into a smaller batch."""
+WORTH_RECORDING = 48
+"""Tokens that must be left for a smaller batch to pay where its steps have to be recorded anew."""
 
 Decode = Callable[[Sequence[int]], str]
 Agree = Callable[[bool], bool]
@@ -136,8 +136,9 @@ def answering(
     longest, numbers = live.width, torch.arange(len(prompts), device=device)
     finished: dict[int, Completion] = {}
     try:
-        live.take(decoder.begin(prompts, longest))
-        step = Recorded(lambda: live.take(decoder.step(live.token)), on=graphs and decoder.capturable)
+        live.take(decoder.begin(prompts, limits))
+        recorded = graphs and decoder.capturable
+        step = Recorded(lambda: live.take(decoder.step(live.token)), on=recorded)
         for length in count(1):
             # Ranks that go together must look at the same moments, however long their own rows are.
             if length % check_every == 0 or (agree is None and length >= longest):
@@ -148,7 +149,8 @@ def answering(
                 goes_on = len(rows) > 0
                 if not (goes_on if agree is None else agree(goes_on)):
                     break
-                if 0 < len(rows) <= len(live.done) // 2 and longest - length >= WORTH_MOVING:
+                pays = longest - length >= WORTH_RECORDING or not recorded
+                if 0 < len(rows) <= len(live.done) // 2 and pays:
                     finished.update(zip(numbers.tolist(), live.completions(), strict=True))
                     decoder.keep(rows)
                     live, numbers = live.keep(rows), numbers[rows]

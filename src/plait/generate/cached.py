@@ -29,9 +29,9 @@ SLOTS = 64
 class Cache:
     """Where the rows end, and what attention may see; shared by all layers."""
 
-    def __init__(self, lengths: Tensor, longest: int, room: int, dtype: torch.dtype) -> None:
-        self.slots = -(-(longest + room) // SLOTS) * SLOTS
-        self.lengths = lengths
+    def __init__(self, lengths: Tensor, ends: Tensor, dtype: torch.dtype) -> None:
+        self.slots = -(-int(ends.max()) // SLOTS) * SLOTS
+        self.lengths, self._last = lengths, ends - 1
         self.numbers = torch.arange(len(lengths), device=lengths.device)
         self.reading = True
         """Whether prompts are being read; else, each row gets one token."""
@@ -41,13 +41,13 @@ class Cache:
 
     def open(self) -> Tensor:
         """Let each row see the place of its next token; returns these places."""
-        places = self.lengths.clamp(max=self.slots - 1)
+        places = torch.minimum(self.lengths, self._last)
         self.mask.scatter_(1, places[:, None], 0.0)
         return places
 
     def keep(self, rows: Tensor) -> None:
         """Forget the others."""
-        self.lengths, self.mask = self.lengths[rows], self.mask[rows]
+        self.lengths, self._last, self.mask = self.lengths[rows], self._last[rows], self.mask[rows]
         self.numbers = self.numbers[: len(rows)]
 
 
@@ -108,12 +108,12 @@ class CachedDecoder(Decoder):
         mixed = any(type(part).__name__ == "Experts" for part in model.modules())
         self.capturable = device.type == "cuda" and call is None and not mixed
 
-    def begin(self, prompts: Sequence[Sequence[int]], room: int) -> Tensor:
+    def begin(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> Tensor:
         """Read the prompts; of the last token of each, the logits."""
         self.close()
         rows, lengths = padded(prompts, self._device), lengths_of(prompts, self._device)
         dtype = self._attentions[0].q.weight.dtype
-        self._cache = Cache(lengths, rows.shape[1], room, dtype)
+        self._cache = Cache(lengths, lengths + torch.tensor(rooms, device=self._device), dtype)
         self._usual = [attention.attend for attention in self._attentions]
         self._layers = [Remembering(attend, self._cache) for attend in self._usual]
         for attention, layer in zip(self._attentions, self._layers, strict=True):

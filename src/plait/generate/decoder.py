@@ -20,14 +20,14 @@ class Decoder(ABC):
     """Whether `step` may be recorded in a CUDA graph."""
 
     @abstractmethod
-    def begin(self, prompts: Sequence[Sequence[int]], room: int) -> Tensor:
-        """Read the prompts, with room for so many more tokens; returns the logits of what comes next, one row each."""
+    def begin(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> Tensor:
+        """Read the prompts, with room for so many more tokens in each row; returns the logits of what comes next."""
 
     @abstractmethod
     def step(self, tokens: Tensor) -> Tensor:
         """Add one token to each row; returns the logits of what comes next.
 
-        Beyond the room that was asked for, it goes on without an error and without a meaning.
+        A row that has no room left stays as long as it is; what is said about it then has no meaning.
         """
 
     @abstractmethod
@@ -38,9 +38,11 @@ class Decoder(ABC):
         """Let go of the batch, and leave the model as it was."""
 
 
-def padded(prompts: Sequence[Sequence[int]], device: torch.device, *, room: int = 0, left: bool = False) -> Tensor:
+def padded(
+    prompts: Sequence[Sequence[int]], device: torch.device, *, width: int | None = None, left: bool = False
+) -> Tensor:
     """Rows of unequal length as one tensor, filled up with zeros."""
-    width = max(len(prompt) for prompt in prompts) + room
+    width = max(len(prompt) for prompt in prompts) if width is None else width
     rows = torch.zeros(len(prompts), width, dtype=torch.int64)
     for row, prompt in zip(rows, prompts, strict=True):
         start = width - len(prompt) if left else 0
@@ -58,25 +60,27 @@ class PlainDecoder(Decoder):
 
     def __init__(self, call: Call, device: torch.device) -> None:
         self._call, self._device = call, device
-        self._rows = self._lengths = torch.empty(0)
+        self._rows = self._lengths = self._ends = torch.empty(0)
         self._longest = 0
 
-    def begin(self, prompts: Sequence[Sequence[int]], room: int) -> Tensor:
+    def begin(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> Tensor:
         """Rows padded behind, so that no position moves."""
-        self._rows, self._lengths = padded(prompts, self._device, room=room), lengths_of(prompts, self._device)
-        self._longest = self._rows.shape[1] - room
+        self._lengths = lengths_of(prompts, self._device)
+        self._ends = self._lengths + torch.tensor(rooms, device=self._device)
+        self._rows = padded(prompts, self._device, width=int(self._ends.max()))
+        self._longest = max(len(prompt) for prompt in prompts)
         return self._logits()
 
     def step(self, tokens: Tensor) -> Tensor:
         """One token to each row, at its own end."""
-        self._lengths = (self._lengths + 1).clamp(max=self._rows.shape[1])
+        self._lengths = torch.minimum(self._lengths + 1, self._ends)
         self._rows.scatter_(1, self._lengths[:, None] - 1, tokens[:, None])
         self._longest = min(self._longest + 1, self._rows.shape[1])
         return self._logits()
 
     def keep(self, rows: Tensor) -> None:
         """Forget the others."""
-        self._rows, self._lengths = self._rows[rows], self._lengths[rows]
+        self._rows, self._lengths, self._ends = self._rows[rows], self._lengths[rows], self._ends[rows]
 
     def _logits(self) -> Tensor:
         logits: Tensor = self._call(input_ids=self._rows[:, : self._longest])

@@ -32,28 +32,27 @@ class TransformersDecoder(Decoder):
         self._positioned = accepts(model, "position_ids")
         self._last_only = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
         self._past: Any = None
-        self._mask = self._lengths = torch.empty(0)
-        self._end = 0
+        self._mask = self._lengths = self._last = torch.empty(0)
 
-    def begin(self, prompts: Sequence[Sequence[int]], room: int) -> Tensor:
+    def begin(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> Tensor:
         """Read the prompts."""
         rows, self._lengths = padded(prompts, self._device, left=True), lengths_of(prompts, self._device)
         width = rows.shape[1]
         places = torch.arange(width, device=self._device)
         mask = places >= width - self._lengths[:, None]
-        self._mask, self._end = mask.long(), int(self._lengths.max()) + room
+        self._mask, self._last = mask.long(), self._lengths + torch.tensor(rooms, device=self._device) - 1
         return self._ask(rows, (mask.cumsum(1) - 1).clamp(min=0), past=None)
 
     def step(self, tokens: Tensor) -> Tensor:
         """One token to each row."""
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
-        positions = self._lengths.clamp(max=self._end - 1)[:, None]
+        positions = torch.minimum(self._lengths, self._last)[:, None]
         self._lengths = self._lengths + 1
         return self._ask(tokens[:, None], positions, past=self._past)
 
     def keep(self, rows: Tensor) -> None:
         """Forget the others."""
-        self._mask, self._lengths = self._mask[rows], self._lengths[rows]
+        self._mask, self._lengths, self._last = self._mask[rows], self._lengths[rows], self._last[rows]
         self._past.batch_select_indices(rows)
 
     def close(self) -> None:

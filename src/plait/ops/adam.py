@@ -1,16 +1,17 @@
 """AdamW on the host: from gradients in any format to new fp32 weights and, in the same pass, new 16-bit ones.
 
 [Note: one pass over memory] The update of an element is a few operations on 28 bytes, so memory decides how long it
-takes. torch's fused kernel reads and writes each number once, but wants fp32 gradients, writes them back where they
-are to be scaled, and leaves rounding the weights to a pass of its own. Here the work goes in pieces that stay in the
-cache: a piece of the gradients is widened and scaled into a small buffer, the fused kernel updates the piece, and the
-weights are rounded while they are still near. Nothing but the states themselves passes through memory twice.
+takes. torch's fused kernel reads and writes each number once, but wants fp32 gradients, and leaves rounding the weights
+to a pass of its own. Here the work goes in pieces that stay in the cache: a piece of the gradients is widened into a
+small buffer, the fused kernel updates the piece, and the weights are rounded while they are still near. Nothing but the
+states themselves passes through memory twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class AdamNumbers:
     decoupled: bool = True
     """AdamW: weights decay by themselves. False is Adam: the decay is added to the gradient."""
     scale: float = 1.0
-    """Gradients count multiplied by this; they are not changed."""
+    """Gradients count multiplied by this; the fused kernel overwrites fp32 ones with the product."""
 
 
 @torch.no_grad()
@@ -49,60 +50,45 @@ def adam_step(
     All tensors are contiguous and on the CPU; gradients may be fp32, bf16 or fp16. Threads are torch's own.
     """
     places = rounded if rounded is not None else [None] * len(weights)
+    update = _kernel(numbers)
+    length = PIECE * torch.get_num_threads()
     for weight, grad, mean, square, place in zip(weights, grads, exp_avgs, exp_avg_sqs, places, strict=True):
         assert weight.dtype == mean.dtype == square.dtype == torch.float32, "weights and moments are fp32"
         # The CPU kernel takes pieces of storage as they are, whatever the strides say.
         assert all(t.is_contiguous() for t in (weight, grad, mean, square)), "tensors are contiguous"
-        if place is None and grad.dtype == torch.float32 and numbers.scale == 1.0:
-            _update(numbers, weight, grad, mean, square)
-        else:
-            _update_in_pieces(
-                numbers,
-                weight.view(-1),
-                grad.view(-1),
-                mean.view(-1),
-                square.view(-1),
-                None if place is None else place.view(-1),
-            )
+        if place is None and grad.dtype == torch.float32:
+            update(weight, grad, mean, square)
+            continue
+        buffer = torch.empty(min(length, weight.numel()) if grad.dtype != torch.float32 else 0)
+        flat = [torch.split(tensor.view(-1), length) for tensor in (weight, grad, mean, square)]
+        rooms = [None] * len(flat[0]) if place is None else torch.split(place.view(-1), length)
+        for new, slope, first, second, room in zip(*flat, rooms, strict=True):
+            update(new, slope if slope.dtype == torch.float32 else buffer[: new.numel()].copy_(slope), first, second)
+            if room is not None:
+                room.copy_(new)
 
 
-def _update_in_pieces(
-    numbers: AdamNumbers, weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, place: Tensor | None
-) -> None:
-    length = PIECE * torch.get_num_threads()
-    is_ready = grad.dtype == torch.float32 and numbers.scale == 1.0
-    buffer = torch.empty(0 if is_ready else min(length, weight.numel()), dtype=torch.float32)
-    for start in range(0, weight.numel(), length):
-        piece = slice(start, start + length)
-        slope, new = grad[piece], weight[piece]
-        if slope.dtype != torch.float32:
-            slope = buffer[: new.numel()].copy_(slope)
-            if numbers.scale != 1.0:
-                slope.mul_(numbers.scale)
-        elif numbers.scale != 1.0:
-            slope = torch.mul(slope, numbers.scale, out=buffer[: new.numel()])
-        _update(numbers, new, slope, mean[piece], square[piece])
-        if place is not None:
-            place[piece].copy_(new)
+def _kernel(numbers: AdamNumbers) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """torch's fused update of one weight, given its gradient and moments."""
+    fused = torch._fused_adamw_ if numbers.decoupled else torch._fused_adam_
+    steps = [torch.tensor(float(numbers.step))]
+    # The kernel divides: by the same number as an optimizer of torch would be given for these gradients.
+    scale = None if numbers.scale == 1.0 else torch.tensor(1.0 / numbers.scale)
+    options: dict[str, Any] = {
+        "lr": numbers.lr,
+        "beta1": numbers.betas[0],
+        "beta2": numbers.betas[1],
+        "weight_decay": numbers.weight_decay,
+        "eps": numbers.eps,
+        "amsgrad": False,
+        "maximize": False,
+        "grad_scale": scale,
+    }
 
+    def update(weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor) -> None:
+        fused([weight], [grad], [mean], [square], [], steps, **options)
 
-def _update(numbers: AdamNumbers, weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor) -> None:
-    kernel = torch._fused_adamw_ if numbers.decoupled else torch._fused_adam_
-    kernel(
-        [weight],
-        [grad],
-        [mean],
-        [square],
-        [],
-        [torch.tensor(float(numbers.step))],
-        lr=numbers.lr,
-        beta1=numbers.betas[0],
-        beta2=numbers.betas[1],
-        weight_decay=numbers.weight_decay,
-        eps=numbers.eps,
-        amsgrad=False,
-        maximize=False,
-    )
+    return update
 
 
 @torch.no_grad()

@@ -69,7 +69,7 @@ class Adoption:
     @property
     def is_elementwise(self) -> bool:
         """Whether it is known to be content with a part of each parameter. An unknown class gets DTensors."""
-        return type(self.optimizer) in _ELEMENTWISE
+        return _kind(self.optimizer) in _ELEMENTWISE
 
     def left_out(self, model: nn.Module) -> list[str]:
         """The trainable parameters that the optimizer does not have."""
@@ -97,6 +97,12 @@ def bare_step(optimizer: Optimizer) -> Callable[[], object]:
     own = type(optimizer).__module__.startswith(("torch.optim.", "plait.optim."))
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return partial(inspect.unwrap(type(optimizer).step), optimizer) if own and not hooked else optimizer.step
+
+
+def _kind(optimizer: Optimizer) -> type[Optimizer]:
+    """The class whose step it is: another one may only have other defaults."""
+    step = inspect.unwrap(type(optimizer).step)
+    return next((kind for kind in _ELEMENTWISE if inspect.unwrap(kind.step) is step), type(optimizer))
 
 
 def _refuse(optimizer: Optimizer) -> None:
@@ -129,7 +135,7 @@ def _use_fused(optimizer: Optimizer) -> None:
     left_open = all(group.get("fused") is None and group.get("foreach") is None for group in groups)
     plain = not any(group.get("differentiable") or group.get("capturable") for group in groups)
     tensors = [tensor for group in groups for tensor in group["params"]]
-    kind = type(optimizer)
+    kind = _kind(optimizer)
     if kind not in _FUSED or not left_open or not plain or not all(has_fused(kind.__name__, t) for t in tensors):
         return
     for group in groups:

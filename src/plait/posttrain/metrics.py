@@ -93,7 +93,7 @@ def draw_calibration(scores: Sequence[PairScore], path: Path) -> None:
 
 
 class CalibrationPlot(Hook):
-    """Draws `calibration.png` into the run's folder after every validation."""
+    """Draws `calibration.png` into the run's folder at the end, of the last validation."""
 
     name = "calibration"
     priority = 60
@@ -101,7 +101,7 @@ class CalibrationPlot(Hook):
     def __init__(self, metric: Preferences) -> None:
         self._metric = metric
 
-    def after_validate(self, runner: Runner, metrics: Mapping[str, float]) -> None:
+    def after_run(self, runner: Runner) -> None:
         """The main rank draws; all ranks have all pairs."""
         if runner.world.is_main and self._metric.scores:
             draw_calibration(self._metric.scores, Path(runner.config.work_dir) / "calibration.png")

@@ -77,6 +77,7 @@ def test_a_key_that_deepspeed_cannot_honour_is_refused_by_name(extra: dict[str, 
         ({"optim": {"type": "Lamb"}}, "optim.type"),
         ({"optim": {"type": "Adagrad"}}, "optim.type"),
         ({"train": {"clip_value": 1.0}}, "train.clip_value"),
+        ({"train": {"guard": {"enabled": False}}}, "train.guard.enabled"),
         ({"precision": {"compute": "bf16", "master": False}}, "precision.master"),
     ],
 )

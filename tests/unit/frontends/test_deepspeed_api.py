@@ -228,6 +228,14 @@ def test_gradients_are_not_dropped_in_the_middle_of_a_step() -> None:
         engine.zero_grad()
 
 
+def test_a_model_is_compiled_by_the_configuration_or_not_at_all() -> None:
+    with pytest.raises(TrainingError, match="deepcompile"):
+        begin().compile()
+    engine = begin(config={**CONFIG, "compile": {"deepcompile": True}})
+    engine.compile()
+    assert engine.is_compiled
+
+
 def test_lines_and_times_have_deepspeeds_form(capsys: pytest.CaptureFixture[str]) -> None:
     engine = begin(config={**CONFIG, "steps_per_print": 2, "wall_clock_breakdown": True})
     losses(engine, 4)

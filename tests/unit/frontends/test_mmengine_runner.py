@@ -19,6 +19,7 @@ from plait.errors import CheckpointError, ConfigError, ModelError
 from plait.frontends.mmengine import (
     METRICS,
     MODELS,
+    RUNNERS,
     BaseMetric,
     BaseModel,
     Config,
@@ -283,7 +284,8 @@ def test_a_config_file_describes_a_whole_run(tmp_path: Path) -> None:
     config = Config.fromfile(tmp_path / "run.py")
     config.merge_from_dict({"train_cfg.max_epochs": 2})
     config.train_dataloader, config.test_dataloader = loader(), loader(shuffle=False)
-    runner = FlexibleRunner.from_cfg(config)
+    config.runner_type = "FlexibleRunner"
+    runner = RUNNERS.build(config)
     runner.train()
     metrics = runner.test()
     assert runner.config.precision.compute == "bf16"
@@ -293,6 +295,9 @@ def test_a_config_file_describes_a_whole_run(tmp_path: Path) -> None:
     log = next((tmp_path / "work").glob("*/*.log")).read_text()
     assert re.search(r"Epoch\(train\) \[2\]\[3/3\]  lr: 1.0000e-01  eta: 0:00:00", log)
     assert re.search(r"Epoch\(test\) \[3/3\]    test/accuracy: \d\.\d{4}", log)
+    config.strategy = {"type": "DDPStrategy"}
+    with pytest.raises(ConfigError, match="Use FlexibleRunner"):
+        Runner.from_cfg(config)
     config.optim_wraper = {}
     with pytest.raises(ConfigError, match="Did you mean `optim_wrapper`"):
         FlexibleRunner.from_cfg(config)
@@ -307,7 +312,7 @@ def test_a_config_file_describes_a_whole_run(tmp_path: Path) -> None:
         ({"strategy": {"type": "DDPStrategi"}}, ConfigError, "Did you mean `DDPStrategy`"),
         ({"default_hooks": {"loger": None}}, ConfigError, "Did you mean `logger`"),
         ({"custom_hooks": [object()]}, ConfigError, "no points of a hook"),
-        ({"randomness": {"sead": 1}}, ConfigError, "The keys are seed"),
+        ({"randomness": {"sead": 1}}, ConfigError, "Did you mean `seed`"),
         ({"model": nn.Linear(1, 1)}, ModelError, "derive it from BaseModel"),
         ({"strategi": {}}, ConfigError, "Did you mean `strategy`"),
         ({"default_scope": "mmdet"}, ConfigError, "type='mmdet.Name'"),

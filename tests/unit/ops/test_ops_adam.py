@@ -31,13 +31,12 @@ def test_ten_steps_are_those_of_float64(
     places = None if publish is None else [torch.empty(size, dtype=publish) for size in SIZES]
     for step in range(1, 11):
         grads = [torch.randn(size).to(grad_dtype) for size in SIZES]
-        before = [grad.clone() for grad in grads]
+        exact_grads = [grad.clone() for grad in grads]
         numbers = AdamNumbers(
             step, lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, decoupled=decoupled, scale=scale
         )
         adam_step(numbers, weights, grads, *states, places)
-        adam_step_plain(numbers, exact, grads, *exact_states)
-        assert all(torch.equal(grad, old) for grad, old in zip(grads, before, strict=True))
+        adam_step_plain(numbers, exact, exact_grads, *exact_states)
     for found, reference in zip(
         [*weights, *states[0], *states[1]], [*exact, *exact_states[0], *exact_states[1]], strict=True
     ):

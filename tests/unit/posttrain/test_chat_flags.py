@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.config import parse
+from plait.config import check, parse
 from plait.errors import ConfigError
 from plait.posttrain.flags import FLAGS, translate
 
@@ -57,3 +57,9 @@ def test_unknown_flags_and_words_are_errors() -> None:
 def test_every_flag_is_in_the_guide(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert [name for name in FLAGS if f"`--{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "posttrain").glob("*.yaml")), ids=lambda path: path.name)
+def test_example_descriptions_are_runs_of_every_phase(path: Path) -> None:
+    for phase in ("sft", "reward", "dpo"):
+        check(parse(path, [f"phase={phase}"]).config, has_val=True, require_length=True)

@@ -29,6 +29,7 @@ def open_source(path: Path) -> Source:
         raise CheckpointError(f"there is nothing at {path}")
     if path.is_file():
         return _open_file(path)
+    path = _by_tag(path) or path
     match kind_of(path):
         case "plait":
             return PlaitSource(path)
@@ -57,6 +58,13 @@ def kind_of(path: Path) -> str | None:
     if is_deepspeed(path):
         return "deepspeed"
     return None
+
+
+def _by_tag(path: Path) -> Path | None:
+    """The newest of a folder of tags as DeepSpeed names them, where Plait has written it."""
+    latest = path / "latest"
+    tagged = path / latest.read_text().strip() if latest.is_file() else path
+    return tagged if tagged != path and kind_of(tagged) == "plait" else None
 
 
 def _open_file(path: Path) -> Source:

@@ -153,6 +153,9 @@ def other_engines_have_fewer_ways_to_update(facts: Facts) -> Iterator[Problem]:
     if config.train.clip_value is not None:
         message = f"{config.train.clip_value:g}: engine {name} clips by the norm only"
         yield Problem("train.clip_value", message, "Write `train.clip_norm`.")
+    if name == "deepspeed" and not config.train.guard.enabled:
+        message = "false: DeepSpeed leaves out every step that is not finite"
+        yield Problem("train.guard.enabled", message, native)
     if not config.precision.master:
         yield Problem("precision.master", f"false: engine {name} keeps fp32 weights", native)
 

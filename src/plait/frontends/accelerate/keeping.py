@@ -123,5 +123,6 @@ class Keeping(Preparing):
         return self._trackers.get(name)
 
     def end_training(self) -> None:
-        """Close the trackers."""
+        """Close the trackers, and leave the other ranks."""
         self._trackers.finish()
+        self.world.close()

@@ -38,6 +38,11 @@ class PreparedModel(nn.Module):
         self._index: int | None = None
         self._params = _identities(module)
 
+    def place(self) -> None:
+        """Have it on the device; an engine has seen to that, and something on the meta device waits for one."""
+        if self.engine is None and not any(param.is_meta for param in self.module.parameters()):
+            self.module.to(self._device)
+
     def bind(self, engine: LoopEngine, index: int | None) -> None:
         """Take an engine; `index`: which of its models this is, where it has several."""
         self.engine, self._index = engine, index

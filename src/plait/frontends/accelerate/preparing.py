@@ -112,7 +112,7 @@ class Preparing(Processes):
         found = {id(each): each for each in objects}
         for each in objects:
             if isinstance(each, nn.Module):
-                found[id(each)] = self.prepare_model(each)
+                found[id(each)] = self._wrapped(each)
         for each, placed in zip(objects, placements, strict=True):
             if isinstance(each, Optimizer):
                 found[id(each)] = self.prepare_optimizer(each)
@@ -121,15 +121,21 @@ class Preparing(Processes):
         for each in objects:
             if isinstance(each, (LRScheduler, ReduceLROnPlateau)):
                 found[id(each)] = self.prepare_scheduler(each)
+        for each in found.values():
+            if isinstance(each, PreparedModel):
+                each.place()  # unless its engine has: a model that is to be cut must not lie on the device whole
         results = tuple(found[id(each)] for each in objects)
         return results if len(results) > 1 else results[0]
 
     def prepare_model(self, model: nn.Module, **_: Any) -> nn.Module:
         """A model, on the device. It is spread when its optimizer comes, and until then computes only."""
+        prepared = self._wrapped(model)
+        prepared.place()
+        return prepared
+
+    def _wrapped(self, model: nn.Module) -> PreparedModel:
         if isinstance(model, PreparedModel):
             return model
-        if not any(tensor.is_meta for tensor in model.parameters()):
-            model.to(self.device)
         prepared = PreparedModel(model, self.device, self._dtype)
         self._models.append(prepared)
         return prepared

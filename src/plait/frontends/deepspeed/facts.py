@@ -166,6 +166,19 @@ class EngineFacts(nn.Module):
         """Whether times are printed."""
         return self._clock is not None
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing more to do where `compile.deepcompile` is true; otherwise it comes too late, and is an error."""
+        if not self.is_compiled:
+            raise TrainingError(
+                "engine.compile() comes after the model was spread, and it is compiled before: write "
+                '`"compile": {"deepcompile": true}` in the configuration'
+            )
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `initialize` had the model compiled."""
+        return self._parts.config.strategy.compile.enabled
+
     def deepspeed_io(
         self,
         dataset: Dataset[Any],

@@ -48,7 +48,9 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         """A model, which is spread when its optimizer comes; one for evaluation stays whole."""
         if isinstance(model, PreparedModel):
             return model
-        prepared = PreparedModel(model.to(self.device), self.device, self._dtype)
+        prepared = PreparedModel(model, self.device, self._dtype)
+        if evaluation_mode:
+            prepared.place()
         self._models.append(prepared)
         return prepared
 

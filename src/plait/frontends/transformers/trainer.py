@@ -72,6 +72,11 @@ class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
             return trained  # called by itself, it would do without the engine's precision and sharding
         return model
 
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if self.accelerator.config.strategy.stage == 0:
+            super()._move_model_to_device(model, device)
+        # Otherwise it is cut first: no device need hold the whole.
+
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         norm: Tensor = self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
         return norm

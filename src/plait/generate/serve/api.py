@@ -1,4 +1,4 @@
-"""Requests and answers of the HTTP endpoint. Nothing that is asked for is ignored: what is not understood is refused."""
+"""Requests and answers of the HTTP endpoint. Nothing in a request is ignored: what is not understood is refused."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -77,10 +77,8 @@ class Server(ThreadingHTTPServer):
         if self._connections.acquire(blocking=False):
             super().process_request(request, client_address)
             return
-        try:
+        with suppress(OSError):  # gone already
             request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-        except OSError:  # gone already
-            pass
         self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -103,8 +101,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         """Let no silent connection hold its place for ever."""
-        self.timeout = self.server.limits.idle_s
         super().setup()
+        self.connection.settimeout(self.server.limits.idle_s)
 
     def do_GET(self) -> None:
         """The page, health, and the list of models."""

@@ -222,6 +222,8 @@ class _Saved:
         self.copied = luggage.copy_out(self.room, flat, mark)
 
     def __del__(self) -> None:
+        # Something may die unread, its copy still on the way: the device's memory must not be used again before.
+        self.trip.luggage.follow(self.copied)
         self.trip.luggage.free(self.room, self.copied)
 
 

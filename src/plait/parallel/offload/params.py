@@ -63,6 +63,7 @@ class ParamStream:
         self._folder = folder
         self._queue = FileQueue() if folder is not None and not lanes.fake else None
         self._groups: list[_Group] = []
+        self._places: dict[nn.Parameter, tuple[int, int]] = {}
         self._before: list[int] = []
         self._now: list[int] = []
         self._bucket_of: Mapping[int, Bucket] = {}
@@ -99,6 +100,7 @@ class ParamStream:
                     mine.shelf.put((position, "param"), shard.cpu()).wait()
                 # Before its first use torch looks whether this is still the tensor that was sharded. It is.
                 member.reset_sharded_param = _nothing
+        self._places |= {param: (len(self._groups), position) for position, param in enumerate(mine.params)}
         self._groups.append(mine)
         self._surround(group, len(self._groups) - 1)
         self._release(mine)
@@ -223,11 +225,7 @@ class ParamStream:
 
     def place_of(self, param: nn.Parameter) -> tuple[int, int] | None:
         """Where the weights of a parameter are kept; None for one that stays on the device."""
-        for number, group in enumerate(self._groups):
-            for position, mine in enumerate(group.params):
-                if mine is param:
-                    return number, position
-        return None
+        return self._places.get(param)
 
     def target(self, place: tuple[int, int], shape: torch.Size) -> Tensor:
         """Host memory for this rank's part; of one in a file, a tensor of the right shape without memory."""

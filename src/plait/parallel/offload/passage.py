@@ -101,8 +101,8 @@ class Passage:
         states = self._states[number]
         weights = self._weights[number]
         room.under_way.append(weights.write(room.memory(0, weights.size)))
-        if states is None:
-            self._store_states(number, bucket)  # the first update has made them, in memory of their own
+        if states is None or {key for key, _ in self._tensors(bucket)} != states.places.keys():
+            self._store_states(number, bucket)  # the first update has made some, in memory of their own
         else:
             room.under_way.append(states.write(room.memory(1, states.size)))
         room.bucket = None
@@ -117,6 +117,10 @@ class Passage:
         memory = room.memory(0, shelf.size)
         shelf.read(memory).wait()
         return list(shelf.views(memory).values())
+
+    def weight(self, bucket: Bucket, index: int) -> Tensor:
+        """The fp32 weights of one parameter, as memory of their file. Nothing may be under way."""
+        return self._weights[self._number[id(bucket)]].mapped()[index, _WEIGHT]
 
     def settle(self) -> None:
         """Wait until the files hold everything."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -47,6 +48,8 @@ class Shelf:
             size += rounded(place.bytes)
         self.size = size
         self.file = TensorFile.scratch(queue, folder, max(size, 1))
+        # When the last request is over that still knows the file: a number that is free again may be another's.
+        weakref.finalize(self.file, os.close, self.file.descriptor)
 
     def put(self, key: Key, tensor: Tensor) -> Transfer:
         """Write one tensor."""

@@ -177,6 +177,14 @@ class Offload:
         finally:
             self._passage.hide()
 
+    def weight(self, index: int) -> Tensor:
+        """The fp32 weights of one parameter; those in a file as memory of the file."""
+        self.settle()
+        bucket = self.bucket_of[index]
+        if self._passage is not None and bucket.span.home == "nvme":
+            return self._passage.weight(bucket, index)
+        return self.masters[index].detach()
+
     def in_files(self, index: int) -> bool:
         """Whether the state of a parameter lies in files."""
         return self._passage is not None and self.bucket_of[index].span.home == "nvme"

@@ -58,6 +58,8 @@ class ForeignEngine(Engine):
         self._states = states
         self._params: dict[str, nn.Parameter] = named_parameters(built.module)
         self._guard = config.train.guard
+        scaler = config.precision.scaler
+        self._lowest_scale = scaler.minimum if scaler.static is None else math.inf
         self._schedule = schedule
         self._loss_function = loss_function
         self._say = say
@@ -135,9 +137,11 @@ class ForeignEngine(Engine):
         return StepResult(loss, norm, skipped, lr, targets, stop)
 
     def _count_skip(self, skipped: bool) -> None:
-        self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
         scaler = self._scaler_state()
-        if skipped and scaler is None:
+        if skipped and scaler is not None and scaler["scale"] > self._lowest_scale:
+            return  # an overflow is part of the search for a scale, which ends by itself
+        self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
+        if skipped:
             self._say(f"step {self.steps} skipped on every rank: its loss or gradient is not finite")
         if self._skips_in_a_row >= self._guard.max_skips:
             scale = "" if scaler is None else f", at loss scale {scaler['scale']:g}"

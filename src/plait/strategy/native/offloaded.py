@@ -112,8 +112,7 @@ class OffloadedViews(Views):
 
     def local(self, index: int) -> Tensor:
         """This rank's part of one tensor; one in a file as memory of the file."""
-        with self.store.revealed():
-            return self.tensors[index].detach()
+        return self.store.weight(index)
 
     def revealed(self) -> AbstractContextManager[None]:
         """Masters and states are ordinary tensors meanwhile."""

@@ -122,6 +122,14 @@ class Config:
         return f"Config (path: {self.filename}): {self._tree!r}"
 
 
+def as_config(given: Any) -> Config:
+    """A configuration from a dict, or from MMEngine's own class."""
+    if isinstance(given, Config):
+        return given
+    tree = given.to_dict() if hasattr(given, "to_dict") else given
+    return Config(tree, getattr(given, "filename", None))
+
+
 def _import(imports: str | list[str], allow_failed_imports: bool = False) -> None:
     """Load the modules whose classes the configuration names."""
     for name in [imports] if isinstance(imports, str) else imports:

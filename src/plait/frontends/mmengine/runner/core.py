@@ -14,8 +14,7 @@ from torch import nn
 from plait.config.words import choose
 from plait.errors import ConfigError, ModelError, Problem
 from plait.frontends.account import Answer
-from plait.frontends.mmengine.config import Config
-from plait.frontends.mmengine.dist import sync_random_seed
+from plait.frontends.mmengine.config.config import as_config
 from plait.frontends.mmengine.evaluator import build_evaluator
 from plait.frontends.mmengine.logging import MessageHub, make_logger
 from plait.frontends.mmengine.model.base_model import BaseModel, call_with
@@ -26,15 +25,15 @@ from plait.frontends.mmengine.runner.dataloader import build_dataloader
 from plait.frontends.mmengine.runner.describe import (
     build_strategy,
     check_batch,
-    check_trio,
     finish,
     known_arguments,
     read_compile,
     read_wrapper,
+    takes_nothing,
 )
-from plait.frontends.mmengine.runner.environment import check_launcher, read_environment, seed_process
+from plait.frontends.mmengine.runner.environment import Randomness, check_launcher, read_environment
 from plait.frontends.mmengine.runner.hook_table import HookTable
-from plait.frontends.mmengine.runner.phases import Phases, by_epoch
+from plait.frontends.mmengine.runner.phases import Phases, by_epoch, wanted_phases
 from plait.frontends.mmengine.runner.saving import Saver
 from plait.frontends.mmengine.runner.schedules import build_schedulers, scale_rates
 from plait.frontends.mmengine.strategy.table import Sheet
@@ -92,22 +91,15 @@ class BaseRunner(Checkpoints):
             raise ConfigError(
                 Problem("default_scope", message, f"Write type='{default_scope}.Name' where one is meant.")
             )
-        trained = check_trio(
-            "train", train_dataloader=train_dataloader, train_cfg=train_cfg, optim_wrapper=optim_wrapper
+        wanted = wanted_phases(
+            {"cfg": train_cfg, "dataloader": train_dataloader},
+            {"cfg": val_cfg, "dataloader": val_dataloader, "evaluator": val_evaluator},
+            {"cfg": test_cfg, "dataloader": test_dataloader, "evaluator": test_evaluator},
+            optim_wrapper=optim_wrapper,
+            schedules=param_scheduler,
         )
-        if param_scheduler is not None and not trained:
-            raise ConfigError(Problem("param_scheduler", "there is nothing to train", "Give a train_dataloader too."))
-        validated = check_trio("validate", val_dataloader=val_dataloader, val_cfg=val_cfg, val_evaluator=val_evaluator)
-        tested = check_trio("test", test_dataloader=test_dataloader, test_cfg=test_cfg, test_evaluator=test_evaluator)
-        wanted: dict[str, dict[str, Any]] = {}
-        if trained:
-            wanted["train"] = {"cfg": train_cfg, "dataloader": train_dataloader}
-        if validated:
-            wanted["val"] = {"cfg": val_cfg, "dataloader": val_dataloader, "evaluator": val_evaluator}
-        if tested:
-            wanted["test"] = {"cfg": test_cfg, "dataloader": test_dataloader, "evaluator": test_evaluator}
         self.phases = Phases(self, wanted)
-        self.cfg = cfg if isinstance(cfg, Config) else Config(cfg or {})
+        self.cfg = as_config(cfg or {})
         self.work_dir = str(work_dir)
         self.strategy = build_strategy(strategy)
         self._resume, self._load_from, self._loaded = resume, load_from, False
@@ -119,13 +111,11 @@ class BaseRunner(Checkpoints):
         self.visualizer = build_visualizer(
             visualizer, save_dir=self.log_dir, work_dir=Path(work_dir), is_main=self.world.is_main
         )
-        counted = by_epoch(train_cfg) if trained else True
-        described = log_processor if isinstance(log_processor, Mapping) else {}
-        self.log_processor = (
-            LOG_PROCESSORS.build({"type": "LogProcessor", "by_epoch": counted, **described})
-            if log_processor is None or isinstance(log_processor, Mapping)
-            else log_processor
-        )
+        self.log_processor: Any = log_processor
+        if log_processor is None or isinstance(log_processor, Mapping):
+            counted = by_epoch(train_cfg) if "train" in wanted else True
+            described = {"type": "LogProcessor", "by_epoch": counted, **(log_processor or {})}
+            self.log_processor = LOG_PROCESSORS.build(described)
         self._hooks = HookTable(default_hooks, custom_hooks)
         self._preprocessor = data_preprocessor
         self.model: Any = self.build_model(model)
@@ -140,10 +130,7 @@ class BaseRunner(Checkpoints):
         self._sheet = Sheet()
         self.launcher = launcher
         self._start_method = read_environment(env_cfg, self._sheet)
-        unknown = [key for key in randomness if key not in ("seed", "diff_rank_seed", "deterministic")]
-        if unknown:
-            remedy = "The keys are seed, diff_rank_seed and deterministic."
-            raise ConfigError(Problem(f"randomness.{unknown[0]}", "there is no such key", remedy))
+        self._randomness = Randomness.read(randomness)
         check_launcher(launcher)
         size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else detect_ranks().size
         found = self.strategy.translate(size)
@@ -151,16 +138,11 @@ class BaseRunner(Checkpoints):
             self._sheet.sections.setdefault(section, value)
         self._sheet.account.entries += found.account.entries
         read_compile(self._compile, self._sheet)
-        early = {key: value for key, value in self._sheet.sections.items() if key != "precision"}
-        outline = Sheet()
-        outline.sections, outline.account = early, self._sheet.account
-        self.world = open_world(finish(outline, work_dir=self.work_dir))
+        # How is computed, the optim wrapper says too, and there is none before there is a model.
+        self.world = open_world(finish(self._sheet, work_dir=self.work_dir, precision=None))
         self.device = self.world.device
-        seed = randomness.get("seed")
-        self.seed: int = sync_random_seed() if seed is None else int(seed)
-        self.deterministic = bool(randomness.get("deterministic", False))
-        self._diff_rank_seed = bool(randomness.get("diff_rank_seed", False))
-        seed_process(self.seed, self.world.rank, diff_rank_seed=self._diff_rank_seed, deterministic=self.deterministic)
+        self.seed = self._randomness.start(self.world.rank)
+        self.deterministic = self._randomness.deterministic
 
     def _name(self, experiment_name: str | None) -> None:
         self.timestamp: str = on_main(self.world, lambda: time.strftime("%Y%m%d_%H%M%S"))
@@ -202,7 +184,7 @@ class BaseRunner(Checkpoints):
         model, sheet = self.model, self._sheet
         if self.strategy.sync_bn is not None:
             model = self._with_sync_bn(model)
-        if hasattr(model, "init_weights") and not self.strategy.skip_init_weights:
+        if takes_nothing(getattr(model, "init_weights", None)) and not self.strategy.skip_init_weights:
             model.init_weights()
         optimizer = None
         if self.phases.has("train"):
@@ -321,7 +303,7 @@ class BaseRunner(Checkpoints):
     def build_dataloader(self, dataloader: Any) -> Any:
         """A loader from its description."""
         return build_dataloader(
-            dataloader, seed=self.seed, diff_rank_seed=self._diff_rank_seed, start_method=self._start_method
+            dataloader, seed=self.seed, diff_rank_seed=self._randomness.diff_rank_seed, start_method=self._start_method
         )
 
     def build_evaluator(self, evaluator: Any) -> Any:

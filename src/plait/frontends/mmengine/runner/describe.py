@@ -101,21 +101,19 @@ def check_batch(batch: Mapping[str, Any], size: int, ranks: int) -> None:
             raise ConfigError(Problem(f"strategy.{names[key]}", message, "Leave it out."))
 
 
-def check_trio(kind: str, **parts: Any) -> bool:
-    """Whether a phase is wanted: all of its arguments are there, or none is."""
-    given = {key: value is not None for key, value in parts.items()}
-    if any(given.values()) and not all(given.values()):
-        there = ", ".join(key for key, found in given.items() if found)
-        absent = ", ".join(key for key, found in given.items() if not found)
-        message = f"there is {there}, but no {absent}; to {kind} needs all of them"
-        raise ConfigError(Problem(absent.partition(",")[0], message, "Give all of them, or none."))
-    return all(given.values())
-
-
 def known_arguments(runner: Any) -> list[str]:
     """The names that a runner takes."""
     parameters = inspect.signature(runner.__init__).parameters.values()
     return [each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name not in ("self", "cfg")]
+
+
+def takes_nothing(function: Any) -> bool:
+    """Whether something can be called as it is."""
+    if not callable(function):
+        return False
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return all(each.default is not each.empty or each.kind in kinds for each in parameters)
 
 
 def misspelt(keys: Any, known: Any) -> list[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import resource
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ import torch
 
 from plait.config.words import choose
 from plait.errors import ConfigError, Problem, WorldError
+from plait.frontends.account import Answer
+from plait.frontends.mmengine.dist import sync_random_seed
+from plait.frontends.mmengine.registry import check_arguments
 from plait.frontends.mmengine.strategy.table import Row, Sheet, honoured, noted, refused, unneeded
 from plait.world import Ranks, detect_ranks, make_deterministic
 
@@ -43,11 +47,12 @@ def check_launcher(launcher: str | None, ranks: Ranks | None = None) -> None:
 
 
 def _backend(sheet: Sheet, key: str, value: Any) -> None:
-    usable = {"gloo": "gloo", "mpi": "mpi", "nccl": "nccl" if torch.cuda.is_available() else "auto"}
-    if value not in usable:
-        refused(f"write one of {', '.join(usable)}")(sheet, key, value)
-        return
-    honoured("backend", usable.__getitem__)(sheet, key, value)
+    if value not in ("nccl", "gloo", "mpi"):
+        refused("write nccl, gloo or mpi")(sheet, key, value)
+    elif value == "nccl" and not torch.cuda.is_available():  # it stands in every script, those for CPU among them
+        sheet.account.add(Answer.MAPPED, key, value, "backend: gloo, as there is no CUDA device")
+    else:
+        honoured("backend")(sheet, key, value)
 
 
 def _seconds(value: Any) -> float:
@@ -85,11 +90,28 @@ def read_environment(env_cfg: Mapping[str, Any], sheet: Sheet) -> str | None:
     return None if method is None else str(method)
 
 
-def seed_process(seed: int, rank: int, *, diff_rank_seed: bool, deterministic: bool) -> None:
-    """Seed all generators: the same on every rank, unless ranks are to differ."""
-    own = (seed + rank if diff_rank_seed else seed) % 2**32
-    random.seed(own)
-    np.random.seed(own)
-    torch.manual_seed(own)
-    if deterministic:
-        make_deterministic()
+@dataclass(frozen=True, slots=True)
+class Randomness:
+    """`randomness=dict(seed=…)`."""
+
+    seed: int | None = None
+    diff_rank_seed: bool = False
+    """Whether ranks draw other numbers."""
+    deterministic: bool = False
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Randomness:
+        """From the argument of a runner."""
+        check_arguments("randomness", cls, given)
+        return cls(**given)
+
+    def start(self, rank: int) -> int:
+        """Seed all generators; returns the seed of the run, which ranks agree on where none was chosen."""
+        seed = sync_random_seed() if self.seed is None else int(self.seed)
+        own = (seed + rank if self.diff_rank_seed else seed) % 2**32
+        random.seed(own)
+        np.random.seed(own)
+        torch.manual_seed(own)
+        if self.deterministic:
+            make_deterministic()
+        return seed

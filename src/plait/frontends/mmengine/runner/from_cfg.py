@@ -7,6 +7,7 @@ from typing import Any
 
 from plait.errors import ConfigError, Problem
 from plait.frontends.mmengine.config import Config
+from plait.frontends.mmengine.config.config import as_config
 from plait.frontends.mmengine.runner.core import BaseRunner
 from plait.frontends.mmengine.runner.describe import known_arguments, misspelt
 
@@ -14,14 +15,14 @@ _OF_CFG = ("model_wrapper_cfg", "sync_bn", "activation_checkpointing", "efficien
 _OF_FILES = ("custom_imports", "runner_type", "env_cfg")
 
 
-def arguments_of(cfg: Config | Mapping[str, Any], *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+def arguments_of(cfg: Config | Mapping[str, Any]) -> dict[str, Any]:
     """The keys that are arguments; others are variables of a file, unless they look like a misspelt argument."""
+    config = as_config(cfg)
     known = known_arguments(BaseRunner)
-    problems = misspelt(cfg.keys(), (*known, *_OF_CFG, *_OF_FILES))
+    problems = misspelt(config.keys(), (*known, *_OF_CFG, *_OF_FILES))
     if problems:
         raise ConfigError(problems)
-    if "model" not in cfg.keys():  # noqa: SIM118  # a Config is no mapping
+    if "model" not in config:
         raise ConfigError(Problem("model", "there is none", "Write model=dict(type=…)."))
-    config = cfg if isinstance(cfg, Config) else Config(cfg)
-    taken = {key: config.get(key) for key in known if key in config.keys() and key not in without}  # noqa: SIM118
+    taken = {key: config.get(key) for key in known if key in config}
     return {**taken, "cfg": config}

@@ -54,6 +54,29 @@ class Phases:
         return loop
 
 
+def wanted_phases(
+    train: Mapping[str, Any], val: Mapping[str, Any], test: Mapping[str, Any], *, optim_wrapper: Any, schedules: Any
+) -> dict[str, dict[str, Any]]:
+    """The phases whose arguments are there; those of one phase must all be, or none."""
+    found: dict[str, dict[str, Any]] = {}
+    if _complete("train", {**train, "optim_wrapper": optim_wrapper}):
+        found["train"] = dict(train)
+    elif schedules is not None:
+        raise ConfigError(Problem("param_scheduler", "there is nothing to train", "Give a train_dataloader too."))
+    found.update({mode: dict(given) for mode, given in (("val", val), ("test", test)) if _complete(mode, given)})
+    return found
+
+
+def _complete(mode: str, parts: Mapping[str, Any]) -> bool:
+    names = {key: key if key == "optim_wrapper" else f"{mode}_{key}" for key in parts}
+    there = [names[key] for key, value in parts.items() if value is not None]
+    absent = [names[key] for key, value in parts.items() if value is None]
+    if there and absent:
+        message = f"there is {', '.join(there)}, but no {', '.join(absent)}; a {mode} phase needs all of them"
+        raise ConfigError(Problem(absent[0], message, "Give all of them, or none."))
+    return not absent
+
+
 def by_epoch(train_cfg: Any) -> bool:
     """Whether a `train_cfg` counts epochs."""
     if not isinstance(train_cfg, Mapping):

@@ -8,6 +8,7 @@ from typing import Any
 
 from plait.errors import ConfigError, Problem
 from plait.frontends.mmengine.config import Config
+from plait.frontends.mmengine.config.config import as_config
 from plait.frontends.mmengine.registry import RUNNERS
 from plait.frontends.mmengine.runner.core import BaseRunner
 from plait.frontends.mmengine.runner.from_cfg import arguments_of
@@ -20,7 +21,7 @@ class Runner(BaseRunner):
     def __init__(
         self, model: Any, work_dir: str | Path, train_dataloader: Any = None, *, launcher: str = "none", **options: Any
     ) -> None:
-        cfg = options.get("cfg") or {}
+        cfg = as_config(options.get("cfg") or {})
         if "strategy" in options:
             message = "Runner has none"
             raise ConfigError(Problem("strategy", message, "Use FlexibleRunner, which has the same arguments."))
@@ -31,10 +32,10 @@ class Runner(BaseRunner):
     @classmethod
     def from_cfg(cls, cfg: Config | Mapping[str, Any]) -> Runner:
         """A runner from a configuration, whose keys are the arguments."""
-        return cls(**arguments_of(cfg, without=("strategy", "compile")))
+        return cls(**arguments_of(cfg))
 
 
-def _strategy(cfg: Mapping[str, Any] | Config) -> dict[str, Any]:
+def _strategy(cfg: Config) -> dict[str, Any]:
     wrapper = dict(cfg.get("model_wrapper_cfg") or {})
     for key in ("activation_checkpointing", "efficient_conv_bn_eval"):
         if cfg.get(key):

@@ -63,7 +63,6 @@ def _placement(sheet: Sheet, key: str, value: Any) -> None:
         sheet.account.add(Answer.REFUSED, key, value, "memory is not moved by watching it: write 'cuda' or 'cpu'")
 
 
-_FIXED = refused("the scaler doubles and halves: leave it out")
 _SHARED: dict[str, Row] = {
     "precision": _format,
     "initial_scale": _initial_scale,

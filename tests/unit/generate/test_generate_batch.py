@@ -1,0 +1,198 @@
+"""Many prompts at once give what each gives alone, and what no cache would give."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from plait.config.model import HFConfig
+from plait.errors import GenerateError
+from plait.generate import Completion, Generator, Sampling, generate
+from plait.generate.choose import choose, uniform
+from plait.generate.perplexity import measure_perplexity
+from plait.models import build_model, preset
+
+VOCABULARY = 256
+HF: dict[str, dict[str, Any]] = {
+    "transformers llama": {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "max_position_embeddings": 64,
+    },
+    "transformers sliding window": {
+        "model_type": "mistral",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "sliding_window": 6,
+        "max_position_embeddings": 64,
+    },
+}
+KINDS = ["gpt", "llama", "moe", *HF]
+
+
+def make(kind: str) -> nn.Module:
+    own = kind in ("gpt", "llama", "moe")
+    config = preset(kind, "tiny") if own else HFConfig(config={**HF[kind], "vocab_size": VOCABULARY})
+    model = build_model(config)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.ndim > 1:
+                param.mul_(3.0)  # far from even, so that a wrong position shows
+    return model
+
+
+def some_prompts(count: int) -> list[list[int]]:
+    return [[random.randrange(VOCABULARY) for _ in range(random.randint(1, 20))] for _ in range(count)]
+
+
+def same(ours: list[Completion], theirs: list[Completion]) -> None:
+    assert [each.tokens for each in ours] == [each.tokens for each in theirs]
+    assert [each.finish_reason for each in ours] == [each.finish_reason for each in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(torch.tensor(mine.logprobs), torch.tensor(other.logprobs), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_writes_what_each_prompt_gets_alone_and_what_no_cache_would_give(kind: str) -> None:
+    model, prompts = make(kind), some_prompts(4)
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.3, "stop": range(0, 256, 20)},
+    ]
+    for way in ways:
+        options = {**way, "max_new_tokens": 24, "seed": random.randrange(1000)}
+        batch = generate(model, prompts, **options)
+        same(batch, generate(model, prompts, cache=False, **options))
+        same(batch, [generate(model, [p], keys=[i], **options)[0] for i, p in enumerate(prompts)])
+    assert model.training, "the mode is as before"
+
+
+def test_log_probabilities_are_those_of_the_forward_pass_whatever_was_cut_off() -> None:
+    model, prompts = make("llama"), some_prompts(3)
+    found = generate(model, prompts, max_new_tokens=12, temperature=0.5, top_k=5, repetition_penalty=2.0)
+    for prompt, completion in zip(prompts, found, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + completion.tokens]))[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.tokens)[:, None]).squeeze(1)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=2e-5)
+
+
+def test_rows_that_are_done_leave_and_the_others_do_not_notice() -> None:
+    model, prompts = make("llama"), some_prompts(8)
+    free = generate(model, prompts, max_new_tokens=44, temperature=1.0, seed=1, max_rows=3)
+    stop = [token for token, _ in Counter(t for each in free[:7] for t in each.tokens[:9]).most_common(40)]
+    ended = generate(model, prompts, max_new_tokens=44, temperature=1.0, seed=1, stop=stop)
+    for whole, cut in zip(free, ended, strict=True):
+        place = next((i for i, token in enumerate(whole.tokens) if token in stop), None)
+        expected = whole.tokens if place is None else whole.tokens[: place + 1]
+        assert cut.tokens == expected
+        assert cut.finish_reason == ("length" if place is None else "stop")
+
+
+def test_a_row_ends_where_the_model_sees_no_further() -> None:
+    model = make("gpt")  # sees 64 tokens
+    short, long = generate(model, [[1] * 4, [2] * 60], max_new_tokens=30, stop=())
+    assert (len(short.tokens), len(long.tokens), long.finish_reason) == (30, 4, "length")
+
+
+def test_stop_texts_end_a_row_at_the_token_that_completes_them() -> None:
+    model = make("llama")
+
+    def decode(tokens: Any) -> str:
+        return "".join(f"{token:02x}" for token in tokens)
+
+    prompts = some_prompts(3)
+    free = generate(model, prompts, max_new_tokens=40, seed=2)
+    text = decode(free[0].tokens)[41:46]  # from the middle of one token to the middle of another
+    found = generate(model, prompts, max_new_tokens=40, seed=2, stop=[text], decode=decode)
+    for whole, cut in zip(free, found, strict=True):
+        place = decode(whole.tokens).find(text)
+        expected = whole.tokens if place < 0 else whole.tokens[: -(-(place + len(text)) // 2)]
+        assert cut.tokens == expected
+    assert found[0].finish_reason == "stop"
+
+
+def test_a_stream_grows_to_what_generate_gives_and_may_be_left_in_the_middle() -> None:
+    model = make("llama")
+    usual = [block.attention.attend for block in model.blocks]  # type: ignore[union-attr]
+    generator, sampling = Generator(model), Sampling(max_new_tokens=9, seed=5)
+    (prompt,) = some_prompts(1)
+    pieces = list(generator.stream(prompt, sampling))
+    assert [len(piece.tokens) for piece in pieces] == list(range(1, 10))
+    assert [pieces[-1]] == generator.generate([prompt], sampling)
+    left = generator.stream(prompt, sampling)
+    next(left)
+    left.close()  # type: ignore[attr-defined]
+    assert [block.attention.attend for block in model.blocks] == usual  # type: ignore[union-attr]
+
+
+def test_draws_follow_the_distribution_that_was_asked_for() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])
+    rows = 20000
+    chances = uniform(3, torch.arange(rows), torch.full((rows,), 4))
+    assert abs(float(chances.mean()) - 0.5) < 0.01 and chances.min() > 0 and chances.max() < 1
+    assert len(set(chances.tolist())) > 0.99 * rows
+    other = uniform(3, torch.arange(rows), torch.full((rows,), 5))
+    assert abs(float(torch.corrcoef(torch.stack([chances, other]))[0, 1])) < 0.03
+    ways: list[tuple[dict[str, Any], list[int]]] = [
+        ({"temperature": 1.0}, [0, 1, 2, 3, 4]),
+        ({"temperature": 0.7, "top_k": 3}, [0, 1, 2]),
+        ({"temperature": 1.0, "top_p": 0.8}, [0, 1]),
+        ({"temperature": 2.0, "top_k": 4, "top_p": 0.75}, [0, 1, 2]),
+    ]
+    for way, kept in ways:
+        token, logprob = choose(logits.expand(rows, 5), chances, Sampling(**way), None)
+        scaled = torch.full((5,), -torch.inf)
+        scaled[kept] = logits[kept] / way["temperature"]
+        counts = torch.bincount(token, minlength=5) / rows
+        torch.testing.assert_close(counts, scaled.softmax(-1), rtol=0, atol=0.02)
+        torch.testing.assert_close(logprob, logits.log_softmax(-1)[token])
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"prompts": [[1], []]}, "prompt 1 is empty"),
+    ({"prompts": [[1, 999]]}, "token 999"),
+    ({"prompts": [[1] * 64]}, "64 tokens"),
+    ({"temperature": -1.0}, "temperature=-1.0"),
+    ({"temperature": float("nan")}, "temperature=nan"),
+    ({"top_p": 0.0}, "top_p=0.0"),
+    ({"top_k": 0}, "top_k=0"),
+    ({"max_new_tokens": 0}, "max_new_tokens=0"),
+    ({"stop": [""]}, "stop="),
+    ({"stop": ["end"]}, "nothing here turns tokens into text"),
+    ({"keys": [1, 2]}, "2 keys"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG, ids=[said for _, said in WRONG])
+def test_what_cannot_be_is_said_before_anything_is_computed(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(GenerateError, match=said.replace("(", r"\(")):
+        generate(make("gpt"), **{"prompts": [[1]], **given})
+
+
+def test_perplexity_counts_every_token_but_the_first_once() -> None:
+    model = make("llama").eval()
+    texts = [[random.randrange(VOCABULARY) for _ in range(length)] for length in (1, 2, 17, 40)]
+    whole = measure_perplexity(model, texts, window=63)
+    with torch.no_grad():
+        losses = [
+            nn.functional.cross_entropy(model(torch.tensor([t[:-1]]))[0], torch.tensor(t[1:]), reduction="sum")
+            for t in texts[1:]
+        ]
+    assert whole.tokens == 1 + 16 + 39
+    assert whole.mean_loss == pytest.approx(float(sum(losses)) / whole.tokens, rel=1e-5)
+    assert measure_perplexity(model, texts, window=8, stride=3).tokens == whole.tokens
+    with pytest.raises(GenerateError, match="two tokens"):
+        measure_perplexity(model, [[1]], window=8)
