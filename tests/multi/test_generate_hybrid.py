@@ -114,7 +114,8 @@ def write_in_bf16(rank: int, size: int) -> list[Any]:
         asked = prompts(1)
         found.append(hybrid.verify(asked, hybrid.generate(asked, SAMPLING)))
         replica = hybrid._made
-        assert replica is not None and {p.dtype for p in replica.module.parameters()} == {torch.bfloat16}
+        assert replica is not None
+        assert {p.dtype for p in replica.module.parameters()} == {torch.bfloat16}
     return found
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from plait.checkpoint import open_checkpoint
 from plait.checkpoint.convert import open_source
 from plait.errors import PlaitError
-from tests.multi.mmengine_toys import IN_FP32, run
+from plait.frontends.mmengine import FlexibleRunner
+from tests.multi.mmengine_toys import IN_FP32, Accuracy, Net, images, loader, run
 from tests.multi.ranks import RankPool
 
 # In the middle of the second epoch, between two steps of the schedule that counts iterations.
@@ -44,6 +45,24 @@ def go_on(rank: int, size: int, folder: str, source: str, strategies: list[str])
     return found
 
 
+def measure(rank: int, size: int, folder: str, source: str) -> list[dict[str, float]]:
+    """Validate with a checkpoint's weights alone: there is no optimizer."""
+    found = []
+    for name in ("DDP", "ZeRO-3", "FSDP"):
+        runner = FlexibleRunner(
+            model=Net(),
+            work_dir=str(Path(folder) / f"measured {name} {size}"),
+            strategy=IN_FP32[name]["strategy"],
+            val_dataloader=loader(images(20, 2), 16 // size, shuffle=False),
+            val_cfg={},
+            val_evaluator={"type": Accuracy},
+            load_from=source,
+        )
+        found.append(runner.val())
+        runner.close()
+    return found
+
+
 def test_a_checkpoint_goes_on_under_another_strategy_and_number_of_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
     losses, rates = two_ranks.run(begin, str(tmp_path / "first"), "ZeRO-2")[0]
     last = Path((tmp_path / "first" / "last_checkpoint").read_text())
@@ -58,6 +77,8 @@ def test_a_checkpoint_goes_on_under_another_strategy_and_number_of_ranks(two_ran
     # Half a pass cannot be found again with batches of another size.
     with pytest.raises(PlaitError, match="batches of 16 samples over all ranks"):
         run(tmp_path / "other", IN_FP32["DDP"], batch_size=8, resume=str(half), **OPTIONS)
+    # Its weights alone will do to validate, under any strategy.
+    assert len({str(each) for each in two_ranks.run(measure, str(tmp_path), str(half))[0]}) == 1
     # It is Plait's own checkpoint, and the average of the weights went on too.
     assert open_checkpoint(half).manifest.state["step_in_epoch"] == 2
     for name in ("FSDP-2", "DDP-2", "DDP-1"):

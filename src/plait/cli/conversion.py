@@ -13,6 +13,7 @@ from plait.config.data import JsonlData, TextData
 from plait.data import load_tokenizer, tokenizer_path
 from plait.errors import CheckpointError, ConfigError, DataError, ModelError, PlaitError, Problem
 from plait.models.portable import from_transformers, to_transformers
+from plait.posttrain.lora.merged import has_adapters, merged
 
 FAMILIES = ("gpt", "llama", "moe")
 """Models of Plait's own that weights of `transformers` fit."""
@@ -21,7 +22,7 @@ FAMILIES = ("gpt", "llama", "moe")
 def prepared(source: Source, to: Kind, model: str | None) -> tuple[Source, Description | None]:
     """The source under the names that the target wants, and what stands beside the weights of an `hf` folder."""
     if to == "hf":
-        return _for_transformers(source, model)
+        return _for_transformers(_whole(source), model)
     if model is None:
         return (_as_hf_model(source), None) if source.kind == "hf" and to == "plait" else (source, None)
     if model not in FAMILIES:
@@ -29,6 +30,16 @@ def prepared(source: Source, to: Kind, model: str | None) -> tuple[Source, Descr
             Problem("--model", f"{model!r} is no model that names are known of", f"use {' or '.join(FAMILIES)}")
         )
     return _adopted(source, model), None
+
+
+def _whole(source: Source) -> Source:
+    """A run of a phase after pretraining as a plain model: adapters merged; a reward model is none."""
+    if source.state.get("config", {}).get("phase") == "reward":
+        raise ModelError(
+            f"{source.path} holds a reward model, which has a value in the place of logits; transformers has no such "
+            "model of this kind. Write it with `--to torch` or `--to plait`"
+        )
+    return merged(source) if has_adapters(source) else source
 
 
 def _adopted(source: Source, family: str) -> Source:

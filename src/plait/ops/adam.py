@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PIECE = 1 << 18
+PIECE = 1 << 19
 """Elements of a piece for each thread: its gradient and weight stay in a core's own cache."""
 
 

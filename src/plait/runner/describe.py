@@ -103,6 +103,10 @@ def _strategy(runner: Runner, stage: int | None) -> str:
         parts.append(f"{layout.dp_replicate} replicas × {layout.dp_shard} shards (HSDP)")
     if strategy.engine != "native":
         parts.insert(0, strategy.engine if strategy.plugin is None else f"{strategy.engine} ({strategy.plugin})")
+    if strategy.offload.on:
+        places = {"optimizer": strategy.offload.optimizer, "weights": strategy.offload.params}
+        words = {"cpu": "host memory", "nvme": "files"}
+        parts += [f"{what} in {words[place]}" for what, place in places.items() if place != "none"]
     if strategy.recompute.mode != "none":
         parts.append(f"recompute {strategy.recompute.mode}")
     if strategy.compile.enabled:

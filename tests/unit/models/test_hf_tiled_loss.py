@@ -80,6 +80,15 @@ def test_a_model_that_bends_its_logits_keeps_them(monkeypatch):
     assert torch.equal(model(tokens, tokens).sum, before)
 
 
+def test_a_head_to_which_something_was_added_keeps_its_logits(monkeypatch):
+    model = build_model(preset("hf", "tiny-llama")).eval()
+    model.get_output_embeddings().register_forward_hook(lambda _module, _args, logits: 2 * logits)
+    tokens = torch.randint(VOCAB, TOKENS)
+    before = model(tokens, tokens).sum
+    small_tiles(monkeypatch)
+    assert torch.equal(model(tokens, tokens).sum, before)
+
+
 def test_the_tiled_loss_is_near_that_of_float64():
     hidden, weight = torch.randn(500, 32, requires_grad=True), torch.randn(VOCAB, 32, requires_grad=True)
     labels = torch.randint(VOCAB, (500,)).masked_fill_(torch.rand(500) < 0.2, -100)

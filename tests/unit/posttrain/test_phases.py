@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from plait.checkpoint.convert import open_source
+from plait.cli.convert import PLAIN, convert
+from plait.cli.main import app
 from plait.config import check, parse
 from plait.errors import CheckpointError, ConfigError, ModelError
 from plait.posttrain.lora import lora_layers, read_adapter
@@ -169,6 +173,22 @@ def test_a_transformers_model_keeps_its_pretrained_weights_under_an_adapter_and_
     )
 
 
+@pytest.mark.parametrize("kind", ["gpt", "hf"])
+def test_a_run_with_adapters_becomes_a_plain_transformers_model(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24, "vocab_size": 12}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = MODEL if kind == "gpt" else {"type": "hf", "config": {"model_type": "gpt2", **sizes, **tokens}}
+    changes = {"model": model, "posttrain": {"max_len": 24}, "lora": {"rank": 2, "scaled_by_root": True}}
+    ids = torch.randint(0, 12, (2, 9))
+    with phase_runner("sft", describe(tmp_path / "run", **changes)) as runner:
+        runner.train()
+        expected = runner.engine.model.eval()(ids).detach()
+    convert(str(tmp_path / "run"), str(tmp_path / "hf"), replace(PLAIN, to="hf"))
+    found = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "hf"))
+    assert torch.allclose(found(ids).logits, expected, atol=1e-4)
+
+
 def test_weights_of_another_model_are_refused_with_a_table(tuned: Path, tmp_path: Path) -> None:
     other = {"model": {**MODEL, "dim": 16}, "posttrain": {"start": str(tuned)}}
     with pytest.raises(ModelError, match=r"not of this model:(.|\n)*embedding\.weight: \(12, 32\) there, \(12, 16\)"):
@@ -191,6 +211,21 @@ def test_weights_of_another_model_are_refused_with_a_table(tuned: Path, tmp_path
 def test_what_has_no_effect_or_no_meaning_is_refused(phase: str, changes: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         run(phase, describe(tmp_path, **changes))
+
+
+def test_the_commands_run_show_and_refuse(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(describe(tmp_path / "run", 1)))
+    invoke = lambda *words: CliRunner().invoke(app, list(words))  # noqa: E731
+    shown = invoke("reward", str(file), "--dry-run", "reward.margin=0.5")
+    assert "reward.margin" in shown.output
+    assert not (tmp_path / "run").exists()
+    assert isinstance(invoke("dpo", str(file), "dpo.bta=1").exception, ConfigError)
+    assert isinstance(invoke("train", str(file)).exception, ConfigError)
+    assert invoke("sft", str(file)).exit_code == 0
+    assert (tmp_path / "run" / "tokenizer.json").is_file()
+    written = parse(tmp_path / "run" / "config.yaml").config
+    assert written.phase == "sft"  # the description that is kept says which phase it was
 
 
 def test_plain_training_refuses_the_sections_of_phases(tmp_path: Path) -> None:

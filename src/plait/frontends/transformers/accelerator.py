@@ -34,6 +34,8 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         self.world: World = open_world(config)
         policy = make_policy(config.precision)
         self._dtype = policy.compute if policy.mixed else None
+        self._bound: PreparedModel | None = None
+        """The model on its engine; it stays there when the Trainer begins again."""
 
     @property
     def distributed_type(self) -> Any:
@@ -48,6 +50,10 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         """A model, which is spread when its optimizer comes; one for evaluation stays whole."""
         if isinstance(model, PreparedModel):
             return model
+        if self._bound is not None and self._bound.module is model:
+            if not any(each is self._bound for each in self._models):
+                self._models.append(self._bound)
+            return self._bound
         prepared = PreparedModel(model, self.device, self._dtype)
         if evaluation_mode:
             prepared.place()
@@ -57,6 +63,7 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
         """An optimizer on the engine of its model."""
         if isinstance(optimizer, PreparedOptimizer):
+            self._optimizers.append(optimizer)
             return optimizer
         params = [param for group in optimizer.param_groups for param in group["params"]]
         owners = [model for model in self._models if isinstance(model, PreparedModel) and model.owns(params)]
@@ -64,6 +71,7 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
             raise ModelError(f"the optimizer's parameters belong to {len(owners)} prepared models; they must be one's")
         owner = owners[0]
         owner.bind(build_engine(self.config, self.world, owner.module, optimizer, self.print), None)
+        self._bound = owner
         prepared = PreparedOptimizer(optimizer, owners, self.gradient_state)
         self._optimizers.append(prepared)
         return prepared

@@ -67,10 +67,11 @@ class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
     # ---- the model in use
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        bare: nn.Module = self.accelerator.unwrap_model(model)
         trained: nn.Module | None = self.accelerator.trained
-        if trained is not None and trained.module is model:
+        if trained is not None and trained.module is bare:
             return trained  # called by itself, it would do without the engine's precision and sharding
-        return model
+        return bare
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if self.accelerator.config.strategy.stage == 0:

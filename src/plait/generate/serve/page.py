@@ -1,6 +1,6 @@
 """The web page of `plait serve`: one file, nothing loaded from elsewhere.
 
-A link may bring the token, and a first question, behind the `#`, which browsers do not send: `#token=…&ask=…`.
+A link may bring the token behind the `#`, which browsers do not send: `#token=…`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,6 @@ $("new").onclick = () => { if (running) running.abort(); turns = []; $("log").re
 fetch("v1/models", {headers: headers()}).then(async (answer) => {
   if (answer.ok) { $("model").textContent = document.title = (await answer.json()).data[0].id; }
 });
-if (hash.get("ask")) ask(hash.get("ask"));
 </script>
 </html>
 """

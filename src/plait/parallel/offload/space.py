@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, Problem
+from plait.launch.environment import cgroup_limit
 from plait.optim import ViewGroup, build_optimizer
 from plait.parallel.offload.passage import ROOMS
 from plait.world import World
@@ -18,6 +20,8 @@ from plait.world import World
 _SAMPLE = 4096
 _ASIDE = 10 << 20
 """Of a budget, for the threads that read and write files and their buffers; at most a quarter."""
+_MOST = 0.8
+"""From this share of the free memory on, a run says so."""
 _PATH = "strategy.offload"
 
 
@@ -57,13 +61,13 @@ def host_need(config: RunConfig, numbers: int) -> float:
     offload = config.strategy.offload
     away = numbers * (1.0 - offload.ratio)
     half = 2 if config.precision.compute in ("bf16", "fp16") else 4
+    params = numbers * half if offload.params == "cpu" else 0
     if offload.optimizer == "nvme":
         bucket = offload.bucket_mb * 2**20 / 4
         each = ROOMS * (4 + state_bytes(config)) + 8
-        return min(bucket, away) * each if offload.budget_gib is None else offload.budget_gib * 2**30
-    sets = 2 if offload.delayed else 1
-    late = half if offload.delayed else 0
-    return away * (4 + state_bytes(config) + sets * half + late)
+        return params + (min(bucket, away) * each if offload.budget_gib is None else offload.budget_gib * 2**30)
+    gradients = half * (3 if offload.delayed else 1)  # two sets of them, and weights that are late
+    return params + away * (4 + state_bytes(config) + gradients)
 
 
 def file_need(config: RunConfig, numbers: int) -> float:
@@ -74,14 +78,14 @@ def file_need(config: RunConfig, numbers: int) -> float:
     return states + (numbers * half if offload.params == "nvme" else 0.0)
 
 
-def check_space(config: RunConfig, world: World, sizes: Sequence[int], folder: Path | None) -> None:
-    """Refuse a run whose state has no place; every rank must ask."""
+def check_space(config: RunConfig, world: World, sizes: Sequence[int], folder: Path | None) -> str:
+    """Refuse a run whose state has no place; returns a word of warning where it has just enough. Every rank must ask."""
     numbers = sum(sizes)
     here = world.ranks.rank // world.ranks.local_size
     parts = world.gather((here, host_need(config, numbers), file_need(config, numbers)))
     host = sum(need for node, need, _ in parts if node == here)
     files = sum(need for node, _, need in parts if node == here)
-    free = psutil.virtual_memory().available
+    free = min(psutil.virtual_memory().available, cgroup_limit() or sys.maxsize)
     problems = []
     if host > free:
         message = f"the offloaded state takes {_gib(host)} of this host's memory, and {_gib(free)} are free"
@@ -95,6 +99,9 @@ def check_space(config: RunConfig, world: World, sizes: Sequence[int], folder: P
             problems.append(Problem(f"{_PATH}.path", message, "Free space, or name a folder on a larger disk."))
     if world.any(bool(problems)):
         raise ConfigError(problems or [Problem(_PATH, "another host has no space for its state", "See its message.")])
+    if host < _MOST * free:
+        return ""
+    return f"offload takes {_gib(host)} of this host's memory, of {_gib(free)} that are free"
 
 
 def _gib(size: float) -> str:

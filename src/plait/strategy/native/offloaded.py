@@ -197,7 +197,9 @@ class Offloading:
         dtypes = [self._master_dtype(part) for part in parts]
         folder = offload_folder(self._config) if offload.uses_files else None
         if not is_fake(parts[0]):
-            check_space(self._config, self._world, sizes, folder)
+            warning = check_space(self._config, self._world, sizes, folder)
+            if warning and self._world.is_main:
+                self._say(warning)
         else:  # a plan has its own account
             self._say("offload: the time of the update on the host is not in this plan")
         limit = numbers_in_a_bucket(self._config, sizes, names)

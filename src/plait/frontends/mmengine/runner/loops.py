@@ -174,10 +174,10 @@ class IterBasedTrainLoop(TrainLoop):
         return runner.model
 
     def _endless(self) -> Iterator[Any]:
-        endless = not hasattr(self.dataloader.sampler, "num_samples") and hasattr(self.dataloader.sampler, "skip")
-        length = self.max_iters + 1 if endless else len(self.dataloader)
+        # MMEngine's own sampler of that name is as endless as the one here.
+        endless = type(self.dataloader.sampler).__name__ == "InfiniteSampler"
         while True:
-            passes, self._skip = divmod(self._iter, length)
+            passes, self._skip = (0, self._iter) if endless else divmod(self._iter, len(self.dataloader))
             set_epoch(self.dataloader, passes)
             for _, batch in self._batches():
                 yield batch

@@ -177,8 +177,10 @@ class Saver:
         runner, world = self._runner, self._runner.world
         path = on_main(world, lambda: resolve(name))
         tensors = {key: value for key, value in runner.engine.state_tensors().items() if key.startswith("model.")}
+        meta: dict[str, Any] = {}
         if (path / NAME).exists():
             checkpoint = open_checkpoint(path)
+            meta = checkpoint.manifest.state.get("mmengine", {}).get("meta", {})
             rest = ("optim.", "rng.", "hook.")
             rows = load_into(checkpoint, tensors, world=world, ignore=rest, partial=("model.*",))
             left = [row.name for row in rows]
@@ -192,6 +194,7 @@ class Saver:
             names = ", ".join(each.removeprefix("model.") for each in left[:_SHOWN])
             more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
             runner.logger.warning(f"not loaded from {path}, missing or of another shape: {names}{more}")
+        runner.call_hook("after_load_checkpoint", checkpoint={"meta": meta})
 
     # ---- the end
 

@@ -1,0 +1,183 @@
+"""`plait generate`, `plait chat` and `plait serve` on folders: a checkpoint of a run, and one of Hugging Face."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait.cli import serve as serving
+from plait.cli.main import main
+from plait.cli.speaking import Opening, open_speaker
+from plait.config.model import LlamaConfig
+from plait.generate.options import Sampling
+from plait.generate.serve import Limits, Server
+from plait.models.llama import Llama
+from plait.posttrain.data.tokenizer import ChatTokenizer
+
+SIZES: dict[str, Any] = {"dim": 32, "layers": 1, "heads": 2, "seq_len": 64}
+
+
+@pytest.fixture(scope="module")
+def hf_folder(tokenizer: ChatTokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of `transformers` with a chat template and two tokens that end an answer."""
+    from transformers import LlamaConfig as Theirs
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(2)
+    folder = tmp_path_factory.mktemp("hf") / "small-llama"
+    size = tokenizer.vocab_size
+    config = Theirs(
+        vocab_size=size,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=[0, 5],
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save(folder / "tokenizer.json")
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "chat_template": '
+        + __import__("json").dumps(template)
+        + "}"
+    )
+    return folder
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: str, said: str | None = None) -> int:
+    monkeypatch.setattr(sys, "argv", ["plait", *words])
+    if said is not None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(said))
+    try:
+        main()
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+def test_a_hugging_face_folder_opens_as_plaits_own_model_with_its_template_and_ends(hf_folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    speaker = open_speaker(str(hf_folder))
+    assert isinstance(speaker.generator.model, Llama)
+    assert set(speaker.stop) == {0, 5}
+    from plait.generate.speaker import Turn
+
+    prompt = speaker.ask([Turn("user", "the fox")]).tokens
+    assert speaker.tokenizer.decode(prompt) == "user: the fox\nassistant:"
+    ((_, completion),) = speaker.write([prompt], Sampling(12, temperature=0.0))
+    theirs = AutoModelForCausalLM.from_pretrained(hf_folder)
+    ids = torch.tensor([prompt])
+    expected = theirs.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, len(prompt) :]
+    assert completion.tokens == expected.tolist()
+
+
+def test_generate_shows_models_side_by_side_and_how_well_they_expect_a_text(
+    hf_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the <quick>"}\n\n{"text": "a plait"}\n')
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 8)
+    page = tmp_path / "page.html"
+    words = ["generate", str(hf_folder), "--prompts", str(tmp_path / "prompts.jsonl"), "--tokens", "6"]
+    more = ["--against", str(hf_folder), "--html", str(page), "--perplexity", str(tmp_path / "text.txt")]
+    assert call(monkeypatch, *words, *more) == 0
+    text = page.read_text()
+    assert text.count("<tr>") == 1 + 2 + 1
+    assert "the &lt;quick&gt;" in text
+    found = re.findall(r"perplexity ([\d.]+) over (\d+) tokens", capsys.readouterr().out)
+    assert len(found) == 2
+    assert found[0] == found[1]
+    assert float(found[0][0]) > 100  # it has learned nothing
+
+
+WRONG: list[tuple[list[str], str]] = [
+    (["generate", "PATH", "--against", "PATH"], "--html"),
+    (["generate", "PATH", "--prompts", "PATH/missing.txt"], "missing.txt"),
+    (["generate", "PATH", "--prompt", "word " * 200], "the model sees 64"),
+    (["generate", "PATH", "--offload", "cpu"], "convert the model"),
+    (["generate", "PATH", "--tokenizer", "nowhere"], "nowhere"),
+    (["serve", "PATH", "--no-token", "--host", "0.0.0.0"], "--no-token"),
+    (["serve", "PATH", "--token-file", "PATH/config.json"], "one word"),
+    (["chat", "--path", "PATH/missing"], "missing"),
+]
+
+
+def test_what_cannot_be_used_is_named(
+    hf_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, said in WRONG:
+        assert call(monkeypatch, *(word.replace("PATH", str(hf_folder)) for word in words)) == 2, words
+        assert said in capsys.readouterr().err, words
+
+
+def test_a_conversation_goes_on_turn_by_turn_and_can_be_taken_back(
+    hf_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--path", str(hf_folder), "--temperature", "0", "--tokens", "5"]
+
+    def talk(*lines: str) -> list[str]:
+        assert call(monkeypatch, "chat", *options, said="".join(f"{line}\n" for line in lines)) == 0
+        return capsys.readouterr().out.split("\n")
+
+    first, second = talk("hi", "you")[:2]
+    assert first
+    assert talk("hi", "/undo", "hi")[:2] == [first, first]
+    assert talk("you", "/clear", "hi", "you", "/quit", "hi")[1:3] == [first, second]
+    assert call(monkeypatch, "chat", *options, said="word " * 200 + "\nhi\n") == 0
+    out, err = capsys.readouterr()
+    assert "say less" in err
+    assert out.split("\n")[0] == first
+
+
+def test_serve_listens_and_shows_a_link_with_a_new_token(
+    hf_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Once(Server):
+        def serve_forever(self, poll_interval: float = 0.5) -> None:
+            threading.Thread(target=super().serve_forever, daemon=True).start()
+            with urllib.request.urlopen(f"{self.url}/health") as answer:
+                assert answer.status == 200
+            self.shutdown()
+
+    monkeypatch.setattr(serving, "Server", Once)
+    for _ in range(2):
+        serving.serve(
+            str(hf_folder), Opening(), host="127.0.0.1", port=0, token_file=None, open_to_all=False, limits=Limits()
+        )
+    tokens = re.findall(r"#token=(\S{20,})", capsys.readouterr().out)
+    assert len(set(tokens)) == 2
+
+
+def test_a_run_of_a_phase_answers_in_its_own_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from plait.posttrain.run import phase_runner
+
+    monkeypatch.chdir(tmp_path)
+    sections: dict[str, Any] = {
+        "work_dir": "run",
+        "device": "cpu",
+        "model": {"type": "llama", "vocab_size": 64, **SIZES},
+        "posttrain": {"data": {"type": "task", "samples": 16}, "template": {"kind": "marked"}},
+        "lora": {"rank": 2, "only": False},
+        "train": {"max_steps": 1},
+        "batch": {"micro": 2},
+    }
+    phase_runner("sft", sections).train()
+    speaker = open_speaker("run")
+    assert "<|im_end|>" in speaker.stop
+    assert not any("lora" in name for name, _ in speaker.generator.model.named_parameters()), "adapters are merged"
+    assert call(monkeypatch, "generate", "run", "--prompt", "cab=", "--tokens", "4") == 0
+    assert capsys.readouterr().out.split("\n")[-2].startswith("cab=")
+    assert LlamaConfig(**SIZES).seq_len == speaker.generator.context
