@@ -68,7 +68,9 @@ def _plait(case: str, numel: int) -> Callable[[], None]:
     import torch
 
     from plait.ops.adam import AdamNumbers, adam_step
+    from plait.ops.crew import Crew
 
+    crew = Crew(torch.get_num_threads())
     weight, grad, place = _tensors(case, numel)
     mean, square = torch.zeros(numel), torch.zeros(numel)
     count = 0
@@ -77,7 +79,7 @@ def _plait(case: str, numel: int) -> Callable[[], None]:
         nonlocal count
         count += 1
         numbers = AdamNumbers(count, lr=1e-3, weight_decay=0.01, scale=FACTOR if case == "clipped" else 1.0)
-        adam_step(numbers, [weight], [grad], [mean], [square], [place])
+        adam_step(numbers, [weight], [grad], [mean], [square], [place], crew=crew)
 
     return step
 

@@ -65,6 +65,9 @@ def plait(
             strategy["offload"] = dict(offload)
             if "nvme" in offload.values():
                 strategy["offload"]["path"] = given.folder
+            for key in ("ratio", "host_ratio"):
+                if key in offload and getattr(given, key) is not None:
+                    strategy["offload"][key] = getattr(given, key)
         if zero is not None:
             strategy["zero"] = zero
         if given.recompute:
@@ -157,6 +160,10 @@ ROWS: dict[str, tuple[str, Callable[..., Step]]] = {
     "plait-ratio8-bf16": (
         "Plait, `offload: {optimizer: cpu, ratio: 0.5}`, 8-bit moments, `master: false`",
         plait({"optimizer": "cpu", "ratio": 0.5}, optim="AdamW8bit", master=False),
+    ),
+    "plait-mix8": (
+        "Plait, `offload: {optimizer: nvme, ratio: 0.2, host_ratio: 0.45}`, 8-bit moments",
+        plait({"optimizer": "nvme", "ratio": 0.2, "host_ratio": 0.45}, optim="AdamW8bit"),
     ),
     "plait-nvme": ("Plait, `offload: nvme`", plait({"optimizer": "nvme"})),
     "plait-params": (
@@ -268,6 +275,8 @@ def main() -> None:
     options.add_argument("--batch", type=int, default=4, help="rows of a batch")
     options.add_argument("--seq", type=int, default=2048, help="tokens of a row")
     options.add_argument("--steps", type=int, default=6)
+    options.add_argument("--ratio", type=float, help="share on the GPU, of the rows that have one")
+    options.add_argument("--host-ratio", type=float, help="share in host memory, of the rows that have one")
     options.add_argument("--recompute", action="store_true", help="recompute every block in the backward pass")
     options.add_argument("--profile", help="write traces beside this path, and say how much overlaps")
     options.add_argument("--disk", default=tempfile.gettempdir(), help="folder for files of the nvme tier")
@@ -281,6 +290,8 @@ def main() -> None:
         shape = ["--size", size, "--device", given.device, "--batch", given.batch, "--seq", given.seq]
         shape += ["--steps", given.steps, "--disk", given.disk, *(["--recompute"] if given.recompute else [])]
         shape += ["--profile", given.profile] if given.profile else []
+        shape += ["--ratio", given.ratio] if given.ratio is not None else []
+        shape += ["--host-ratio", given.host_ratio] if given.host_ratio is not None else []
         for name in common.chosen(given.rows, list(ROWS)):
             command = common.itself(__file__, "--child", name, *map(str, shape))
             said = common.run_child(command, limit=given.limit)

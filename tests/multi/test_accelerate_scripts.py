@@ -14,8 +14,6 @@ from tests.multi.nets import DIM, Layer
 from tests.multi.ranks import RankPool
 from tests.multi.test_accelerate_parity import Regression, rows
 
-pytest.importorskip("accelerate")
-
 TOLERANCE = 2e-6
 
 
@@ -136,6 +134,7 @@ def run_scripts(rank: int, size: int, sections: dict[str, Any] | None) -> dict[s
 
 @pytest.fixture(scope="module")
 def real(two_ranks: RankPool) -> list[dict[str, Any]]:
+    pytest.importorskip("accelerate")
     return two_ranks.run(run_scripts, None)
 
 
@@ -148,3 +147,47 @@ def test_unusual_scripts_equal_real_accelerate(two_ranks: RankPool, real: list[d
                 assert ours[rank][name] == expected
             else:
                 assert ours[rank][name] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE), name
+
+
+def language_model(accelerator: Any, batch: int) -> list[float]:
+    """A model of `transformers` that computes its loss itself."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = torch.randint(0, 50, (16, 8), generator=torch.Generator().manual_seed(1))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(ids, batch_size=batch))
+    losses = []
+    for tokens in loader:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [float(accelerator.gather(loss.detach()).mean()), float(norm)]
+    return losses
+
+
+def run_language_model(rank: int, size: int) -> tuple[list[float], list[float]]:
+    from accelerate import Accelerator as Real
+    from accelerate.state import AcceleratorState, GradientState
+
+    from plait.frontends.accelerate import Accelerator, ParallelismConfig
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    torch.manual_seed(7)
+    real = language_model(Real(cpu=True), batch=2)
+    torch.manual_seed(7)
+    return real, language_model(Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2)), batch=4)
+
+
+def test_ranks_that_share_layers_see_the_same_batches(two_ranks: RankPool) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    for real, ours in two_ranks.run(run_language_model):
+        assert ours == pytest.approx(real, rel=1e-5)

@@ -11,10 +11,13 @@ import torch
 from plait.config import parse
 from plait.posttrain.lora import read_adapter
 from plait.posttrain.run import PhaseRunner, phase_runner
+from plait.runner import Hook, Runner
+from plait.strategy import StepResult
 from tests.multi.parity import Trace, assert_same
 from tests.multi.ranks import RankPool
 
 LLAMA = {"type": "llama", "vocab_size": 13, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "seq_len": 32}
+MOE = {**LLAMA, "type": "moe", "experts": 4, "top_k": 2, "expert_dim": 16}
 GPT2 = {
     "type": "hf",
     "config": {
@@ -49,25 +52,27 @@ def describe(folder: str, model: dict[str, Any], **changes: Any) -> dict[str, An
     }
 
 
+class Noting(Hook):
+    """Writes down what each step did."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+
+    def after_step(self, runner: Runner, result: StepResult) -> None:
+        self._trace.losses.append(result.loss)
+        self._trace.norms.append(result.grad_norm)
+        self._trace.skipped.append(result.skipped)
+
+
 def train(rank: int, size: int, phase: str, description: dict[str, Any]) -> tuple[Trace, dict[str, float]]:
     """What a run of a phase did, as whole tensors, and what it measured."""
-    runner = phase_runner(phase, description)
     trace = Trace([], [], [], {})
-    step = runner.engine.train_step
-
-    def noted(batches: Any) -> Any:
-        result = step(batches)
-        trace.losses.append(result.loss)
-        trace.norms.append(result.grad_norm)
-        trace.skipped.append(result.skipped)
-        return result
-
-    runner.engine.train_step = noted  # type: ignore[method-assign]
-    runner.train()
-    measured = runner.validate()
-    for name, tensor in runner.engine.state_tensors().items():
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        trace.tensors[name] = whole.detach().clone()
+    with phase_runner(phase, description, hooks=[Noting(trace)]) as runner:
+        runner.train()
+        measured = runner.validate()
+        for name, tensor in runner.engine.state_tensors().items():
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            trace.tensors[name] = whole.detach().clone()
     return trace, measured
 
 
@@ -80,6 +85,7 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
     "tp2 sp": (2, {"layout": {"tp": 2}, "tensor": {"sequence_parallel": True}}),
     "cp2": (2, {"layout": {"cp": 2}}),
     "pp2": (2, {"layout": {"pp": 2}, "pipeline": {"micro_batches": 4}}),
+    "ep2": (2, {"layout": {"ep": 2}}),
     "dp2 tp2 zero3": (4, {"layout": {"tp": 2}, "zero": 3}),
 }
 """Name → ranks, strategy."""
@@ -89,8 +95,9 @@ CASES = [
     ("sft", "llama lora nf4", ["zero3"]),
     ("sft", "gpt2 lora", ["zero3", "tp2 sp"]),
     ("reward", "llama", ["zero3", "tp2"]),
+    ("reward", "moe lora", ["zero3", "tp2", "ep2"]),
     ("dpo", "llama", ["zero3", "tp2"]),
-    ("dpo", "gpt2 lora base kto", ["zero3", "tp2"]),
+    ("dpo", "gpt2 lora base kto", ["zero2", "zero3", "tp2"]),
 ]
 
 
@@ -105,7 +112,7 @@ def test_a_phase_under_any_layout_equals_one_process(
         changes["lora"]["base"] = "nf4"
     if "base" in words:
         changes["dpo"] = {"reference": "base", "loss": "kto"}
-    model = GPT2 if "gpt2" in words else LLAMA
+    model = {"gpt2": GPT2, "llama": LLAMA, "moe": MOE}[words.split()[0]]
     expected, measured = train(0, 1, phase, describe(str(tmp_path / "alone"), model, **changes))
     for name in names:
         size, strategy = LAYOUTS[name]
@@ -125,10 +132,10 @@ def test_a_phase_under_any_layout_equals_one_process(
 
 
 def resume(rank: int, size: int, description: dict[str, Any]) -> dict[str, torch.Tensor]:
-    runner = PhaseRunner(parse({**description, "phase": "dpo"}))
-    runner.train()
-    tensors = runner.engine.state_tensors()
-    return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for n, t in tensors.items()}
+    with PhaseRunner(parse({**description, "phase": "dpo"})) as runner:
+        runner.train()
+        tensors = runner.engine.state_tensors()
+        return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for n, t in tensors.items()}
 
 
 def test_a_dpo_run_of_one_process_goes_on_sharded_with_its_reference(two_ranks: RankPool, tmp_path: Path) -> None:

@@ -147,26 +147,29 @@ def _check_files(folder: Path, adapters: bool) -> None:
         torch.testing.assert_close(ours[key], weight, rtol=1e-4, atol=1e-4)
 
 
-def again(kind: Any, folder: Path, **extra: Any) -> list[Any]:
-    """Looks before it trains, and trains twice."""
+def again(kind: Any, folder: Path, *, looks: bool, **extra: Any) -> list[Any]:
+    """Trains twice; `looks`: evaluates before."""
     args = transformers.TrainingArguments(
         str(folder), use_cpu=True, report_to="none", disable_tqdm=True, log_level="error", seed=1, logging_steps=1,
         max_steps=2, per_device_train_batch_size=2, learning_rate=2e-2, save_strategy="no",
     )  # fmt: skip
     data = _texts(16)
     trainer = kind(_model(adapters=False), args, train_dataset=data, eval_dataset=data[:6], **extra)
-    found = [trainer.evaluate()["eval_loss"], trainer.train().training_loss]
-    return [*found, trainer.evaluate()["eval_loss"], trainer.train().training_loss, trainer.evaluate()["eval_loss"]]
+    if looks:
+        trainer.evaluate()
+    found = [trainer.train().training_loss, trainer.evaluate()["eval_loss"]]
+    return [*found, trainer.train().training_loss, trainer.evaluate()["eval_loss"]]
 
 
 def run_again(rank: int, size: int, folder: Path) -> list[list[Any]]:
     from plait.frontends.transformers import PlaitTrainer
 
     _reset()
-    stories = [again(transformers.Trainer, folder / "real")]
+    # After an evaluation the Trainer itself leaves out DistributedDataParallel, and ranks drift apart: so not there.
+    stories = [again(transformers.Trainer, folder / "real", looks=False)]
     for word in ("zero3", "ddp"):
         _reset()
-        stories.append(again(PlaitTrainer, folder / word, sections={"strategy": word}))
+        stories.append(again(PlaitTrainer, folder / word, looks=True, sections={"strategy": word}))
     return stories
 
 

@@ -71,7 +71,7 @@ def _for_transformers(source: Source, model: str | None) -> tuple[Source, Descri
             source = translated(source, portable.made)
         folder = portable.folder if model is None else Path(model)
         description = portable.description if model is None else _description(Path(model))
-        return source, _with_tokenizer(description, folder, source.state["config"].get("data"))
+        return source, _with_tokenizer(description, folder, source.state["config"].get("data"), source.path)
     if model is None and source.kind != "hf":
         raise ConfigError(
             Problem(
@@ -100,10 +100,12 @@ def _description(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _with_tokenizer(description: Mapping[str, Any], folder: Path | None, data: Any) -> Description:
-    """The tokenizer is the one of the data; where these have none, the one in the model's own folder."""
+def _with_tokenizer(description: Mapping[str, Any], folder: Path | None, data: Any, run: Path) -> Description:
+    """The tokenizer is the one of the data, or the one that the run kept; else the one in the model's own folder."""
     files = {} if folder is None or not folder.is_dir() else companions(folder)
-    found = None if data is None else _tokenizer(_parsed("data", data))
+    near = (place / "tokenizer.json" for place in (run, *run.absolute().parents[:2]))
+    kept = next((file for file in near if file.is_file()), None)
+    found = kept if data is None else _tokenizer(_parsed("data", data))
     if found is None:
         return Description(description, files)
     if folder is not None and "tokenizer.json" in files and files["tokenizer.json"].read_bytes() == found.read_bytes():
@@ -112,10 +114,10 @@ def _with_tokenizer(description: Mapping[str, Any], folder: Path | None, data: A
     known = json.loads(found.read_text(encoding="utf-8")).get("added_tokens", [])
     words = [token["content"] for token in known if token["id"] == end]
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": words[0]} if words else {})}
-    kept = {name: path for name, path in files.items() if name == "generation_config.json"}
+    others = {name: path for name, path in files.items() if name == "generation_config.json"}
     return Description(
         {**description, "bos_token_id": end, "eos_token_id": end},
-        {**kept, "tokenizer.json": found},
+        {**others, "tokenizer.json": found},
         {"tokenizer_config.json": json.dumps(settings, indent=2) + "\n"},
     )
 

@@ -28,6 +28,8 @@ class OffloadConfig(Shorthand):
     """fp32 weights that are updated as one; while one bucket computes, others travel."""
     ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Share of the weights whose update stays on the device."""
+    host_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """With `optimizer: nvme`: share of the weights whose state stays in host memory, beyond `budget_gib`."""
     delayed: bool = False
     """A step's update runs beside the next step, which still computes with the weights from before it."""
     prefetch_params: NonNegativeInt = 50_000_000

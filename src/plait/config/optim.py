@@ -47,8 +47,11 @@ class AdamW8bitConfig(_Optim):
 
     type: Literal["AdamW8bit"] = "AdamW8bit"
     weight_decay: NonNegativeFloat = 0.01
+    """Weight decay, decoupled from the gradient."""
     betas: Pair[Fraction] = (0.9, 0.999)
+    """Decay of the two moments."""
     eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
 
 
 class SGDConfig(_Implemented):

@@ -173,6 +173,7 @@ class StrategyConfig(Shorthand):
     """Build on the meta device, so that no rank ever holds the whole model."""
     recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
     tiles: TilesConfig = Field(default_factory=TilesConfig)
+    """Layers that are computed for some tokens at a time."""
     compile: CompileConfig = Field(default_factory=CompileConfig)
     offload: OffloadConfig = Field(default_factory=OffloadConfig)
 

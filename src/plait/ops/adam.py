@@ -9,15 +9,19 @@ states themselves passes through memory twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from plait.ops.crew import Crew
+
+_Update = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+
 PIECE = 1 << 19
-"""Elements of a piece for each thread: its gradient and weight stay in a core's own cache."""
+"""Elements of a piece for each thread: small enough for the cache, large enough to be worth a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +48,48 @@ def adam_step(
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
     rounded: Sequence[Tensor | None] | None = None,
+    *,
+    crew: Crew | None = None,
 ) -> None:
     """Update fp32 weights and moments in place, and write each weight to its tensor in `rounded`, where it has one.
 
-    All tensors are contiguous and on the CPU; gradients may be fp32, bf16 or fp16. Threads are torch's own.
+    All tensors are contiguous and on the CPU; gradients may be fp32, bf16 or fp16. The pieces are shared out to the
+    threads of `crew`; without one, torch's own threads work on one piece after another.
     """
     places = rounded if rounded is not None else [None] * len(weights)
     update = _kernel(numbers)
-    length = PIECE * torch.get_num_threads()
     for weight, grad, mean, square, place in zip(weights, grads, exp_avgs, exp_avg_sqs, places, strict=True):
         assert weight.dtype == mean.dtype == square.dtype == torch.float32, "weights and moments are fp32"
         # The CPU kernel takes pieces of storage as they are, whatever the strides say.
         assert all(t.is_contiguous() for t in (weight, grad, mean, square)), "tensors are contiguous"
         if place is None and grad.dtype == torch.float32:
             update(weight, grad, mean, square)
-            continue
-        buffer = torch.empty(min(length, weight.numel()) if grad.dtype != torch.float32 else 0)
-        flat = [torch.split(tensor.view(-1), length) for tensor in (weight, grad, mean, square)]
-        rooms = [None] * len(flat[0]) if place is None else torch.split(place.view(-1), length)
-        for new, slope, first, second, room in zip(*flat, rooms, strict=True):
-            update(new, slope if slope.dtype == torch.float32 else buffer[: new.numel()].copy_(slope), first, second)
+        else:
+            _update_in_pieces(update, (weight, grad, mean, square), place, crew)
+
+
+def _update_in_pieces(update: _Update, tensors: Sequence[Tensor], place: Tensor | None, crew: Crew | None) -> None:
+    length = PIECE if crew is not None else PIECE * torch.get_num_threads()
+    weights, grads, means, squares = (torch.split(tensor.view(-1), length) for tensor in tensors)
+    rooms = [None] * len(weights) if place is None else torch.split(place.view(-1), length)
+    widens = tensors[1].dtype != torch.float32
+
+    @torch.no_grad()
+    def work(pieces: Iterator[int]) -> None:
+        buffer = torch.empty(len(weights[0]) if widens else 0)
+        for at in pieces:
+            weight, room = weights[at], rooms[at]
+            update(weight, buffer[: len(weight)].copy_(grads[at]) if widens else grads[at], means[at], squares[at])
             if room is not None:
-                room.copy_(new)
+                room.copy_(weight)
+
+    if crew is None or len(weights) == 1:
+        work(iter(range(len(weights))))
+    else:
+        crew.share(len(weights), work)
 
 
-def _kernel(numbers: AdamNumbers) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+def _kernel(numbers: AdamNumbers) -> _Update:
     """torch's fused update of one weight, given its gradient and moments."""
     fused = torch._fused_adamw_ if numbers.decoupled else torch._fused_adam_
     steps = [torch.tensor(float(numbers.step))]

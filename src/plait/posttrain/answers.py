@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from plait.config.posttrain import DpoConfig, RewardConfig
 from plait.errors import ModelError
 from plait.models.common.protocol import IGNORE_INDEX
-from plait.posttrain.logprobs import token_logprobs
+from plait.posttrain.logprobs import from_bits, token_logprobs
 from plait.posttrain.lora.layer import adapters_off
 from plait.posttrain.parts import Part
 from plait.posttrain.preference import apo_zero_loss, dpo_loss, hinge_loss, ipo_loss, kto_loss, reward_loss
@@ -54,7 +54,7 @@ class Preferring(nn.Module):
         if dpo.reference == "base":
             with torch.no_grad(), adapters_off(self):
                 reference = token_logprobs(super().forward(input_ids, **inputs), labels).sum(-1) * scale
-        ratios = own if reference is None or dpo.reference == "none" else own - reference
+        ratios = own if reference is None or dpo.reference == "none" else own - from_bits(reference)
         chosen, rejected = ratios.chunk(2)
         losses = self._losses(chosen, rejected)
         if dpo.sft_weight:

@@ -60,6 +60,8 @@ def _lora(words: list[str]) -> Settings:
 
 
 _HERE = "nothing to set: "
+_LEAST = "least rate"
+"""No key: a share of the rate is made of it, once all flags are read."""
 
 FLAGS: Mapping[str, Flag] = MappingProxyType(
     {
@@ -80,7 +82,7 @@ FLAGS: Mapping[str, Flag] = MappingProxyType(
         "max_seq_len": _to("posttrain.max_len", int),
         "learning_rate": _to("optim.lr", float),
         "minimum_learning_rate": Flag(
-            "`schedule.min_factor`, a share of `optim.lr`; with a cosine or polynomial schedule",
+            "`schedule.min_factor`, a share of `optim.lr`", lambda words: {_LEAST: float(words[0])}
         ),
         "weight_decay": _to("optim.weight_decay", float),
         "num_train_epochs": _to("train.max_epochs", int),
@@ -178,6 +180,11 @@ def _together(settings: Settings, given: Mapping[str, Sequence[str]]) -> Setting
         settings.setdefault("lora.only", "only_optimize_lora" in given)  # absent, theirs trains everything
     if "schedule.warmup" in settings and "schedule.type" not in settings:
         settings["schedule.type"] = "CosineAnnealingLR"  # theirs, when nothing is said
+    if (least := settings.pop(_LEAST, None)) is not None:
+        if settings.get("schedule.type") not in ("CosineAnnealingLR", "PolynomialLR") or "optim.lr" not in settings:
+            message = "needs --learning_rate and a schedule that ends lower: --lr_scheduler_type cosine or polynomial"
+            raise ConfigError(Problem("--minimum_learning_rate", message))
+        settings["schedule.min_factor"] = least / settings["optim.lr"]
     marks = ("start", "end", "system", "user", "assistant")
     if any(f"posttrain.template.{word}" in settings for word in marks):
         settings.setdefault("posttrain.template.kind", "marked")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from plait.posttrain.data.prepare import PhaseData
 from plait.posttrain.data.tokenizer import NAME
 from plait.posttrain.lora.adapter import has_transposed, save_adapter
 from plait.posttrain.lora.attach import AdapterSpec, lora_layers
+from plait.posttrain.parts import ValueHead
 from plait.runner.hooks import Hook
 from plait.spec import EventKind, MicroBatch
 from plait.world import is_sharded, on_main
@@ -65,7 +66,9 @@ class AdapterFiles(Hook):
         if self._written == runner.step:
             return
         self._written = runner.step
-        tensors = whole_adapter(runner)
+        tensors = whole_tensors(runner, lambda name: name.endswith((".lora_A.weight", ".lora_B.weight")))
+        heads = {name for name, module in runner.engine.model.named_modules() if isinstance(module, ValueHead)}
+        head = whole_tensors(runner, lambda name: name.rpartition(".")[0] in heads)
         layers = {name for part in runner.world.gather(lora_layers(runner.engine.model)) for name in part}
         if len(tensors) != 2 * len(layers):
             raise TrainingError(f"{len(tensors)} matrices were found for {len(layers)} adapters; nothing was written")
@@ -73,16 +76,18 @@ class AdapterFiles(Hook):
         folder = Path(runner.config.work_dir) / "adapter"
         on_main(
             runner.world,
-            lambda: save_adapter(folder, tensors, self._spec, transposed=transposed, base=self._base, task=self._task),
+            lambda: save_adapter(
+                folder, tensors, self._spec, transposed=transposed, base=self._base, task=self._task, head=head
+            ),
         )
 
 
-def whole_adapter(runner: Runner) -> dict[str, Tensor]:
-    """Every matrix of a run's adapter, whole and on the host. Every rank must ask."""
+def whole_tensors(runner: Runner, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """Parameters of a run by name, whole and on the host, in fp32. Every rank must ask for the same ones."""
     found = {}
     for entry, tensor in runner.engine.state_tensors().items():
         name = entry.removeprefix("model.")
-        if entry.startswith("model.") and name.endswith((".lora_A.weight", ".lora_B.weight")):
+        if entry.startswith("model.") and wanted(name):
             whole = tensor.full_tensor() if is_sharded(tensor) else tensor
             found[name] = whole.detach().cpu().float()
     if runner.world.layout.pp > 1:  # each has the layers of its stage

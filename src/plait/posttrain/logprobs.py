@@ -38,3 +38,18 @@ def entropy(logits: Tensor) -> Tensor:
     """Entropy of the distribution at each place, in fp32."""
     logs = logits.float().log_softmax(-1)
     return -(logs.exp() * logs).sum(-1)
+
+
+def as_bits(numbers: Tensor) -> Tensor:
+    """fp32 numbers as whole ones with the same bits, for inputs of a model that are no activations.
+
+    [Note: inputs that keep their precision]
+    Floating-point inputs are cast to the compute format. A log-probability of −200 would be off by a half in bf16, and
+    what is learned from is its difference from another one.
+    """
+    return numbers.float().contiguous().view(torch.int32)
+
+
+def from_bits(numbers: Tensor) -> Tensor:
+    """What `as_bits` was given; fp32 numbers stay as they are."""
+    return numbers.view(torch.float32) if numbers.dtype == torch.int32 else numbers

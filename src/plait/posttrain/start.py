@@ -76,6 +76,8 @@ class Start:
     def _knows(self, name: str, tensor: Tensor, module: nn.Module) -> bool:
         if isinstance(module, LoraDown | LoraUp):
             return self._adapter is not None
+        if self._adapter is not None and name in self._adapter.head and isinstance(module, Part):
+            return True
         stored = self._stored(name)
         if stored is None or self._source is None:
             return False
@@ -86,6 +88,8 @@ class Start:
         if isinstance(module, LoraDown | LoraUp):
             assert self._adapter is not None
             return self._adapter.tensors[name]
+        if self._adapter is not None and name in self._adapter.head:
+            return self._adapter.head[name]
         stored = self._stored(name)
         assert self._source is not None
         value = self._source.read(f"model.{stored}")

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 
+import torch
+import torch.distributed as dist
+
+from plait.world.device import choose_backend
 from plait.world.ranks import Ranks
 
 
@@ -20,3 +24,10 @@ def export_ranks(ranks: Ranks) -> None:
     }
     for name, value in known.items():
         os.environ.setdefault(name, str(value))
+
+
+def open_group_of_one(device: torch.device) -> None:
+    """Make a process group for one process alone, for libraries that want one; nothing where there is a group."""
+    if not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(choose_backend("auto", device), store=store, rank=0, world_size=1)

@@ -210,6 +210,21 @@ def test_small_things_work_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert [batch.tolist() for batch in accelerator.skip_first_batches(loader, 1)] == [[4, 5, 6, 7], [8, 9]]
 
 
+def test_scripts_find_what_they_ask_for(caplog: pytest.LogCaptureFixture) -> None:
+    from plait.frontends.accelerate.logging import get_logger
+    from plait.frontends.accelerate.utils import DistributedType, broadcast_object_list, gather_object
+
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.distributed_type == DistributedType.NO
+    state = accelerator.state
+    assert (state.num_processes, state.process_index, state.deepspeed_plugin) == (1, 0, None)
+    assert gather_object([1, 2]) == broadcast_object_list([1, 2]) == [1, 2]
+    logger = get_logger("a script", log_level="INFO")
+    logger.info("once")
+    logger.info("everywhere, %s", "in turn", main_process_only=False, in_order=True)
+    assert caplog.messages == ["once", "everywhere, in turn"]
+
+
 def test_states_travel_without_pickle() -> None:
     import numpy as np
 

@@ -233,3 +233,26 @@ def test_it_is_known_from_other_files_and_read_without_torch() -> None:
     assert not is_accelerate({"strategy": "ddp"})
     code = "import sys, plait.frontends.accelerate.config; sys.exit('torch' in sys.modules)"
     assert run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_any_value_of_any_key_is_answered_or_a_named_error() -> None:
+    from plait.errors import PlaitError
+
+    values: list[Any] = [None, True, False, 0, 1, -1, 2.5, "", "no", "two", "auto", [], ["a"], {}, {"a": 1}]
+    sections = {
+        "fsdp_config": ("FSDP", FSDP),
+        "deepspeed_config": ("DEEPSPEED", DEEPSPEED),
+        "megatron_lm_config": ("MEGATRON_LM", MEGATRON),
+        "parallelism_config": ("NO", PARALLELISM),
+        "dynamo_config": ("NO", DYNAMO),
+    }
+    given = [{key: value} for key in READERS for value in values]
+    for section, (kind, readers) in sections.items():
+        given += [{"distributed_type": kind, section: {key: value}} for key in readers for value in values]
+    for config in given:
+        try:
+            found = translate(config)
+            assert len(found.account.entries) >= 1
+            parse_sections(**found.sections)
+        except PlaitError:
+            continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import sys
 import threading
@@ -19,10 +20,12 @@ from plait.cli.speaking import Opening, open_speaker
 from plait.config.model import LlamaConfig
 from plait.generate.options import Sampling
 from plait.generate.serve import Limits, Server
+from plait.generate.speaker import Turn
 from plait.models.llama import Llama
 from plait.posttrain.data.tokenizer import ChatTokenizer
+from plait.posttrain.run import phase_runner
 
-SIZES: dict[str, Any] = {"dim": 32, "layers": 1, "heads": 2, "seq_len": 64}
+SIZES: dict[str, Any] = {"dim": 32, "layers": 1, "heads": 2, "seq_len": 128}
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +50,8 @@ def hf_folder(tokenizer: ChatTokenizer, tmp_path_factory: pytest.TempPathFactory
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save(folder / "tokenizer.json")
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-    (folder / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "chat_template": '
-        + __import__("json").dumps(template)
-        + "}"
-    )
+    words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(words))
     return folder
 
 
@@ -72,8 +72,6 @@ def test_a_hugging_face_folder_opens_as_plaits_own_model_with_its_template_and_e
     speaker = open_speaker(str(hf_folder))
     assert isinstance(speaker.generator.model, Llama)
     assert set(speaker.stop) == {0, 5}
-    from plait.generate.speaker import Turn
-
     prompt = speaker.ask([Turn("user", "the fox")]).tokens
     assert speaker.tokenizer.decode(prompt) == "user: the fox\nassistant:"
     ((_, completion),) = speaker.write([prompt], Sampling(12, temperature=0.0))
@@ -162,14 +160,12 @@ def test_serve_listens_and_shows_a_link_with_a_new_token(
 def test_a_run_of_a_phase_answers_in_its_own_template(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from plait.posttrain.run import phase_runner
-
     monkeypatch.chdir(tmp_path)
     sections: dict[str, Any] = {
         "work_dir": "run",
         "device": "cpu",
         "model": {"type": "llama", "vocab_size": 64, **SIZES},
-        "posttrain": {"data": {"type": "task", "samples": 16}, "template": {"kind": "marked"}},
+        "posttrain": {"data": [{"type": "task", "samples": 16}], "template": {"kind": "marked"}},
         "lora": {"rank": 2, "only": False},
         "train": {"max_steps": 1},
         "batch": {"micro": 2},

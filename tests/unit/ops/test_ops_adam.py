@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 from plait.ops import adam
 from plait.ops.adam import AdamNumbers, adam_step, adam_step_plain
+from plait.ops.crew import Crew
 
 SIZES = (1, 5, 1000, 4099)
 
@@ -21,9 +24,11 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("scale", [1.0, 0.037])
 @pytest.mark.parametrize("publish", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("threads", [None, 3])
 def test_ten_steps_are_those_of_float64(
-    grad_dtype: torch.dtype, decoupled: bool, scale: float, publish: torch.dtype | None
+    grad_dtype: torch.dtype, decoupled: bool, scale: float, publish: torch.dtype | None, threads: int | None
 ) -> None:
+    crew = None if threads is None else Crew(threads)
     weights = [torch.randn(size) for size in SIZES]
     states = [torch.zeros(size) for size in SIZES], [torch.zeros(size) for size in SIZES]
     exact = [w.double() for w in weights]
@@ -35,7 +40,7 @@ def test_ten_steps_are_those_of_float64(
         numbers = AdamNumbers(
             step, lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, decoupled=decoupled, scale=scale
         )
-        adam_step(numbers, weights, grads, *states, places)
+        adam_step(numbers, weights, grads, *states, places, crew=crew)
         adam_step_plain(numbers, exact, exact_grads, *exact_states)
     for found, reference in zip(
         [*weights, *states[0], *states[1]], [*exact, *exact_states[0], *exact_states[1]], strict=True
@@ -43,6 +48,25 @@ def test_ten_steps_are_those_of_float64(
         torch.testing.assert_close(found.double(), reference, rtol=2e-5, atol=1e-6)
     if places is not None:
         assert all(torch.equal(place, weight.to(publish)) for place, weight in zip(places, weights, strict=True))
+
+
+def test_a_crew_leaves_torch_its_threads_and_hands_on_errors() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        crew = Crew(3)
+        assert torch.get_num_threads() == 2
+        seen: list[int] = []
+        crew.share(1, lambda _numbers: seen.append(torch.get_num_threads()))
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert seen == [1, 2]
+        with pytest.raises(ZeroDivisionError):
+            crew.share(4, lambda numbers: [1 // number for number in numbers])  # type: ignore[arg-type,return-value]
+        crew.close()
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_update_is_that_of_torch() -> None:

@@ -71,6 +71,32 @@ def test_any_elementwise_optimizer_is_itself_when_offloaded(
         assert all(torch.equal(same[name], tensor) for name, tensor in state.items())
 
 
+class WideNet(Net):
+    """Rows that are long enough for 8-bit moments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(3))
+
+
+@pytest.mark.parametrize("optim", ["AdamW", "AdamW8bit"])
+def test_one_run_may_use_device_memory_host_memory_and_files(optim: str, tmp_path: Path) -> None:
+    rows = [torch.randn(4, 96) for _ in range(4)]
+    offload = {"optimizer": "nvme", "ratio": 0.35, "host_ratio": 0.35, "bucket_mb": 0.04, "path": str(tmp_path)}
+    found = []
+    for strategy in ({}, {"offload": offload}):
+        config = parse_sections(strategy=strategy, seed=1, optim={"type": optim}).config
+        engine = prepare_native(config, open_world(config), model=WideNet, say=lambda _: None)
+        losses = [engine.train_step([row]).loss for row in rows[:2]]
+        early = engine.state_tensors()  # what a checkpoint would hold, in the middle
+        losses += [engine.train_step([row]).loss for row in rows[2:]]
+        found.append((losses, {name: t.clone() for name, t in engine.state_tensors().items()}))
+    assert {bucket.span.home for bucket in engine.views.store.buckets} == {"device", "cpu", "nvme"}  # type: ignore[attr-defined]
+    assert early.keys() == found[0][1].keys()
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[1][1][name], tensor) for name, tensor in found[0][1].items())
+
+
 def test_a_delayed_update_reaches_the_model_one_step_late(batches: list[Tensor]) -> None:
     found, state = run({"optimizer": "cpu", "delayed": True}, batches, optim={"type": "SGD", "lr": 0.5})
     torch.manual_seed(0)
@@ -92,11 +118,11 @@ def test_a_delayed_update_reaches_the_model_one_step_late(batches: list[Tensor])
 
 
 def test_buckets_keep_the_order_and_the_first_share_stays_on_the_device() -> None:
-    spans = plan_spans([5, 4, 3, 9, 1], [4, 0, 1, 2, 3], limit=8, home="cpu", ratio=0.3)
+    spans = plan_spans([5, 4, 3, 9, 1], [4, 0, 1, 2, 3], limit=8, shares=[("device", 0.3), ("cpu", 0.3), ("nvme", 1.0)])
     assert [(span.indices, span.home) for span in spans] == [
         ((4, 0), "device"),
         ((1, 2), "cpu"),
-        ((3,), "cpu"),  # larger than a bucket by itself
+        ((3,), "nvme"),  # larger than a bucket by itself
     ]
 
 
@@ -120,6 +146,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a whole-matrix optimizer": ({"offload": "cpu"}, {"optim": {"type": "Muon"}}, "whole parameters"),
     "a delay for some": ({"offload": {"optimizer": "cpu", "delayed": True, "ratio": 0.1}}, {}, "never late"),
     "a budget without files": ({"offload": {"optimizer": "cpu", "budget_gib": 1.0}}, {}, "has no effect"),
+    "nothing for files": ({"offload": {"optimizer": "nvme", "ratio": 0.5, "host_ratio": 0.5}}, {}, "for files"),
     "a share of nothing": ({"offload": {"ratio": 0.5}}, {}, "has no effect"),
     "a copy of what is in files": ({"offload": "nvme"}, {"checkpoint": {"async_save": True}}, "host memory first"),
 }
@@ -131,3 +158,21 @@ def test_settings_that_contradict_each_other_are_refused(case: str) -> None:
     config = parse_sections(strategy=strategy, **others).config
     found = violations(config, has_val=False, require_length=False)
     assert any(words in problem.message for problem in found), found
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_a_step_that_is_not_finite_changes_nothing_and_names_the_gradient(tier: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    offload = {"optimizer": tier, **({"path": str(tmp_path)} if tier == "nvme" else {})}
+    config = parse_sections(strategy={"offload": offload}, precision="bf16", seed=1).config
+    engine = prepare_native(config, open_world(config), model=Net, say=said.append)
+    engine.train_step([torch.randn(4, 8)])
+    before = {name: tensor.clone() for name, tensor in engine.state_tensors().items()}
+    weight = engine.model.get_parameter("layers.1.weight")
+    handle = weight.register_hook(lambda grad: grad * float("inf"))
+    result = engine.train_step([torch.randn(4, 8)])
+    handle.remove()
+    assert result.skipped
+    assert "the gradient of layers.1.weight" in said[-1]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.state_tensors().items())
+    assert not engine.train_step([torch.randn(4, 8)]).skipped

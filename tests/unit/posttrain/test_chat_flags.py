@@ -16,7 +16,7 @@ LINE = """--data_path rows.jsonl more.jsonl --data_split 2,4,4 --model_name_or_p
 --max_seq_len 512 --learning_rate 9.65e-6 --weight_decay 0.1 --num_train_epochs 2 --gradient_accumulation_steps 4
 --lr_scheduler_type cosine --num_warmup_steps 10 --seed 1234 --zero_stage 3 --deepspeed --output_dir out --dtype bf16
 --gradient_checkpointing --lora_dim 128 --lora_module_name decoder.layers. --only_optimize_lora --im_start=<s>
---print_steps 5 --compute_fp32_loss"""
+--print_steps 5 --compute_fp32_loss --minimum_learning_rate 9.65e-7"""
 
 
 def test_a_command_line_of_theirs_becomes_a_run_of_the_same_meaning() -> None:
@@ -34,6 +34,7 @@ def test_a_command_line_of_theirs_becomes_a_run_of_the_same_meaning() -> None:
     assert (config.strategy.zero, config.strategy.recompute.mode, config.precision.compute) == (3, "full", "bf16")
     assert config.schedule is not None
     assert (config.schedule.type, config.schedule.warmup) == ("CosineAnnealingLR", 10)  # type: ignore[union-attr]
+    assert config.schedule.min_factor == pytest.approx(0.1)  # type: ignore[union-attr]
     assert [line.split(":")[0] for line in said] == ["--deepspeed", "--compute_fp32_loss"]
 
 
@@ -49,6 +50,8 @@ def test_unknown_flags_and_words_are_errors() -> None:
         translate(["--seed", "x"])
     with pytest.raises(ConfigError, match="cosine_with_restarts"):
         translate(["--lr_scheduler_type", "cosine_with_restarts"])
+    with pytest.raises(ConfigError, match="--minimum_learning_rate: needs"):
+        translate(["--minimum_learning_rate", "1e-6"])
     with pytest.raises(ConfigError, match="belongs to no flag"):
         translate(["3"])
 

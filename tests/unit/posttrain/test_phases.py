@@ -84,9 +84,21 @@ def test_a_reward_model_starts_from_the_tuned_body_and_gets_better(tuned: Path, 
         assert torch.equal(runner.engine.model.get_parameter("head.weight"), weights(tmp_path)["model.head.weight"])
 
 
-@pytest.mark.parametrize("reference", ["start", "base"])
-def test_both_references_are_the_model_that_dpo_starts_from(tuned: Path, tmp_path: Path, reference: str) -> None:
-    description = describe(tmp_path, posttrain={"start": str(tuned)}, lora={"rank": 4}, dpo={"reference": reference})
+def test_the_adapter_of_a_reward_model_brings_its_head(tuned: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"posttrain": {"start": str(tuned)}, "checkpoint": {"last": False}}
+    after = run("reward", describe(tmp_path / "a", **changes, lora={"rank": 2}))
+    lora = {"rank": 2, "adapter": str(tmp_path / "a" / "adapter")}
+    with phase_runner("reward", describe(tmp_path / "b", **changes, lora=lora)) as runner:
+        for name, param in runner.engine.model.named_parameters():
+            assert torch.equal(param, after[f"model.{name}"]), name
+
+
+@pytest.mark.parametrize(("reference", "precision"), [("start", "fp32"), ("start", "bf16"), ("base", "fp32")])
+def test_both_references_are_the_model_that_dpo_starts_from(
+    tuned: Path, tmp_path: Path, reference: str, precision: str
+) -> None:
+    changes: dict[str, Any] = {"lora": {"rank": 4}, "dpo": {"reference": reference}, "precision": precision}
+    description = describe(tmp_path, posttrain={"start": str(tuned)}, **changes)
     with phase_runner("dpo", description) as runner:
         found = runner.validate()
         assert found["loss"] == pytest.approx(0.6931, abs=1e-4)
@@ -187,6 +199,11 @@ def test_a_run_with_adapters_becomes_a_plain_transformers_model(kind: str, tmp_p
     convert(str(tmp_path / "run"), str(tmp_path / "hf"), replace(PLAIN, to="hf"))
     found = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "hf"))
     assert torch.allclose(found(ids).logits, expected, atol=1e-4)
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == (tmp_path / "run" / "tokenizer.json").read_bytes()
+    if kind == "gpt":  # and a model of Plait's own starts from such a folder
+        again = describe(tmp_path / "again", model=model, posttrain={"start": str(tmp_path / "hf")})
+        with phase_runner("sft", again) as runner:
+            assert torch.allclose(runner.engine.model.eval()(ids), expected, atol=1e-4)
 
 
 def test_weights_of_another_model_are_refused_with_a_table(tuned: Path, tmp_path: Path) -> None:

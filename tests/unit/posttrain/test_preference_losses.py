@@ -1,15 +1,13 @@
-"""Losses over pairs: closed forms, and those of TRL where it is installed."""
+"""Losses over pairs: closed forms, and what models make of them."""
 
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from plait.config.posttrain import DpoConfig
 from plait.posttrain.answers import Drift, preferring
@@ -98,52 +96,3 @@ def test_the_reference_point_of_kto_is_the_mean_of_the_step_before() -> None:
     drift: Any = model.drift
     assert isinstance(drift, Drift)
     assert float(drift.mean.detach()) == pytest.approx(max(float(ratio.detach().mean()), 0.0), rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"), [("dpo", "sigmoid"), ("ipo", "ipo"), ("hinge", "hinge"), ("apo_zero", "apo_zero")]
-)
-def test_losses_are_those_of_trl(ours: Any, theirs: str) -> None:
-    trl = pytest.importorskip("trl")
-    accelerate = pytest.importorskip("accelerate")
-    batch, model = pairs(), Words()
-    logprobs = token_logprobs(model(batch["input_ids"]), batch["labels"]).detach()
-    extend(model, mixins=(preferring(model, DpoConfig(loss=ours, beta=0.2)),))
-    lengths = (batch["labels"] >= 0).sum(-1)
-    reference = batch["reference"] / lengths if ours == "ipo" else batch["reference"]
-    found = model(batch["input_ids"], labels=batch["labels"], reference=reference)["loss"].mean()
-
-    class Trainer(trl.DPOTrainer):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            """Only what the loss looks at."""
-            self.accelerator = accelerate.Accelerator(cpu=True)
-            self.model = model
-            self.beta, self.label_smoothing, self.ld_alpha = 0.2, 0.0, None
-            self.loss_types, self.loss_weights = [theirs], [1.0]
-            self.f_divergence_type, self.aux_loss_enabled = "reverse_kl", False
-            self.precompute_ref_logps, self.use_weighting = True, False
-            self._metrics = {"train": _Lists(), "eval": _Lists()}
-            self._total_train_tokens, self._tp_size = 0, 1
-            self.args = SimpleNamespace(rpo_alpha=None)
-
-    # Theirs has the token itself where ours has the one before it.
-    mask = F.pad((batch["labels"] >= 0).long(), (1, 0))
-    given = {
-        "input_ids": F.pad(batch["input_ids"], (1, 0)),
-        "completion_mask": mask,
-        "attention_mask": torch.ones_like(mask),
-        "ref_chosen_logps": batch["reference"][:2],
-        "ref_rejected_logps": batch["reference"][2:],
-    }
-    shown = dict.fromkeys(("entropy", "mean_logits"), torch.zeros_like(logprobs))  # for their log alone
-    answer = SimpleNamespace(log_probs=logprobs, is_top1=logprobs > 0, **shown)
-    try:
-        expected = Trainer()._compute_loss(lambda **_: answer, given, return_outputs=False)
-    except AttributeError as error:
-        pytest.skip(f"this version of TRL looks at more than its loss: {error}")
-    assert float(found.detach()) == pytest.approx(float(expected), rel=1e-5)
-
-
-class _Lists(dict[str, list[float]]):
-    def __missing__(self, key: str) -> list[float]:
-        return self.setdefault(key, [])

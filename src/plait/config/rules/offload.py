@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from plait.config.optim import AdafactorConfig, AdamW8bitConfig, LambConfig, MuonConfig
+from plait.config.optim import AdafactorConfig, LambConfig, MuonConfig
 from plait.config.rules.facts import Facts, idle
 from plait.errors import Problem
 
@@ -20,7 +20,9 @@ def options_need_a_tier(facts: Facts) -> Iterator[Problem]:
         yield from idle(_PATH, offload, names, reason, "Leave it out, or write `optimizer: cpu`.")
     if offload.optimizer != "nvme":
         reason = f"`{_PATH}.optimizer` is {offload.optimizer}"
-        yield from idle(_PATH, offload, ("budget_gib",), reason, "Leave it out, or write `optimizer: nvme`.")
+        yield from idle(
+            _PATH, offload, ("budget_gib", "host_ratio"), reason, "Leave it out, or write `optimizer: nvme`."
+        )
     if not offload.uses_files:
         yield from idle(_PATH, offload, ("path",), "nothing lies in files", "Leave it out, or use the tier nvme.")
     if offload.params == "none":
@@ -50,12 +52,12 @@ def optimizer_works_by_element(facts: Facts) -> Iterator[Problem]:
         yield Problem("optim.type", message, f"Use AdamW, Adam, Lion, SGD or Adagrad, or leave out `{_PATH}`.")
 
 
-def packed_moments_stay_in_memory(facts: Facts) -> Iterator[Problem]:
-    """Files hold tensors of a parameter's shape; 8-bit moments are packed."""
-    config = facts.config
-    if config.strategy.offload.optimizer == "nvme" and isinstance(config.optim, AdamW8bitConfig):
-        message = f"{config.optim.type} packs its moments, and `{_PATH}.optimizer: nvme` stores plain ones"
-        yield Problem("optim.type", message, f"Use AdamW, or `{_PATH}.optimizer: cpu`.")
+def shares_leave_something(facts: Facts) -> Iterator[Problem]:
+    """Shares on the device and in host memory that leave nothing for files."""
+    offload = facts.config.strategy.offload
+    if offload.ratio + offload.host_ratio >= 1.0:
+        message = f"{offload.host_ratio:g} and `{_PATH}.ratio: {offload.ratio:g}` leave nothing for files"
+        yield Problem(f"{_PATH}.host_ratio", message, "Make one of them smaller, or write `optimizer: cpu`.")
 
 
 def delay_is_for_all(facts: Facts) -> Iterator[Problem]:
@@ -78,7 +80,7 @@ RULES = (
     options_need_a_tier,
     params_need_stage_three,
     optimizer_works_by_element,
-    packed_moments_stay_in_memory,
+    shares_leave_something,
     delay_is_for_all,
     files_are_saved_in_the_foreground,
 )

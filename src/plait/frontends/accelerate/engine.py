@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from plait.config.run import RunConfig
 from plait.errors import TrainingError
-from plait.frontends.accelerate.adapters import with_adapters
+from plait.frontends.accelerate.cutting import with_plan
 from plait.strategy import ManualEngine, StepResult, prepare_native
 from plait.strategy.native.forward import Say
 from plait.world import World, restore_rng_state, rng_state
@@ -105,10 +105,21 @@ def backward(engines: Sequence[LoopEngine], loss: Tensor, *, last: Sequence[bool
         engine.end_backward(loss.detach())
 
 
-def build_engine(config: RunConfig, world: World, model: nn.Module, optimizer: Optimizer, say: Say) -> LoopEngine:
-    """Spread a model and adopt its optimizer. Random numbers go on as if nothing had happened."""
+def build_engine(
+    config: RunConfig,
+    world: World,
+    model: nn.Module,
+    optimizer: Optimizer,
+    say: Say,
+    *,
+    whole_vocabulary: bool = True,
+) -> LoopEngine:
+    """Spread a model and adopt its optimizer. Random numbers go on as if nothing had happened.
+
+    `whole_vocabulary`: see `with_plan`.
+    """
     state = rng_state(world.device)
-    config = with_adapters(config, model)
+    config = with_plan(config, model, whole_vocabulary=whole_vocabulary)
     engine = prepare_native(config, world, model=model, optimizer=optimizer, engine=LoopEngine, say=say)
     assert isinstance(engine, LoopEngine)
     restore_rng_state(state, world.device)

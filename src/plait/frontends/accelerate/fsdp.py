@@ -66,7 +66,10 @@ def _policy(words: Words, key: str, value: Any) -> None:
 
 
 def _classes(words: Words, key: str, value: Any) -> None:
-    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else list(value or ())
+    names = [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value or []
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        words.wrong(key, f"{value!r} names no classes", "Write them with commas between, or as a list.")
+        return
     if names:
         words.set("strategy.wrap.classes", names)
     words.honoured(key, value, "strategy.wrap.classes" if names else "none named: the model's own blocks")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from plait.frontends.accelerate.words import Reader, Words, answered, switched_off
@@ -133,6 +134,9 @@ def read_deepspeed(words: Words, key: str, value: Any) -> None:
     from plait.frontends.deepspeed.config import translate
 
     file = value.get("deepspeed_config_file")
+    if file not in (None, "none") and not isinstance(file, (str, Path, Mapping)):
+        words.wrong(f"{key}.deepspeed_config_file", f"{file!r} is no file", "Write its name.")
+        return
     if file not in (None, "none"):
         found = translate(file)
         words.mapped(f"{key}.deepspeed_config_file", file, "read as DeepSpeed's own file; its keys follow")
@@ -152,7 +156,7 @@ def read_deepspeed(words: Words, key: str, value: Any) -> None:
 
 def deepspeed_config(value: Mapping[str, Any]) -> dict[str, Any]:
     """The DeepSpeed configuration that these keys stand for, as Accelerate makes it."""
-    zero: dict[str, Any] = {"stage": int(value.get("zero_stage", 2))}
+    zero: dict[str, Any] = {"stage": _number(value.get("zero_stage", 2))}
     for role in ("optimizer", "param"):
         device = value.get(f"offload_{role}_device")
         if device not in (None, "none"):
@@ -162,9 +166,16 @@ def deepspeed_config(value: Mapping[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = {"zero_optimization": zero}
     for name in ("gradient_accumulation_steps", "gradient_clipping"):
         if value.get(name) not in (None, "auto", "none"):
-            kind = int if name == "gradient_accumulation_steps" else float
-            config[name] = kind(value[name])
+            config[name] = _number(value[name])
     return config
+
+
+def _number(value: Any) -> Any:
+    """A number that was written as text; what is none stays, for DeepSpeed's own translation to speak about."""
+    try:
+        return float(value) if "." in value else int(value)
+    except (TypeError, ValueError):
+        return value
 
 
 def _take_answers(words: Words, key: str, value: Mapping[str, Any], found: Mapping[str, Entry]) -> None:

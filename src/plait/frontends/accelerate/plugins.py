@@ -9,10 +9,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from plait.frontends.accelerate.fsdp import SHARDING
+
+
+class DistributedType(StrEnum):
+    """What a script may ask an `Accelerator` for: whether there are ranks, and whether each has the whole model."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_XPU = "MULTI_XPU"
+    FSDP = "FSDP"
+    """Weights or states are spread, by whichever words that was asked for."""
+    DEEPSPEED = "DEEPSPEED"
+    """Never answered: DeepSpeed's engine is not there, and what scripts do with it would fail."""
 
 
 @dataclass

@@ -21,6 +21,7 @@ from plait.frontends.accelerate.loader import PreparedLoader, choose_delivery, s
 from plait.frontends.accelerate.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
+    DistributedType,
     GradientAccumulationPlugin,
     ProjectConfiguration,
     TorchDynamoPlugin,
@@ -93,6 +94,7 @@ class Preparing(Processes):
             self.project_configuration.set_directories(project_dir)
         folder = self.project_configuration.logging_dir
         self._trackers = Trackers(*choose_trackers(log_with), None if folder is None else Path(folder), self.world)
+        self.fsdp_plugin, self.deepspeed_plugin = fsdp_plugin, deepspeed_plugin
         self._models: list[PreparedModel] = []
         self._optimizers: list[PreparedOptimizer] = []
         self._schedulers: list[PreparedScheduler] = []
@@ -100,6 +102,21 @@ class Preparing(Processes):
         self._custom_objects: list[Any] = []
         self._save_hooks: list[Any] = []
         self._load_hooks: list[Any] = []
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Whether there are several ranks, and whether each has all of a model."""
+        if not self.use_distributed:
+            return DistributedType.NO
+        if self.config.strategy.stage > 0:
+            return DistributedType.FSDP
+        kinds = {"cuda": DistributedType.MULTI_GPU, "xpu": DistributedType.MULTI_XPU}
+        return kinds.get(self.device.type, DistributedType.MULTI_CPU)
+
+    @property
+    def state(self) -> Preparing:
+        """What scripts ask the state for, the accelerator knows: `num_processes`, `device`, `mixed_precision`, …"""
+        return self
 
     # ---- what is prepared
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from plait.frontends.accelerate.plugins import (
     DataLoaderConfiguration,
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
+    DistributedType,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
@@ -27,6 +29,7 @@ __all__ = [
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
+    "DistributedType",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
@@ -34,6 +37,8 @@ __all__ = [
     "ParallelismConfig",
     "ProjectConfiguration",
     "TorchDynamoPlugin",
+    "broadcast_object_list",
+    "gather_object",
     "set_seed",
 ]
 
@@ -47,3 +52,19 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     torch.manual_seed(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
+
+
+def gather_object(value: Any) -> list[Any]:
+    """Every rank's list of objects, as one list."""
+    if not dist.is_initialized():
+        return list(value)
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, value)
+    return [each for part in parts for each in part]
+
+
+def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any]:
+    """One rank's objects, in the places of everybody's."""
+    if dist.is_initialized():
+        dist.broadcast_object_list(objects, src=from_process)
+    return objects

@@ -70,7 +70,9 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         if len(owners) != 1:
             raise ModelError(f"the optimizer's parameters belong to {len(owners)} prepared models; they must be one's")
         owner = owners[0]
-        owner.bind(build_engine(self.config, self.world, owner.module, optimizer, self.print), None)
+        # The Trainer computes the loss from the answer, see `loss_outside`.
+        engine = build_engine(self.config, self.world, owner.module, optimizer, self.print, whole_vocabulary=False)
+        owner.bind(engine, None)
         self._bound = owner
         prepared = PreparedOptimizer(optimizer, owners, self.gradient_state)
         self._optimizers.append(prepared)

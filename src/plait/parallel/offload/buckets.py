@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -23,21 +24,23 @@ class Span:
     home: Home
 
 
-def plan_spans(numels: Sequence[int], order: Sequence[int], *, limit: int, home: Home, ratio: float) -> list[Span]:
+def plan_spans(
+    numels: Sequence[int], order: Sequence[int], *, limit: int, shares: Sequence[tuple[Home, float]]
+) -> list[Span]:
     """Cut the parameters, taken in this order, into spans of at most `limit` numbers, or one that has more.
 
-    The first `ratio` of all numbers stays on the device: the next forward pass meets those first, and they are ready
-    at once, while the CPU still works on the others.
+    Each home gets its share of all numbers, the fastest first: the next forward pass meets those first, and they are
+    ready at once, while the CPU still works on the others. The last one takes the rest.
     """
-    on_device = ratio * sum(numels)
+    ends = [end * sum(numels) for end in accumulate(share for _, share in shares[:-1])]
     spans: list[Span] = []
     pending: list[int] = []
     size = passed = 0
-    before: Home = home
+    before = shares[-1][0]
     for index in order:
         numel = numels[index]
         passed += numel
-        here: Home = "device" if passed <= on_device else home
+        here = shares[next((place for place, end in enumerate(ends) if passed <= end), -1)][0]
         if pending and (size + numel > limit or here != before):
             spans.append(Span(tuple(pending), before))
             pending, size = [], 0

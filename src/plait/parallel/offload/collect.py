@@ -107,6 +107,13 @@ def listen_to_shards(model: nn.Module, index_of: dict[int, int], receive: Callab
                 member.sharded_param.register_post_accumulate_grad_hook(_forget)
 
 
+def gathering_stream(module: nn.Module) -> Any:
+    """The stream on which `fully_shard` reads the shards of a module; None for one that is not sharded, or not yet."""
+    find: Any = getattr(module, "_get_fsdp_state", None)
+    group = None if find is None else find()._fsdp_param_group
+    return None if group is None else getattr(group.comm_ctx, "all_gather_copy_in_stream", None)
+
+
 def _hook_of(group: Any, index_of: dict[int, int], receive: Callable[[int, Tensor], None]) -> Callable[[Tensor], None]:
     def hook(flat: Tensor) -> None:
         at = 0

@@ -6,8 +6,9 @@ turn. They are all the host memory that the state of any number of parameters ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from plait.parallel.offload.shelf import Key, Shelf
 
 ROOMS = 3
 _WEIGHT = "weight"
+_PART = "/"
+"""Between the name of a state and of a tensor inside of it."""
 
 
 class _Room:
@@ -61,6 +64,8 @@ class Passage:
             for bucket in self._buckets
         ]
         self._states: list[Shelf | None] = [None] * len(self._buckets)
+        self._packed: dict[Key, Any] = {}
+        """States that are several tensors: what they are made of, without the tensors."""
         self._rooms = [_Room() for _ in range(ROOMS)]
         self._optimizer: Optimizer | None = None
         for bucket in self._buckets:
@@ -182,8 +187,7 @@ class Passage:
         return [
             ((index, key), value)
             for index, master, _ in bucket.items()
-            for key, value in self._optimizer.state.get(master, {}).items()
-            if isinstance(value, Tensor) and value.ndim > 0
+            for key, value in _leaves(self._optimizer.state.get(master, {}))
         ]
 
     def _store_states(self, number: int, bucket: Bucket) -> None:
@@ -192,6 +196,12 @@ class Passage:
         for transfer in [shelf.put(key, value.contiguous()) for key, value in tensors]:
             transfer.wait()
         self._states[number] = shelf
+        assert self._optimizer is not None
+        for index, master, _ in bucket.items():
+            for name, value in self._optimizer.state[master].items():
+                if hasattr(value, "_replace"):
+                    empty = {field: None for field in value._fields if isinstance(getattr(value, field), Tensor)}
+                    self._packed[index, name] = value._replace(**empty)
 
     def _show(self, bucket: Bucket, tensors: Mapping[Key, Tensor]) -> None:
         masters = dict(zip(bucket.span.indices, bucket.masters, strict=True))
@@ -200,12 +210,29 @@ class Passage:
                 masters[index].data = tensor
             else:
                 assert self._optimizer is not None
-                self._optimizer.state[masters[index]][key] = tensor
+                state = self._optimizer.state[masters[index]]
+                name, _, part = key.partition(_PART)
+                if part:
+                    whole = state[name] if hasattr(state.get(name), "_replace") else self._packed[index, name]
+                    state[name] = whole._replace(**{part: tensor})
+                else:
+                    state[name] = tensor
 
     def _hide(self, bucket: Bucket) -> None:
         for _, master, _ in bucket.items():
             # The right shape, and no memory.
             master.data = torch.empty((), dtype=master.dtype).expand(master.shape)
             state = self._optimizer.state.get(master, {}) if self._optimizer is not None else {}
-            for key in [key for key, value in state.items() if isinstance(value, Tensor) and value.ndim > 0]:
+            for key in {key.partition(_PART)[0] for key, _ in _leaves(state)}:
                 del state[key]
+
+
+def _leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a parameter's state that are no scalars, also those inside of a named tuple."""
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            if value.ndim > 0:
+                yield key, value
+        elif hasattr(value, "_fields"):
+            parts = ((part, getattr(value, part)) for part in value._fields)
+            yield from ((f"{key}{_PART}{part}", each) for part, each in parts if isinstance(each, Tensor))

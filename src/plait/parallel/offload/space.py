@@ -17,7 +17,7 @@ from plait.optim import ViewGroup, build_optimizer
 from plait.parallel.offload.passage import ROOMS
 from plait.world import World
 
-_SAMPLE = 4096
+_SAMPLE = (64, 256)
 _ASIDE = 10 << 20
 """Of a budget, for the threads that read and write files and their buffers; at most a quarter."""
 _MOST = 0.8
@@ -32,7 +32,7 @@ def state_bytes(config: RunConfig) -> float:
     sample.grad = torch.zeros_like(sample)
     optimizer.step()
     kept = [value for value in optimizer.state[sample].values() if not isinstance(value, torch.Tensor) or value.ndim]
-    return sum(int(value.nbytes) for value in kept) / _SAMPLE
+    return sum(int(value.nbytes) for value in kept) / sample.numel()
 
 
 def numbers_in_a_bucket(config: RunConfig, sizes: Sequence[int], names: Sequence[str]) -> int:
@@ -59,27 +59,29 @@ def numbers_in_a_bucket(config: RunConfig, sizes: Sequence[int], names: Sequence
 def host_need(config: RunConfig, numbers: int) -> float:
     """Bytes of host memory that one rank takes for so many trained numbers, beside what training takes anyway."""
     offload = config.strategy.offload
-    away = numbers * (1.0 - offload.ratio)
+    away = numbers * (1.0 - offload.ratio - offload.host_ratio)
     half = 2 if config.precision.compute in ("bf16", "fp16") else 4
+    gradients = half * (3 if offload.delayed else 1)  # two sets of them, and weights that are late
+    in_memory = 4 + state_bytes(config) + gradients
     params = numbers * half if offload.params == "cpu" else 0
     if offload.optimizer == "nvme":
         bucket = offload.bucket_mb * 2**20 / 4
         each = ROOMS * (4 + state_bytes(config)) + 8
-        return params + (min(bucket, away) * each if offload.budget_gib is None else offload.budget_gib * 2**30)
-    gradients = half * (3 if offload.delayed else 1)  # two sets of them, and weights that are late
-    return params + away * (4 + state_bytes(config) + gradients)
+        rooms = min(bucket, away) * each if offload.budget_gib is None else offload.budget_gib * 2**30
+        return params + rooms + numbers * offload.host_ratio * in_memory
+    return params + away * in_memory
 
 
 def file_need(config: RunConfig, numbers: int) -> float:
     """Bytes of disk that one rank takes."""
     offload = config.strategy.offload
     half = 2 if config.precision.compute in ("bf16", "fp16") else 4
-    states = numbers * (1.0 - offload.ratio) * (4 + state_bytes(config)) if offload.optimizer == "nvme" else 0.0
-    return states + (numbers * half if offload.params == "nvme" else 0.0)
+    away = numbers * (1.0 - offload.ratio - offload.host_ratio) if offload.optimizer == "nvme" else 0.0
+    return away * (4 + state_bytes(config)) + (numbers * half if offload.params == "nvme" else 0.0)
 
 
 def check_space(config: RunConfig, world: World, sizes: Sequence[int], folder: Path | None) -> str:
-    """Refuse a run whose state has no place; returns a word of warning where it has just enough. Every rank must ask."""
+    """Refuse a run whose state has no place; returns a warning where it has just enough. Every rank must ask."""
     numbers = sum(sizes)
     here = world.ranks.rank // world.ranks.local_size
     parts = world.gather((here, host_need(config, numbers), file_need(config, numbers)))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from plait.ops.adam import AdamNumbers, adam_step
+from plait.ops.crew import Crew
 from plait.optim import bare_step, clip_by_value, supports_grad_scale
 from plait.parallel.offload.buckets import Bucket
 from plait.parallel.offload.lanes import is_fake
@@ -22,12 +23,16 @@ def step_bucket(
     rooms: Sequence[Tensor | None],
     factor: float,
     clip_value: float | None,
+    crew: Crew | None = None,
 ) -> None:
-    """Update the masters of a bucket with `grads` times `factor`, and round each to its room, where it has one."""
+    """Update the masters of a bucket with `grads` times `factor`, and round each to its room, where it has one.
+
+    `crew`: the threads that do it, where the kernel of one pass can.
+    """
     optimizer = bucket.optimizer
     assert optimizer is not None
     if clip_value is None and _in_one_pass(optimizer, bucket, grads, rooms):
-        _step_adam(optimizer, bucket, grads, rooms, factor)
+        _step_adam(optimizer, bucket, grads, rooms, factor, crew)
         return
     _step_any(optimizer, bucket, grads, factor, clip_value)
     for master, room in zip(bucket.masters, rooms, strict=True):
@@ -51,7 +56,12 @@ def _in_one_pass(optimizer: Optimizer, bucket: Bucket, grads: Sequence[Tensor], 
 
 
 def _step_adam(
-    optimizer: Optimizer, bucket: Bucket, grads: Sequence[Tensor], rooms: Sequence[Tensor | None], factor: float
+    optimizer: Optimizer,
+    bucket: Bucket,
+    grads: Sequence[Tensor],
+    rooms: Sequence[Tensor | None],
+    factor: float,
+    crew: Crew | None,
 ) -> None:
     given = {id(master): (grad, room) for master, grad, room in zip(bucket.masters, grads, rooms, strict=True)}
     for group in optimizer.param_groups:
@@ -71,7 +81,7 @@ def _step_adam(
                 decoupled=type(optimizer) is AdamW or bool(group.get("decoupled_weight_decay")),
                 scale=factor,
             )
-            adam_step(numbers, [master], [grad], [state["exp_avg"]], [state["exp_avg_sq"]], [room])
+            adam_step(numbers, [master], [grad], [state["exp_avg"]], [state["exp_avg_sq"]], [room], crew=crew)
 
 
 def _step_any(optimizer: Any, bucket: Bucket, grads: Sequence[Tensor], factor: float, clip_value: float | None) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,9 @@ class OffloadOptions:
     limit: int
     """Numbers in one bucket."""
     ratio: float = 0.0
+    """Share whose state stays on the device."""
+    host_ratio: float = 0.0
+    """Share whose state stays in host memory, with the home `nvme`."""
     delayed: bool = False
     folder: Path | None = None
     """For files; only with the home `nvme`."""
@@ -66,9 +70,8 @@ class Offload:
         # One lane each way: whoever writes weights on the host must know what still reads them.
         self.lanes = Lanes(device, fake=is_fake(targets[0])) if stream is None else stream.lanes
         self.options = options
-        spans = plan_spans(
-            [target.numel() for target in targets], order, limit=options.limit, home=options.home, ratio=options.ratio
-        )
+        shares: list[tuple[Home, float]] = [("device", options.ratio), ("cpu", options.host_ratio), (options.home, 1.0)]
+        spans = plan_spans([target.numel() for target in targets], order, limit=options.limit, shares=shares)
         self.buckets = [
             Bucket(
                 span,
@@ -144,10 +147,10 @@ class Offload:
             self.stream.restart()
         self._updates.begin(self.outbox.hand_over(), factor, clip_value)
 
-    def wait_for(self, buckets: Sequence[Bucket]) -> None:
-        """Until the model has the new weights of these buckets."""
+    def wait_for(self, buckets: Sequence[Bucket], gathering: Any = None) -> None:
+        """Until the model has the new weights of these buckets; `gathering` is a stream that reads them too."""
         for bucket in buckets:
-            self._updates.wait_for(bucket)
+            self._updates.wait_for(bucket, gathering)
 
     def settle(self) -> None:
         """Until no update is under way and the model has all new weights."""

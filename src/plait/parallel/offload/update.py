@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from plait.ops.crew import Crew
 from plait.parallel.offload.buckets import Bucket, copy_options, twin
 from plait.parallel.offload.lanes import Lanes, Scratch
 from plait.parallel.offload.outbox import Sent
@@ -37,6 +38,7 @@ class Updates:
         self._delayed = delayed
         self.optimizer: Optimizer | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plait-offload", initializer=lanes.enter_thread)
+        self._crew = None if lanes.fake else Crew(torch.get_num_threads())
         self._wide = Scratch(lanes)
         self._narrow = [Scratch(lanes) for _ in range(_STAGES)]
         self._turn = 0
@@ -68,14 +70,19 @@ class Updates:
             else:
                 bucket.update = self._submit(lambda b=bucket, g=grads: self._update(b, g, factor, clip_value, marks))  # type: ignore[misc]
 
-    def wait_for(self, bucket: Bucket) -> None:
-        """Until the model has a bucket's new weights; the device waits by itself for those that are on their way."""
+    def wait_for(self, bucket: Bucket, gathering: Any = None) -> None:
+        """Until the model has a bucket's new weights; the device waits by itself for those that are on their way.
+
+        `gathering` is a stream that reads them too.
+        """
         if self._delayed:
             return
         if bucket.update is not None:
             bucket.update.result()
             bucket.update = None
         self._lanes.follow(bucket.published)
+        if bucket.published is not None and gathering is not None:
+            gathering.wait_event(bucket.published)
         bucket.published = None
 
     def finish(self) -> None:
@@ -138,7 +145,7 @@ class Updates:
         if files is not None:
             files.enter(bucket)
         rooms = self._rooms(bucket)
-        step_bucket(bucket, self._arrived(bucket, sent, computed), rooms, factor, clip_value)
+        step_bucket(bucket, self._arrived(bucket, sent, computed), rooms, factor, clip_value, self._crew)
         if files is not None:
             files.leave(bucket)
         if self._delayed:

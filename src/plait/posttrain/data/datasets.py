@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from plait.data.packing import IGNORE
 from plait.posttrain.data.packing import pack
 from plait.posttrain.data.template import Tokens
+from plait.posttrain.logprobs import as_bits
 
 STEP = 8
 """Rows of different lengths are made as long as the longest, rounded up to this; then ranks can share them evenly."""
@@ -107,7 +108,7 @@ class PadPairs:
     """Pairs as one micro-batch: all chosen answers first, then all rejected ones in the same order.
 
     `last` is where each answer ends, of which a reward is read; labels and the reference's word are for losses that
-    look at every token.
+    look at every token. See [Note: inputs that keep their precision] in `logprobs`.
     """
 
     def __init__(self, pad: int, *, rewards: bool) -> None:
@@ -122,7 +123,7 @@ class PadPairs:
             return {**found, "last": torch.tensor([len(row) - 1 for row in ids])}
         labels = [item[f"{which}_labels"] for which in ("chosen", "rejected") for item in items]
         reference = torch.stack([item["reference"] for item in items], 1).flatten()
-        return {**found, "labels": stack(labels, IGNORE), "reference": reference}
+        return {**found, "labels": stack(labels, IGNORE), "reference": as_bits(reference)}
 
 
 def stack(rows: Sequence[Tensor], fill: int) -> Tensor:

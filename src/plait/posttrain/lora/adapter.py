@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from plait.posttrain.lora.attach import AdapterSpec, lora_layers
 from plait.posttrain.lora.layer import is_linear, is_transposed
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+HEAD = "value_head.safetensors"
+"""Beside the adapter of a reward model: its head, which `peft` does not know."""
 PREFIX = "base_model.model."
 """What `peft` puts before every name."""
 
@@ -44,6 +46,8 @@ class Adapter:
     spec: AdapterSpec
     layers: tuple[str, ...]
     tensors: Mapping[str, Tensor]
+    head: Mapping[str, Tensor] = field(default_factory=dict)
+    """The value head of a reward model, by its name in the model."""
 
     def check(self, model: nn.Module) -> None:
         """Refuse an adapter that is of other layers, or of other sizes."""
@@ -79,7 +83,9 @@ def read_adapter(path: str | Path, model: nn.Module | None = None) -> Adapter:
     for key, off in _MUST_BE_OFF.items():
         if (config.get(key) or off) != off:
             raise CheckpointError(f"{folder / CONFIG} has {key} {config[key]!r}, which has no counterpart here")
-    tensors = _read_tensors(folder)
+    tensors = {_plain(folder, stored): tensor for stored, tensor in _read(folder / WEIGHTS).items()}
+    if not tensors:
+        raise CheckpointError(f"{folder / WEIGHTS} holds no matrix: the adapter is empty")
     layers = tuple(dict.fromkeys(re.sub(r"\.lora_[AB]\.weight$", "", name) for name in tensors))
     missing = [f"{n}.{k}.weight" for n in layers for k in ("lora_A", "lora_B") if f"{n}.{k}.weight" not in tensors]
     if missing:
@@ -92,26 +98,24 @@ def read_adapter(path: str | Path, model: nn.Module | None = None) -> Adapter:
     spec = AdapterSpec(
         config["r"], float(config["lora_alpha"]), config.get("lora_dropout") or 0.0, config.get("use_rslora") or False
     )
-    return Adapter(folder, spec, layers, tensors)
+    head = _read(folder / HEAD) if (folder / HEAD).is_file() else {}
+    return Adapter(folder, spec, layers, tensors, head)
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    file = folder / WEIGHTS
+def _read(file: Path) -> dict[str, Tensor]:
     try:
-        found = load_file(file)
+        return load_file(file)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} holds no adapter: there is no {WEIGHTS}") from None
+        raise CheckpointError(f"{file.parent} holds no adapter: there is no {file.name}") from None
     except SafetensorError as error:
         raise CheckpointError(f"{file} cannot be read ({error}); copy it again") from error
-    tensors: dict[str, Tensor] = {}
-    for stored, tensor in found.items():
-        name = stored.removeprefix(PREFIX)
-        if not re.search(r"\.lora_[AB]\.weight$", name):
-            raise CheckpointError(f"{file} holds {stored}, which is no matrix of a plain adapter")
-        tensors[name] = tensor
-    if not tensors:
-        raise CheckpointError(f"{file} holds no matrix: the adapter is empty")
-    return tensors
+
+
+def _plain(folder: Path, stored: str) -> str:
+    name = stored.removeprefix(PREFIX)
+    if not re.search(r"\.lora_[AB]\.weight$", name):
+        raise CheckpointError(f"{folder / WEIGHTS} holds {stored}, which is no matrix of a plain adapter")
+    return name
 
 
 def save_adapter(
@@ -122,12 +126,13 @@ def save_adapter(
     transposed: bool = False,
     base: str | None = None,
     task: str | None = None,
+    head: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write an adapter, and read it back to be sure that it is there.
 
     `tensors` are whole, by their names in the model: `….lora_A.weight`, `….lora_B.weight`. `transposed`: the layers
     are `Conv1D` of `transformers`. `task` is the word of `peft` for what the model does (`CAUSAL_LM`); it then expects
-    a model that generates as those of `transformers` do.
+    a model that generates as those of `transformers` do. `head` is the value head of a reward model.
     """
     folder = Path(path)
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -154,6 +159,9 @@ def save_adapter(
         save_file({f"{PREFIX}{name}": tensor for name, tensor in kept.items()}, draft, metadata={"format": "pt"})
         draft.replace(folder / WEIGHTS)
         (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        (folder / HEAD).unlink(missing_ok=True)
+        if head:
+            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in head.items()}, folder / HEAD)
     except OSError as error:
         raise CheckpointError(f"the adapter was not written to {folder}: {error}") from error
     _verify(folder, kept)

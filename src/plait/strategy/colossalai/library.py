@@ -7,12 +7,10 @@ import logging
 import warnings
 from typing import Any
 
-import torch.distributed as dist
-
 from plait.config.engine import check_library
 from plait.errors import ConfigError, Problem
 from plait.world import World
-from plait.world.export import export_ranks
+from plait.world.export import export_ranks, open_group_of_one
 
 
 def load_colossalai(world: World) -> Any:
@@ -30,6 +28,5 @@ def load_colossalai(world: World) -> Any:
         message = f"colossalai {colossalai.__version__} trains on cuda or npu, and this is {kind}"
         raise ConfigError(Problem("strategy.engine", message, "Use `engine: native`, or a machine with a GPU."))
     warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    open_group_of_one(world.device)
     return colossalai

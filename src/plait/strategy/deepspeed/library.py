@@ -7,12 +7,10 @@ import logging
 import warnings
 from typing import Any
 
-import torch.distributed as dist
-
 from plait.config.engine import check_library
 from plait.strategy.native.forward import Say
 from plait.world import World
-from plait.world.export import export_ranks
+from plait.world.export import export_ranks, open_group_of_one
 
 _EXPECTED = ("untested optimizer", "OVERFLOW")
 """Parts of warnings about what Plait does on purpose, or tells itself."""
@@ -49,9 +47,7 @@ def load_deepspeed(world: World, say: Say) -> Any:
     logger = logging.getLogger("DeepSpeed")
     logger.handlers[:] = [_Relay(say)] if world.is_main else [logging.NullHandler()]
     warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
-    if not dist.is_initialized():
-        # DeepSpeed wants a process group even of one, and would look for MPI to make it.
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    open_group_of_one(world.device)  # alone, DeepSpeed would look for MPI to make one
     return deepspeed
 
 

@@ -41,7 +41,8 @@ from plait.precision import FP32_MODULES, LossScaler, Policy, make_policy
 from plait.strategy.native.engine import Gradients, NativeEngine
 from plait.strategy.native.forward import Say
 from plait.strategy.native.loss import LossFunction
-from plait.strategy.native.offloaded import OffloadedUpdater, OffloadedViews, Offloading
+from plait.strategy.native.offloaded import OffloadedUpdater, OffloadedViews
+from plait.strategy.native.offloading import Offloading
 from plait.strategy.native.spread import Several, joined, rebound, shard_part, split_stages, spread_axes, staged_steps
 from plait.strategy.native.update import Updater
 from plait.strategy.native.views import BucketViews, DirectViews, ShardViews, Views

@@ -1,4 +1,4 @@
-"""How ranks share the layers of a model with `peft` adapters: as those of the model below, and the adapters with them.
+"""How ranks share the layers of a model of `transformers`, also one with adapters of `peft`.
 
 [Note: adapters of a layer that is cut]
 An adapter adds B(A(x)) to a layer's answer. Where the layer is cut by columns, its answer is a part, so B is cut by
@@ -18,16 +18,25 @@ from plait.errors import ModelError
 from plait.parallel.tensor.transformers_plan import is_transformers_model, transformers_words
 
 _HEADS = ("num_attention_heads", "num_key_value_heads")
+_VOCABULARY = frozenset({"vocab_embedding", "vocab_head"})
 _HEAD_WORDS = frozenset({"heads", "kv_heads"})
 _BY_COLUMNS = _HEAD_WORDS | {"colwise"}
 
 
-def with_adapters(config: RunConfig, model: nn.Module) -> RunConfig:
-    """The description with a plan for a model of `peft`, where layers are to be cut and no plan was written."""
+def with_plan(config: RunConfig, model: nn.Module, *, whole_vocabulary: bool) -> RunConfig:
+    """The description with a plan for a model of `transformers` or `peft`, where none was written and one is needed.
+
+    `whole_vocabulary`: embedding and head stay whole, since the model may compute its loss itself, from its logits.
+    """
     strategy = config.strategy
-    if strategy.layout.tp == 1 or strategy.tensor.plan or not hasattr(model, "peft_config"):
+    adapted = hasattr(model, "peft_config")
+    if strategy.layout.tp == 1 or strategy.tensor.plan or not (adapted or whole_vocabulary):
         return config
-    plan = tensor_plan(model, strategy.layout.tp)
+    if not adapted and not is_transformers_model(model):
+        return config
+    plan = tensor_plan(model, strategy.layout.tp) if adapted else transformers_words(model)
+    if whole_vocabulary:
+        plan = {name: word for name, word in plan.items() if word not in _VOCABULARY}
     if not plan:
         return config
     tensor = TensorConfig(**{**strategy.tensor.model_dump(), "plan": plan})
