@@ -82,6 +82,8 @@ class ManualEngine(NativeEngine):
                 "backward was called again after the last micro-batch of a step: its gradients are summed over ranks "
                 "already. Add the losses and call backward once, or set the number of micro-batches to accumulate"
             )
+        self._complete = False
+        self.updater.forget_norm()
         if last is None:
             last = len(self._losses) + 1 >= self.accumulation
         self._losses.append(loss.detach())

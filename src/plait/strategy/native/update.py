@@ -45,6 +45,8 @@ class Updater:
         """Whether a step is decided by the device itself where the optimizer can, so that the host need not wait."""
         self._skips = config.guard.enabled or scaler is not None
         self._bare_step = bare_step(optimizer)
+        self._measured: float | None = None
+        """The norm of this step's gradients, scaled as they are, where it was asked for already."""
 
     @property
     def _folds_scale(self) -> bool:
@@ -53,9 +55,12 @@ class Updater:
 
     def measure_norm(self) -> float:
         """The norm of the step's gradients, unscaled; they must be complete."""
-        grads = self._views.gather_gradients()
-        scale = 1.0 if self.scaler is None else 1.0 / self.scaler.scale
-        return self._norm(grads) * scale
+        self._measured = self._norm(self._views.gather_gradients())
+        return self._measured * (1.0 if self.scaler is None else 1.0 / self.scaler.scale)
+
+    def forget_norm(self) -> None:
+        """The gradients have changed since it was measured."""
+        self._measured = None
 
     def apply(self, sums: Sums, step: int) -> StepResult:
         """Update the weights with the gradients of a step whose loss adds up to `sums`."""
@@ -68,10 +73,11 @@ class Updater:
         else:
             loss, targets, stop = sums.read()
             factor = scale if sums.divisor is None else scale * sums.divisor / (targets or 1.0)
-            norm = self._norm(grads) * factor
+            norm = (self._norm(grads) if self._measured is None else self._measured) * factor
             finite = math.isfinite(norm) and math.isfinite(loss)
             if finite or not self._skips:
                 self._apply(grads, norm, factor)
+        self._measured = None
         if self.scaler is not None:
             self.scaler.update(overflow=not finite)
         return StepResult(loss, norm, self._skips and not finite, lr, targets, stop)
