@@ -9,7 +9,6 @@ import torch
 
 from plait.config import parse_sections
 from plait.errors import ConfigError
-from plait.ops.host import host_empty
 from plait.parallel.offload import activations
 from plait.strategy import prepare_native
 from plait.world import open_world
@@ -90,21 +89,15 @@ def test_nothing_of_the_units_stays() -> None:
     assert saved_between(ALL) < 0.2 * saved_between({})
 
 
-def test_host_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-
-    def counted(*shape: int, **options: Any) -> torch.Tensor:
-        made.append(shape[0])
-        return host_empty(*shape, **options)
-
-    monkeypatch.setattr(activations, "host_empty", counted)
+def test_host_memory_is_counted_and_used_again() -> None:
     config = parse_sections(model=MODEL, strategy=ALL, seed=3).config
     engine = prepare_native(config, open_world(config))
+    assert activations.activations_on_host(engine.model) == 0
     engine.train_step(STEPS[0][:1])
-    first = len(made)
+    first = activations.activations_on_host(engine.model)
     for _ in range(3):
         engine.train_step(STEPS[0][:1])
-    assert len(made) == first > 0
+    assert activations.activations_on_host(engine.model) == first > 0
 
 
 def test_a_pattern_that_fits_no_unit_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from plait.config import parse_sections
 from plait.errors import RolloutMismatchError
 from plait.generate import Completion, HybridEngine, Sampling
 from plait.generate.guard import TOLERANCES
+from plait.posttrain.build import make_model
 from plait.strategy import ManualEngine, prepare_manual
 from plait.world import open_world
 from tests.multi.ranks import RankPool
@@ -124,6 +126,28 @@ def test_sixteen_bit_answers_agree_within_their_rounding(two_ranks: RankPool) ->
         for comparison in found:
             assert comparison.agrees
             assert comparison.tolerance == TOLERANCES[torch.bfloat16]
+
+
+def write_with_adapters(rank: int, size: int) -> Any:
+    sections = {"model": LLAMA, "strategy": "zero3", "phase": "sft", "lora": {"rank": 2}, "posttrain": {}}
+    config = parse_sections(**sections, device="cpu", optim={"type": "SGD", "lr": 5.0}).config
+    build = partial(make_model, config)
+    engine = prepare_manual(config, open_world(config), model=build, say=lambda _: None)
+    hybrid = HybridEngine(engine, config, build=build, mode="gathered", say=lambda _: None)
+    asked, ids = prompts(1), torch.randint(0, 96, (4, 17), generator=torch.Generator().manual_seed(3))
+    before = hybrid.generate(asked, SAMPLING)
+    for _ in range(2):
+        loss = engine.forward(input_ids=ids[:, :-1], labels=ids[:, 1:])
+        engine.backward(loss.sum / loss.count)
+        engine.step()
+    after = hybrid.generate(asked, SAMPLING)
+    return before, after, hybrid.verify(asked, after).agrees
+
+
+def test_adapters_write_too(two_ranks: RankPool) -> None:
+    for before, after, agrees in two_ranks.run(write_with_adapters):
+        assert agrees
+        assert before != after
 
 
 def write_wrong(rank: int, size: int, what: str) -> Any:

@@ -27,11 +27,13 @@ from plait.posttrain.data.records import Message
 from plait.posttrain.data.template import Marked, make_template
 from plait.posttrain.data.tokenizer import NAME, ChatTokenizer, read_tokenizer
 from plait.posttrain.lora.adapter import read_adapter
-from plait.posttrain.lora.attach import attach
+from plait.posttrain.lora.attach import AdapterSpec, attach
 from plait.posttrain.start import fill_all, open_start
 from plait.world import open_world
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MAX_ROWS = 64
+"""Prompts that are answered at once."""
 _FAMILIES = {"gpt2": "gpt", "llama": "llama", "mixtral": "moe"}
 """Model types of `transformers` that Plait has a family for, and writes faster with."""
 
@@ -69,9 +71,15 @@ def open_speaker(path: str, opening: Opening | None = None) -> Speaker:
         place, described = found, config.model
     tokenizer = read_tokenizer(_tokenizer(Path(path), place, config, opening))
     away = opening.offload is not None
-    model = _load_streamed(place, config, opening) if away else _load(str(place), described, opening)
+    if away:
+        model = _load_streamed(place, config, opening)
+    elif config is not None and "frozen" in open_checkpoint(place).manifest.state:
+        model = _load_trained_part(place, config, opening)
+    else:
+        model = _load(str(place), described, opening)
     write_down, stop = _manner(tokenizer, config, opening, place)
-    generator = Generator(model, decode=tokenizer.decode, context=_context(model, config), graphs=not away)
+    context = _context(model, config)
+    generator = Generator(model, decode=tokenizer.decode, context=context, max_rows=MAX_ROWS, graphs=not away)
     return Speaker(Path(path).resolve().name, generator, tokenizer, write_down, stop)
 
 
@@ -91,20 +99,50 @@ def _described(folder: Path) -> ModelConfig:
     return HFConfig(path=str(folder))
 
 
-def _load(path: str, described: ModelConfig, opening: Opening) -> nn.Module:
+def _built(described: ModelConfig) -> nn.Module:
     import_from_here()
-    device = open_world(parse({}).config).device
+    with open_world(parse({}).config).device:
+        return build_model(described)
+
+
+def _finished(model: nn.Module, opening: Opening) -> nn.Module:
+    device = next(model.parameters()).device
     dtype = DTYPES.get(opening.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    with device:
-        model = build_model(described)
-    adapter = None
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def _load(path: str, described: ModelConfig, opening: Opening) -> nn.Module:
+    model, adapter = _built(described), None
     if opening.adapter is not None:
         adapter = read_adapter(opening.adapter, model)
         attach(model, adapter.spec, adapter.layers)
     start = open_start(path, described, adapter, model)
     assert start is not None, "there is a path, so there are weights"
     fill_all(model, start)
-    return model.to(dtype).eval().requires_grad_(False)
+    return _finished(model, opening)
+
+
+def _load_trained_part(place: Path, config: RunConfig, opening: Opening) -> nn.Module:
+    """A checkpoint that holds only what was trained, on top of the weights that the run began with."""
+    assert config.model is not None
+    checkpoint = open_checkpoint(place)
+    begun = (config.posttrain.start if config.posttrain else None) or getattr(config.model, "path", None)
+    if begun is None or opening.adapter is not None:
+        raise GenerateError(
+            f"{place} holds only what was trained, and the run does not say what it began with; open the model that it "
+            "began with, and give the run's folder `adapter` as --adapter"
+        )
+    model = _built(config.model)
+    if config.lora is not None:
+        attach(model, AdapterSpec.of(config.lora), config.lora.targets)
+    start = open_start(begun, config.model, None, model)
+    assert start is not None, "there is a path, so there are weights"
+    fill_all(model, start)
+    tensors = {f"model.{name}": param.detach() for name, param in model.named_parameters()}
+    names = checkpoint.manifest.state["frozen"]["names"]
+    ignore = ("optim.", "rng.", "hook.")
+    load_into(checkpoint, tensors, world=open_world(parse({}).config), ignore=ignore, partial=names)
+    return _finished(model, opening)
 
 
 def _load_streamed(place: Path, config: RunConfig | None, opening: Opening) -> nn.Module:

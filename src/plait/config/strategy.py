@@ -176,6 +176,7 @@ class StrategyConfig(Shorthand):
     """Layers that are computed for some tokens at a time."""
     compile: CompileConfig = Field(default_factory=CompileConfig)
     offload: OffloadConfig = Field(default_factory=OffloadConfig)
+    """What lives in host memory or in files. A word says where the optimizer does."""
 
     @classmethod
     def expand(cls, value: Any) -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.world import is_sharded
+
 Call = Callable[..., Any]
 """A model, or what calls it."""
 
@@ -83,6 +85,8 @@ class PlainDecoder(Decoder):
         self._rows, self._lengths, self._ends = self._rows[rows], self._lengths[rows], self._ends[rows]
 
     def _logits(self) -> Tensor:
-        logits: Tensor = self._call(input_ids=self._rows[:, : self._longest])
+        logits: Tensor = self._call(self._rows[:, : self._longest])
+        if is_sharded(logits):
+            logits = logits.full_tensor()
         last = (self._lengths - 1)[:, None, None].expand(-1, 1, logits.shape[-1])
         return logits.gather(1, last).squeeze(1)

@@ -34,8 +34,9 @@ class Recorded:
             self._apart(self._step) if self._on else self._step()
             return
         graph = torch.cuda.CUDAGraph()
-        # Recording does nothing yet; the replay below is this step.
-        with torch.cuda.graph(graph):
+        # Recording does nothing yet; the replay below is this step. Other threads, such as the one that watches over
+        # collectives, may go on meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._step()
         self._graph = graph
         graph.replay()

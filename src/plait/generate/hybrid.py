@@ -45,7 +45,7 @@ class HybridEngine:
         mode: Mode = "auto",
         on_mismatch: Literal["stop", "fallback"] = "stop",
         tolerance: float | None = None,
-        max_rows: int = 64,
+        max_rows: int = 128,
         decode: Decode | None = None,
         context: int | None = None,
         graphs: bool = True,

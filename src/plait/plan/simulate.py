@@ -16,6 +16,7 @@ import torch
 
 from plait.config.batch import resolve_batch
 from plait.config.run import RunConfig
+from plait.parallel.offload.activations import activations_on_host
 from plait.plan.account import Account
 from plait.plan.allocator import CachingAllocator
 from plait.plan.classify import classify
@@ -151,6 +152,8 @@ def _numbers(recorder: Recorder, timing: Timing, engine: NativeEngine, tokens: i
         numbers["state"] = sum(local_part(tensor).nbytes for tensor in engine.state_tensors().values())
     if isinstance(engine.views, OffloadedViews):
         numbers["host_state"] = engine.views.store.host_bytes()
+    if (held := activations_on_host(engine.model)) > 0:
+        numbers["host_state"] = numbers.get("host_state", 0.0) + held
     numbers["tokens"] = tokens
     numbers["parameters"] = sum(param.numel() for param in engine.model.parameters())
     return numbers

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from plait.config.words import choose
 from plait.errors import ConfigError, Problem
+from plait.posttrain.command_line import read_flags
 
 Settings = dict[str, Any]
 """Dotted keys and their values."""
@@ -146,20 +147,7 @@ def translate(words: Sequence[str]) -> tuple[Settings, list[str]]:
     """
     settings: Settings = {}
     said: list[str] = []
-    given: dict[str, list[str]] = {}
-    current: list[str] | None = None
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word[2:].replace("-", "_").partition("=")
-            value = word.partition("=")[2]
-            if name not in FLAGS:
-                raise ConfigError(Problem(f"--{name}", "unknown flag", choose(name, FLAGS, "flag")))
-            current = given.setdefault(name, [])
-            current.extend([value] if equals else [])
-        elif current is None:
-            raise ConfigError(Problem(word, "belongs to no flag", "Write `--flag value`."))
-        else:
-            current.append(word)
+    given = read_flags(words, FLAGS)
     for name, values in given.items():
         flag = FLAGS[name]
         if flag.make is None:

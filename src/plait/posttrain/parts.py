@@ -49,4 +49,4 @@ class ValueHead(Part):
 
     def forward(self, hidden: Tensor, *_: object) -> Tensor:
         """(…, features) to (…)."""
-        return F.linear(hidden, self.weight.to(hidden.dtype)).squeeze(-1).float()
+        return F.linear(hidden.float(), self.weight.float()).squeeze(-1)

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.config.model import HFConfig
 from plait.errors import GenerateError
 from plait.generate import Completion, Generator, Sampling, generate
+from plait.generate.batch import Answers
+from plait.generate.cached import CachedDecoder
 from plait.generate.choose import choose, uniform
 from plait.generate.perplexity import measure_perplexity
 from plait.models import build_model, preset
@@ -136,6 +139,38 @@ def test_a_stream_grows_to_what_generate_gives_and_may_be_left_in_the_middle() -
     next(left)
     left.close()  # type: ignore[attr-defined]
     assert [block.attention.attend for block in model.blocks] == usual  # type: ignore[union-attr]
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses operations whose answer is a number in Python, or a shape that depends on values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_a_step_can_be_recorded_for_it_waits_for_nothing_and_changes_the_same_tensors(kind: str) -> None:
+    model, prompts = make(kind).eval(), some_prompts(3)
+    for way in ({"temperature": 0.0}, {"top_k": 9, "repetition_penalty": 1.2}, {"top_p": 0.7, "stop": (1, 2)}):
+        decoder = CachedDecoder(model, torch.device("cpu"))
+        answers = Answers(prompts, [0, 1, 2], [9, 9, 9], Sampling(9, **way), torch.device("cpu"))  # type: ignore[arg-type]
+        with torch.no_grad():
+            answers.take(decoder.begin(prompts, [9, 9, 9]))
+            held = {id(each): each.data_ptr() for each in tensors_of(answers, decoder._cache, *decoder._layers)}
+            with NoWaiting():
+                for _ in range(5):
+                    answers.take(decoder.step(answers.token))
+        after = {id(each): each.data_ptr() for each in tensors_of(answers, decoder._cache, *decoder._layers)}
+        decoder.close()
+        assert after == held
+        assert answers.counts.max() == 6
+
+
+def tensors_of(*owners: Any) -> list[torch.Tensor]:
+    """All tensors that last longer than a step; `places` are made anew, inside of what is recorded."""
+    held = [(name, each) for owner in owners for name, each in vars(owner).items() if name != "places"]
+    return [each for _, each in held if isinstance(each, torch.Tensor)]
 
 
 def test_draws_follow_the_distribution_that_was_asked_for() -> None:

@@ -17,7 +17,6 @@ import torch
 from plait.cli import serve as serving
 from plait.cli.main import main
 from plait.cli.speaking import Opening, open_speaker
-from plait.config.model import LlamaConfig
 from plait.generate.options import Sampling
 from plait.generate.serve import Limits, Server
 from plait.generate.speaker import Turn
@@ -157,23 +156,40 @@ def test_serve_listens_and_shows_a_link_with_a_new_token(
     assert len(set(tokens)) == 2
 
 
-def test_a_run_of_a_phase_answers_in_its_own_template(
+def train(sections: dict[str, Any]) -> None:
+    with phase_runner("sft", sections) as runner:
+        runner.train()
+
+
+def test_a_run_of_a_phase_answers_in_its_own_template_with_what_was_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     sections: dict[str, Any] = {
-        "work_dir": "run",
+        "work_dir": "base",
         "device": "cpu",
         "model": {"type": "llama", "vocab_size": 64, **SIZES},
         "posttrain": {"data": [{"type": "task", "samples": 16}], "template": {"kind": "marked"}},
-        "lora": {"rank": 2, "only": False},
+        "optim": {"lr": 0.1},
         "train": {"max_steps": 1},
         "batch": {"micro": 2},
     }
-    phase_runner("sft", sections).train()
-    speaker = open_speaker("run")
-    assert "<|im_end|>" in speaker.stop
-    assert not any("lora" in name for name, _ in speaker.generator.model.named_parameters()), "adapters are merged"
-    assert call(monkeypatch, "generate", "run", "--prompt", "cab=", "--tokens", "4") == 0
-    assert capsys.readouterr().out.split("\n")[-2].startswith("cab=")
-    assert LlamaConfig(**SIZES).seq_len == speaker.generator.context
+    train(sections)
+    sections |= {"lora": {"rank": 2}, "posttrain": {**sections["posttrain"], "start": "base"}}
+    for folder, part in (("whole", False), ("part", True)):
+        train({**sections, "work_dir": folder, "checkpoint": {"trainable_only": part}})
+    sampling, prompts = Sampling(20, temperature=0.0), [[3, 4, 5], [9]]
+    ways = [("base", Opening()), ("whole", Opening()), ("part", Opening()), ("base", Opening(adapter="part/adapter"))]
+    speakers = [open_speaker(path, opening) for path, opening in ways]
+    base, whole, part, added = (speaker.generator.generate(prompts, sampling) for speaker in speakers)
+    assert base[0].logprobs != whole[0].logprobs
+    for other in (part, added):
+        assert [each.tokens for each in other] == [each.tokens for each in whole]
+    for speaker in speakers:
+        assert isinstance(speaker.tokenizer, ChatTokenizer)
+        assert {"<|im_end|>", speaker.tokenizer.token_id("<|im_end|>")} & set(speaker.stop), "what ends a turn"
+    assert not any("lora" in name for name, _ in speakers[1].generator.model.named_parameters()), "adapters are merged"
+    assert speakers[1].generator.context == SIZES["seq_len"]
+    capsys.readouterr()
+    assert call(monkeypatch, "generate", "part", "--prompt", "cab=", "--tokens", "4") == 0
+    assert capsys.readouterr().out.startswith("cab=")

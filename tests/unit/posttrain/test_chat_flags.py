@@ -9,6 +9,7 @@ import pytest
 from plait.config import check, parse
 from plait.errors import ConfigError
 from plait.posttrain.flags import FLAGS, translate
+from plait.posttrain.steps import DEPLOYMENTS, WORDS, read_steps
 
 ROOT = Path(__file__).parents[3]
 
@@ -56,10 +57,32 @@ def test_unknown_flags_and_words_are_errors() -> None:
         translate(["3"])
 
 
+def test_the_words_of_their_three_steps() -> None:
+    steps = read_steps(
+        ["--step", "3", "1", "--deployment-type", "single_node", "--actor-model", "models/opt", "--actor-zero-stage=3"]
+    )
+    assert (steps.phases, steps.nproc) == (("sft", "ppo"), "gpu")
+    assert steps.settings("sft") == ["work_dir=output/sft", "model.type=hf", "model.path=models/opt", "strategy.zero=3"]
+    assert steps.settings("ppo")[-1] == "posttrain.start=output/sft"
+    judge = read_steps(["--reward-model", "models/small", "--output-dir", "out"]).settings("reward")
+    assert judge == ["work_dir=out/reward", "model.type=hf", "model.path=models/small"]
+    assert read_steps(["--deployment-type", "multi_node"]).nproc is None
+    for words, message in (
+        ("--step 4", "'4' is none of 1, 2, 3"),
+        ("--deployment-type cloud", "'cloud'"),
+        ("--actor-model 1.3b", "nothing is downloaded"),
+        ("--actor-zero-stage 5", "no ZeRO stage"),
+        ("--stepp 1", "unknown flag"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_steps(words.split())
+
+
 @pytest.mark.parametrize("page", ["posttrain.md", "zh-CN/posttrain.md"])
 def test_every_flag_is_in_the_guide(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    assert [name for name in FLAGS if f"`--{name}`" not in text] == []
+    words = [*FLAGS, *(name.replace("_", "-") for name in WORDS), *DEPLOYMENTS]
+    assert [name for name in words if f"`--{name}`" not in text and f"`{name}`" not in text] == []
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "posttrain").glob("*.yaml")), ids=lambda path: path.name)

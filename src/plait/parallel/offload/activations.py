@@ -70,6 +70,13 @@ def _replace_forward(module: nn.Module, index: int, luggage: _Luggage) -> None:
         return outputs
 
     module.forward = offloading
+    offloading.luggage = luggage
+
+
+def activations_on_host(model: nn.Module) -> int:
+    """Bytes of host memory that a model's activations have taken so far; they are kept for the next step."""
+    found = {getattr(module.forward, "luggage", None) for module in model.modules()}
+    return sum(luggage.bytes for luggage in found if isinstance(luggage, _Luggage))
 
 
 class _Luggage:
@@ -78,6 +85,8 @@ class _Luggage:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams: tuple[Any, Any] | None = None
+        self.bytes = 0
+        """Of all rooms, free or not."""
         self._rooms: list[tuple[Tensor, Any]] = []
         """Host memory that is free, each with the mark of the last copy from it."""
         self._last: weakref.ref[_Trip] | None = None
@@ -110,6 +119,7 @@ class _Luggage:
         fitting = [at for at, (room, _) in enumerate(self._rooms) if flat.nbytes <= room.numel() <= 2 * flat.nbytes]
         if fitting:
             return self._rooms.pop(min(fitting, key=lambda at: self._rooms[at][0].numel()))
+        self.bytes += flat.nbytes
         pinned = flat.is_cuda and not is_fake(flat)
         return host_empty(flat.nbytes, dtype=torch.uint8, pinned=pinned), None
 

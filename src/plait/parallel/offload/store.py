@@ -34,6 +34,8 @@ class OffloadOptions:
     """Share whose state stays on the device."""
     host_ratio: float = 0.0
     """Share whose state stays in host memory, with the home `nvme`."""
+    state_bytes: float = 8.0
+    """What the optimizer keeps for each number."""
     delayed: bool = False
     folder: Path | None = None
     """For files; only with the home `nvme`."""
@@ -89,6 +91,8 @@ class Offload:
         if in_files and not self.lanes.fake:
             assert options.folder is not None
             self._passage = Passage(in_files, options.folder, say)
+        # A plan makes no states; on a CPU their memory counts all the same.
+        self._stand_in = torch.empty(int(self._states_on_host()) if self.lanes.fake else 0, dtype=torch.uint8)
         self.outbox = Outbox(self.buckets, self.lanes, sets=2 if options.delayed else 1)
         self._updates = Updates(self.buckets, self.lanes, self._passage, delayed=options.delayed)
         if stream is not None:
@@ -99,27 +103,24 @@ class Offload:
         if span.home == "device":
             same = target.dtype == dtype
             return nn.Parameter(target if same else torch.empty_like(target, dtype=dtype))
-        if span.home == "cpu" or self.lanes.fake:
+        if span.home == "cpu":
             return nn.Parameter(host_empty(*target.shape, dtype=dtype))
         return nn.Parameter(torch.empty((), dtype=dtype).expand(target.shape))
 
     def host_bytes(self) -> float:
-        """Host memory that this takes, after a step: masters, states, gradients on their way, and rooms."""
-        optimizer, total = self._updates.optimizer, 0.0
-        bucket_bytes = []
-        for bucket in self.buckets:
-            if bucket.span.home == "device":
-                continue
-            size = sum(master.nbytes for master in bucket.masters)
-            if optimizer is not None:
-                states = (value for master in bucket.masters for value in optimizer.state.get(master, {}).values())
-                size += sum(int(getattr(value, "nbytes", 0)) for value in states)
-            grads = sum(target.nbytes for target in bucket.targets)
-            if bucket.span.home == "cpu":
-                total += size + grads * (3 if self.options.delayed else 1)
-            else:
-                bucket_bytes.append(size)
-        return total + ROOMS * max(bucket_bytes, default=0) + (self.stream.host_bytes() if self.stream else 0)
+        """Host memory that this takes: masters, states, gradients on their way, and rooms for what is in files."""
+        on_host = [bucket for bucket in self.buckets if bucket.span.home == "cpu"]
+        total = self._states_on_host() + (self.stream.host_bytes() if self.stream else 0)
+        total += sum(master.nbytes for bucket in on_host for master in bucket.masters)
+        grads = sum(target.nbytes for bucket in on_host for target in bucket.targets)
+        return total + grads * (3 if self.options.delayed else 1)
+
+    def _states_on_host(self) -> float:
+        """Of that, the states, and the rooms."""
+        each = self.options.state_bytes
+        states = sum(bucket.numel * each for bucket in self.buckets if bucket.span.home == "cpu")
+        in_files = sorted((bucket.numel for bucket in self.buckets if bucket.span.home == "nvme"), reverse=True)
+        return states + sum(in_files[:ROOMS]) * (4 + each)
 
     # ---- at the start
 
@@ -128,8 +129,9 @@ class Offload:
         bucket = self.bucket_of[index]
         master = self.masters[index]
         with torch.no_grad():
-            if bucket.span.home == "nvme" and self._passage is not None:
-                self._passage.put_weight(bucket, index, values.detach().to("cpu", master.dtype))
+            if bucket.span.home == "nvme":
+                if self._passage is not None:  # not in a plan
+                    self._passage.put_weight(bucket, index, values.detach().to("cpu", master.dtype))
             else:
                 master.copy_(values)
 

@@ -36,7 +36,7 @@ class Updates:
         self._lanes = lanes
         self._passage = passage
         self._delayed = delayed
-        self.optimizer: Optimizer | None = None
+        self._optimizer: Optimizer | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plait-offload", initializer=lanes.enter_thread)
         self._crew = None if lanes.fake else Crew(torch.get_num_threads())
         self._wide = Scratch(lanes)
@@ -48,7 +48,7 @@ class Updates:
 
     def attach(self, optimizer: Optimizer) -> None:
         """Learn what updates the weights."""
-        self.optimizer = optimizer
+        self._optimizer = optimizer
         for bucket in self._buckets:
             bucket.optimizer = twin(optimizer, bucket.masters)
 
@@ -56,13 +56,13 @@ class Updates:
 
     def begin(self, sent: dict[int, Sent], factor: float, clip_value: float | None) -> None:
         """Update all buckets with these gradients times `factor`; returns while that is going on."""
-        assert self.optimizer is not None
+        assert self._optimizer is not None
         self.finish()
         self.show_late()
         marks = self._lanes.mark(), self._lanes.mark_back()
         for bucket in self._buckets:
             assert bucket.optimizer is not None
-            copy_options(self.optimizer, bucket.optimizer)
+            copy_options(self._optimizer, bucket.optimizer)
             grads = [sent[index] for index in bucket.span.indices]
             if bucket.span.home == "device":
                 rooms = [None if _shares(master, target) else target for _, master, target in bucket.items()]
@@ -128,9 +128,8 @@ class Updates:
     def _submit(self, work: Callable[[], None]) -> Future[None]:
         if not self._lanes.fake:
             return self._thread.submit(work)
-        done: Future[None] = Future()  # what plans a step looks on from this thread
-        work()
-        done.set_result(None)
+        done: Future[None] = Future()
+        done.set_result(None)  # a plan: what the host does costs the device nothing
         return done
 
     # ---- on the thread of the updates

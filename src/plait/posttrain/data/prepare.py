@@ -190,13 +190,14 @@ def _tokenizer(
 ) -> ChatTokenizer:
     if folder is not None:
         return read_tokenizer(folder)
+    words = section.template
+    marks = (words.start, words.end) if words.kind == "marked" else ()
     if all(isinstance(source, TaskData) for source in section.data):
         alphabet = "".join(make_task(source).alphabet for source in section.data if isinstance(source, TaskData))
-        words = section.template
-        marks = "".join((words.start, words.end, words.system, words.user, words.assistant, "\n"))
-        return character_tokenizer(alphabet + (marks if words.kind == "marked" else ""))
-    known = _vocabulary(config)
-    return trained_tokenizer((m.content for e in examples for m in e.messages), known or _TRAINED_SIZE)
+        roles = f"{words.system}{words.user}{words.assistant}\n" if marks else ""
+        return character_tokenizer(alphabet + roles, marks)
+    texts = (message.content for example in examples for message in example.messages)
+    return trained_tokenizer(texts, _vocabulary(config) or _TRAINED_SIZE, marks)
 
 
 def _vocabulary(config: RunConfig) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -49,20 +49,24 @@ class CharacterTokenizer(ChatTokenizer):
         return tokens
 
 
-def character_tokenizer(alphabet: str) -> ChatTokenizer:
-    """One token for each character, and the end token first."""
+def character_tokenizer(alphabet: str, marks: Sequence[str] = ()) -> ChatTokenizer:
+    """One token for each character, and the end token first; `marks` are tokens too."""
     from tokenizers import Tokenizer, decoders, models
 
     vocabulary = {END: 0, **{character: index for index, character in enumerate(sorted(set(alphabet)), start=1)}}
     backend: Any = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([END])
+    backend.add_special_tokens([END, *marks])
     return CharacterTokenizer(backend, "characters")
 
 
-def trained_tokenizer(texts: Iterable[str], vocab_size: int) -> ChatTokenizer:
-    """A byte-level BPE of these texts; the same texts give the same one."""
+def trained_tokenizer(texts: Iterable[str], vocab_size: int, marks: Sequence[str] = ()) -> ChatTokenizer:
+    """A byte-level BPE of these texts with so many tokens, `marks` among them; the same texts give the same one."""
+    from tokenizers import Tokenizer
+
     with TemporaryDirectory() as folder:
         file = Path(folder) / NAME
-        train_tokenizer(texts, vocab_size).save(file)
-        return read_tokenizer(file)
+        train_tokenizer(texts, vocab_size - len(marks)).save(file)
+        backend: Any = Tokenizer.from_file(str(file))
+    backend.add_special_tokens(list(marks))
+    return ChatTokenizer(backend, "trained tokenizer")

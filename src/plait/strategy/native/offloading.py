@@ -14,7 +14,7 @@ from plait.parallel.offload.buckets import Home
 from plait.parallel.offload.collect import StreamedGradients, gathering_stream, listen_to_shards
 from plait.parallel.offload.lanes import Lanes, is_fake
 from plait.parallel.offload.params import ParamLimits, ParamStream
-from plait.parallel.offload.space import check_space, numbers_in_a_bucket
+from plait.parallel.offload.space import check_space, numbers_in_a_bucket, state_bytes
 from plait.parallel.offload.store import Offload, OffloadOptions
 from plait.parallel.replicate import GradientBuckets
 from plait.parallel.units import Unit
@@ -90,7 +90,15 @@ class Offloading:
             self._say("offload: the time of the update on the host is not in this plan")
         limit = numbers_in_a_bucket(self._config, sizes, names)
         home: Home = "nvme" if offload.optimizer == "nvme" else "cpu"
-        options = OffloadOptions(home, limit, offload.ratio, offload.host_ratio, offload.delayed, folder)
+        options = OffloadOptions(
+            home,
+            limit,
+            ratio=offload.ratio,
+            host_ratio=offload.host_ratio,
+            state_bytes=state_bytes(self._config),
+            delayed=offload.delayed,
+            folder=folder,
+        )
         order = _order(params, [unit for each in units for unit in each])
         self.store = Offload(
             params, dtypes, order=order, device=device, options=options, stream=self._stream, say=self._say
