@@ -124,10 +124,11 @@ def hybrid_row(job: Job) -> Result:
     model = job.config.model_dump()
     precision = {"compute": "bf16", "autocast": False} if job.device.type == "cuda" else "fp32"
     config = parse_sections(model=model, precision=precision, device=job.given.device, optim={"type": "SGD"}).config
-    weights = {name: tensor.float() for name, tensor in job.model.state_dict().items()}
     engine = prepare_manual(config, open_world(config), model=None, say=lambda _line: None)
-    engine.model.load_state_dict(weights)
-    engine.views.publish()
+    weights = job.model.state_dict()
+    for name, tensor in engine.weights().items():
+        tensor.copy_(weights[name])
+    engine.weights_changed()
     del weights, job.model
     hybrid = HybridEngine(engine, config, mode="gathered", max_rows=max(job.given.batches))
     sampling = Sampling(job.given.new, temperature=0.0)

@@ -50,10 +50,12 @@ def test_recorded_steps_write_what_plain_ones_write(family: str, way: str) -> No
     model, prompts = make(family, torch.float32), some_prompts(9)
     options: dict[str, Any] = {**WAYS[way], "max_new_tokens": 100, "seed": 4, "stop": range(0, 256, 60)}
     recorded = generate(model, prompts, graphs=True, **options)
-    assert recorded == generate(model, prompts, graphs=False, **options)
-    uncached = generate(model, prompts, cache=False, **options)
-    agreeing = sum(ours.tokens == theirs.tokens for ours, theirs in zip(recorded, uncached, strict=True))
-    assert agreeing >= len(prompts) - 1  # other kernels round differently, and a draw may fall on the edge
+    for other in ({"graphs": False}, {"cache": False}):
+        pairs = list(zip(recorded, generate(model, prompts, **other, **options), strict=True))
+        agreeing = [(ours, theirs) for ours, theirs in pairs if ours.tokens == theirs.tokens]
+        assert len(agreeing) >= len(prompts) - 1  # batches of other sizes round differently, and a draw may be close
+        for ours, theirs in agreeing:
+            torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=1e-3)
 
 
 def test_a_recording_is_used_and_a_smaller_batch_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +87,7 @@ def test_a_stream_is_recorded_too() -> None:
     generator, sampling = Generator(make("llama", torch.float32)), Sampling(30, seed=2)
     (prompt,) = some_prompts(1)
     *_, last = generator.stream(prompt, sampling)
-    assert [last] == generator.generate([prompt], sampling)
+    assert [last.tokens] == [each.tokens for each in generator.generate([prompt], sampling)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -95,13 +97,14 @@ def test_a_policy_in_training_writes_and_gives_the_memory_back(precision: str) -
     engine = prepare_manual(config, open_world(config), model=None, say=lambda _line: None)
     hybrid = HybridEngine(engine, config, say=lambda _line: None)
     prompts, sampling = some_prompts(16, 4096), Sampling(64, seed=1)
-    for _ in range(2):
+    for turn in range(3):
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         answers = hybrid.generate(prompts, sampling)
         gc.collect()
-        assert torch.cuda.memory_allocated() - before < 2**20
+        if turn:  # in the first, libraries take what they keep
+            assert torch.cuda.memory_allocated() - before < 2**20
         assert hybrid.verify(prompts, answers).agrees
         ids = torch.randint(0, 4096, (4, 33), device="cuda")
         loss = engine.forward(input_ids=ids[:, :-1], labels=ids[:, 1:])

@@ -121,7 +121,7 @@ CPU = {"device": "cpu"}
 def test_losses_norms_and_all_state_are_the_native_ones_in_fp32(ranks: RankPool) -> None:
     strategies = [
         *("zero1", "zero2", "zero3"),
-        *(ds(0), ds(1), ds(2), ds(3)),
+        *(ds(3), ds(0), ds(1), ds(2)),  # the first one meets a library that nobody has used yet
         ds(3, stage3_param_persistence_threshold=0),
         ds(2, offload_optimizer=CPU),
         ds(3, offload_optimizer=CPU, offload_param=CPU),

@@ -7,7 +7,6 @@ once. What is recorded must read and write the same tensors each time; `Answers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -31,7 +30,7 @@ class Recorded:
             return
         if not self._on or self._done < WARM_UP:
             self._done += 1
-            self._apart(self._step) if self._on else self._step()
+            self._step()
             return
         graph = torch.cuda.CUDAGraph()
         # Recording does nothing yet; the replay below is this step. Other threads, such as the one that watches over
@@ -44,12 +43,3 @@ class Recorded:
     def forget(self) -> None:
         """The tensors are others now: record anew."""
         self._graph, self._done = None, 0
-
-    @staticmethod
-    def _apart(step: Callable[[], None]) -> None:
-        """On a stream of its own, as recording will be."""
-        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step()
-        torch.cuda.current_stream().wait_stream(stream)

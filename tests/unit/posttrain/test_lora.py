@@ -108,6 +108,8 @@ def test_targets_are_names_patterns_or_all_layers_of_the_blocks() -> None:
     assert len(attach(make(GPT), spec, ("linear",))) == 2 * 6
     with pytest.raises(ConfigError, match=r"lora\.targets.*'q_proj' fits no linear layer(.|\n)*attention|out"):
         attach(make(GPT), spec, ("q_proj",))
+    with pytest.raises(ConfigError, match=r"'lm_head' shares its matrix"):
+        attach(make(GPT2), spec, ("lm_head",))
 
 
 def test_dropout_is_for_training_only() -> None:

@@ -64,6 +64,9 @@ def find_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
             known = sorted({name.rpartition(".")[2] for name in linear})
             message = f"{word!r} fits no linear layer of this model"
             problems.append(Problem("lora.targets", message, f"Last names of its layers: {', '.join(known)}."))
+    for name in sorted(chosen & _tied(model)):
+        message = f"{name!r} shares its matrix with another layer, which an adapter beside it would change when merged"
+        problems.append(Problem("lora.targets", message, "Leave it out, or train it whole with `lora.also`."))
     if problems:
         raise ConfigError(problems)
     return [name for name in linear if name in chosen]
@@ -89,6 +92,15 @@ def _inside_blocks(model: nn.Module, linear: list[str]) -> list[str]:
         return [name for name in linear if any(name.startswith(f"{block}.") for block in blocks)]
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return [name for name in linear if model.get_submodule(name) is not head]
+
+
+def _tied(model: nn.Module) -> set[str]:
+    """Modules whose weight is another one's too."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        if (weight := module._parameters.get("weight")) is not None:
+            owners.setdefault(id(weight), []).append(name)
+    return {name for names in owners.values() if len(names) > 1 for name in names}
 
 
 def _fits(name: str, word: str) -> bool:

@@ -48,6 +48,8 @@ def load_deepspeed(world: World, say: Say) -> Any:
     logger.handlers[:] = [_Relay(say)] if world.is_main else [logging.NullHandler()]
     warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
     open_group_of_one(world.device)  # alone, DeepSpeed would look for MPI to make one
+    # Without it, the first thing that asks DeepSpeed for the number of ranks is told one.
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     return deepspeed
 
 
