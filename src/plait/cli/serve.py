@@ -9,16 +9,14 @@ import typer
 
 from plait.cli.speaking import Opening, open_speaker
 from plait.errors import GenerateError
-from plait.generate.serve import Limits, Server
-
-_HERE = ("127.0.0.1", "::1", "localhost")
+from plait.generate.serve.server import HERE, Limits, Server
 
 
 def serve(
     path: str, opening: Opening, *, host: str, port: int, token_file: str | None, open_to_all: bool, limits: Limits
 ) -> None:
     """Serve until interrupted. A token is made up and shown, unless a file has one or none is wanted."""
-    if open_to_all and host not in _HERE:
+    if open_to_all and host not in HERE:
         raise GenerateError(f"--no-token with --host {host} would let anybody use this machine; give a token")
     token = None if open_to_all else _token(token_file)
     speaker = open_speaker(path, opening)

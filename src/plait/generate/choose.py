@@ -21,8 +21,8 @@ def uniform(seed: int, keys: Tensor, steps: Tensor) -> Tensor:
     """A number in (0, 1) for each row, fp32; see [Note: a row's chance is its own]."""
     seeded = _mixed(torch.full_like(keys, seed & _WORD) ^ ((seed >> 32) & _WORD))
     keyed = _mixed(_mixed(seeded + keys & _WORD) ^ (keys >> 32 & _WORD))
-    bits = _mixed(keyed + steps * 0x9E3779B9 & _WORD) >> 8
-    return (bits.float() + 0.5) * 2.0**-24
+    bits = _mixed(keyed + steps * 0x9E3779B9 & _WORD) >> 9
+    return (bits.float() + 0.5) * 2.0**-23  # 23 bits and a half: all that fp32 holds, and never 0 or 1
 
 
 def _mixed(bits: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ from plait.generate.speaker import Speaker, Turn
 
 TOKEN = "let-me-in"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+USUAL = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+HEADS = "".join(f"{name}: {value}\r\n" for name, value in USUAL.items())
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "seed": 1}
 
 
@@ -43,7 +45,7 @@ def ask(
 ) -> tuple[int, dict[str, str], bytes]:
     connection = http.client.HTTPConnection(*server.server_address[:2], timeout=60)  # type: ignore[arg-type]
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-    connection.request(method, path, data, {"Authorization": f"Bearer {TOKEN}", **(headers or {})})
+    connection.request(method, path, data, {**USUAL, **(headers or {})})
     answer = connection.getresponse()
     found = answer.status, dict(answer.getheaders()), answer.read()
     connection.close()
@@ -103,6 +105,7 @@ def test_a_stop_text_ends_an_answer_and_is_not_in_it(speaker: Speaker) -> None:
 WRONG: list[tuple[str, Any, dict[str, str], int, str]] = [
     (CHAT, HELLO, {"Authorization": "Bearer wrong"}, 401, "Bearer TOKEN"),
     (CHAT, HELLO, {"Authorization": ""}, 401, "Bearer TOKEN"),
+    (CHAT, HELLO, {"Content-Type": "text/plain"}, 415, "application/json"),
     ("/v1/embeddings", HELLO, {}, 404, "/v1/embeddings"),
     (CHAT, b"{not json", {}, 400, "not JSON"),
     (CHAT, b"[" * 100_000, {}, 413, "100000 bytes"),
@@ -131,10 +134,17 @@ def test_what_is_wrong_is_named_in_json_and_the_server_goes_on(speaker: Speaker)
             assert said in json.loads(answer)["error"]["message"]
             assert sent["Content-Type"] == "application/json"
         with socket.create_connection(server.server_address[:2]) as plain:  # type: ignore[arg-type]
-            plain.sendall(f"POST {CHAT} HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
+            plain.sendall(f"POST {CHAT} HTTP/1.1\r\n{HEADS}\r\n".encode())
             assert b" 411 " in plain.recv(100)
         neutral = {"presence_penalty": 0, "logprobs": False, "tools": [], "max_completion_tokens": 3, "user": "me"}
         assert ask(server, "POST", CHAT, {"messages": HELLO["messages"], **neutral})[0] == 200
+
+
+def test_without_a_token_only_this_machine_may_ask(speaker: Speaker) -> None:
+    with serving(speaker) as server:
+        server.token = None
+        assert ask(server, "GET", "/v1/models", headers={"Authorization": "", "Host": "localhost:1"})[0] == 200
+        assert ask(server, "GET", "/v1/models", headers={"Authorization": "", "Host": "elsewhere.example"})[0] == 403
 
 
 def test_those_who_would_wait_too_long_are_turned_away(speaker: Speaker) -> None:
@@ -160,7 +170,7 @@ def test_a_client_that_leaves_in_the_middle_leaves_the_model_to_the_next(speaker
     with serving(speaker) as server:
         expected = json.loads(ask(server, "POST", CHAT, HELLO)[2])["choices"]
         body = json.dumps({**HELLO, "max_tokens": 64, "stream": True}).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {CHAT} HTTP/1.1\r\n{HEADS}Content-Length: {len(body)}\r\n\r\n"
         with socket.create_connection(server.server_address[:2]) as leaving:  # type: ignore[arg-type]
             leaving.sendall(head.encode() + body)
             leaving.recv(200)

@@ -22,6 +22,14 @@ from plait.generate.serve.api import ApiError, ChatRequest, Reply, Request, Text
 from plait.generate.serve.page import PAGE
 from plait.generate.speaker import Speaker
 
+HERE = ("127.0.0.1", "localhost", "::1")
+"""Names of this machine for itself."""
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+"""What the page may load: itself, and answers of this server."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -161,11 +169,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _authorize(self) -> None:
         token = self.server.token
+        if token is None and _name_of(self.headers.get("Host", "")) not in HERE:
+            # A page elsewhere whose name was made to lead here could ask in the name of whoever reads it.
+            raise ApiError(403, "forbidden", f"without a token, only {', '.join(HERE)} are names of this server")
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if token is not None and not hmac.compare_digest(given.encode(), token.encode()):
             raise ApiError(401, "invalid_api_key", "send the server's token as `Authorization: Bearer TOKEN`")
 
     def _read(self) -> Any:
+        if self.headers.get_content_type() != "application/json":
+            # Browsers ask before they send JSON to another site, and here nobody says yes.
+            raise ApiError(415, "invalid_request_error", "send the body as Content-Type: application/json")
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal():
             raise ApiError(411, "invalid_request_error", "send the body with a Content-Length")
@@ -185,6 +199,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
+        if kind.startswith("text/html"):
+            self.send_header("Content-Security-Policy", POLICY)
         if status == 401:
             self.send_header("WWW-Authenticate", "Bearer")
         if status == 429:
@@ -216,3 +232,8 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """One line a request, without what was said in it."""
         self.server.log(f"{self.address_string()} {format % args}")
+
+
+def _name_of(host: str) -> str:
+    """The name in a Host header, without its port."""
+    return host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
