@@ -8,7 +8,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from plait.generate.choose import choose, uniform
+from plait.generate.choose import chances, choose
 from plait.generate.decoder import Decoder
 from plait.generate.graph import Recorded
 from plait.generate.options import Completion, Sampling
@@ -60,8 +60,8 @@ class Answers:
             self._seen = torch.zeros_like(logits, dtype=torch.bool)
             for row, prompt in zip(self._seen, self._prompts, strict=True):
                 row[torch.tensor(prompt, device=row.device)] = True
-        chances = uniform(sampling.seed, self.keys, self.counts) if sampling.temperature else None
-        token, logprob = choose(logits, chances, sampling, self._seen)
+        chance = chances(sampling.seed, self.keys, self.counts) if sampling.temperature else None
+        token, logprob = choose(logits, chance, sampling, self._seen)
         place = torch.where(self.done, self.width, self.counts)[:, None]
         self.tokens.scatter_(1, place, token[:, None])
         self.logprobs.scatter_(1, place, logprob[:, None])

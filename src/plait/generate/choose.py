@@ -5,6 +5,11 @@ The number that decides a choice is a hash of (seed, key of the row, how many to
 depends on its prompt, its key and the seed, and on nothing else: neither on what else is in the batch, nor on which
 rank computes it, nor on rows that leave early. There is no generator whose state would have to be carried along, and
 nothing that a CUDA graph could not repeat.
+
+[Note: whole numbers are added]
+Probabilities become whole numbers before they are added up. Their sums do not depend on the order, so a choice is the
+same whatever kernel adds, a chance below the sum always meets a token that has some weight, and deterministic runs,
+which refuse to add up floating-point numbers on a GPU, may draw too.
 """
 
 from __future__ import annotations
@@ -14,15 +19,16 @@ from torch import Tensor
 
 from plait.generate.options import Sampling
 
+CHANCE_BITS, WEIGHT_BITS = 28, 34
+"""Of the number that decides, and of a probability of 1; together they must stay below 63."""
 _WORD = 0xFFFFFFFF
 
 
-def uniform(seed: int, keys: Tensor, steps: Tensor) -> Tensor:
-    """A number in (0, 1) for each row, fp32; see [Note: a row's chance is its own]."""
+def chances(seed: int, keys: Tensor, steps: Tensor) -> Tensor:
+    """A number of `CHANCE_BITS` bits for each row; see [Note: a row's chance is its own]."""
     seeded = _mixed(torch.full_like(keys, seed & _WORD) ^ ((seed >> 32) & _WORD))
     keyed = _mixed(_mixed(seeded + keys & _WORD) ^ (keys >> 32 & _WORD))
-    bits = _mixed(keyed + steps * 0x9E3779B9 & _WORD) >> 9
-    return (bits.float() + 0.5) * 2.0**-23  # 23 bits and a half: all that fp32 holds, and never 0 or 1
+    return _mixed(keyed + steps * 0x9E3779B9 & _WORD) >> (32 - CHANCE_BITS)
 
 
 def _mixed(bits: Tensor) -> Tensor:
@@ -32,37 +38,39 @@ def _mixed(bits: Tensor) -> Tensor:
     return bits ^ bits >> 16
 
 
-def choose(logits: Tensor, chances: Tensor | None, sampling: Sampling, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, chance: Tensor | None, sampling: Sampling, seen: Tensor | None) -> tuple[Tensor, Tensor]:
     """The next token of each row, and its log-probability under the model itself, from logits (rows, vocabulary).
 
-    `chances` (rows) are what `uniform` gave; the temperature 0 needs none. `seen` (rows, vocabulary) marks the tokens
+    `chance` (rows) is what `chances` gave; the temperature 0 needs none. `seen` (rows, vocabulary) marks the tokens
     that a repetition penalty is for.
     """
     logits = logits.float()
     scores = logits if seen is None else _penalised(logits, seen, sampling.repetition_penalty)
-    if sampling.temperature == 0.0 or chances is None:
+    if sampling.temperature == 0.0 or chance is None:
         token = scores.argmax(-1)
     else:
-        token = _draw(scores / sampling.temperature, chances, sampling)
+        token = _draw(scores / sampling.temperature, chance, sampling)
     logprob = logits.gather(1, token[:, None]).squeeze(1) - logits.logsumexp(-1)
     return token, logprob
 
 
-def _draw(scores: Tensor, chances: Tensor, sampling: Sampling) -> Tensor:
+def _draw(scores: Tensor, chance: Tensor, sampling: Sampling) -> Tensor:
     order: Tensor | None = None
+    share = sampling.top_p if sampling.top_p is not None and sampling.top_p < 1.0 else None
     if sampling.top_k is not None and sampling.top_k < scores.shape[1]:
         scores, order = scores.topk(sampling.top_k)
-    elif sampling.top_p is not None and sampling.top_p < 1.0:
+    elif share is not None:
         scores, order = scores.sort(descending=True, stable=True)
-    weights = scores.softmax(-1)
-    if sampling.top_p is not None and sampling.top_p < 1.0:
-        before = weights.cumsum(-1) - weights
-        weights = weights.masked_fill(before >= sampling.top_p, 0.0)  # the likeliest has nothing before it, and stays
+    # See [Note: whole numbers are added].
+    weights = (scores.softmax(-1) * 2.0**WEIGHT_BITS).round().long()
     ladder = weights.cumsum(-1)
-    place = torch.searchsorted(ladder, (chances[:, None] * ladder[:, -1:]), right=True)
-    # Rounding may put a chance behind the last token that has any weight.
-    last = weights.shape[1] - 1 - (weights > 0).flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
-    place = torch.minimum(place, last)
+    total = ladder[:, -1:]
+    if share is not None:
+        # The likeliest has nothing before it, and stays. What goes is at the end, so the ladder is right without it.
+        kept = (ladder - weights).double() < share * total.double()
+        total = (weights * kept).sum(-1, keepdim=True)
+    place = torch.searchsorted(ladder, total * chance[:, None] >> CHANCE_BITS, right=True)
+    place = place.clamp(max=weights.shape[1] - 1)  # logits that are no numbers must not lead out of the vocabulary
     return (place if order is None else order.gather(1, place)).squeeze(1)
 
 

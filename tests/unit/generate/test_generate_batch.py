@@ -16,7 +16,7 @@ from plait.errors import GenerateError
 from plait.generate import Completion, Generator, Sampling, generate
 from plait.generate.batch import Answers
 from plait.generate.cached import CachedDecoder
-from plait.generate.choose import choose, uniform
+from plait.generate.choose import CHANCE_BITS, chances, choose
 from plait.generate.perplexity import measure_perplexity
 from plait.models import build_model, preset
 
@@ -183,12 +183,17 @@ def tensors_of(*owners: Any) -> list[torch.Tensor]:
 def test_draws_follow_the_distribution_that_was_asked_for() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])
     rows = 20000
-    chances = uniform(3, torch.arange(rows), torch.full((rows,), 4))
-    assert abs(float(chances.mean()) - 0.5) < 0.01
-    assert 0 < chances.min() <= chances.max() < 1
-    assert len(set(chances.tolist())) > 0.99 * rows
-    other = uniform(3, torch.arange(rows), torch.full((rows,), 5))
-    assert abs(float(torch.corrcoef(torch.stack([chances, other]))[0, 1])) < 0.03
+    chance = chances(3, torch.arange(rows), torch.full((rows,), 4))
+    assert 0 <= chance.min() <= chance.max() < 2**CHANCE_BITS
+    assert abs(float(chance.double().mean()) / 2**CHANCE_BITS - 0.5) < 0.01
+    assert len(set(chance.tolist())) > 0.99 * rows
+    other = chances(3, torch.arange(rows), torch.full((rows,), 5))
+    assert abs(float(torch.corrcoef(torch.stack([chance, other]).double())[0, 1])) < 0.03
+    edges = torch.tensor([0, 2**CHANCE_BITS - 1])
+    assert choose(logits.expand(2, 5), edges, Sampling(), None)[0].tolist() == [0, 4]
+    assert choose(logits.expand(2, 5), edges, Sampling(top_p=0.01), None)[0].tolist() == [0, 0]
+    for way in (Sampling(), Sampling(top_k=2), Sampling(top_p=0.5)):
+        assert choose(logits.expand(2, 5) * torch.nan, edges, way, None)[0].max() < 5
     ways: list[tuple[dict[str, Any], list[int]]] = [
         ({"temperature": 1.0}, [0, 1, 2, 3, 4]),
         ({"temperature": 0.7, "top_k": 3}, [0, 1, 2]),
@@ -196,7 +201,7 @@ def test_draws_follow_the_distribution_that_was_asked_for() -> None:
         ({"temperature": 2.0, "top_k": 4, "top_p": 0.75}, [0, 1, 2]),
     ]
     for way, kept in ways:
-        token, logprob = choose(logits.expand(rows, 5), chances, Sampling(**way), None)
+        token, logprob = choose(logits.expand(rows, 5), chance, Sampling(**way), None)
         scaled = torch.full((5,), -torch.inf)
         scaled[kept] = logits[kept] / way["temperature"]
         counts = torch.bincount(token, minlength=5) / rows
