@@ -45,7 +45,9 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_run_descriptions_shown_on_a_page_parse(page: Path, tmp_path: Path) -> None:
+def test_run_descriptions_shown_on_a_page_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds_config.json").write_text("{}")  # what a page may name
     for block in re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
         file = tmp_path / "run.yaml"
         file.write_text(block, encoding="utf-8")
