@@ -32,7 +32,7 @@ class Rung:
 def climb(config: RunConfig, hardware: Hardware, *, ranks: int, **options: Any) -> Iterator[Rung]:
     """Rung by rung up to the first that fits. Each keeps the global batch and the losses."""
     settings: dict[str, Any] = {}
-    for change in _changes(config, ranks, hardware.per_host):
+    for change in _changes(config, ranks, hardware):
         settings = {**settings, **change}
         candidate = Candidate(dict(settings))
         try:
@@ -45,8 +45,8 @@ def climb(config: RunConfig, hardware: Hardware, *, ranks: int, **options: Any) 
             return
 
 
-def _changes(config: RunConfig, ranks: int, per_host: int) -> Iterator[dict[str, Any]]:
-    strategy = config.strategy
+def _changes(config: RunConfig, ranks: int, hardware: Hardware) -> Iterator[dict[str, Any]]:
+    strategy, per_host = config.strategy, hardware.per_host
     layout = resolve_layout(strategy, size=ranks, local_size=min(ranks, per_host))
     batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=strategy.pipeline.micro_batches)
     if batch.micro > 1:
@@ -55,12 +55,18 @@ def _changes(config: RunConfig, ranks: int, per_host: int) -> Iterator[dict[str,
         yield {"strategy.recompute.mode": "selective"}
     if strategy.recompute.mode != "full":
         yield {"strategy.recompute.mode": "full"}
-    if layout.data_parallel > 1:
-        clear: dict[str, Any] = {} if strategy.sharding is None else {"strategy.sharding": None}
-        free = {f"strategy.layout.{axis}": None for axis in ("dp_replicate", "dp_shard")}
-        for stage in (1, 2, 3):
-            if stage > strategy.stage:
-                yield {**clear, **free, "strategy.zero": stage}
+    clear: dict[str, Any] = {} if strategy.sharding is None else {"strategy.sharding": None}
+    free = {f"strategy.layout.{axis}": None for axis in ("dp_replicate", "dp_shard")}
+    spreads, has_host = layout.data_parallel > 1, hardware.kind == "cuda"
+    for stage in (1, 2):
+        if spreads and stage > strategy.stage:
+            yield {**clear, **free, "strategy.zero": stage}
+    if has_host and strategy.offload.optimizer == "none":
+        yield {"strategy.offload.optimizer": "cpu"}
+    if spreads and strategy.stage < 3:
+        yield {**clear, **free, "strategy.zero": 3}
+    if has_host and strategy.offload.params == "none":
+        yield {**clear, "strategy.zero": 3, "strategy.offload.params": "cpu"}
     tensor = layout.tp * 2
     while tensor <= min(per_host, ranks) and layout.pp * tensor * layout.cp * layout.ep <= ranks:
         yield {"strategy.layout.tp": tensor, "strategy.tensor.sequence_parallel": True}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -100,6 +101,16 @@ def test_what_does_not_fit_is_led_up_the_ladder_to_what_does() -> None:
     assert not any(rung.fits for rung in rungs[:-1])
     assert rungs[0].candidate.settings["batch.micro"] == 1
     assert rungs[0].candidate.settings["batch.total"] == 64
+
+
+def test_above_zero_2_the_ladder_leads_to_host_memory() -> None:
+    config = small(batch={"total": 4, "micro": 1}, strategy={"zero": 2, "recompute": "full"}, precision="bf16")
+    rungs = list(islice(climb(config, replace(H100, memory_gib=0.001), ranks=4), 3))
+    added = [list(rung.candidate.settings)[-1] for rung in rungs]
+    assert added == ["strategy.offload.optimizer", "strategy.zero", "strategy.offload.params"]
+    needs = [rung.plan.needed_gib for rung in rungs if rung.plan is not None]
+    assert len(needs) == 3
+    assert needs == sorted(needs, reverse=True)
 
 
 def test_a_search_finds_the_fastest_that_fits_and_gives_a_reason_for_every_other() -> None:

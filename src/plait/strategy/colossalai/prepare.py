@@ -34,7 +34,7 @@ def prepare_colossalai(
     length = length or Length()
     colossalai = load_colossalai(world)
     if config.strategy.plugin == "gemini":
-        say("gemini: on the CPU its gradients differ from the native engine's from the second step on; see docs/engines.md")
+        say("gemini: on the CPU, gradients differ from the native engine's from step 2 on; see docs/engines.md")
     built = build_whole(config, world, model)
     booster = colossalai.booster.Booster(plugin=make_plugin(config))
     boosted, wrapper = _boost(booster, built, config, world)
