@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from plait.parallel.pipeline import Stage
     from plait.strategy.native.staged import StagedSteps
 
+_ONE_MESSAGE = 25 << 20
+"""Bytes: as much as DistributedDataParallel sends at once."""
+
 
 def split_stages(module: nn.Module, config: RunConfig, world: World, example: Any, *, sharded: bool) -> list[Stage]:
     """This rank's stages of a pipeline; none where there is no pipeline. The module is reduced to the last of them.
@@ -128,13 +131,25 @@ def shard_part(
         placement = lambda param: Shard(sharding_dim(param, shards))  # noqa: E731
     return zero.shard(
         part,
-        units,
+        [] if _is_one_message(part, config) else units,
         mesh=mesh,
         placement=placement,
         policy=policy,
         options=options,
         experts=shared,
     )
+
+
+def _is_one_message(model: nn.Module, config: RunConfig) -> bool:
+    """Whether a model is so small that gathering it at once costs less than unit by unit.
+
+    Below stage 3 all of it is whole during a step anyway, so units only decide how many messages there are.
+    """
+    strategy = config.strategy
+    as_asked = "wrap" in strategy.model_fields_set or strategy.forward_prefetch or strategy.backward_prefetch
+    if strategy.stage == 3 or as_asked or strategy.offload.on or strategy.layout.pp > 1:
+        return False
+    return sum(param.numel() * param.itemsize for param in model.parameters()) <= _ONE_MESSAGE
 
 
 class Several:
