@@ -132,7 +132,7 @@ def _machine(gpu: str | None, config: RunConfig) -> Hardware:
 
 
 def _show(console: Console, plan: Plan, config: RunConfig) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     machine, layout = plan.hardware, plan.layout
     axes = ", ".join(f"{axis} {size}" for axis, size in layout.sizes().items() if size > 1) or "one process"
@@ -191,9 +191,10 @@ def _time_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
 
 
 def _show_search(console: Console, found: Search) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("tokens/s", "GiB", "settings", "why not", box=None, pad_edge=False, header_style="bold")
+    settings = Column("settings", overflow="fold")  # whole: they are there to be copied
+    table = Table("tokens/s", "GiB", settings, "why not", box=None, pad_edge=False, header_style="bold")
     for each in found.found[:_SHOWN]:
         needed = "" if each.plan is None else f"{each.plan.needed_gib:.1f}"
         words = " ".join(word for word in each.candidate.overrides if not word.endswith("=null")) or "as it is written"

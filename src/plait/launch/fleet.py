@@ -19,7 +19,7 @@ from plait.launch.local import Signals, follow_the_launcher
 from plait.launch.news import take
 from plait.launch.outcome import LEAVE_S, Outcome, never
 from plait.launch.patience import GRACE_S, SAY_S, STACK_S, STUCK_S
-from plait.launch.postmortem import conclude
+from plait.launch.postmortem import conclude, wants_stacks
 from plait.launch.records import Record, causes, exit_code, new_records
 from plait.launch.watch import Watch
 
@@ -133,7 +133,7 @@ class Fleet:
         return self._watch.hangs()
 
     def _end_soon(self, deadlines: _Deadlines, seconds: float) -> None:
-        if not self._asked_for_stacks:
+        if not self._asked_for_stacks and (self.hung or wants_stacks(self.records)):
             self._asked_for_stacks = True
             for node in self._nodes:
                 node.order(stacks=True)

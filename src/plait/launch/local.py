@@ -20,7 +20,7 @@ from plait.launch.job import Job, Node, Place
 from plait.launch.outcome import LEAVE_S, Outcome, never
 from plait.launch.patience import GRACE_S, SAY_S, STACK_S, STUCK_S
 from plait.launch.ports import free_port
-from plait.launch.postmortem import conclude
+from plait.launch.postmortem import conclude, wants_stacks
 from plait.launch.records import Record, causes, exit_code, new_records, note_end
 from plait.launch.relay import Relay
 from plait.launch.watch import Watch
@@ -91,7 +91,8 @@ def _wait(
     watch, hung, asked = Watch(group.records), False, 0.0
     while group.poll():
         if causes(group.records):
-            group.witness.ask_for_stacks()
+            if wants_stacks(group.records):
+                group.witness.ask_for_stacks()
             group.end(say=SAY_S, grace=grace)
         elif patience is not None and signals.waited > patience:
             group.end(say=0.0, grace=GRACE_S)

@@ -78,6 +78,14 @@ def find(records: Sequence[Record], *, hung: bool) -> Finding:
     return Finding((verdicts[0][0],), verdicts[0][1])
 
 
+def wants_stacks(records: Sequence[Record]) -> bool:
+    """Whether those that failed are victims only, so that the stacks of the others may show whose.
+
+    Where a rank is to blame nobody reads them; and a rank that loses its peers is not disturbed without need.
+    """
+    return all(judge(record).victim for record in causes(records))
+
+
 _SAME_STEPS = "every rank must take equally many steps, and call collectives in the same order"
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from plait.config.optim import AdamConfig, AdamWConfig
 from plait.config.run import RunConfig
-from plait.optim import build_schedule
 from plait.strategy.colossalai.engine import ColossalEngine
 from plait.strategy.colossalai.library import load_colossalai
 from plait.strategy.colossalai.plugins import make_plugin
@@ -31,7 +30,6 @@ def prepare_colossalai(
     say: Say = print,
 ) -> ColossalEngine:
     """Make a model ready to train with ColossalAI, as `config` says; `example` is what other engines look at."""
-    length = length or Length()
     colossalai = load_colossalai(world)
     if config.strategy.plugin == "gemini":
         say("gemini: on the CPU, gradients differ from the native engine's from step 2 on; see docs/engines.md")
@@ -47,12 +45,7 @@ def prepare_colossalai(
         built,
         world,
         config,
-        schedule=build_schedule(
-            config.schedule,
-            base_lr=config.optim.lr,
-            total_steps=length.total_steps,
-            steps_per_epoch=length.steps_per_epoch,
-        ),
+        schedule=(length or Length()).schedule(config),
         loss_function=loss_function,
         accumulation=accumulation,
         say=say,

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from plait.config.engine import told
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, Problem
-from plait.optim import build_schedule
 from plait.precision import DTYPES
 from plait.strategy.deepspeed.describe import describe
 from plait.strategy.deepspeed.engine import DeepSpeedEngine
@@ -37,7 +36,6 @@ def prepare_deepspeed(
     say: Say = print,
 ) -> DeepSpeedEngine:
     """Make a model ready to train with DeepSpeed, as `config` says; `example` is what other engines look at."""
-    length = length or Length()
     deepspeed = load_deepspeed(world, say)
     described = describe(config, world.size, accumulation)
     if config.precision.compute == "fp16" and not deepspeed.accelerator.get_accelerator().is_fp16_supported():
@@ -56,12 +54,7 @@ def prepare_deepspeed(
         built,
         world,
         config,
-        schedule=build_schedule(
-            config.schedule,
-            base_lr=config.optim.lr,
-            total_steps=length.total_steps,
-            steps_per_epoch=length.steps_per_epoch,
-        ),
+        schedule=(length or Length()).schedule(config),
         loss_function=loss_function,
         accumulation=accumulation,
         say=say,

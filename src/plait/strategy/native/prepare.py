@@ -61,6 +61,15 @@ class Length:
     total_steps: int | None = None
     steps_per_epoch: int | None = None
 
+    def schedule(self, config: RunConfig, base_lr: float | None = None) -> Schedule:
+        """The run's schedule over this length; `base_lr` where that is not `optim.lr`."""
+        return build_schedule(
+            config.schedule,
+            base_lr=config.optim.lr if base_lr is None else base_lr,
+            total_steps=self.total_steps,
+            steps_per_epoch=self.steps_per_epoch,
+        )
+
 
 def prepare_native(
     config: RunConfig,
@@ -204,12 +213,7 @@ def _adopt(optimizer: OptimizerSource, module: nn.Module, say: Say) -> Adoption:
 def _schedule(config: RunConfig, length: Length, optimizer: Optimizer, *, adopted: bool) -> Schedule | OwnRates:
     if adopted and config.schedule is None:
         return OwnRates()
-    return build_schedule(
-        config.schedule,
-        base_lr=optimizer.param_groups[0]["initial_lr"] if adopted else config.optim.lr,
-        total_steps=length.total_steps,
-        steps_per_epoch=length.steps_per_epoch,
-    )
+    return length.schedule(config, optimizer.param_groups[0]["initial_lr"] if adopted else None)
 
 
 def build_module(config: RunConfig, model: ModelSource) -> tuple[nn.Module, Initializer | None]:
