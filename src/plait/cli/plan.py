@@ -132,7 +132,7 @@ def _machine(gpu: str | None, config: RunConfig) -> Hardware:
 
 
 def _show(console: Console, plan: Plan, config: RunConfig) -> None:
-    from rich.table import Column, Table
+    from rich.table import Table
 
     machine, layout = plan.hardware, plan.layout
     axes = ", ".join(f"{axis} {size}" for axis, size in layout.sizes().items() if size > 1) or "one process"
