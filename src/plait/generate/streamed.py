@@ -12,7 +12,7 @@ from plait.config.run import RunConfig
 from plait.parallel import materialize
 from plait.parallel.offload.stream import WeightStream, stream_weights
 from plait.parallel.units import find_units
-from plait.strategy.native.prepare import build_module
+from plait.strategy.native.building import build_module
 
 
 def build_streamed(

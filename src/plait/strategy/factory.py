@@ -6,9 +6,10 @@ from typing import Any
 
 from plait.config.run import RunConfig
 from plait.strategy.base import Engine
+from plait.strategy.native.building import ModelSource
 from plait.strategy.native.forward import Say
 from plait.strategy.native.loss import LossFunction
-from plait.strategy.native.prepare import Length, ModelSource, prepare_native
+from plait.strategy.native.prepare import Length, prepare_native
 from plait.world import World
 
 

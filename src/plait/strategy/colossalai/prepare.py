@@ -12,9 +12,10 @@ from plait.strategy.colossalai.library import load_colossalai
 from plait.strategy.colossalai.plugins import make_plugin
 from plait.strategy.colossalai.states import states_of
 from plait.strategy.foreign.build import Built, build_whole
+from plait.strategy.native.building import ModelSource
 from plait.strategy.native.forward import Say
 from plait.strategy.native.loss import LossFunction
-from plait.strategy.native.prepare import Length, ModelSource
+from plait.strategy.native.prepare import Length
 from plait.world import World, seed_everything
 
 

@@ -18,9 +18,10 @@ from plait.strategy.deepspeed.library import load_deepspeed
 from plait.strategy.deepspeed.norms import widen_norms
 from plait.strategy.deepspeed.states import states_of
 from plait.strategy.foreign.build import Built, build_whole
+from plait.strategy.native.building import ModelSource
 from plait.strategy.native.forward import Say
 from plait.strategy.native.loss import LossFunction
-from plait.strategy.native.prepare import Length, ModelSource
+from plait.strategy.native.prepare import Length
 from plait.world import World, seed_everything
 
 

@@ -13,7 +13,7 @@ from plait.parallel import materialize
 from plait.parallel.recompute import apply_recompute
 from plait.parallel.units import find_units
 from plait.precision import make_policy
-from plait.strategy.native.prepare import ModelSource, build_module, load_pretrained_into
+from plait.strategy.native.building import ModelSource, build_module, load_pretrained_into
 from plait.world import World, make_deterministic
 
 

@@ -15,10 +15,11 @@ from plait.optim import OptimizerSource
 from plait.precision import LossScaler
 from plait.spec import Phase
 from plait.strategy.base import StepResult
+from plait.strategy.native.building import ModelSource
 from plait.strategy.native.engine import NativeEngine
 from plait.strategy.native.forward import Say
 from plait.strategy.native.loss import Sums
-from plait.strategy.native.prepare import Length, ModelSource, prepare_native
+from plait.strategy.native.prepare import Length, prepare_native
 from plait.world import World
 
 
