@@ -23,10 +23,11 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Tests of one process share the cores; those of several ranks need them all.
+# Three at a time keep two cores busy: tests of several ranks often wait for one of them. The long files come first.
+# The tests start hundreds of processes, which load what the first one compiled.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/architecture tests/golden tests/unit
-	$(BIN)/python -m pytest tests/multi
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/multi tests/golden tests/unit tests/architecture
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -196,14 +196,15 @@ def reply(measure: Callable[[], Result]) -> None:
         result, code = measure(), 0
     except BaseException as error:
         traceback.print_exc()
-        result, code = {"error": _reason(error)}, 1
+        result, code = {"error": reason(error)}, 1
     target.write_text(json.dumps(result))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # frameworks' exit handlers may hang, and measure nothing
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """An exception in one line, with the place that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     where = last.filename.rpartition("site-packages/")[2]
     text = " ".join(str(error).split())[:240]

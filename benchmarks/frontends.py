@@ -7,7 +7,8 @@
 Two models: a small MLP, of which nothing but the loop's own cost is left, and a GPT. Library and front end run in
 processes of their own, one after the other in every round, so that what else the machine does hits both alike; the
 table shows medians over rounds. The clock sits in the model's forward. With several ranks a step lasts as long as on
-the slowest of them.
+the slowest of them. The last column is the processor time of that rank, library → Plait: on a machine that has other
+work to do, it is the one to look at.
 """
 
 from __future__ import annotations
@@ -202,11 +203,14 @@ def as_table(found: list[Result]) -> str:
         front, case = FRONTS[row["front"]], row["case"]
         broken = [each["error"] for side in ("library", "plait") for each in row[side] if "error" in each]
         if broken:
-            lines.append([front.label, case.label, "–", "–", f"did not run: {broken[0]}"])
+            lines.append([front.label, case.label, "–", "–", f"did not run: {broken[0]}", "–"])
             continue
         library, plait = (median([each["wall"] for each in row[side]]) for side in ("library", "plait"))
-        lines.append([front.label, case.label, f"{library:.3f}", f"{plait:.3f}", f"{library / plait:.2f}×"])
-    return common.table(["front end", "case", "library, ms a step", "Plait, ms a step", "faster by"], lines)
+        busy = [median([each["cpu"] for each in row[side]]) for side in ("library", "plait")]
+        times = [f"{library:.3f}", f"{plait:.3f}", f"{library / plait:.2f}×", f"{busy[0]:.3f} → {busy[1]:.3f}"]
+        lines.append([front.label, case.label, *times])
+    heads = ["front end", "case", "library, ms a step", "Plait, ms a step", "faster by", "processor, ms a step"]
+    return common.table(heads, lines)
 
 
 def main() -> None:

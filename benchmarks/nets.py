@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 def token_walks(rows: int, length: int, vocab: int, *, seed: int) -> Tensor:
@@ -110,6 +111,7 @@ LLAMAS = {
     "tiny": LlamaSize(layers=2, dim=64, heads=4, kv_heads=2, ffn=128, vocab=512),
     "1b": LlamaSize(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256),
     "3b": LlamaSize(layers=28, dim=3072, heads=24, kv_heads=8, ffn=8192, vocab=128256),
+    "8b": LlamaSize(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, tied=False),
 }
 
 
@@ -143,10 +145,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Llama(nn.Module):
-    """A Llama that returns its mean loss."""
+    """A Llama that returns its mean loss; with `recompute`, of each block only the input is kept."""
 
-    def __init__(self, size: LlamaSize) -> None:
+    def __init__(self, size: LlamaSize, *, recompute: bool = False) -> None:
         super().__init__()
+        self.recompute = recompute
         self.head_dim, self.rope_base = size.dim // size.heads, size.rope_base
         self.embedding = nn.Embedding(size.vocab, size.dim)
         self.blocks = nn.ModuleList(LlamaBlock(size) for _ in range(size.layers))
@@ -163,5 +166,5 @@ class Llama(nn.Module):
         angles = torch.outer(torch.arange(ids.shape[1], device=ids.device), self.rope_base**-half).repeat(1, 2)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = checkpoint(block, x, cos, sin, use_reentrant=False) if self.recompute else block(x, cos, sin)
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), labels.flatten())

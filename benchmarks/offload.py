@@ -1,13 +1,15 @@
 """Training with the optimizer beyond the GPU: Plait's tiers beside DeepSpeed's ZeRO-Offload, on the same Llama.
 
-    python benchmarks/offload.py                                   # 3B and 8B: tokens a second and memory
+    python benchmarks/offload.py --rows plait-cpu,plait-auto,ds2,ds3       # 3B and 8B: tokens a second and memory
     python benchmarks/offload.py --sizes 8b --rows plait-cpu --profile overlap.json
-    python benchmarks/offload.py --sizes 14b,20b,27b,34b --seq 1024 --batch 1 --recompute   # the largest that trains
-    python benchmarks/offload.py --sizes tiny --device cpu         # does every row work?
+    python benchmarks/offload.py --sizes 27b --rows plait-mix8 --seq 1024 --batch 1 --recompute --warmup 1 --steps 2
+    python benchmarks/offload.py --sizes tiny --device cpu                 # does every row work?
+    python benchmarks/offload.py … --expect                                # only say how long each row should take
 
 bf16 compute on fp32 weights, AdamW, gradients clipped to norm 1; one plain Llama for all rows, each row in a process of
-its own, with a time limit. `host GiB` is the process's highest resident memory. `--profile` records two steps of each
-Plait row and says which share of the copies ran while the GPU computed.
+its own, with a time limit, told when it is done. `host GiB` is the process's highest resident memory. `--profile`
+records two steps of each Plait row and says which share of the copies ran while the GPU computed. What a row should
+take is said first, by the plan's own account of the update; DeepSpeed's rows are expected to take as long as Plait's.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,7 +30,6 @@ import common
 from common import Result, median
 
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
-WARMUP = 3
 SIZES: dict[str, dict[str, Any]] = {
     "8b": {"layers": 32, "dim": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "tied": False},
     "14b": {"layers": 40, "dim": 5120, "heads": 40, "kv_heads": 8, "ffn": 17408, "tied": False},
@@ -65,9 +68,7 @@ def plait(
             strategy["offload"] = dict(offload)
             if "nvme" in offload.values():
                 strategy["offload"]["path"] = given.folder
-            for key in ("ratio", "host_ratio"):
-                if key in offload and getattr(given, key) is not None:
-                    strategy["offload"][key] = getattr(given, key)
+            strategy["offload"] |= shares_of(offload, given)
         if zero is not None:
             strategy["zero"] = zero
         if given.recompute:
@@ -84,6 +85,42 @@ def plait(
         return lambda x, y: engine.train_step([(x, y)]).loss
 
     return start
+
+
+def shares_of(offload: dict[str, Any], given: argparse.Namespace) -> dict[str, float]:
+    """The shares of a row, or what the command line says instead."""
+    wanted = {key: getattr(given, key) for key in ("ratio", "host_ratio") if key in offload}
+    if wanted.get("ratio") is None and offload.get("ratio") == "auto":
+        wanted["ratio"] = given.share
+    return {key: share for key, share in wanted.items() if share is not None}
+
+
+def planned_share(given: argparse.Namespace) -> float:
+    """What `ratio: auto` takes for this model on this machine; before CUDA is begun, in a copy of the process."""
+    from plait.config import parse_sections
+    from plait.plan.aside import in_a_child
+    from plait.plan.hardware import hardware_here
+    from plait.plan.shares import with_ratio
+
+    size = size_of(given.size)
+    shape = {"dim": size.dim, "layers": size.layers, "heads": size.heads, "kv_heads": size.kv_heads}
+    model = {"type": "llama", **shape, "ffn_dim": size.ffn, "vocab_size": size.vocab, "tie_embeddings": size.tied}
+    config = parse_sections(
+        model={**model, "seq_len": given.seq},
+        optim={"type": "AdamW", **ADAM},
+        precision="bf16",
+        batch={"micro": given.batch},
+        train={"clip_norm": 1.0},
+        strategy={"offload": {"optimizer": "cpu", "ratio": "auto"}, "recompute": "full" if given.recompute else "none"},
+    ).config
+
+    def look() -> float:
+        return with_ratio(config, hardware_here(given.device), ranks=1).strategy.offload.share
+
+    found = in_a_child(look, seconds=120.0)
+    if isinstance(found, str):
+        raise SystemExit(f"ratio: auto: {found}")
+    return found
 
 
 # ---- DeepSpeed
@@ -153,6 +190,7 @@ ROWS: dict[str, tuple[str, Callable[..., Step]]] = {
         plait({"optimizer": "cpu", "delayed": True}),
     ),
     "plait-ratio": ("Plait, `offload: {optimizer: cpu, ratio: 0.5}`", plait({"optimizer": "cpu", "ratio": 0.5})),
+    "plait-auto": ("Plait, `offload: {optimizer: cpu, ratio: auto}`", plait({"optimizer": "cpu", "ratio": "auto"})),
     "plait-ratio8": (
         "Plait, `offload: {optimizer: cpu, ratio: 0.4}`, 8-bit moments",
         plait({"optimizer": "cpu", "ratio": 0.4}, optim="AdamW8bit"),
@@ -162,8 +200,8 @@ ROWS: dict[str, tuple[str, Callable[..., Step]]] = {
         plait({"optimizer": "cpu", "ratio": 0.5}, optim="AdamW8bit", master=False),
     ),
     "plait-mix8": (
-        "Plait, `offload: {optimizer: nvme, ratio: 0.2, host_ratio: 0.45}`, 8-bit moments",
-        plait({"optimizer": "nvme", "ratio": 0.2, "host_ratio": 0.45}, optim="AdamW8bit"),
+        "Plait, `offload: {optimizer: nvme, ratio: 0.3, host_ratio: 0.5}`, 8-bit moments",
+        plait({"optimizer": "nvme", "ratio": 0.3, "host_ratio": 0.5}, optim="AdamW8bit"),
     ),
     "plait-nvme": ("Plait, `offload: nvme`", plait({"optimizer": "nvme"})),
     "plait-params": (
@@ -185,6 +223,7 @@ def measure(name: str, given: argparse.Namespace) -> Result:
     from nets import token_walks
 
     size, cuda = size_of(given.size), given.device == "cuda"
+    given.share = planned_share(given) if name == "plait-auto" and given.ratio is None else None
     torch.manual_seed(0)
     begin = time.perf_counter()
     given.folder = tempfile.mkdtemp(dir=given.disk)
@@ -193,7 +232,7 @@ def measure(name: str, given: argparse.Namespace) -> Result:
     tokens = token_walks(4 * given.batch, given.seq + 1, size.vocab, seed=1).to(given.device).split(given.batch)
     batches = [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in tokens]
     times, loss = [], None
-    for index in range(WARMUP + given.steps):
+    for index in range(given.warmup + given.steps):
         if cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter())
@@ -201,7 +240,7 @@ def measure(name: str, given: argparse.Namespace) -> Result:
     if cuda:
         torch.cuda.synchronize()
     times.append(time.perf_counter())
-    seconds = median([after - before for before, after in pairwise(times[WARMUP:])])
+    seconds = median([after - before for before, after in pairwise(times[given.warmup :])])
     found = {
         "seconds": round(seconds, 3),
         "tokens_per_s": round(given.batch * given.seq / seconds),
@@ -209,6 +248,7 @@ def measure(name: str, given: argparse.Namespace) -> Result:
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else None,
         "host_gib": round(common.memory_mib("VmHWM") / 1024, 1),
         "ready_s": round(ready, 1),
+        "ratio": given.share,
         "loss": round(float(loss), 4),
         "device": torch.cuda.get_device_name() if cuda else "cpu",
     }
@@ -253,6 +293,16 @@ def _common(span: tuple[float, float], busy: list[tuple[float, float]]) -> float
     return sum(max(0.0, min(span[1], end) - max(span[0], begin)) for begin, end in busy)
 
 
+def build_cpu_adam(limit: float) -> Result:
+    """Compile DeepSpeed's CPU Adam once, outside of every row's time."""
+    code = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=limit, check=False)
+    last = (done.stderr.strip().splitlines() or [""])[-1]
+    took = round(time.perf_counter() - begin, 1)
+    return {"seconds": took} if done.returncode == 0 else {"seconds": took, "error": last[:200]}
+
+
 def as_table(found: dict[tuple[str, str], Result]) -> str:
     """One line a row."""
     lines = []
@@ -274,7 +324,9 @@ def main() -> None:
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--batch", type=int, default=4, help="rows of a batch")
     options.add_argument("--seq", type=int, default=2048, help="tokens of a row")
+    options.add_argument("--warmup", type=int, default=3, help="steps that are not measured")
     options.add_argument("--steps", type=int, default=6)
+    options.add_argument("--expect", action="store_true", help="say how long each row should take, and run none")
     options.add_argument("--ratio", type=float, help="share on the GPU, of the rows that have one")
     options.add_argument("--host-ratio", type=float, help="share in host memory, of the rows that have one")
     options.add_argument("--recompute", action="store_true", help="recompute every block in the backward pass")
@@ -284,15 +336,35 @@ def main() -> None:
     given = options.parse_args()
     if given.child is not None:
         common.reply(lambda: measure(given.child, given))
+    from offload_expect import BUILD_S, expected
+
     where = common.machine()
     found: dict[tuple[str, str], Result] = {}
+    rows = common.chosen(given.rows, list(ROWS))
+    plans = {(size, name): expected(name, given, size_of(size)) for size in given.sizes.split(",") for name in rows}
+    for (size, name), plan in plans.items():
+        common.show(size=size, row=name, expected=plan)
+    builds = any(name.startswith("ds") for name in rows)
+    common.show(expected_total_s=sum(plan["total_s"] for plan in plans.values()) + (BUILD_S if builds else 0))
+    if given.expect:
+        return
+    if builds:
+        common.show(row="DeepSpeed's CPU Adam", **build_cpu_adam(given.limit))
     for size in given.sizes.split(","):
         shape = ["--size", size, "--device", given.device, "--batch", given.batch, "--seq", given.seq]
-        shape += ["--steps", given.steps, "--disk", given.disk, *(["--recompute"] if given.recompute else [])]
+        shape += [
+            "--warmup",
+            given.warmup,
+            "--steps",
+            given.steps,
+            "--disk",
+            given.disk,
+            *(["--recompute"] if given.recompute else []),
+        ]
         shape += ["--profile", given.profile] if given.profile else []
         shape += ["--ratio", given.ratio] if given.ratio is not None else []
         shape += ["--host-ratio", given.host_ratio] if given.host_ratio is not None else []
-        for name in common.chosen(given.rows, list(ROWS)):
+        for name in rows:
             command = common.itself(__file__, "--child", name, *map(str, shape))
             said = common.run_child(command, limit=given.limit)
             found[size, name] = said if "error" in said else said["ranks"][0]

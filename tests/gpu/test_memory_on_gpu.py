@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from plait.config import parse_sections
 from plait.ops.adam import AdamNumbers
@@ -81,8 +82,9 @@ def run(strategy: dict[str, Any], optim: dict[str, Any], precision: str = "bf16"
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_activations_on_the_host_change_no_number_and_free_the_device(recompute: str) -> None:
     optim = {"type": "AdamW", "lr": 1e-3}
-    plain, before = run({"recompute": recompute}, optim)
-    offloaded, after = run({"recompute": recompute, "offload": {"activations": "all"}}, optim)
+    with sdpa_kernel(SDPBackend.MATH):  # the backward pass of the fast kernels adds up in any order
+        plain, before = run({"recompute": recompute}, optim)
+        offloaded, after = run({"recompute": recompute, "offload": {"activations": "all"}}, optim)
     assert offloaded == plain
     assert after < before
 
@@ -113,5 +115,6 @@ def test_the_state_of_8_bit_moments_is_loaded_again() -> None:
             tensor.copy_(tensors[name])
     again.state_loaded()
     again.steps = engine.steps
-    assert again.train_step([batch]).loss == engine.train_step([batch]).loss
-    assert again.train_step([batch]).loss == engine.train_step([batch]).loss
+    with sdpa_kernel(SDPBackend.MATH):
+        assert again.train_step([batch]).loss == engine.train_step([batch]).loss
+        assert again.train_step([batch]).loss == engine.train_step([batch]).loss

@@ -7,14 +7,14 @@ import pytest
 from tests.multi.ranks import RankPool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two_ranks() -> Iterator[RankPool]:
     pool = RankPool(2)
     yield pool
     pool.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four_ranks() -> Iterator[RankPool]:
     pool = RankPool(4)
     yield pool

@@ -1,4 +1,4 @@
-"""Real gloo ranks for tests: started once, used by many tests.
+"""Real gloo ranks for tests: started once for all tests of a file.
 
 A test hands `RankPool.run` a top-level function; every rank calls it with (rank, size, *args) and the results
 come back in rank order. A rank that raises, dies or hangs ends the pool, and the next test gets a fresh one.
@@ -6,16 +6,35 @@ come back in rank order. A rank that raises, dies or hangs ends the pool, and th
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
-_SPAWN = multiprocessing.get_context("spawn")
+import psutil
+import torch
+import torch.distributed as dist
+
+GRACE_S = 5.0
+"""How long the others have to answer once a rank has failed: most of them wait for it."""
+
+THREADS = 40
+"""Each group of gloo has a thread that wakes a hundred times a second, whether the group is used or not. Tests leave
+their groups behind, and torch keeps meshes of them in caches: after some hundred tests no time is left for others. New
+ranks cost less than that, so those with more threads than this are replaced."""
+
+
+def forked() -> Any:
+    """A context whose processes are copies of one that has loaded what all of them need: they start at once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.multi.loaded"])
+    return context
 
 
 class RankFailedError(AssertionError):
@@ -23,68 +42,103 @@ class RankFailedError(AssertionError):
 
 
 class RankPool:
-    def __init__(self, size: int, *, timeout_s: float = 120.0) -> None:
+    """So many ranks. They are replaced when they have become slow; with `lasting` they are not."""
+
+    def __init__(self, size: int, *, timeout_s: float = 120.0, lasting: bool = False) -> None:
         self.size = size
         self._timeout_s = timeout_s
+        self._lasting = lasting
+        self._slow = False
+        self._meeting = Path()
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         if not self._processes:
             self._start()
-        for pipe in self._pipes:
-            pipe.send((function, args))
-        deadline = time.monotonic() + self._timeout_s
-        results: list[Any] = []
-        failures: list[str] = []
+        call = _pack((function, args))
+        failures = []
         for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(max(deadline - time.monotonic(), 0.1) if not failures else 5.0):
-                failures.append(f"rank {rank}: no answer")
-                continue
             try:
-                ok, value = pipe.recv()
-            except EOFError:
-                failures.append(f"rank {rank}: died")
-                continue
-            (results if ok else failures).append(value)
-        if failures:
+                pipe.send_bytes(call)
+            except OSError:
+                failures.append(f"rank {rank}: was dead before")
+        results, missing = self._answers(failures)
+        failures += [f"rank {rank}: no answer" for rank in missing]
+        if failures or (self._slow and not self._lasting):
             self.close()
+        if failures:
             raise RankFailedError("\n".join(failures))
-        return results
+        return [results[rank] for rank in range(self.size)]
+
+    def _answers(self, failures: list[str]) -> tuple[dict[int, Any], list[int]]:
+        """What each rank returned, and which ones said nothing in time; `failures` gets what they raised."""
+        results: dict[int, Any] = {}
+        pending = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        deadline = time.monotonic() + self._timeout_s
+        while pending:
+            if failures:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+            ready = wait(list(pending), timeout=max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = pending.pop(pipe)
+                try:
+                    results[rank], failure, threads = _unpack(pipe.recv_bytes())
+                except (EOFError, OSError):
+                    failure, threads = f"rank {rank}: died", 0
+                failures += [failure] if failure else []
+                self._slow |= threads > THREADS
+        return results, list(pending.values())
 
     def _start(self) -> None:
-        rendezvous = tempfile.mktemp(prefix="plait-ranks-")
+        self._meeting = Path(tempfile.mktemp(prefix="plait-ranks-"))
+        context = forked()
         for rank in range(self.size):
-            mine, theirs = _SPAWN.Pipe()
-            process = _SPAWN.Process(target=_serve, args=(rank, self.size, rendezvous, theirs), daemon=True)
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, self._meeting, theirs), daemon=True)
             process.start()
             self._processes.append(process)
             self._pipes.append(mine)
 
     def close(self) -> None:
+        if not self._processes:
+            return
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.join()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._slow = [], [], False
+        self._meeting.unlink(missing_ok=True)
 
 
-def _serve(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
+def _pack(value: Any) -> bytes:
+    """As one message. A pipe's own `send` would share a piece of memory for every tensor, which takes longer."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(message: bytes) -> Any:
+    return torch.load(io.BytesIO(message), weights_only=False)
+
+
+def _serve(rank: int, size: int, meeting: Path, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     # A rank may have children, as a loader's workers are; it still ends with the tests, being a daemon to them.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
     while True:
         try:
-            function, args = pipe.recv()
+            call = pipe.recv_bytes()
         except EOFError:
             return
         try:
-            answer = (True, function(rank, size, *args))
+            function, args = _unpack(call)
+            answer = _pack((function(rank, size, *args), None, psutil.Process().num_threads()))
         except BaseException:
-            answer = (False, f"rank {rank}:\n{traceback.format_exc()}")
-        pipe.send(answer)
+            answer = _pack((None, f"rank {rank}:\n{traceback.format_exc()}", 0))
+        pipe.send_bytes(answer)

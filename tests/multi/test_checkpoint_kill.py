@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import time
 from pathlib import Path
@@ -13,7 +12,9 @@ from torch import Tensor, nn
 
 from plait.checkpoint import CheckpointFolder, open_checkpoint, verify
 from plait.config import parse_sections
+from plait.runner import Hook
 from plait.world import open_world
+from tests.multi.ranks import forked
 
 KILLS = 50
 RANKS = 2
@@ -31,8 +32,20 @@ class Large(nn.Module):
         return (self.weight[: len(x)] - x).square().mean()
 
 
-def train(rank: int, work_dir: str, meeting: str, strategy: str, async_save: bool, started: Any) -> None:
-    """Save after every step, forever; the moment it starts, `started` is released."""
+class Tells(Hook):
+    """Releases `ready` after so many steps. On a busy machine no time is long enough for a first save."""
+
+    def __init__(self, ready: Any, steps: int) -> None:
+        self.ready, self.left = ready, steps
+
+    def before_step(self, runner: Any) -> None:
+        if self.left == 0:
+            self.ready.release()
+        self.left -= 1
+
+
+def train(rank: int, work_dir: str, meeting: str, strategy: str, async_save: bool, steps: int, ready: Any) -> None:
+    """Save after every step, forever; `ready` is released after the first `steps` of them."""
     import torch.distributed as dist
 
     from plait import Runner
@@ -50,27 +63,25 @@ def train(rank: int, work_dir: str, meeting: str, strategy: str, async_save: boo
         work_dir=work_dir,
         device="cpu",
         log={"console": "none", "sinks": []},
+        hooks=[Tells(ready, steps)],
     )
-    _ = runner.engine
-    started.release()
     runner.train()
 
 
 def test_a_run_killed_again_and_again_never_loses_ground(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "plait.runner", "torch.distributed.tensor"])
+    context = forked()
     folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
     world = open_world(parse_sections(device="cpu").config)
     reached = 0
     for number in range(KILLS):
-        started = context.Semaphore(0)
-        how = (random.choice(["ddp", "zero1", "zero3"]), random.random() < 0.5)
-        arguments = (str(tmp_path / "run"), str(tmp_path / f"meeting-{number}"), *how, started)
+        ready = context.Semaphore(0)
+        how = (random.choice(["ddp", "zero1", "zero3"]), random.random() < 0.5, random.randrange(4))
+        arguments = (str(tmp_path / "run"), str(tmp_path / f"meeting-{number}"), *how, ready)
         ranks = [context.Process(target=train, args=(rank, *arguments), daemon=True) for rank in range(RANKS)]
         for process in ranks:
             process.start()
         for _ in ranks:
-            assert started.acquire(timeout=120)
+            assert ready.acquire(timeout=120)
         moment, victim = random.uniform(0.0, 0.15), random.randrange(RANKS)
         time.sleep(moment)
         ranks[victim].kill()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from plait.errors import CheckpointError
 from plait.runner import Hook
 from plait.strategy.base import Engine, StepResult
 from tests.multi.deepspeed_peer import DECAY, LR, tokens, toy
+from tests.multi.deepspeed_ranks import run_deepspeed
 from tests.multi.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(
@@ -34,36 +34,8 @@ STEPS = 4
 PEER = Path(__file__).with_name("deepspeed_peer.py")
 
 
-def run_deepspeed(folder: Path, ranks: int, jobs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Real DeepSpeed, one process a rank; what it said of each job."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    shared = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "RENDEZVOUS": f"file://{folder}/rendezvous",
-        "WORLD_SIZE": str(ranks),
-    }
-    logs = [folder / f"rank-{rank}.log" for rank in range(ranks)]
-    command = [sys.executable, str(PEER), str(folder / "jobs.json"), str(folder / "said.pt")]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        codes = [process.wait(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    failed = [log.read_text()[-3000:] for log, code in zip(logs, codes, strict=True) if code != 0]
-    assert not failed, "\n\n".join(failed)
-    said: dict[str, Any] = torch.load(folder / "said.pt")
+def what_deepspeed_says(folder: Path, ranks: int, jobs: list[dict[str, Any]]) -> dict[str, Any]:
+    said: dict[str, Any] = torch.load(run_deepspeed(PEER, folder, ranks, jobs, "said.pt"))
     return said
 
 
@@ -88,7 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     def jobs(variants: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{"name": name, "steps": STEPS, "save": str(root / name), **job} for name, job in variants.items()]
 
-    said = run_deepspeed(root / "two", 2, jobs(VARIANTS)) | run_deepspeed(root / "three", 3, jobs(UNEVEN))
+    said = what_deepspeed_says(root / "two", 2, jobs(VARIANTS)) | what_deepspeed_says(root / "three", 3, jobs(UNEVEN))
     return root, said
 
 
@@ -291,7 +263,7 @@ def resumed(
     said = {
         f"{name}-{ranks}": answer
         for ranks in (1, 2)
-        for name, answer in run_deepspeed(root / f"ranks-{ranks}", ranks, jobs).items()
+        for name, answer in what_deepspeed_says(root / f"ranks-{ranks}", ranks, jobs).items()
     }
     return held, train(engine, 3), from_scratch[:3], said
 

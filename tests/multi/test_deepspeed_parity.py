@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 
 import plait.frontends.deepspeed as deepspeed
 from tests.multi.deepspeed_loop import train
+from tests.multi.deepspeed_ranks import run_deepspeed
 from tests.multi.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(
@@ -71,34 +69,9 @@ def said(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple
     """What Plait said of each job, and what DeepSpeed said."""
     folder = tmp_path_factory.mktemp("real")
     saving = [{"name": f"{n}-saved", "steps": 3, "config": config(n), "save": str(folder / f"{n}")} for n in SAVED]
-    (folder / "jobs.json").write_text(json.dumps([*JOBS, *saving]))
-    shared = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "RENDEZVOUS": f"file://{folder}/rendezvous",
-        "WORLD_SIZE": "2",
-    }
-    command = [sys.executable, str(PEER), str(folder / "jobs.json"), str(folder / "said.json")]
-    logs = [folder / f"rank-{rank}.log" for rank in range(2)]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        codes = [process.wait(timeout=280) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    failed = [log.read_text()[-3000:] for log, code in zip(logs, codes, strict=True) if code != 0]
-    assert not failed, "\n\n".join(failed)
+    real = run_deepspeed(PEER, folder, 2, [*JOBS, *saving], "said.json")
     loading = [{"name": f"{n}-loaded", "steps": 5, "config": config(n), "load": str(folder / f"{n}")} for n in SAVED]
-    return two_ranks.run(all_jobs, [*JOBS, *loading])[0], json.loads((folder / "said.json").read_text())
+    return two_ranks.run(all_jobs, [*JOBS, *loading])[0], json.loads(real.read_text())
 
 
 def norms(found: dict[str, Any], real: dict[str, Any]) -> tuple[list[float], list[float]]:

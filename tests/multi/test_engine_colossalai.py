@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(_reason() is not None, reason=_reason() or "")
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
     """Ranks of their own: the library changes the processes it is loaded into."""
-    pool = RankPool(2, timeout_s=240.0)
+    pool = RankPool(2, timeout_s=240.0, lasting=True)
     yield pool
     pool.close()
 
@@ -70,7 +70,9 @@ def net() -> Net:
     return Net()
 
 
-def train(rank: int, size: int, strategies: list[Any], sections: dict[str, Any], steps: list[Any]) -> list[Trace]:
+def train(
+    rank: int, size: int, strategies: list[Any], sections: dict[str, Any], steps: list[Any], accumulation: int
+) -> list[Trace]:
     from tests.multi.colossal_shim import pretend_colossalai_has_a_device
 
     pretend_colossalai_has_a_device()
@@ -79,7 +81,7 @@ def train(rank: int, size: int, strategies: list[Any], sections: dict[str, Any],
         given = {"seed": 3, "optim": {"type": "AdamW", "lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}, **sections}
         config = parse_sections(strategy=strategy, **given).config
         check(config, has_val=False, require_length=False)
-        engine = prepare_engine(config, open_world(config), model=net, accumulation=ACCUMULATION)
+        engine = prepare_engine(config, open_world(config), model=net, accumulation=accumulation)
         trace = Trace([], [], [], {})
         for step in steps:
             result = engine.train_step([MicroBatch(batch, 4) for batch in step[rank::size]])
@@ -96,7 +98,7 @@ def train(rank: int, size: int, strategies: list[Any], sections: dict[str, Any],
 def test_losses_norms_and_all_state_are_the_native_ones_in_fp32(ranks: RankPool) -> None:
     strategies = ["zero2", ca("torch_ddp"), ca("low_level_zero"), ca("low_level_zero", stage=2), ca("hybrid")]
     strategies.append(ca("torch_fsdp"))
-    expected, *others = ranks.run(train, strategies, {"train": {"clip_norm": 0.6}}, batches(1))[0]
+    expected, *others = ranks.run(train, strategies, {"train": {"clip_norm": 0.6}}, batches(1), ACCUMULATION)[0]
     for found in others:
         assert_same(found, expected, tolerance=2e-5)
 
@@ -104,9 +106,15 @@ def test_losses_norms_and_all_state_are_the_native_ones_in_fp32(ranks: RankPool)
 def test_bf16_agrees_within_its_rounding(ranks: RankPool) -> None:
     strategies = ["zero2", ca("torch_ddp"), ca("low_level_zero"), ca("low_level_zero", stage=2), ca("hybrid")]
     strategies += [ca("hybrid", zero_stage=1), ca("hybrid", zero_stage=2), ca("torch_fsdp")]
-    expected, *others = ranks.run(train, strategies, {"precision": "bf16"}, batches(2))[0]
+    expected, *others = ranks.run(train, strategies, {"precision": "bf16"}, batches(2), ACCUMULATION)[0]
     for found in others:
         assert_same(found, expected, tolerance=0.08, by_norm=True)
+
+
+def test_gemini_divides_each_step_by_its_own_weights(ranks: RankPool) -> None:
+    steps = [step[:2] for step in batches(3)]  # it takes one micro-batch a step
+    expected, found = ranks.run(train, ["zero2", ca("gemini")], {"precision": "bf16"}, steps, 1)[0]
+    assert_same(found, expected, tolerance=0.08, by_norm=True)
 
 
 def fit_pretended(rank: int, size: int, sections: dict[str, Any], options: dict[str, Any]) -> Outcome:

@@ -28,7 +28,7 @@ ACCUMULATION = 2
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
     """Ranks of their own: the library changes the processes it is loaded into."""
-    pool = RankPool(2, timeout_s=240.0)
+    pool = RankPool(2, timeout_s=240.0, lasting=True)
     yield pool
     pool.close()
 

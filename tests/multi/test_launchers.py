@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import runpy
 import socket
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from tests.multi.ranks import forked
 
 SCRIPT = """
 import json, pathlib, sys
@@ -53,6 +57,36 @@ def run(commands: list[list[str]], environments: list[dict[str, str]]) -> None:
     ]
     outputs = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(outputs)
+
+
+def run_as(script: Path, arguments: list[str], environments: list[dict[str, str]]) -> None:
+    """The script in processes that some launcher started with these variables, without the seconds of loading torch."""
+    context = forked()
+    logs = [script.parent / f"{number}.log" for number in range(len(environments))]
+    words = [str(script), *arguments]
+    processes = [
+        context.Process(target=_become, args=(words, {**clean(), **env}, log), daemon=True)
+        for env, log in zip(environments, logs, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        process.kill()
+        process.join()
+    outputs = [log.read_text() for log in logs if log.exists()]
+    assert [process.exitcode for process in processes] == [0] * len(processes), "\n".join(outputs)
+
+
+def _become(words: list[str], environment: dict[str, str], log: Path) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)  # what was loaded before has not seen OMP_NUM_THREADS
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def answers(folder: Path, size: int) -> list[dict[str, Any]]:
@@ -97,12 +131,12 @@ def test_ranks_that_slurm_or_mpi_started_find_each_other(
     script: Path, alone: list[float], launcher: Any, word: str
 ) -> None:
     job = random.SystemRandom().randrange(10**6)
-    command = [sys.executable, str(script), str(script.parent), "--mine=1"]
-    run([command] * 2, [launcher(rank, job) for rank in range(2)])
+    words = [str(script.parent), "--mine=1"]
+    run_as(script, words, [launcher(rank, job) for rank in range(2)])
     for rank, answer in enumerate(answers(script.parent, 2)):
         assert (answer["rank"], answer["size"], answer["local"], answer["launcher"]) == (rank, 2, rank, word)
         assert answer["losses"] == pytest.approx(alone, rel=1e-5)
-        assert answer["argv"] == command[1:]
+        assert answer["argv"] == [str(script), *words]
 
 
 def test_torchrun_starts_it_and_leaves_its_arguments_alone(script: Path, alone: list[float]) -> None:
@@ -126,6 +160,6 @@ def test_torchruns_own_rendezvous_works_too(script: Path, alone: list[float]) ->
 
 def test_inside_a_slurm_batch_script_a_process_is_alone(script: Path, alone: list[float]) -> None:
     batch = {"SLURM_JOB_ID": "5", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
-    run([[sys.executable, str(script), str(script.parent)]], [batch])
+    run_as(script, [str(script.parent)], [batch])
     (answer,) = answers(script.parent, 1)
     assert (answer["size"], answer["launcher"], answer["losses"]) == (1, "none", alone)

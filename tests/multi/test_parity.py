@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -29,25 +30,29 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 3e-2}
 PRECISIONS = {"fp32": "fp32", "bf16": "bf16", "fp16": {"compute": "fp16", "scaler": {"initial_power": 10}}}
 
 
-def fresh_seed() -> int:
+@functools.cache
+def alone(precision: str, micro_batches: int, clip_norm: float | None) -> tuple[int, dict[str, Any], list[Any], Trace]:
+    """Batches that no other call gets, and what one process makes of them: seed, sections, steps, trace."""
     seed = random.SystemRandom().randrange(2**31)
+    steps = token_batches(seed, micro_batches)
+    sections = {"precision": PRECISIONS[precision], "train": {"clip_norm": clip_norm}}
+    return seed, sections, steps, run_steps(0, 1, {**sections, "strategy": {}}, steps)
+
+
+def compare(
+    pool: RankPool, strategy: dict[str, Any], precision: str, micro_batches: int, clip_norm: float | None
+) -> None:
+    seed, sections, steps, expected = alone(precision, micro_batches, clip_norm)
     print(f"seed {seed}")
-    return seed
-
-
-def reference(sections: dict[str, Any], steps: list[list[Any]]) -> Trace:
-    return run_steps(0, 1, {**sections, "strategy": {}}, steps)
+    for found in pool.run(run_steps, {**sections, "strategy": strategy}, steps):
+        assert_same(found, expected, tolerance=TOLERANCE[precision])
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_ranks_equal_one_process(two_ranks: RankPool, strategy: str, precision: str, accumulation: int) -> None:
-    steps = token_batches(fresh_seed(), 2 * accumulation)
-    sections = {"precision": PRECISIONS[precision], "train": {"clip_norm": 0.5}}
-    expected = reference(sections, steps)
-    for found in two_ranks.run(run_steps, {**sections, "strategy": STRATEGIES[strategy]}, steps):
-        assert_same(found, expected, tolerance=TOLERANCE[precision])
+    compare(two_ranks, STRATEGIES[strategy], precision, 2 * accumulation, clip_norm=0.5)
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -58,8 +63,4 @@ def test_four_ranks_equal_one_process(four_ranks: RankPool, strategy: str, preci
         "hsdp": {"sharding": "HYBRID_SHARD", "layout": {"dp_replicate": 2, "dp_shard": 2}},
         "hsdp-zero1": {"zero": 1, "layout": {"dp_replicate": 2, "dp_shard": 2}},
     }
-    steps = token_batches(fresh_seed(), 4 * accumulation)
-    sections = {"precision": PRECISIONS[precision]}
-    expected = reference(sections, steps)
-    for found in four_ranks.run(run_steps, {**sections, "strategy": {**STRATEGIES, **hybrid}[strategy]}, steps):
-        assert_same(found, expected, tolerance=TOLERANCE[precision])
+    compare(four_ranks, {**STRATEGIES, **hybrid}[strategy], precision, 4 * accumulation, clip_norm=None)

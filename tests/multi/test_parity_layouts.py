@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -47,6 +49,18 @@ MOE = {
 }
 
 
+@functools.cache
+def batches(micro_batches: int) -> tuple[int, list[list[Any]]]:
+    seed = random.randrange(1000)
+    return seed, token_batches(seed, micro_batches)
+
+
+@functools.cache
+def alone(sections: str, precision: str, micro_batches: int) -> Trace:
+    """What one process makes of these batches; `sections` as json."""
+    return run_steps(0, 1, in_precision(json.loads(sections), precision), batches(micro_batches)[1])
+
+
 def compare(
     pool: RankPool,
     sections: dict[str, Any],
@@ -58,13 +72,11 @@ def compare(
     noise_in_bf16: str = "",
 ) -> None:
     """Train the same micro-batches on one process and on all ranks; for `noise` see `assert_same`."""
-    seed = random.randrange(1000)
+    seed, steps = batches(micro_batches)
     print(f"seed {seed}")
-    steps = token_batches(seed, micro_batches)
-    alone = {key: value for key, value in sections.items() if key != "strategy"}
     everybody = pool.run(run_layout, sections, steps, precisions)
     for index, precision in enumerate(precisions):
-        expected = run_steps(0, 1, in_precision(alone, precision), steps)
+        expected = alone(json.dumps({**sections, "strategy": {}}), precision, micro_batches)
         traces = [traces[index] for traces in everybody]
         # Each rank of a pipeline has its own layers; all of them together are the model.
         everything = {name: tensor for trace in traces for name, tensor in trace.tensors.items()}

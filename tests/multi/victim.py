@@ -108,6 +108,7 @@ def train(
         checkpoint={"every": int(every)} if int(every) else {"last": False},
         work_dir=work_dir,
         device="cpu",
+        plan={"gate": "off"},
         timeout_s=float(timeout),
         log={"console": "none"},
     ) as runner:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
@@ -12,7 +14,10 @@ from plait.errors import DataError, GenerateError
 from plait.generate.options import Sampling
 from plait.generate.perplexity import Perplexity, measure_perplexity
 from plait.generate.side_by_side import page_of
-from plait.generate.speaker import Speaker
+from plait.generate.speaker import Speaker, Turn
+from plait.posttrain.data.records import Message
+from plait.posttrain.judge import Question, open_judge, run_behind
+from plait.posttrain.judge import held_out as kept_back
 
 _WINDOW = 1024
 """Tokens at once for a perplexity, where a model does not say how many it sees."""
@@ -28,33 +33,67 @@ def generate(
     against: list[str] | None = None,
     html: str | None = None,
     perplexity: str | None = None,
+    chat: bool = False,
+    held_out: int | None = None,
+    reward: str | None = None,
 ) -> None:
-    """Let one or several models continue the prompts, and print the texts or write them side by side."""
-    asked = [*prompts, *([] if prompts_file is None else read_prompts(Path(prompts_file)))]
+    """Let one or several models continue the prompts, and print the texts or write them side by side.
+
+    With `chat`, and for questions that the run has `held_out`, a prompt is a turn of a conversation. `reward` names
+    who judges the answers.
+    """
     text = None if perplexity is None else _read(Path(perplexity))
-    if not asked and text is None:
-        asked = ["def "]
     if html is None and against:
         raise GenerateError("--against needs --html, the page that shows the models side by side")
+    given = [*prompts, *([] if prompts_file is None else read_prompts(Path(prompts_file)))]
+    asked = [Question((Message("user", prompt),)) for prompt in given]
+    asked += [] if held_out is None else kept_back(path, held_out)
+    if not asked and text is None:
+        asked = [Question((Message("user", "def "),))]
+    judge = None if reward is None else open_judge(reward, run_behind(path))
     paths = [path, *(against or [])]
     answers: list[list[str]] = [[] for _ in asked]
-    expected: list[Perplexity] = []
+    notes: list[list[str]] = [[] for _ in asked]
+    figures: dict[str, list[str]] = {}
     for each in paths:  # one after another, so that one at a time is in memory
         speaker = open_speaker(each, opening)
         if text is not None:
-            expected.append(_expect(speaker, text))
-            typer.echo(f"{each}: perplexity {expected[-1].perplexity:.4g} over {expected[-1].tokens} tokens")
-        found = speaker.write([speaker.encode(prompt) for prompt in asked], sampling)
-        for row, prompt, (answer, completion) in zip(answers, asked, found, strict=True):
+            expected = _expect(speaker, text)
+            figures.setdefault("perplexity", []).append(f"{expected.perplexity:.4g}")
+            typer.echo(f"{each}: perplexity {expected.perplexity:.4g} over {expected.tokens} tokens")
+        told = [_prompt(speaker, question, chat=chat or held_out is not None) for question in asked]
+        found = speaker.write(told, sampling)
+        for row, question, (answer, completion) in zip(answers, asked, found, strict=True):
             row.append(answer)
             if html is None:
-                typer.echo(prompt + answer)
+                typer.echo(question.text + answer)
             if completion.finish_reason == "length" and len(completion.tokens) < sampling.max_new_tokens:
                 typer.echo(f"({each} sees {speaker.generator.context} tokens: no room for more)", err=True)
+        if judge is not None and asked:
+            rewards = judge.rewards(asked, [answer for answer, _ in found])
+            for row, value in zip(notes, rewards, strict=True):
+                row.append("not judged" if math.isnan(value) else f"reward {value:.3g}")
+            mean, said = _mean(rewards)
+            figures.setdefault("mean reward", []).append(mean)
+            typer.echo(f"{each}: reward {mean} over {said}")
     if html is not None:
-        figures = [("perplexity", [f"{each.perplexity:.4g}" for each in expected])] if expected else []
-        Path(html).write_text(page_of(paths, asked, answers, figures=figures), "utf-8")
+        rows = list(figures.items())
+        Path(html).write_text(page_of(paths, [q.text for q in asked], answers, notes=notes, figures=rows), "utf-8")
         typer.echo(f"side by side: {html}")
+
+
+def _prompt(speaker: Speaker, question: Question, *, chat: bool) -> list[int]:
+    if not chat:
+        return speaker.encode(question.text)
+    return speaker.ask([Turn(message.role, message.content) for message in question.messages]).tokens
+
+
+def _mean(rewards: Sequence[float]) -> tuple[str, str]:
+    """The mean of those that are known, and how many they are."""
+    known = [reward for reward in rewards if not math.isnan(reward)]
+    lost = len(rewards) - len(known)
+    said = f"{len(known)} answers" + (f", {lost} not judged" if lost else "")
+    return (f"{sum(known) / len(known):.4g}" if known else "unknown"), said
 
 
 def read_prompts(file: Path) -> list[str]:

@@ -93,6 +93,32 @@ def dpo(
 
 
 @app.command()
+def ppo(
+    config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
+    overrides: Overrides = None,
+    nproc: Nproc = "1",
+    dry_run: DryRun = False,
+) -> None:
+    """Train a language model on its own answers, with a critic and a reward model or function (PPO)."""
+    from plait.cli.posttrain import run_phase
+
+    run_phase("ppo", config, overrides or [], nproc=nproc, dry_run=dry_run)
+
+
+@app.command()
+def grpo(
+    config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
+    overrides: Overrides = None,
+    nproc: Nproc = "1",
+    dry_run: DryRun = False,
+) -> None:
+    """Train a language model on its own answers, several to a prompt that judge each other (GRPO)."""
+    from plait.cli.posttrain import run_phase
+
+    run_phase("grpo", config, overrides or [], nproc=nproc, dry_run=dry_run)
+
+
+@app.command()
 def plan(
     config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
     overrides: Overrides = None,
@@ -136,6 +162,24 @@ def plan(
     )
     if not fits:
         raise typer.Exit(1)
+
+
+@app.command()
+def profile(
+    config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
+    overrides: Overrides = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", "-s", min=1, help="Recorded steps; absent: `profile.steps`, 3.")
+    ] = None,
+    nproc: Nproc = "1",
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", help="Folder for page, picture and traces; absent: WORK_DIR-profile.")
+    ] = None,
+) -> None:
+    """Record a few steps of a run and show where their time and memory go."""
+    from plait.cli.profile import profile as run
+
+    run(config, overrides or [], steps=steps, nproc=nproc, out=out)
 
 
 @app.command()
@@ -268,6 +312,14 @@ class _AsItIs(TyperCommand):
 def launch(ctx: typer.Context) -> None:
     """Start a script on every slot of one or several hosts: `plait launch [flags] script.py [its arguments]`."""
     from plait.cli.launch import launch as run
+
+    run(ctx.args)
+
+
+@app.command(cls=_AsItIs)
+def pipeline(ctx: typer.Context) -> None:
+    """Run phases one after another, each from the result of the one before: `plait pipeline sft.yaml reward.yaml …`."""
+    from plait.cli.pipeline import pipeline as run
 
     run(ctx.args)
 

@@ -29,6 +29,10 @@ _SHOWN = 12
 """So many ways of a search are shown; the file has all."""
 
 
+_NOTABLE_S = 1e-3
+"""Copies that take less are not shown: every run moves its inputs."""
+
+
 def draw_pipeline(config: str, overrides: Sequence[str], out: str | None, *, ranks: int | None) -> None:
     """Draw the pipeline of a run as a picture: who works on which micro-batch, when, and who waits."""
     found = parse(config, overrides).config
@@ -188,6 +192,13 @@ def _time_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
         how = "waited for" if any(a.total("waited", axis) for a in accounts) else "beside computing"
         yield f"messages {axis}, {how}", [a.total("waited", axis) + a.total("hidden", axis) for a in accounts]
     yield "host, beside the device", [account.total("host") for account in accounts]
+    for way, words in (("out", "copies to the host"), ("in", "copies to the device"), ("files", "weights from files")):
+        values = [account.total("link", way) for account in accounts]
+        if max(values) > _NOTABLE_S:
+            yield f"{words}, beside computing", values
+    if any(account.total("update") for account in accounts):
+        yield "update on the host", [account.on_host() for account in accounts]
+        yield "  of that waited for", [account.updating() for account in accounts]
 
 
 def _show_search(console: Console, found: Search) -> None:

@@ -1,4 +1,4 @@
-"""`plait sft`, `plait reward` and `plait dpo`."""
+"""`plait sft`, `plait reward`, `plait dpo`, `plait ppo` and `plait grpo`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _check(parsed: Parsed, ranks: int) -> None:
 
 def _run(parsed: Parsed) -> None:
     from plait.cli.here import import_from_here
-    from plait.posttrain.run import PhaseRunner
+    from plait.posttrain.run import make_runner
 
     import_from_here()
-    with PhaseRunner(parsed) as runner:
+    with make_runner(parsed) as runner:
         runner.train()

@@ -17,5 +17,5 @@ def report(run_dir: str, out: str | None, samples: list[str]) -> None:
         raise DataError(f"{record} does not exist: {run_dir!r} is not the work_dir of a run with the jsonl sink")
     target = Path(out) if out else Path(run_dir) / "report.html"
     texts = [(Path(name).stem, Path(name).read_text()) for name in samples]
-    write_report([record], target, title=Path(run_dir).name, samples=texts)
+    write_report([record], target, title=Path(run_dir).name, samples=texts, folder=Path(run_dir))
     typer.echo(f"report: {target}")

@@ -49,6 +49,16 @@ def generate(
     perplexity: Annotated[
         str | None, typer.Option("--perplexity", metavar="FILE", help="Show how well a text is expected.")
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask prompts as `plait chat` does, in the model's template.")
+    ] = False,
+    held_out: Annotated[
+        int | None, typer.Option("--held-out", min=1, help="Ask so many questions that the run kept for validation.")
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option("--reward", metavar="WHO", help="Who judges: a reward model's folder, task, gsm8k, module:name."),
+    ] = None,
     adapter: Adapter = None,
     tokenizer: TokenizerFile = None,
     dtype: Dtype = "auto",
@@ -74,6 +84,9 @@ def generate(
         against=against,
         html=html,
         perplexity=perplexity,
+        chat=chat,
+        held_out=held_out,
+        reward=reward,
     )
 
 

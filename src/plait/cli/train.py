@@ -32,6 +32,9 @@ def train(
     if parsed.config.strategy.auto and launched_size() is None:
         overrides = [*overrides, *_found(config, overrides, count)]
         parsed = parse(config, overrides)
+    if parsed.config.strategy.offload.ratio == "auto" and launched_size() is None:
+        overrides = [*overrides, *_shared(config, overrides, count)]
+        parsed = parse(config, overrides)
     _check(parsed, launched_size() or count)
     if dry_run:
         _show(parsed)
@@ -55,6 +58,19 @@ def _found(config: str, overrides: Sequence[str], ranks: int) -> list[str]:
     settings, words = found
     print(f"strategy: auto takes {' '.join(settings) or 'the run as it is written'} ({words})")
     return ["strategy.auto=false", *settings]
+
+
+def _shared(config: str, overrides: Sequence[str], ranks: int) -> list[str]:
+    """A number for `strategy.offload.ratio: auto`."""
+    from plait.plan.aside import in_a_child
+    from plait.plan.gate import best_ratio
+
+    wanted = parse(config, overrides).config
+    found = in_a_child(lambda: best_ratio(wanted, ranks), seconds=600.0)
+    if isinstance(found, str):
+        raise ConfigError(Problem("strategy.offload.ratio", f"auto, but {found}", "Write a number from 0 to 1."))
+    print(f"strategy.offload.ratio: auto takes {found[0].partition('=')[2]}")
+    return found
 
 
 def _accelerated(path: str, *, quiet: bool) -> tuple[list[str], str | None]:

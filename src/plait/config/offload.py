@@ -26,8 +26,8 @@ class OffloadConfig(Shorthand):
     """With `optimizer: nvme`: host memory of one rank for what passes through. Absent: as `bucket_mb` asks."""
     bucket_mb: PositiveFloat = 256.0
     """fp32 weights that are updated as one; while one bucket computes, others travel."""
-    ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Share of the weights whose update stays on the device."""
+    ratio: Annotated[float, Field(ge=0.0, lt=1.0)] | Literal["auto"] = 0.0
+    """Share of the weights whose update stays on the device. `auto`: what the plan finds, with `plait train`."""
     host_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """With `optimizer: nvme`: share of the weights whose state stays in host memory, beyond `budget_gib`."""
     delayed: bool = False
@@ -48,6 +48,11 @@ class OffloadConfig(Shorthand):
     def on(self) -> bool:
         """Whether anything is offloaded."""
         return self.optimizer != "none"
+
+    @property
+    def share(self) -> float:
+        """`ratio` as a number; what `auto` will be is not known here, and counts as nothing."""
+        return 0.0 if self.ratio == "auto" else self.ratio
 
     @property
     def uses_files(self) -> bool:

@@ -23,7 +23,13 @@ class _Implemented(_Optim):
     """`auto`: fused where the device has it."""
 
 
-class AdamWConfig(_Implemented):
+class _Adam(_Optim):
+    implementation: Literal["auto", "one-pass", "fused", "foreach", "loop"] = "auto"
+    """`one-pass`: Plait's kernel, which rounds the new weights too; `fused`: torch's. `auto`: the first of these that
+    is made for the device."""
+
+
+class AdamWConfig(_Adam):
     """Adam with decoupled weight decay."""
 
     type: Literal["AdamW"] = "AdamW"
@@ -33,7 +39,7 @@ class AdamWConfig(_Implemented):
     amsgrad: bool = False
 
 
-class AdamConfig(_Implemented):
+class AdamConfig(_Adam):
     """Adam; weight decay is added to the gradient."""
 
     type: Literal["Adam"] = "Adam"

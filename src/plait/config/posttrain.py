@@ -8,9 +8,9 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, RefusedError, Section
 
-PHASES = ("sft", "reward", "dpo")
+PHASES = ("sft", "reward", "dpo", "ppo", "grpo")
 """The phases that have a command each."""
-Phase = Literal["sft", "reward", "dpo"]
+Phase = Literal["sft", "reward", "dpo", "ppo", "grpo"]
 
 
 class TaskData(Section):
@@ -23,6 +23,8 @@ class TaskData(Section):
     """How many questions there are before any split."""
     size: PositiveInt = 2
     """Digits of a number; of letters, there are twice as many."""
+    wrongs: PositiveInt = 1
+    """Wrong answers to each question; each makes a pair with the right one, for reward models and DPO."""
 
 
 class FileData(Section):
@@ -128,6 +130,8 @@ class LoraConfig(Section):
     """Train nothing else. False: the whole model learns too."""
     also: Many[str] = ()
     """With `only`: patterns of other parameters that learn too (`*norm*`)."""
+    lr: PositiveFloat | None = None
+    """Rate of the adapters. Absent: `optim.lr`, as for all else that learns."""
     scaled_by_root: bool = False
     """`alpha / √rank` in place of `alpha / rank` (rsLoRA)."""
     adapter: PathText | None = None

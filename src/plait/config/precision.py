@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from plait.config.base import NonNegativeInt, PositiveInt, Section, Shorthand
+from plait.config.base import Many, NonNegativeInt, PositiveInt, Section, Shorthand
 
 
 class ScalerConfig(Section):
@@ -24,6 +24,28 @@ class ScalerConfig(Section):
     minimum: PositiveFloat = 1.0
 
 
+class Fp8Config(Shorthand):
+    """Matrix products in 8 bits, for the linear layers of a model's blocks; everything else stays in bf16."""
+
+    recipe: Literal["none", "tensorwise", "rowwise"] = "none"
+    """One scale for a tensor, or one for each row: slower, and closer to bf16."""
+    modules: Many[str] = ("*",)
+    """Patterns of the layers' names."""
+    skip: Many[str] = ()
+    """Patterns of names to leave in bf16."""
+    emulate: bool = False
+    """Round in the same way and multiply in fp32: for devices without such products. Slow."""
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        """A word is the `recipe`; `true` and `false` are `tensorwise` and `none`."""
+        if isinstance(value, bool):
+            return {"recipe": "tensorwise" if value else "none"}
+        if isinstance(value, dict) and value:
+            return {"recipe": "tensorwise", **value}
+        return {"recipe": value} if isinstance(value, str) else value
+
+
 class PrecisionConfig(Shorthand):
     """Parameters and activations in `compute`, gradients summed in `reduce`, optimizer in fp32 if `master`."""
 
@@ -36,8 +58,14 @@ class PrecisionConfig(Shorthand):
     cast_inputs: bool = True
     """Floating-point inputs are cast to `compute`."""
     scaler: ScalerConfig = Field(default_factory=ScalerConfig)
+    fp8: Fp8Config = Field(default_factory=Fp8Config)
+    """Matrix products in 8 bits. Naming it is asking for bf16 as `compute`."""
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """A word is the format of `compute`."""
+        """A word is the format of `compute`; `fp8` is bf16 with `fp8: tensorwise`."""
+        if value == "fp8":
+            value = {"fp8": "tensorwise"}
+        if isinstance(value, dict) and value.get("fp8"):
+            return {"compute": "bf16", **value}
         return {"compute": value} if isinstance(value, str) else value

@@ -10,10 +10,12 @@ from pydantic import Field, PositiveFloat
 from plait.config.base import Many, NonNegativeInt, PathText, Shorthand
 from plait.config.data import DataConfig
 from plait.config.model import ModelConfig
+from plait.config.online import GrpoConfig, PpoConfig, RolloutConfig
 from plait.config.optim import AdamWConfig, OptimConfig
 from plait.config.plan import PlanConfig
 from plait.config.posttrain import DpoConfig, LoraConfig, Phase, PosttrainConfig, RewardConfig, SftConfig
 from plait.config.precision import PrecisionConfig
+from plait.config.profile import ProfileConfig
 from plait.config.schedule import ScheduleConfig
 from plait.config.strategy import StrategyConfig
 from plait.config.train import BatchConfig, CheckpointConfig, HookConfig, LogConfig, TrainConfig
@@ -44,9 +46,11 @@ class RunConfig(Shorthand):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     log: LogConfig = Field(default_factory=LogConfig)
     plan: PlanConfig = Field(default_factory=PlanConfig)
+    profile: ProfileConfig | None = None
+    """Record a few steps and write where their time went; absent: no step is looked into."""
     hooks: Many[HookConfig] = ()
     phase: Phase | None = None
-    """Set by `plait sft`, `plait reward` and `plait dpo`; absent: plain training."""
+    """Set by `plait sft`, `plait reward`, `plait dpo`, `plait ppo` and `plait grpo`; absent: plain training."""
     posttrain: PosttrainConfig | None = None
     """Examples, tokens and first weights of the phases after pretraining."""
     lora: LoraConfig | None = None
@@ -57,6 +61,12 @@ class RunConfig(Shorthand):
     """What is particular to `plait reward`."""
     dpo: DpoConfig | None = None
     """What is particular to `plait dpo`."""
+    rollout: RolloutConfig | None = None
+    """How `plait ppo` and `plait grpo` make answers."""
+    ppo: PpoConfig | None = None
+    """What is particular to `plait ppo`."""
+    grpo: GrpoConfig | None = None
+    """What is particular to `plait grpo`."""
 
     @classmethod
     def expand(cls, value: Any) -> Any:

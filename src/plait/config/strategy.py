@@ -175,6 +175,11 @@ class StrategyConfig(Shorthand):
     tiles: TilesConfig = Field(default_factory=TilesConfig)
     """Layers that are computed for some tokens at a time."""
     compile: CompileConfig = Field(default_factory=CompileConfig)
+    kernels: Literal["auto", "plain"] = "auto"
+    """Norms, gates and rotations in one operation each. `auto`: on CUDA, where the model is not compiled."""
+    attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
+    """The kernel that attention is computed with, on CUDA. `auto`: the one that torch prefers there; rows with document
+    ids go to FlexAttention in any case."""
     offload: OffloadConfig = Field(default_factory=OffloadConfig)
     """What lives in host memory or in files. A word says where the optimizer does."""
 

@@ -112,7 +112,7 @@ class CachedDecoder(Decoder):
         """Read the prompts; of the last token of each, the logits."""
         self.close()
         rows, lengths = padded(prompts, self._device), lengths_of(prompts, self._device)
-        dtype = self._attentions[0].q.weight.dtype
+        dtype = next(self._attentions[0].parameters()).dtype  # a matrix in few bits is no parameter
         self._cache = Cache(lengths, lengths + torch.tensor(rooms, device=self._device), dtype)
         self._usual = [attention.attend for attention in self._attentions]
         self._layers = [Remembering(attend, self._cache) for attend in self._usual]

@@ -55,7 +55,7 @@ class Replica:
 
     def fill(self, engine: NativeEngine) -> None:
         """Take the weights that the engine has now. Every rank must call it."""
-        missing = set(self._holders)
+        missing, params = set(self._holders), dict(engine.model.named_parameters())
         for name, whole in whole_weights(engine, self._dtype):
             if name not in self._holders:
                 raise ModelError(
@@ -64,7 +64,7 @@ class Replica:
                 )
             missing.discard(name)
             # A plain parameter is copied: the next step would change it under a batch in progress.
-            self._put(name, whole.clone() if not is_sharded(engine.model.get_parameter(name)) else whole)
+            self._put(name, whole.clone() if not is_sharded(params[name]) else whole)
         if missing:
             raise ModelError(f"the model built for writing has {min(missing)}, and the one in training has not")
         live = dict(engine.model.named_buffers())

@@ -13,6 +13,7 @@ th, td { text-align: left; vertical-align: top; padding: .6rem .8rem; border: 1p
 th { position: sticky; top: 0; background: Canvas; }
 td { white-space: pre-wrap; overflow-wrap: anywhere; }
 td:first-child { color: GrayText; }
+td small { display: block; margin-top: .4rem; color: GrayText; font-variant-numeric: tabular-nums; }
 tfoot td { font-variant-numeric: tabular-nums; }
 """
 
@@ -22,20 +23,27 @@ def page_of(
     prompts: Sequence[str],
     answers: Sequence[Sequence[str]],
     *,
+    notes: Sequence[Sequence[str]] = (),
     figures: Sequence[tuple[str, Sequence[str]]] = (),
 ) -> str:
-    """The page. `answers` has a list for each prompt, with one text for each name; `figures` are rows below them."""
+    """The page. `answers` has a list for each prompt, with one text for each name.
+
+    `notes`, if there are any, has what is said below each answer; `figures` are rows below all of them.
+    """
     head = "".join(f"<th>{escape(name)}</th>" for name in ("prompt", *names))
-    rows = [
-        "".join(f"<td>{escape(text)}</td>" for text in (prompt, *texts))
-        for prompt, texts in zip(prompts, answers, strict=True)
-    ]
-    feet = ["".join(f"<td>{escape(text)}</td>" for text in (label, *values)) for label, values in figures]
-    body = "".join(f"<tr>{row}</tr>\n" for row in rows)
-    foot = "".join(f"<tr>{row}</tr>\n" for row in feet)
+    body = "".join(
+        f"<tr><td>{escape(prompt)}</td>{_cells(texts, notes[at] if notes else ())}</tr>\n"
+        for at, (prompt, texts) in enumerate(zip(prompts, answers, strict=True))
+    )
+    foot = "".join(f"<tr>{_cells((label, *values), ())}</tr>\n" for label, values in figures)
     title = " beside ".join(escape(name) for name in names)
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>\n'
         f"<h1>{title}</h1>\n<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n"
         f"<tfoot>\n{foot}</tfoot></table>\n</html>\n"
     )
+
+
+def _cells(texts: Sequence[str], notes: Sequence[str]) -> str:
+    below = [f"<small>{escape(note)}</small>" for note in notes] or [""] * len(texts)
+    return "".join(f"<td>{escape(text)}{note}</td>" for text, note in zip(texts, below, strict=True))

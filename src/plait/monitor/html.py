@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plait.monitor import page
+from plait.monitor.beside import answers_card, picture_cards
 from plait.monitor.history import history
 from plait.monitor.jsonl import events_path, read_events
 from plait.monitor.panels import loss_card, small_cards
@@ -18,12 +19,14 @@ def write_report(
     out: Path,
     title: str,
     samples: Sequence[tuple[str, str]] = (),
+    folder: Path | None = None,
 ) -> None:
     """Write the report of a run to `out`, replacing an older one in one move.
 
     `source` is the run's events, or the files they were recorded in (`events-rank0.jsonl`, and those of
     other ranks for their messages). Every RUN_START opens a segment, so a run that was stopped and
-    resumed, under another strategy or not, is one continued curve. `samples` are (title, text) pairs.
+    resumed, under another strategy or not, is one continued curve. `samples` are (title, text) pairs. `folder` is
+    where the run left answers (`samples.jsonl`) and pictures, if it did.
     """
     events = [item for item in source if isinstance(item, Event)]
     paths = [item for item in source if not isinstance(item, Event)]
@@ -33,6 +36,7 @@ def write_report(
         page.facts(story),
         loss_card(story),
         small_cards(story),
+        "" if folder is None else answers_card(folder) + picture_cards(folder),
         page.card("Run" if len(story.segments) == 1 else "Segments", page.comparison(story)),
         page.card("Samples", page.samples(samples)),
         page.card("Checkpoints", page.checkpoints(story)),
@@ -70,5 +74,6 @@ class HtmlSink:
             [first, *(path for path in others if path != first)],
             self._work_dir / "report.html",
             self._work_dir.resolve().name,
+            folder=self._work_dir,
         )
         self._stale = False

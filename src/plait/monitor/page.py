@@ -11,6 +11,7 @@ from html import escape
 from typing import Any
 
 from plait.monitor.history import History, Segment
+from plait.monitor.learning import learned
 from plait.monitor.style import CSS
 from plait.monitor.table import pairs, tables
 from plait.monitor.units import clock, compact, decimal, duration, number, size
@@ -82,6 +83,7 @@ def facts(story: History) -> str:
 
 
 def _facts(story: History) -> Iterator[tuple[str, str, str]]:
+    yield from learned(story)
     if losses := [point for segment in story.segments for point in segment.curve("loss")]:
         yield "Final loss", decimal(losses[-1][1]), f"step {losses[-1][0]:,}"
     if validated := story.values("loss", EventKind.VALIDATE):

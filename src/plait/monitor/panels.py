@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from plait.monitor.history import History, Point
+from plait.monitor.learning import MEASURES
 from plait.monitor.page import PALETTE, card, steps_text, text
 from plait.monitor.svg import Chart, Marker, Series, render
 from plait.monitor.units import compact, decimal
@@ -31,6 +32,9 @@ class Panel:
     kind: EventKind = EventKind.TRAIN
     continuous: bool = True
     """It goes on where it was after a resume; what depends on the machine or the layout may jump."""
+    from_zero: bool = True
+    beside: EventKind | None = None
+    """Another kind of event that measured the same; drawn into the same chart."""
 
 
 def loss_card(story: History) -> str:
@@ -52,6 +56,7 @@ def small_cards(story: History) -> str:
 
 
 def _panels(story: History) -> Iterator[Panel]:
+    yield from _answers(story)
     yield Panel("lr", "Learning rate", "", lambda v: f"{v:.3e}")
     yield Panel("grad_norm", "Gradient norm", "", decimal)
     yield Panel("time", "Step time", "seconds", lambda v: f"{v:.4f} s", continuous=False)
@@ -62,15 +67,36 @@ def _panels(story: History) -> Iterator[Panel]:
     yield Panel("memory", "Peak memory", f"{unit}, one rank", lambda v: f"{v:,.1f} {unit}", scale, continuous=False)
     yield Panel("mfu", "Model FLOPs utilisation", "%", lambda v: f"{v:.1f}%", 100.0, continuous=False)
     yield Panel("loss_scale", "Loss scale", "", lambda v: f"{v:g}")
+    drawn = {"loss", "time", "batches", *(measure.key for measure in MEASURES)}
     for key in story.metric_keys(EventKind.VALIDATE):
-        if key not in ("loss", "time", "batches"):
+        if key not in drawn:
             yield Panel(key, key, "validation", decimal, kind=EventKind.VALIDATE)
 
 
+def _answers(story: History) -> Iterator[Panel]:
+    """What is known of answers: while training, on held-out prompts, or both in one chart."""
+    for each in MEASURES:
+        kinds = [kind for kind in (EventKind.TRAIN, EventKind.VALIDATE) if story.values(each.key, kind)]
+        if kinds:
+            both = len(kinds) == 2
+            where = "line: training, circles: held-out" if both else "" if EventKind.TRAIN in kinds else "held-out"
+            note = " · ".join(part for part in (each.note, where) if part)
+            beside = EventKind.VALIDATE if both else None
+            ground = not each.signed
+            yield Panel(each.key, each.title, note, each.form, kind=kinds[0], from_zero=ground, beside=beside)
+
+
 def _small(story: History, panel: Panel, width: int = 520) -> str:
-    series = list(_series(story, panel.key, "", panel.scale, panel.kind, panel.continuous))
+    kinds = {panel.kind: "", panel.beside: "held-out"} if panel.beside else {panel.kind: ""}
+    series = [
+        one
+        for kind, name in kinds.items()
+        for one in _series(story, panel.key, name, panel.scale, kind, panel.continuous)
+    ]
     label = f"{panel.title} over steps"
-    chart = render(Chart(series, panel.form, label, story.domain, _markers(story), from_zero=True, width=width))
+    chart = render(
+        Chart(series, panel.form, label, story.domain, _markers(story), from_zero=panel.from_zero, width=width)
+    )
     return card(panel.title, f'<div class="{"wide" if width > 520 else "narrow"}">{chart}</div>', panel.unit)
 
 

@@ -94,6 +94,10 @@ td { overflow-wrap: anywhere; }
 .compare td { width: 50%; }
 td.n, th.n { text-align: right; white-space: nowrap; }
 .saves td:first-child, .saves th:first-child { width: 1%; }
+.said td { width: 45%; }
+.said td.n { width: 1%; }
+.said pre { margin: 0; padding: 0; background: none; }
+img { max-width: 100%; border-radius: 8px; background: #ffffff; }
 td:last-child, th:last-child { padding-right: 0; }
 tr.differs td { font-weight: 600; }
 .run i { display: inline-block; width: 9px; height: 9px; border-radius: 50%;

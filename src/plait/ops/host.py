@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
-import weakref
+import os
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from math import prod
 
@@ -41,16 +43,35 @@ def host_empty(*shape: int, dtype: torch.dtype = torch.float32, pinned: bool = F
 def _pinned(size: int) -> Tensor:
     # Pages of our own rather than of torch's storage: that has no Python object which lives as long as it does, and
     # would be unpinned while it is in use.
-    pages = mmap.mmap(-1, rounded(size))
+    pages = _Pages(-1, rounded(size))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
     room = torch.frombuffer(pages, dtype=torch.uint8)
-    _pin(pages, room.data_ptr(), rounded(size))
+    pages.pin(room.data_ptr(), rounded(size))
     return room[:size]
 
 
-def _pin(pages: mmap.mmap, address: int, size: int) -> None:
+class _Pages(mmap.mmap):
+    """Pages that CUDA is told of, and told when they go.
+
+    [Note: pages that go] That must be before they are given back: pages that come later may lie at the same address,
+    and CUDA would copy from and to the old ones. A weak reference to a map is told only afterwards.
+    """
+
+    unpin: Callable[[], object] | None = None
+
+    def pin(self, address: int, size: int) -> None:
+        _pin(address, size)
+        unregister, owner = torch.cuda.cudart().cudaHostUnregister, os.getpid()  # type: ignore[no-untyped-call]
+        self.unpin = lambda: unregister(address) if os.getpid() == owner else None  # a fork has no CUDA
+
+    def __del__(self) -> None:
+        if self.unpin is not None and not sys.is_finalizing():
+            self.unpin()
+
+
+def _pin(address: int, size: int) -> None:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = int(runtime.cudaHostRegister(address, size, 0))
     if code != 0:
@@ -58,4 +79,3 @@ def _pin(pages: mmap.mmap, address: int, size: int) -> None:
             f"CUDA cannot pin {size / 2**30:.2f} GiB of host memory (error {code}). Pinned memory cannot be swapped "
             "out and may be limited: see `ulimit -l` and the memory limit of the container, or offload less."
         )
-    weakref.finalize(pages, runtime.cudaHostUnregister, address)

@@ -94,9 +94,10 @@ def bare_step(optimizer: Optimizer) -> Callable[[], object]:
 
     The wrapper serves profilers and step hooks; for a small model it costs as much as the update.
     """
-    own = type(optimizer).__module__.startswith(("torch.optim.", "plait.optim."))
+    step = inspect.unwrap(type(optimizer).step)
+    own = step.__module__.startswith(("torch.optim.", "plait.optim."))
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return partial(inspect.unwrap(type(optimizer).step), optimizer) if own and not hooked else optimizer.step
+    return partial(step, optimizer) if own and not hooked else optimizer.step
 
 
 def _kind(optimizer: Optimizer) -> type[Optimizer]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,9 @@ from plait.config.optim import (
     SGDConfig,
 )
 from plait.errors import ConfigError, Problem
+from plait.ops.triton import has_kernels
 from plait.optim.lion import Lion
+from plait.optim.one_pass import OnePassAdam, takes_one_pass
 
 _ELEMENTWISE = (AdamWConfig, AdamConfig, AdamW8bitConfig, SGDConfig, AdagradConfig, LionConfig)
 # Where fused steps are known to exist in every supported torch, and to honour `grad_scale` and `found_inf`.
@@ -62,21 +64,56 @@ def supports_grad_scale(optimizer: Optimizer) -> bool:
     return fused and isinstance(optimizer, AdamW | Adam | SGD | Adagrad)
 
 
-def build_optimizer(config: OptimConfig, groups: Sequence[ViewGroup]) -> Optimizer:
+def build_optimizer(config: OptimConfig, groups: Sequence[ViewGroup], *, in_place: bool = True) -> Optimizer:
     """The optimizer that `config` describes, over these groups.
 
-    Each of its groups carries `param_names`, and `initial_lr`: the rate that schedules scale.
+    Each of its groups carries `param_names`, and `initial_lr`: the rate that schedules scale. `in_place`: the tensors
+    stay where they are, so that a kernel may know them by their addresses.
     """
-    optimizer = _build(config, groups)
+    optimizer = _build_in_one_pass(config, groups) if in_place and is_one_pass(config, _views(groups)) else None
+    optimizer = optimizer or _build(config, groups)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
 
 
+def is_one_pass(config: OptimConfig, tensors: Iterable[Tensor]) -> bool:
+    """Whether the update also rounds weights and reads gradients in any format; see `optim.one_pass`."""
+    if not isinstance(config, AdamWConfig | AdamConfig) or config.amsgrad:
+        return False
+    if config.implementation == "auto":
+        return all(takes_one_pass(tensor) and has_kernels(tensor) for tensor in tensors)
+    return config.implementation == "one-pass"
+
+
+def _build_in_one_pass(config: OptimConfig, groups: Sequence[ViewGroup]) -> Optimizer:
+    assert isinstance(config, AdamWConfig | AdamConfig)
+    misfit = next((tensor for tensor in _views(groups) if not takes_one_pass(tensor)), None)
+    if misfit is not None:
+        raise ConfigError(
+            Problem(
+                "optim.implementation",
+                f"'one-pass' is not made for {str(misfit.dtype).removeprefix('torch.')} parameters that lie like "
+                f"{misfit.stride()}",
+                "Use 'auto', which takes the fastest there is.",
+            )
+        )
+    return OnePassAdam(
+        _params(groups),
+        config.lr,
+        config.betas,
+        config.eps,
+        config.weight_decay,
+        decoupled=isinstance(config, AdamWConfig),
+    )
+
+
+def _params(groups: Sequence[ViewGroup]) -> list[dict[str, Any]]:
+    return [{"params": list(zip(group.names, group.tensors, strict=True)), **group.options} for group in groups]
+
+
 def _build(config: OptimConfig, groups: Sequence[ViewGroup]) -> Optimizer:
-    params: list[dict[str, Any]] = [
-        {"params": list(zip(group.names, group.tensors, strict=True)), **group.options} for group in groups
-    ]
+    params = _params(groups)
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     match config:
         case AdamWConfig() | AdamConfig():
@@ -147,6 +184,14 @@ def _implementation(
             )
         )
     wanted = config.implementation
+    if wanted == "one-pass":
+        raise ConfigError(
+            Problem(
+                "optim.implementation",
+                "'one-pass' has no amsgrad, and does not update what is offloaded",
+                "Use 'auto', which takes the fastest there is.",
+            )
+        )
     if wanted == "auto":
         wanted = "fused" if misfit is None else "foreach"
     return {"fused": wanted == "fused", "foreach": wanted == "foreach"}

@@ -32,24 +32,23 @@ def norm_of(
     if group is None and all(norm.device.type == "cpu" for norm in norms):
         # Without torch operations on top: for a small model they would cost more than the norms themselves.
         return math.sqrt(sum(norm.item() ** 2 for norm in norms))
-    return float(_combine(norms, group, weights))
+    if not norms:
+        return float(whole_norm(torch.zeros(0), group))
+    each = torch.stack(list(norms))
+    counted = None if weights is None else torch.tensor(weights, dtype=torch.float64, device=each.device)
+    return float(whole_norm(each, group, counted))
 
 
-def grad_norm_tensor(
-    tensors: list[Tensor], group: dist.ProcessGroup | None = None, weights: Sequence[float] | None = None
-) -> Tensor:
-    """The same as a tensor, without waiting for the device."""
-    return _combine(_norms(tensors), group, weights)
+def part_norms(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """The norm of each part, without waiting for the device."""
+    norms = _norms(tensors)
+    return torch.stack(list(norms)) if norms else torch.zeros(0, device=device)
 
 
-def _combine(norms: Sequence[Tensor], group: dist.ProcessGroup | None, weights: Sequence[float] | None) -> Tensor:
-    if norms:
-        each = torch.stack(list(norms)).double().square()
-        squares = (
-            each if weights is None else each * torch.tensor(weights, dtype=each.dtype, device=each.device)
-        ).sum()
-    else:
-        squares = torch.zeros((), dtype=torch.float64)
+def whole_norm(norms: Tensor, group: dist.ProcessGroup | None = None, weights: Tensor | None = None) -> Tensor:
+    """The norm of all parts together, without waiting for the device; `weights` lie there already, in fp64."""
+    each = norms.double().square()
+    squares = (each if weights is None else each * weights).sum()
     if group is not None:
         dist.all_reduce(squares, group=group)
     return squares.sqrt()

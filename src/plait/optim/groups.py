@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Flag, auto
 from fnmatch import fnmatchcase
@@ -71,8 +71,26 @@ def split_groups(model: nn.Module, config: OptimConfig) -> list[GroupSpec]:
     """Cut the trainable parameters into groups, each parameter in exactly one.
 
     Works on the model before or after sharding, with the same result. A pattern of `optim.no_decay` that
-    fits no parameter at all, trainable or not, is an error: it is most likely misspelt.
+    fits no parameter at all, trainable or not, is an error: it is most likely misspelt. A model may name other rates
+    for some parameters in an attribute `learning_rates`, by patterns of names; schedules scale them as all rates.
     """
+    rates: Mapping[str, float] = getattr(model, "learning_rates", {})
+    return [part for spec in _groups(model, config) for part in _by_rate(spec, rates)]
+
+
+def _by_rate(spec: GroupSpec, rates: Mapping[str, float]) -> list[GroupSpec]:
+    """A group, cut once more where some of its parameters have a rate of their own."""
+    found: dict[float | None, list[str]] = {}
+    for name in spec.names:
+        own = next((rate for pattern, rate in rates.items() if fnmatchcase(name, pattern)), None)
+        found.setdefault(own, []).append(name)
+    return [
+        GroupSpec(tuple(names), spec.options if rate is None else {**spec.options, "lr": rate})
+        for rate, names in found.items()
+    ]
+
+
+def _groups(model: nn.Module, config: OptimConfig) -> list[GroupSpec]:
     infos = parameter_infos(model)
     spared = _without_decay(infos, config.no_decay)
     trainable = [info for info in infos if info.trainable]

@@ -14,12 +14,16 @@ from plait.config.strategy import RecomputeConfig
 from plait.errors import ConfigError, Problem
 from plait.parallel.units import Unit
 
-_ATTENTION_OPS = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-)
+_SEVERAL = {
+    "scaled_dot_product_attention": (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    ),
+    "mm": ("mm", "_scaled_mm"),
+}
+"""Words that stand for several operations: attention by any kernel, products in 16 bits or in 8."""
 
 
 def apply_recompute(units: Sequence[Unit], config: RecomputeConfig, *, auto_count: int = 0) -> list[str]:
@@ -57,7 +61,7 @@ def _recompute(module: nn.Module, context: Callable[[], Any] | None) -> None:
 def _selective_context(save_ops: Sequence[str]) -> Callable[[], Any]:
     kept: set[Any] = set()
     for word in save_ops:
-        for name in _ATTENTION_OPS if word == "scaled_dot_product_attention" else (word,):
+        for name in _SEVERAL.get(word, (word,)):
             packet = getattr(torch.ops.aten, name, None)
             if packet is None:
                 raise ConfigError(

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from plait.parallel.exchange import exchange_directly
 from plait.parallel.units import Unit
 from plait.precision import FP32_MODULES, Policy
 
@@ -86,10 +87,12 @@ def shard(
     options: ShardingOptions,
     placement: Callable[[nn.Parameter], Shard | None] | None = None,
     experts: Experts | None = None,
+    at_once: bool = False,
 ) -> ShardedGradients:
     """Shard the units, then the rest of the model, over the last axis of the mesh; copies along the first of two.
 
-    `placement` says along which dimension a parameter is cut; absent: the first.
+    `placement` says along which dimension a parameter is cut; absent: the first. `at_once`: the model is small enough
+    to be gathered as one, and to hold on to the memory which that takes.
     """
     reshard = options.stage == 3 if options.reshard_after_forward is None else options.reshard_after_forward
     common: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard, "shard_placement_fn": placement}
@@ -110,16 +113,18 @@ def shard(
                 reshard_after_forward=reshard,
                 shard_placement_fn=experts.placement,
             )
-    for unit in units:
+    for unit in () if at_once else units:
         fully_shard(unit.module, mp_policy=casting, **common)
     root = fully_shard(model, mp_policy=casting, **common)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # The engine divides, by the global count; ranks only sum.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        # The engine divides, by the global count; ranks only sum.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    exchange_directly(sharded, mesh, keep=at_once)
     _reduce_unused(root)
-    _prefetch([u.module for u in units], options)
+    if not at_once:
+        _prefetch([u.module for u in units], options)
     return ShardedGradients(root, options.stage)
 
 

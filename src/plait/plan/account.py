@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from plait.plan.hardware import Hardware
+from plait.plan.hosted import read_work
 from plait.spec.phase import Phase
 
 EACH = "each"
@@ -28,7 +29,10 @@ class Account:
     `peak.<phase>` and `peak.backward.end`, `reserved`: bytes. `part.<whose>`: bytes at the highest moment.
     `compute.<phase>.<kind>`, `host.<phase>`: seconds. `sent.<axes>.<each|once>`: bytes;
     `hidden.<axes>.…` and `waited.<axes>.…`: seconds of messages that overlap with computing, and that do not.
-    `state`: bytes of a checkpoint. `flops`, `tokens`.
+    `link.<in|out|files>.…`: seconds of copies to the device, to the host, and of files read for them;
+    `update.<beside|waited|late>.…`: seconds of an update on the host.
+    `host_state`, `host_rooms`: bytes of host memory for what is offloaded. `state`: bytes of a checkpoint.
+    `flops`, `tokens`, `micro_batches`.
     """
 
     numbers: Mapping[str, float]
@@ -65,9 +69,30 @@ class Account:
         """The highest of them."""
         return max(self.peaks().items(), key=lambda entry: entry[1])
 
+    def working(self) -> float:
+        """How long forward and backward passes and the device's update take; see [Note: what overlaps]."""
+        links = (self.numbers.get(f"link.{way}.{EACH}", 0.0) for way in ("in", "out", "files"))
+        computing = self.total("compute") + self.total("waited")
+        beside = max(computing, self.total("hidden"), self.total("host"), *links)
+        leaving = self.numbers.get(f"link.out.{ONCE}", 0.0)
+        return beside + max(0.0, leaving - self._one("backward"))
+
+    def on_host(self) -> float:
+        """How long an update on the host takes, beside whatever it is."""
+        return read_work(self.numbers)[0].seconds
+
+    def updating(self) -> float:
+        """What an update on the host adds to that; see [Note: what an offloaded step waits for]."""
+        work, mode = read_work(self.numbers)
+        return work.shows(mode, forward=self._one("forward"), step=self.working())
+
     def seconds(self) -> float:
-        """How long the step takes; see [Note: what overlaps]."""
-        return max(self.total("compute") + self.total("waited"), self.total("hidden"), self.total("host"))
+        """How long the step takes."""
+        return self.working() + self.updating()
+
+    def _one(self, phase: str) -> float:
+        """The computing of one micro-batch in a phase."""
+        return self.total("compute", phase) / max(self.numbers.get("micro_batches", 1.0), 1.0)
 
     def needed(self, hardware: Hardware) -> float:
         """Bytes that the device must have: what is reserved, and what is gone before the first tensor."""
@@ -78,4 +103,4 @@ def _comes_again(key: str) -> bool:
     words = key.split(".")
     if words[0] in ("compute", "host"):
         return words[1] in (Phase.FORWARD, Phase.BACKWARD)
-    return words[0] in ("flops", "tokens") or words[-1] == EACH
+    return words[0] in ("flops", "tokens", "micro_batches") or words[-1] == EACH

@@ -31,7 +31,7 @@ PARTS = (
 def classify(recorder: Recorder, engine: NativeEngine) -> dict[str, int]:
     """Bytes in use now, by whose they are."""
     owners: dict[int, str] = {}
-    for owner, tensor in _known(engine):
+    for owner, tensor in known_tensors(engine):
         owners.setdefault(_storage(tensor), owner)
     found: Counter[str] = Counter()
     for key, piece in recorder.pieces.items():
@@ -47,7 +47,7 @@ def classify(recorder: Recorder, engine: NativeEngine) -> dict[str, int]:
     return {part: found[part] for part in PARTS if found[part]}
 
 
-def _known(engine: NativeEngine) -> Iterator[tuple[str, Tensor]]:
+def known_tensors(engine: NativeEngine) -> Iterator[tuple[str, Tensor]]:
     """The tensors that belong to someone."""
     for param in engine.model.parameters():
         yield "parameters", param

@@ -17,6 +17,7 @@ from plait.plan.expectation import Forecast
 from plait.plan.hardware import Hardware, find_hardware, hardware_here
 from plait.plan.ladder import climb
 from plait.plan.plan import Plan, make_plan
+from plait.plan.shares import SHARE, with_ratio
 from plait.plan.ways import search
 
 
@@ -31,6 +32,15 @@ def best_settings(config: RunConfig, ranks: int) -> tuple[list[str], str] | str:
     rate = f"{best.plan.tokens_per_second:,.0f} tokens/s, " if known else ""
     words = f"{rate}{best.plan.needed_gib:.1f} GiB; {len(found.found)} ways in {found.seconds:.0f} s"
     return best.candidate.overrides, words
+
+
+def best_ratio(config: RunConfig, ranks: int) -> list[str] | str:
+    """An override with a number for `strategy.offload.ratio: auto` on this machine; a reason without any."""
+    try:
+        share = with_ratio(config, _machine(config, ranks), ranks=ranks).strategy.offload.share
+    except PlaitError as error:
+        return in_one_line(error)
+    return [f"{SHARE}={share:g}"]
 
 
 def look_ahead(

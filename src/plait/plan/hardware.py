@@ -15,6 +15,8 @@ from plait.config.read import ENDINGS, read
 from plait.config.words import choose, listed, nearest, show
 from plait.errors import ConfigError, Problem
 
+CORE_GBPS = 4.0
+"""What one core of a host adds to `host_gbps`, about: 16 cores beside an H200 reached 63 GB/s."""
 NUMBER_FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 """The words for the formats in which matrices are multiplied."""
 
@@ -65,6 +67,9 @@ class Hardware:
     network: Link
     """Between hosts."""
     host_memory_gib: float
+    host_cores: int = 16
+    host_gbps: float = 64.0
+    """Bytes that an update on the host reads and writes in a second with all cores, in GB: for the whole host."""
     pcie_gbps: float
     """Between host and device in one direction, GB/s, from pinned memory."""
     disk_gbps: float
@@ -130,7 +135,8 @@ def hardware_here(kind: str = "auto") -> Hardware:
         cores = cpu_count()
         cpu = PRESETS["cpu"]
         flops = {word: tflops * cores / cpu.per_host for word, tflops in cpu.flops.items()}
-        return replace(cpu, memory_gib=host, host_memory_gib=host, per_host=cores, flops=flops)
+        cpu = replace(cpu, memory_gib=host, host_memory_gib=host, per_host=cores, flops=flops)
+        return with_cores(cpu, cores)
     device = torch.cuda.get_device_properties(0)
     memory = device.total_memory / 2**30
     known = [PRESETS[name] for name in _matches(device.name, PRESETS)]
@@ -138,7 +144,13 @@ def hardware_here(kind: str = "auto") -> Hardware:
         remedy = "Run `plait doctor --measure --out machine.yaml`, and give that file."
         raise ConfigError(Problem("--gpu", f"no preset is known for {device.name!r}", remedy))
     nearest_size = min(known, key=lambda each: abs(each.memory_gib - memory))
-    return replace(nearest_size, memory_gib=memory, host_memory_gib=host, per_host=torch.cuda.device_count())
+    here = replace(nearest_size, memory_gib=memory, host_memory_gib=host, per_host=torch.cuda.device_count())
+    return with_cores(here, cpu_count())
+
+
+def with_cores(hardware: Hardware, cores: int) -> Hardware:
+    """The machine with another number of cores, and what so many are able to update."""
+    return replace(hardware, host_cores=cores, host_gbps=min(hardware.host_gbps, cores * CORE_GBPS))
 
 
 def _matches(text: str, names: Mapping[str, Hardware]) -> list[str]:
@@ -206,6 +218,8 @@ def _impossible(hardware: Hardware, origin: str) -> list[Problem]:
         "link.gbps": hardware.link.gbps,
         "network.gbps": hardware.network.gbps,
         "host_memory_gib": hardware.host_memory_gib,
+        "host_cores": hardware.host_cores,
+        "host_gbps": hardware.host_gbps,
         "pcie_gbps": hardware.pcie_gbps,
         "disk_gbps": hardware.disk_gbps,
         **{f"flops.{word}": value for word, value in hardware.flops.items()},

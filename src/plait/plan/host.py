@@ -17,6 +17,8 @@ from plait.plan.account import Account
 
 PROCESS_BYTES = 372 * 2**20
 """Of a rank that has run a step: Python, torch and the modules that training loads, and their small things."""
+CUDA_PROCESS_GIB = 3.0
+"""Of a process with a GPU, before it has a model: torch, CUDA's libraries, pinned memory."""
 TIGHT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 """Variables of the environment with which glibc gives memory back when it is free; read when a process starts."""
 

@@ -67,6 +67,8 @@ def _changes(config: RunConfig, ranks: int, hardware: Hardware) -> Iterator[dict
         yield {**clear, **free, "strategy.zero": 3}
     if has_host and strategy.offload.params == "none":
         yield {**clear, "strategy.zero": 3, "strategy.offload.params": "cpu"}
+    if has_host and strategy.offload.optimizer != "nvme":
+        yield {"strategy.offload.optimizer": "nvme"}
     tensor = layout.tp * 2
     while tensor <= min(per_host, ranks) and layout.pp * tensor * layout.cp * layout.ep <= ranks:
         yield {"strategy.layout.tp": tensor, "strategy.tensor.sequence_parallel": True}

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.errors import ConfigError, WorldError
 from plait.launch import cpu_count, run_ranks
-from plait.plan.hardware import Hardware, Link, hardware_here
+from plait.plan.hardware import Hardware, Link, hardware_here, with_cores
+from plait.plan.measure_update import measure_update
 from plait.plan.presets import PRESETS
 from plait.plan.work import starts_kernel
 
@@ -41,7 +42,7 @@ class Measured:
 
 
 def measure_hardware(*, folder: str | Path = ".", ranks: int | None = None) -> Measured:
-    """Measure arithmetic, memory, host link, the disk under `folder`, and collectives between `ranks` processes.
+    """Measure arithmetic, memory, the host, the disk under `folder`, and collectives between `ranks` processes.
 
     `ranks` absent: one for each GPU, or two on a CPU; with fewer than two there is nothing to measure between them.
     What cannot be measured here (a network, a second GPU) keeps the value of the nearest preset, and its row says so.
@@ -59,6 +60,8 @@ def measure_hardware(*, folder: str | Path = ".", ranks: int | None = None) -> M
         to_device, to_host = _host_link(device)
         pcie = min(to_device, to_host)
         rows.append(("host to device, back", f"{to_device:.1f}, {to_host:.1f} GB/s (pinned)"))
+    update = measure_update(base.host_cores, _SECONDS)
+    rows.append(("update on the host", f"{update:.1f} GB/s with {base.host_cores} cores"))
     write, read = measure_disk(Path(folder))
     rows.append(("disk write, read", f"{write:.2f}, {read:.2f} GB/s in {Path(folder).resolve()}"))
     link, said = _collectives(device, base, ranks)
@@ -74,6 +77,7 @@ def measure_hardware(*, folder: str | Path = ".", ranks: int | None = None) -> M
         measured=_rounded(rates),
         memory_gbps=round(memory, 2),
         link=link,
+        host_gbps=round(update, 2),
         pcie_gbps=round(pcie, 2),
         disk_gbps=round(max(min(write, read), 0.001), 3),
         launch_us=round(launch, 2),
@@ -102,7 +106,8 @@ def _base(device: torch.device) -> Hardware:
     except ConfigError:  # a card without a preset: everything that matters is measured
         memory, host = torch.cuda.mem_get_info()[1] / 2**30, psutil.virtual_memory().total / 2**30
         card, count = PRESETS["rtx4090-24g"], torch.cuda.device_count()
-        return replace(card, name=name, memory_gib=memory, host_memory_gib=host, per_host=count, flops={})
+        other = replace(card, name=name, memory_gib=memory, host_memory_gib=host, per_host=count, flops={})
+        return with_cores(other, cpu_count())
 
 
 def _best_time(work: Callable[[], object], device: torch.device) -> float:

@@ -15,8 +15,9 @@ from plait.models import build_model
 from plait.plan.account import Account
 from plait.plan.example import example_of
 from plait.plan.hardware import Hardware
-from plait.plan.host import host_bytes
+from plait.plan.host import CUDA_PROCESS_GIB, host_bytes
 from plait.plan.rankplan import plan_rank
+from plait.plan.shares import with_ratio
 from plait.plan.simulate import MakeExample
 from plait.spec.phase import Phase
 
@@ -69,8 +70,8 @@ class Plan:
     @property
     def seconds(self) -> float:
         """How long a step takes: as long as its slowest rank, and a pipeline's idle share on top."""
-        slowest = max(rank.account.seconds() for rank in self.ranks)
-        return slowest / (1.0 - self.bubble)
+        accounts = [rank.account for rank in self.ranks]
+        return max(each.working() / (1.0 - self.bubble) + each.updating() for each in accounts)
 
     @property
     def tokens_per_second(self) -> float:
@@ -128,6 +129,11 @@ def make_plan(
     """
     if isinstance(config.model, HFConfig) and config.model.pretrained:  # its shapes are enough
         config = config.model_copy(update={"model": config.model.model_copy(update={"pretrained": False})})
+    notes: list[str] = []
+    if config.strategy.offload.ratio == "auto":
+        given = {"model": model, "loss_function": loss_function, "make_example": make_example}
+        config = with_ratio(config, hardware, ranks=ranks, **given)
+        notes.append(f"strategy.offload.ratio: auto is {config.strategy.offload.share:g}")
     layout = resolve_layout(config.strategy, size=ranks, local_size=min(ranks, hardware.per_host))
     pipeline = config.strategy.pipeline
     batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=pipeline.micro_batches)
@@ -141,7 +147,8 @@ def make_plan(
     }
     first = plan_rank(config, hardware, **options)
     found = [RankPlan("every rank" if layout.pp == 1 else "first pipeline stage", first.account, tuple(first.trail))]
-    notes, bubble = list(first.notes), 0.0
+    notes += first.notes
+    bubble = 0.0
     if layout.pp > 1:
         from plait.parallel.pipeline import theoretical_bubble
 
@@ -174,15 +181,11 @@ def _flops_per_token(config: RunConfig) -> float | None:
     return None if count is None else float(count(length))
 
 
-_CUDA_PROCESS_GIB = 3.0
-"""What a process takes of its host before it has a model: torch, CUDA's libraries, pinned memory."""
-
-
 def _host_gib(config: RunConfig, hardware: Hardware, layout: Layout, account: Account) -> float:
     """Memory of one host: its processes, what they offload, and checkpoints that are written in the background."""
     local = min(layout.size, hardware.per_host)
     staged = account.numbers["state"] / GIB if config.checkpoint.async_save else 0.0
     if hardware.kind == "cpu":
         return host_bytes(account, ranks=local) / GIB + staged * local
-    offloaded = account.numbers.get("host_state", 0.0) / GIB
-    return (_CUDA_PROCESS_GIB + staged + offloaded) * local
+    offloaded = sum(account.numbers.get(f"host_{part}", 0.0) for part in ("state", "rooms")) / GIB
+    return (CUDA_PROCESS_GIB + staged + offloaded) * local

@@ -2,8 +2,9 @@
 
 Peaks are dense (sheets like to print twice that, for sparse matrices), and links are for one direction (sheets print
 the sum of both). Memory is what CUDA reports, with ECC and the driver's share taken off. Hosts are the maker's own:
-eight devices behind NVLink switches with one Infiniband port a device (DGX), or four cards on PCIe. Latencies, launch
-times, disks and the context are ordinary values, which `plait doctor --measure` replaces by those of a machine.
+eight devices behind NVLink switches with one Infiniband port a device (DGX), or four cards on PCIe; of their memory's
+bandwidth an update reaches about two thirds. Latencies, launch times, disks and the context are ordinary values, which
+`plait doctor --measure` replaces by those of a machine.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _V100 = Hardware(
     link=Link("nvlink", 150.0, 6.0),
     network=_EDR,
     host_memory_gib=512.0,
+    host_cores=40,
+    host_gbps=100.0,
     pcie_gbps=12.0,
     disk_gbps=2.0,
     launch_us=12.0,
@@ -47,6 +50,8 @@ _A100 = Hardware(
     link=Link("nvlink", 300.0, 5.0),
     network=_HDR,
     host_memory_gib=1024.0,
+    host_cores=128,
+    host_gbps=250.0,
     pcie_gbps=25.0,
     disk_gbps=5.0,
     launch_us=12.0,
@@ -62,6 +67,8 @@ _H100 = Hardware(
     link=Link("nvlink", 450.0, 5.0),
     network=_NDR,
     host_memory_gib=2048.0,
+    host_cores=112,
+    host_gbps=400.0,
     pcie_gbps=50.0,
     disk_gbps=8.0,
     launch_us=12.0,
@@ -93,6 +100,8 @@ _MACHINES = (
         link=Link("pcie", 20.0, 15.0),
         network=_ETHERNET,
         host_memory_gib=256.0,
+        host_cores=32,
+        host_gbps=120.0,
         pcie_gbps=25.0,
         disk_gbps=3.0,
         launch_us=12.0,
@@ -108,6 +117,8 @@ _MACHINES = (
         link=Link("memory", 2.0, 150.0),
         network=_ETHERNET,
         host_memory_gib=64.0,
+        host_cores=8,
+        host_gbps=32.0,
         pcie_gbps=10.0,
         disk_gbps=1.0,
         launch_us=12.0,

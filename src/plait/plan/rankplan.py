@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from plait.config.run import RunConfig
 from plait.plan.account import Account
 from plait.plan.example import example_of
 from plait.plan.hardware import Hardware
-from plait.plan.shorten import lengths_of, shortened
+from plait.plan.shorten import Lengths, lengths_of, shortened
 from plait.plan.simulate import MakeExample, Simulated, simulate
 
 _SPARE = 0.03
@@ -46,10 +47,31 @@ def plan_rank(
         "detailed": detailed,
     }
     lengths = None if model is not None else lengths_of(config, ranks, hardware.per_host, stage)
-    # A share of the weights that stays on the device does not grow by the same amount with each layer.
-    if lengths is None or lengths.is_short or exact or config.strategy.offload.ratio > 0:
+    if lengths is None or lengths.is_short or exact:
         layers = 1 if lengths is None else lengths.layers
         return simulate(config, hardware, model=model, layers=layers, **options)
+    shares = _shares(config)
+    if not shares:
+        return _from_few(config, hardware, lengths, stage, groups, options)
+
+    def at(**corner: float) -> Simulated:
+        offload = config.strategy.offload.model_copy(update={"ratio": 0.0, "host_ratio": 0.0, **corner})
+        strategy = config.strategy.model_copy(update={"offload": offload})
+        changed = config.model_copy(update={"strategy": strategy})
+        return _from_few(changed, hardware, lengths, stage, groups, options)
+
+    return _between(shares, at)
+
+
+def _from_few(
+    config: RunConfig,
+    hardware: Hardware,
+    lengths: Lengths,
+    stage: int,
+    groups: tuple[int, int],
+    options: dict[str, Any],
+) -> Simulated:
+    ranks = options["ranks"]
     few, more = (shortened(config, ranks, hardware.per_host, stage, count, lengths) for count in groups)
     short = simulate(few.config, hardware, layers=few.layers, **options)
     longer = simulate(more.config, hardware, layers=more.layers, **options)
@@ -58,6 +80,33 @@ def plan_rank(
     account = account.repeated(lengths.micro_batches / lengths.least_micro_batches)
     account = _completed(account, longer.account)
     return replace(longer, account=account, flops_per_token=None, trail=[])  # those of the short model
+
+
+_NEARLY_ALL = 1.0 - 1e-9
+"""A share that leaves only the last parameter."""
+
+
+def _shares(config: RunConfig) -> dict[str, float]:
+    """Shares of the weights whose state stays on the device or in host memory."""
+    offload = config.strategy.offload
+    found = {"ratio": offload.share, "host_ratio": offload.host_ratio}
+    return {key: share for key, share in found.items() if share > 0}
+
+
+def _between(shares: dict[str, float], at: Callable[..., Simulated]) -> Simulated:
+    """What a run with shares takes, from runs `at` which there is none, or nearly all.
+
+    [Note: shares] In a short model a share ends at another parameter than in a long one, so it cannot be stretched by
+    layers. But what a step takes grows with the share itself, from nothing to all; a peak grows by at most that.
+    """
+    nothing = at()
+    numbers = dict(nothing.account.numbers)
+    for key, share in shares.items():
+        everything = at(**{key: _NEARLY_ALL}).account.numbers
+        for name in (numbers.keys() | everything.keys()) - {"host_rooms"}:
+            base = nothing.account.numbers.get(name, 0.0)
+            numbers[name] = numbers.get(name, 0.0) + share * (everything.get(name, 0.0) - base)
+    return replace(nothing, account=Account(numbers))
 
 
 def _completed(account: Account, sample: Account) -> Account:

@@ -15,14 +15,17 @@ from typing import Any
 import torch
 
 from plait.config.batch import resolve_batch
+from plait.config.layout import Layout
 from plait.config.run import RunConfig
 from plait.parallel.offload.activations import activations_on_host
-from plait.plan.account import Account
+from plait.parallel.offload.store import Offload
+from plait.plan.account import EACH, Account
 from plait.plan.allocator import CachingAllocator
 from plait.plan.classify import classify
 from plait.plan.example import example_of
 from plait.plan.fused import compiled_units
 from plait.plan.hardware import Hardware
+from plait.plan.hosted import Away, host_work, mode_of
 from plait.plan.kernels import MATMUL_WORKSPACE, kernels_of_cuda
 from plait.plan.recorder import Peak, Recorder
 from plait.plan.timing import Timing
@@ -125,6 +128,12 @@ def simulate(
         timing.stop()
         example = make_example(config, batch.micro)
         numbers = _numbers(recorder, timing, engine, _tokens(example) * batch.accumulation)
+        numbers["micro_batches"] = batch.accumulation
+        if isinstance(engine.views, OffloadedViews):
+            numbers |= _update(engine.views.store, config, hardware, world.layout)
+        if config.strategy.offload.params == "nvme":
+            on_link = numbers.get(f"link.in.{EACH}", 0.0) * hardware.pcie_gbps
+            numbers[f"link.files.{EACH}"] = on_link * min(ranks, hardware.per_host) / hardware.disk_gbps
         if config.strategy.compile.enabled and mode != "none":
             highest = max(value for key, value in numbers.items() if key.startswith("peak."))
             numbers["reserved"] = max(numbers["reserved"], highest * _REORDERED)
@@ -151,12 +160,27 @@ def _numbers(recorder: Recorder, timing: Timing, engine: NativeEngine, tokens: i
     with torch.no_grad():
         numbers["state"] = sum(local_part(tensor).nbytes for tensor in engine.state_tensors().values())
     if isinstance(engine.views, OffloadedViews):
-        numbers["host_state"] = engine.views.store.host_bytes()
+        store = engine.views.store
+        numbers["host_rooms"] = store.room_bytes()
+        numbers["host_state"] = store.host_bytes() - store.room_bytes()
     if (held := activations_on_host(engine.model)) > 0:
         numbers["host_state"] = numbers.get("host_state", 0.0) + held
     numbers["tokens"] = tokens
     numbers["parameters"] = sum(param.numel() for param in engine.model.parameters())
     return numbers
+
+
+def _update(store: Offload, config: RunConfig, hardware: Hardware, layout: Layout) -> dict[str, float]:
+    """What the update on the host takes, which a plan does not run."""
+    homes = {home: [each for each in store.buckets if each.span.home == home] for home in ("cpu", "nvme")}
+    on_host, in_files = (sum(bucket.numel for bucket in homes[home]) for home in ("cpu", "nvme"))
+    targets = [target for home in homes.values() for bucket in home for target in bucket.targets]
+    back = sum(target.numel() for target in targets if target.device.type != "cpu")
+    batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=config.strategy.pipeline.micro_batches)
+    wide = batch.accumulation > 1 or layout.replicas > 1 or config.strategy.stage == 3
+    away = Away(on_host, in_files, back)
+    work = host_work(away, config, hardware, layout, state=store.options.state_bytes, wide=wide)
+    return work.to_dict(mode_of(config, layout, hardware.kind))
 
 
 def _look_when_high(recorder: Recorder, engine: NativeEngine) -> dict[str, int]:

@@ -9,11 +9,12 @@ from typing import Any
 
 from plait.config import RunConfig, resolve_batch, resolve_layout
 from plait.config.model import GptConfig, LlamaConfig
+from plait.config.optim import AdafactorConfig, LambConfig, MuonConfig
 from plait.plan.candidate import Candidate
 
 Settings = dict[str, Any]
 
-DIMENSIONS = ("zero", "layout", "recompute", "micro", "compile")
+DIMENSIONS = ("zero", "layout", "recompute", "micro", "compile", "offload")
 """What can be varied without the user's naming keys."""
 
 
@@ -38,6 +39,7 @@ def candidates(run: RunConfig, space: Space) -> list[Candidate]:
         _layouts(run, space),
         _choices("recompute", "strategy.recompute.mode", ("none", "selective", "full"), space),
         _choices("compile", "strategy.compile.enabled", (False, True), space),
+        _offload(run, space),
         *([{key: value} for value in values] for key, values in space.values.items()),
     ]
     combined = [{key: value for part in parts for key, value in part.items()} for parts in product(*dims)]
@@ -61,6 +63,29 @@ def _zero(run: RunConfig, space: Space) -> list[Settings]:
         return [{}]
     clear: Settings = {} if run.strategy.sharding is None else {"strategy.sharding": None}
     return [{**clear, "strategy.zero": stage} for stage in range(4)]
+
+
+def _offload(run: RunConfig, space: Space) -> list[Settings]:
+    """Nothing away from the device; the optimizer in host memory or in files; the weights too.
+
+    Where the run says more of it than where things live, it stays as it is written.
+    """
+    offload = run.strategy.offload
+    said = offload.model_fields_set - {"optimizer", "params", "activations"}
+    if said or not _wanted("offload", space, "strategy.offload"):
+        return [{}]
+    if isinstance(run.optim, AdafactorConfig | LambConfig | MuonConfig):
+        return [{}]  # these look at whole parameters
+    home, weights, share = (f"strategy.offload.{key}" for key in ("optimizer", "params", "ratio"))
+    stays: Settings = {weights: "none"} if offload.params != "none" else {}
+    nothing: Settings = {home: "none", **stays} if offload.on else {}
+    clear: Settings = {} if run.strategy.sharding is None else {"strategy.sharding": None}
+    return [
+        nothing,
+        {home: "cpu", share: "auto", **stays},
+        {home: "nvme", share: "auto", **stays},
+        {home: "cpu", **clear, "strategy.zero": 3, weights: "cpu"},
+    ]
 
 
 def _layouts(run: RunConfig, space: Space) -> list[Settings]:

@@ -2,13 +2,14 @@
 
 [Note: what overlaps] The host starts operations ahead of the device, so a step takes as long as the slower of the two.
 Messages between data-parallel ranks travel while others compute, and show only where they take longer. Those inside a
-layer (tensor, context and expert parallelism) and between pipeline stages are waited for.
+layer (tensor, context and expert parallelism) and between pipeline stages are waited for. Copies between device and
+host have links of their own, one each way; see [Note: what an offloaded step waits for] in `hosted`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,7 +18,7 @@ from plait.config.run import RunConfig
 from plait.plan.account import EACH, ONCE
 from plait.plan.hardware import Hardware
 from plait.plan.traffic import Message, message_of
-from plait.plan.work import bytes_moved, computes_in, flops_of, starts_kernel
+from plait.plan.work import bytes_moved, computes_in, crosses, flops_of, starts_kernel
 from plait.precision import make_policy
 from plait.spec.phase import Phase
 
@@ -29,7 +30,13 @@ _EDGES = 0.3
 """Of the time that a matrix product's operands take to travel, the share that is not hidden behind arithmetic."""
 _POLICY = 2.0
 """A policy that is asked about every operation doubles the host's work."""
-_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_FORMATS = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
 
 
 class Timing:
@@ -60,6 +67,8 @@ class Timing:
         message = message_of(func, args, out, self._layout)
         if message is not None:
             self._count_message(phase, message)
+        elif (way := crosses(func, args, out)) is not None:
+            self._count_copy(phase, way, out.nbytes)
         elif starts_kernel(func):
             flops, kind = flops_of(func, args, kwargs, out)
             self.add(phase, kind, flops, bytes_moved(func, args, kwargs, out), computes_in(func, args, out))
@@ -89,6 +98,12 @@ class Timing:
         when = EACH if self._comes_again(message) else ONCE
         self.numbers[f"{how}.{message.axis}.{when}"] += message.seconds(self._hardware)
         self.numbers[f"sent.{message.axis}.{when}"] += message.sent
+        self.numbers[f"host.{phase}"] += self._start_s
+
+    def _count_copy(self, phase: Phase, way: Literal["out", "in"], size: int) -> None:
+        # Gradients leave with the last micro-batch; activations and weights come and go with each.
+        each = phase is Phase.FORWARD or (phase is Phase.BACKWARD and way == "in")
+        self.numbers[f"link.{way}.{EACH if each else ONCE}"] += size / (self._hardware.pcie_gbps * 1e9)
         self.numbers[f"host.{phase}"] += self._start_s
 
     def _comes_again(self, message: Message) -> bool:

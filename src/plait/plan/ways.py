@@ -22,6 +22,7 @@ from plait.plan.example import example_of
 from plait.plan.hardware import Hardware
 from plait.plan.plan import GIB, Plan, make_plan
 from plait.plan.quick import Quick, quick_look
+from plait.plan.shares import SHARE
 from plait.plan.simulate import MakeExample
 from plait.plan.space import Space, candidates
 
@@ -75,7 +76,8 @@ def search(
 ) -> Search:
     """Look at every way to spread a run, and closely at the `close` best, for about so many seconds."""
     start = time.monotonic()
-    space = space or Space(ranks, ("zero", "layout", "recompute", "micro"))
+    tiers = ("offload",) if hardware.kind == "cuda" else ()
+    space = space or Space(ranks, ("zero", "layout", "recompute", "micro", *tiers))
     legal, refused = _legal(candidates(config, space), config, ranks)
     say(f"{len(legal)} ways to spread the run, {len(refused)} more that no run can have")
     looked = quick_look(legal, hardware, ranks, make_example)
@@ -86,8 +88,11 @@ def search(
         elif quick.needed_gib > hardware.memory_gib * _MARGIN:
             reason = f"needs about {quick.needed_gib:.0f} GiB of {hardware.memory_gib:.0f}"
             large.append(replace(each, quick=quick, reason=reason))
+        elif quick.host_gib > hardware.host_memory_gib * _MARGIN:
+            reason = f"needs about {quick.host_gib:.0f} GiB of the host's {hardware.host_memory_gib:.0f}"
+            large.append(replace(each, quick=quick, reason=reason))
         else:
-            promising.append(replace(each, quick=quick))
+            promising.append(_with_share(replace(each, quick=quick), config, quick.share))
     promising.sort(key=lambda each: -each.tokens_per_second)
     simulated: list[Found] = []
     late = False
@@ -122,6 +127,15 @@ def _legal(found: Sequence[Candidate], run: RunConfig, ranks: int) -> tuple[list
             seen.add(key)
             legal.append(Found(candidate, config, ""))
     return legal, refused
+
+
+def _with_share(found: Found, run: RunConfig, share: float) -> Found:
+    """A way with a number for `ratio: auto`."""
+    assert found.config is not None
+    if found.config.strategy.offload.ratio != "auto":
+        return found
+    candidate = Candidate({**found.candidate.settings, SHARE: share})
+    return replace(found, candidate=candidate, config=candidate.applied_to(run))
 
 
 def _same(config: RunConfig, ranks: int) -> str:

@@ -124,7 +124,7 @@ class Drift(Part):
 class Drifting(Preferring):
     """One whose loss needs a reference point."""
 
-    def after_step(self, group: dist.ProcessGroup | None, *, updated: bool) -> None:
+    def after_step(self, group: dist.ProcessGroup | None, *, updated: bool | Tensor) -> None:
         """Move the reference point."""
         inherited = getattr(super(), "after_step", None)
         if inherited is not None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import nn
 
-from plait.config.posttrain import DpoConfig, PosttrainConfig, RewardConfig
+from plait.config.model import ModelConfig
+from plait.config.online import ONLINE
+from plait.config.posttrain import DpoConfig, LoraConfig, PosttrainConfig, RewardConfig
 from plait.config.run import RunConfig
 from plait.models import build_model
 from plait.posttrain.answers import preferring, rewarding
@@ -12,29 +17,49 @@ from plait.posttrain.extend import extend, swap_head
 from plait.posttrain.lora.adapter import Adapter, read_adapter
 from plait.posttrain.lora.attach import AdapterSpec, attach, freeze_others
 from plait.posttrain.lora.quantized import quantize
+from plait.posttrain.online.actor import acting
+from plait.posttrain.online.settings import Online
 from plait.posttrain.start import open_start
+
+Answering = Callable[[nn.Module], type[nn.Module]]
+"""From a model to the class that it is to be extended by."""
 
 
 def make_model(config: RunConfig) -> nn.Module:
     """The model as its phase needs it, on whatever device is current; on `meta` without values."""
     assert config.model is not None
-    model = build_model(config.model)
-    mixins: tuple[type[nn.Module], ...] = ()
-    if config.phase == "reward":
-        swap_head(model)
-        mixins = (rewarding(config.reward or RewardConfig()),)
-    elif config.phase == "dpo":
-        mixins = (preferring(model, config.dpo or DpoConfig()),)
-    adapter = _add_adapters(model, config)
-    section = config.posttrain or PosttrainConfig()
-    start = open_start(section.start, config.model, adapter, model)
-    return extend(model, start=start, mixins=mixins)
+    section, phase = config.posttrain or PosttrainConfig(), config.phase
+    answering: Answering | None = None
+    if phase == "reward":
+        return make_value_model(
+            config.model, section.start, lambda _: rewarding(config.reward or RewardConfig()), config.lora
+        )
+    if phase == "dpo":
+        answering = partial(preferring, config=config.dpo or DpoConfig())
+    elif phase in ONLINE:
+        answering = partial(acting, online=Online.of(config))
+    return _make(build_model(config.model), config.model, section.start, answering, config.lora)
 
 
-def _add_adapters(model: nn.Module, config: RunConfig) -> Adapter | None:
-    lora = config.lora
-    if lora is None:
-        return None
+def make_value_model(
+    described: ModelConfig, start: str | None, answering: Answering, lora: LoraConfig | None = None
+) -> nn.Module:
+    """A model with a value head in the place of its logits, and weights to begin with."""
+    model = build_model(described)
+    swap_head(model)
+    return _make(model, described, start, answering, lora)
+
+
+def _make(
+    model: nn.Module, described: ModelConfig, start: str | None, answering: Answering | None, lora: LoraConfig | None
+) -> nn.Module:
+    mixins = () if answering is None else (answering(model),)
+    adapter = None if lora is None else _add_adapters(model, lora)
+    rates = {} if lora is None or lora.lr is None else {"*.lora_[AB].weight": lora.lr}
+    return extend(model, start=open_start(start, described, adapter, model), mixins=mixins, rates=rates)
+
+
+def _add_adapters(model: nn.Module, lora: LoraConfig) -> Adapter | None:
     names = attach(model, AdapterSpec.of(lora), lora.targets)
     if lora.only:
         freeze_others(model, lora.also)

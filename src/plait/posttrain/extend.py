@@ -7,7 +7,7 @@ fits the model of any other, and all techniques see the model that they know.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,13 +21,24 @@ from plait.posttrain.parts import Part, ValueHead
 from plait.posttrain.start import Start, fill_all
 
 
-def extend(model: nn.Module, *, start: Start | None = None, mixins: tuple[type[nn.Module], ...] = ()) -> nn.Module:
-    """Let a model fill what was added to it, begin with given weights, tell how ranks share it, and answer anew."""
+def extend(
+    model: nn.Module,
+    *,
+    start: Start | None = None,
+    mixins: tuple[type[nn.Module], ...] = (),
+    rates: Mapping[str, float] | None = None,
+) -> nn.Module:
+    """Let a model fill what was added to it, begin with given weights, tell how ranks share it, and answer anew.
+
+    `rates` are learning rates of parameters whose names fit a pattern, where those have their own.
+    """
     original = type(model)
     members: dict[str, Any] = {"__module__": original.__module__, "tensor_plan": _tensor_plan(original)}
     inherited = getattr(original, "init_weights", None)
     if inherited is not None or start is not None:
         members["init_weights"] = _initializer(inherited, start)
+    if rates:
+        members["learning_rates"] = dict(rates)
     model.__class__ = type(original.__name__, (*mixins, original), members)
     if start is not None and not any(param.is_meta for param in model.parameters()):
         fill_all(model, start)

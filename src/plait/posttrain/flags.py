@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -54,10 +55,14 @@ def _schedule(words: list[str]) -> Settings:
     return dict(_SCHEDULES[words[0]])
 
 
-def _lora(words: list[str]) -> Settings:
+def _lora(words: list[str], at: str = "lora") -> Settings:
     rank = int(words[0])
     # Their adapters count 1 / rank.
-    return {"lora.rank": rank, "lora.alpha": 1.0} if rank else {}
+    return {f"{at}.rank": rank, f"{at}.alpha": 1.0} if rank else {}
+
+
+def _model() -> Flag:
+    return Flag("`model.path`", lambda words: {"model.type": "hf", "model.path": words[0]})
 
 
 _HERE = "nothing to set: "
@@ -75,8 +80,8 @@ FLAGS: Mapping[str, Flag] = MappingProxyType(
         "test_data_path": Flag(_HERE + "validate another run on it, with `posttrain.val_data`"),
         "data_split": _to("posttrain.data_split"),
         "data_output_path": Flag(_HERE + "tokens are made when a run starts, and are not kept in files"),
-        "model_name_or_path": Flag("`model.path`", lambda words: {"model.type": "hf", "model.path": words[0]}),
-        "model_name": Flag("`model.path`", lambda words: {"model.type": "hf", "model.path": words[0]}),
+        "model_name_or_path": _model(),
+        "model_name": _model(),
         "num_padding_at_beginning": Flag(_HERE + "rows are padded at their end, where nothing looks at it"),
         "per_device_train_batch_size": _to("batch.micro", int),
         "per_device_eval_batch_size": Flag(_HERE + "validation goes in batches of the size of training"),
@@ -102,7 +107,52 @@ FLAGS: Mapping[str, Flag] = MappingProxyType(
         "lora_dim": Flag("`lora.rank`, with `lora.alpha: 1` as theirs", _lora),
         "lora_module_name": Flag("`lora.targets`", lambda words: {"lora.targets": [f"*{words[0]}*"]}),
         "only_optimize_lora": Flag("`lora.only`", lambda _: {"lora.only": True}),
-        "lora_learning_rate": Flag("`optim.lr` with `lora.only`; a second rate for the rest there is not"),
+        "lora_learning_rate": _to("lora.lr", float),
+        "actor_model_name_or_path": _model(),
+        "critic_model_name_or_path": _to("ppo.reward_model"),
+        "actor_learning_rate": _to("optim.lr", float),
+        "critic_learning_rate": _to("ppo.critic_lr", float),
+        "actor_weight_decay": _to("optim.weight_decay", float),
+        "critic_weight_decay": _to("ppo.critic_weight_decay", float),
+        "actor_lora_dim": Flag("`lora.rank`, with `lora.alpha: 1` as theirs", _lora),
+        "actor_lora_module_name": Flag("`lora.targets`", lambda words: {"lora.targets": [f"*{words[0]}*"]}),
+        "actor_lora_learning_rate": _to("lora.lr", float),
+        "critic_lora_dim": Flag(
+            "`ppo.critic_lora.rank`, with `alpha: 1` as theirs", partial(_lora, at="ppo.critic_lora")
+        ),
+        "critic_lora_module_name": Flag(
+            "`ppo.critic_lora.targets`", lambda words: {"ppo.critic_lora.targets": [f"*{words[0]}*"]}
+        ),
+        "critic_lora_learning_rate": _to("ppo.critic_lora.lr", float),
+        "actor_zero_stage": _to("strategy.zero", int),
+        "critic_zero_stage": Flag(_HERE + "all models of a run are spread alike, as `strategy` says"),
+        "actor_gradient_checkpointing": Flag("`strategy.recompute`", lambda _: {"strategy.recompute": "full"}),
+        "critic_gradient_checkpointing": Flag(_HERE + "`strategy.recompute` holds for both"),
+        "actor_dropout": Flag("`model.dropout` of a gpt; a `transformers` model has it in its `config.json`"),
+        "critic_dropout": Flag(_HERE + "the critic is described where the reward model is"),
+        "max_prompt_seq_len": Flag(_HERE + "`posttrain.max_len` is for prompt and answer together"),
+        "max_answer_seq_len": _to("rollout.max_new_tokens", int),
+        "per_device_generation_batch_size": _to("rollout.max_rows", int),
+        "per_device_training_batch_size": _to("batch.micro", int),
+        "generation_batches": Flag(_HERE + "`rollout.prompts` says how many prompts a rollout has, over all ranks"),
+        "ppo_epochs": _to("ppo.epochs", int),
+        "enable_ema": Flag("`hooks`", lambda _: {"hooks": [{"type": "ema", "decay": 0.992}]}),
+        "unsupervised_dataset_name": Flag(
+            "`ppo.ptx_data`", lambda words: {"ppo.ptx_data": [{"type": "file", "path": path} for path in words]}
+        ),
+        "unsupervised_dataset_config_name": Flag(_HERE + "a file has no configurations"),
+        "unsup_coef": _to("ppo.ptx_weight", float),
+        "enable_hybrid_engine": Flag(_HERE + "it always is one; `rollout.mode` says how it writes"),
+        "unpin_actor_parameters": Flag(_HERE + "whole weights are let go of after each rollout"),
+        "release_inference_cache": Flag(_HERE + "the cache is let go of after each rollout"),
+        "inference_tp_size": Flag(_HERE + "every rank writes alone, with whole weights"),
+        "tp_gather_partition_size": Flag(_HERE + "every rank writes alone, with whole weights"),
+        "offload_reference_model": Flag(_HERE + "the reference is sharded as the policy is; with `lora` there is none"),
+        "print_answers": Flag(_HERE + "some answers of every rollout are in `samples.jsonl`"),
+        "print_answers_interval": Flag(_HERE + "`rollout.samples` of every rollout are in `samples.jsonl`"),
+        "enable_test_mode": Flag(_HERE + "a short run is `train.stop_after=10`"),
+        "test_stop_step": _to("train.stop_after", int),
+        "align_overflow": Flag(_HERE + "actor and critic skip their own steps; `train.guard` counts them"),
         "eval_interval": _to("train.val_every", int),
         "eval_iters": _to("train.val_batches", int),
         "print_steps": _to("log.every", int),
@@ -162,10 +212,11 @@ def translate(words: Sequence[str]) -> tuple[Settings, list[str]]:
 
 def _together(settings: Settings, given: Mapping[str, Sequence[str]]) -> Settings:
     """What flags mean to each other."""
-    if any(key.startswith("lora.") for key in settings) and "lora.rank" not in settings:
-        settings = {key: value for key, value in settings.items() if not key.startswith("lora.")}  # --lora_dim 0
-    elif "lora.rank" in settings:
-        settings.setdefault("lora.only", "only_optimize_lora" in given)  # absent, theirs trains everything
+    for place in ("lora", "ppo.critic_lora"):
+        if f"{place}.rank" in settings:
+            settings.setdefault(f"{place}.only", "only_optimize_lora" in given)  # absent, theirs trains everything
+        else:  # --lora_dim 0
+            settings = {key: value for key, value in settings.items() if not key.startswith(f"{place}.")}
     if "schedule.warmup" in settings and "schedule.type" not in settings:
         settings["schedule.type"] = "CosineAnnealingLR"  # theirs, when nothing is said
     if (least := settings.pop(_LEAST, None)) is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from plait.config import Parsed, RunConfig, parse
 from plait.config.model import HFConfig
+from plait.config.online import ONLINE
 from plait.config.posttrain import DpoConfig, PosttrainConfig
 from plait.errors import ConfigError, Problem
 from plait.posttrain.build import make_model
@@ -36,8 +37,18 @@ class PhaseRunner(Runner):
 def phase_runner(
     phase: str, source: str | Path | dict[str, Any], overrides: Sequence[str] = (), *, hooks: Sequence[Hook] = ()
 ) -> PhaseRunner:
-    """The run of a phase (`sft`, `reward`, `dpo`) that a file or mapping describes."""
-    return PhaseRunner(parse_phase(phase, source, overrides), hooks=hooks)
+    """The run of a phase (`sft`, `reward`, `dpo`, `ppo`, `grpo`) that a file or mapping describes."""
+    return make_runner(parse_phase(phase, source, overrides), hooks=hooks)
+
+
+def make_runner(parsed: Parsed, *, hooks: Sequence[Hook] = ()) -> PhaseRunner:
+    """The runner that a description's phase needs."""
+    if parsed.config.phase in ONLINE:
+        from plait.posttrain.online.runner import OnlineRunner  # it is a PhaseRunner itself
+
+        check_phase(parsed.config)
+        return OnlineRunner(parsed, hooks=hooks)
+    return PhaseRunner(parsed, hooks=hooks)
 
 
 def parse_phase(phase: str, source: str | Path | dict[str, Any], overrides: Sequence[str] = ()) -> Parsed:
@@ -50,7 +61,7 @@ def parse_phase(phase: str, source: str | Path | dict[str, Any], overrides: Sequ
 def check_phase(config: RunConfig) -> None:
     """Refuse what no rule of the description can see: a phase needs its model described, and a name of its own."""
     if config.phase is None:
-        raise ConfigError(Problem("phase", "there is none", "Write sft, reward or dpo."))
+        raise ConfigError(Problem("phase", "there is none", "Write sft, reward, dpo, ppo or grpo."))
     if config.model is None:
         raise ConfigError(Problem("model", "there is none", "Add a section `model` with a `type`."))
 

@@ -22,10 +22,12 @@ from plait.posttrain.lora.adapter import Adapter
 from plait.posttrain.lora.attach import AdapterSpec
 from plait.posttrain.lora.layer import difference, is_transposed
 from plait.posttrain.lora.quantized import Quantized, whole_weight
-from plait.posttrain.parts import LoraDown, LoraUp, Part
+from plait.posttrain.parts import LoraDown, LoraUp, Part, ValueHead
 from plait.world import has_values
 
 _SHOWN = 12
+_SCORE = "score.weight"
+"""What `transformers` calls the value head of a model that classifies or judges."""
 
 
 class Start:
@@ -78,7 +80,7 @@ class Start:
             return self._adapter is not None
         if self._adapter is not None and name in self._adapter.head and isinstance(module, Part):
             return True
-        stored = self._stored(name)
+        stored = self._stored(name, module)
         if stored is None or self._source is None:
             return False
         # A head of the same name may be another one: the logits' in place of the values'.
@@ -90,7 +92,7 @@ class Start:
             return self._adapter.tensors[name]
         if self._adapter is not None and name in self._adapter.head:
             return self._adapter.head[name]
-        stored = self._stored(name)
+        stored = self._stored(name, module)
         assert self._source is not None
         value = self._source.read(f"model.{stored}")
         base = name.removesuffix(".weight")
@@ -102,8 +104,10 @@ class Start:
         change = difference(first, second, self._scale)
         return value + (change.t() if is_transposed(module) else change).to(value.dtype)
 
-    def _stored(self, name: str) -> str | None:
+    def _stored(self, name: str, module: nn.Module | None = None) -> str | None:
         candidates = (name, f"{self._prefix}{name}", name.removeprefix(self._prefix)) if self._prefix else (name,)
+        if isinstance(module, ValueHead):
+            candidates = (_SCORE, *candidates)
         return next((each for each in candidates if each in self._names), None)
 
 

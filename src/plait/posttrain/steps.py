@@ -27,7 +27,7 @@ WORDS: Mapping[str, str] = MappingProxyType(
         "step": "which steps, in order; `1 2 3` when absent",
         "deployment_type": "where they run",
         "actor_model": "folder of the model that is tuned, `model.path` of steps 1 and 3",
-        "reward_model": "folder of the model that judges, `model.path` of step 2",
+        "reward_model": "folder of the model that judges, `model.path` of step 2; absent: as the tuned one",
         "actor_zero_stage": "`strategy.zero` of steps 1 and 3",
         "reward_zero_stage": "`strategy.zero` of step 2",
         "output_dir": "folder above the `work_dir` of every step",
@@ -58,7 +58,8 @@ class Steps:
     def settings(self, phase: str) -> list[str]:
         """Overrides for one of the phases; each after the first begins with what step 1 has tuned."""
         reward = phase == "reward"
-        model, zero = (self.reward_model, self.reward_zero) if reward else (self.actor_model, self.actor_zero)
+        model = (self.reward_model if reward else None) or self.actor_model
+        zero = self.reward_zero if reward else self.actor_zero
         found = [f"work_dir={self.output_dir}/{phase}"]
         if model is not None:
             found += ["model.type=hf", f"model.path={model}"]

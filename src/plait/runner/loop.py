@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from plait.errors import DataError
 from plait.runner.throughput import Clock, Meter, memory_mib, peak_flops
 from plait.spec import EventKind
+from plait.strategy import StepResult
 
 if TYPE_CHECKING:
     from plait.runner.runner import Runner
@@ -20,6 +21,7 @@ def train_loop(runner: Runner) -> None:
         hook(runner)
     while not state.finished():
         _train_epoch(runner, state)
+    runner.engine.settle()
     for hook in runner.hooks.after_run:
         hook(runner)
 
@@ -42,6 +44,8 @@ class _LoopState:
         self.clock = Clock(runner.step)
         self.peak = peak_flops(runner.world.device)
         self.stopped = False
+        self.before: StepResult | None = None
+        """What the step before did; see `_wants_to_stop`."""
 
     def finished(self) -> bool:
         """Whether the run has come to its end."""
@@ -80,6 +84,9 @@ def _train_steps(runner: Runner, state: _LoopState) -> bool:
         result = train_step(micro_batches)
         step = engine.steps
         runner.step_in_epoch += 1
+        logs = step % log_every == 0 or step == total
+        if logs:
+            result.wait()  # so that the seconds of the steps to tell of are the device's, too
         now = perf_counter()
         meter.add(result, micro_batches, loaded - mark, now - loaded)
         mark = now
@@ -87,7 +94,7 @@ def _train_steps(runner: Runner, state: _LoopState) -> bool:
             hook(runner, result)
         runner.tick(step)
         poll()
-        if step % log_every == 0 or step == total:
+        if logs:
             _log(runner, state, result.lr)
         if not state.by_epoch:
             state.stopped = _at_interval(runner, state, step) and runner.stopping()
@@ -95,7 +102,7 @@ def _train_steps(runner: Runner, state: _LoopState) -> bool:
         if step == state.stop_after:
             runner.stop_reason = f"stopped at step {step}, as train.stop_after says"
             state.stopped = True
-        if state.stopped or (result.stop and runner.stopping()):
+        if state.stopped or (_wants_to_stop(state, result) and runner.stopping()):
             state.stopped = True
             return False
         if step == total:
@@ -104,6 +111,17 @@ def _train_steps(runner: Runner, state: _LoopState) -> bool:
     if runner.step_in_epoch == 0:
         raise DataError("the data ended before the first batch: there is nothing to train on")
     return True
+
+
+def _wants_to_stop(state: _LoopState, result: StepResult) -> bool:
+    """Whether some rank asked to stop, as far as a look that waits for no device can tell.
+
+    A late result is looked at when the next step is under way. Which one that is does not depend on what anybody
+    has read meanwhile, so all ranks look at the same one.
+    """
+    looked_at = state.before if result.late else result
+    state.before = result
+    return looked_at is not None and looked_at.stop
 
 
 def _at_interval(runner: Runner, state: _LoopState, count: int) -> bool:
@@ -140,5 +158,6 @@ def _log(runner: Runner, state: _LoopState, lr: float) -> None:
         max_steps=state.total,
         by_epoch=state.by_epoch,
         max_epochs=state.max_epochs,
+        **runner.figures,
         **data,
     )

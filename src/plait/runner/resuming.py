@@ -56,6 +56,7 @@ def resume(runner: Runner, saver: Saver) -> Path | None:
         tensors.update({f"rng.{world.rank}.{name}": tensor for name, tensor in generators.items()})
     hooks, saved_hooks = runner.hooks.named(), state.get("hooks", {})
     for name in hooks.keys() & saved_hooks.keys():
+        hooks[name].make_room(runner, entries(checkpoint.index, f"hook.{name}."))
         tensors.update(saver.hook_tensors(name, hooks[name]))
         hooks[name].restore(saved_hooks[name])
     left = sorted(saved_hooks.keys() - hooks.keys())

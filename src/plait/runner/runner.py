@@ -107,7 +107,7 @@ class Runner:
         self._loss_fn = loss_fn
         self._collate = collate_fn
         self.metrics = list(metrics)
-        self.hooks = HookTable([*build_hooks(self.config.hooks), *hooks])
+        self.hooks = HookTable([*build_hooks(self.config.hooks, self.config.profile), *hooks])
         self.saver = Saver(self)
         self.foresight = Foresight(self)
         self.step_time: float | None = None
@@ -117,6 +117,8 @@ class Runner:
         self.step_in_epoch = 0
         """Steps in the epoch that is not."""
         self.stop_reason: str | None = None
+        self.figures: dict[str, float] = {}
+        """What hooks have measured of the latest step; told with the next line of the log."""
         self._world: World | None = None
         self._engine: Engine | None = None
         self._monitor: Monitor | None = None
@@ -168,16 +170,7 @@ class Runner:
         self.steps_per_epoch: int | None = None if self.loader is None else self.loader.steps_per_epoch
         on_main(world, self._make_work_dir)
         self._monitor = build_monitor(config.log, Path(config.work_dir), world.rank)
-        self._engine = engine = prepare_engine(
-            config,
-            world,
-            model=self._model,
-            loss_function=self._loss_fn,
-            length=Length(self.total_steps, self.steps_per_epoch),
-            accumulation=self.batch.accumulation,
-            example=self._example(),
-            say=lambda text: self.emit(EventKind.MESSAGE, level="warning", text=text),
-        )
+        self._engine = engine = self._prepare()
         self._model = None
         self.enter(Phase.LOAD)
         self.resumed_from = self.saver.resume()
@@ -185,6 +178,18 @@ class Runner:
             enter = world.heartbeat.enter
             engine.on_phase = lambda phase: enter(phase, engine.steps)
         self.enter(Phase.IDLE)
+
+    def _prepare(self) -> Engine:
+        return prepare_engine(
+            self.config,
+            self.world,
+            model=self._model,
+            loss_function=self._loss_fn,
+            length=Length(self.total_steps, self.steps_per_epoch),
+            accumulation=self.batch.accumulation,
+            example=self._example(),
+            say=self.warn,
+        )
 
     def _make_work_dir(self, *, training: bool = False) -> None:
         work_dir = Path(self.config.work_dir)
@@ -286,7 +291,8 @@ class Runner:
             raise ConfigError(
                 Problem(role, "there are no data to measure on", f"give {role}, or a section of that name")
             )
-        engine, loader = self.engine, self._eval_loader(role)
+        engine = self.engine
+        self._eval_loader(role)
         engine.agree_on_buffers()
         validating = kind is EventKind.VALIDATE
         for hook in self.hooks.before_validate if validating else self.hooks.before_test:
@@ -294,13 +300,16 @@ class Runner:
         start = time.perf_counter()
         limit = self.config.train.val_batches if validating else None
         self.enter(Phase.EVALUATE)
-        metrics, batches = evaluate(engine, loader.epoch(0), self.metrics, limit=limit)
+        metrics, batches = self._evaluate(role, limit)
         self.enter(Phase.IDLE)
         seconds, max_epochs = time.perf_counter() - start, self.config.train.max_epochs
         self.emit(kind, metrics=metrics, batches=batches, time=seconds, by_epoch=self.by_epoch, max_epochs=max_epochs)
         for hook in self.hooks.after_validate if validating else self.hooks.after_test:
             hook(self, metrics)
         return metrics
+
+    def _evaluate(self, role: str, limit: int | None) -> tuple[dict[str, float], int]:
+        return evaluate(self.engine, self._eval_loader(role).epoch(0), self.metrics, limit=limit)
 
     def _eval_loader(self, role: str) -> Any:
         if self._engine is None:
@@ -310,7 +319,7 @@ class Runner:
         return self._eval_loaders[role]
 
     def stop(self, reason: str) -> None:
-        """End training as soon as every rank knows: now after a validation or epoch, else within a step or two.
+        """End training as soon as every rank knows: now after a validation or epoch, else within a few steps.
 
         May be called on any rank, and from a signal handler.
         """
@@ -371,6 +380,10 @@ class Runner:
         # The epoch that the latest step belongs to, counted from 1.
         epoch = self.epoch + 1 if self.step_in_epoch else max(self.epoch, 1)
         self._monitor.emit(Event(kind, step, epoch, data))
+
+    def warn(self, text: str) -> None:
+        """Tell the sinks of something that somebody should look at."""
+        self.emit(EventKind.MESSAGE, level="warning", text=text)
 
     def tick(self, step: int) -> None:
         """Move the progress bar."""

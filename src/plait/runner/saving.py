@@ -102,6 +102,7 @@ class Saver:
                 failure = attempt(link) if self.writer.disks.is_lead else None
                 together(self.writer.channel, failure, f"{target} cannot be linked as the best one")
             return
+        runner.engine.settle()  # a run that is to end because of the step under way ends here
         for hook in runner.hooks.before_save:
             hook(runner)
         runner.engine.agree_on_buffers()

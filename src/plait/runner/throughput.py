@@ -50,11 +50,15 @@ def count_tokens(batch: MicroBatch) -> int:
 
 
 class Meter:
-    """Averages over the steps since the last `read`. Adding a step costs a few float operations."""
+    """Averages over the steps since the last `read`. Adding a step costs a few float operations, and waits for none.
+
+    A step's numbers are looked at when the next one is added, or by `read`: they may still be on their way.
+    """
 
     def __init__(self) -> None:
+        self._latest: StepResult | None = None
+        self._skipped = 0
         self._reset()
-        self.skipped = 0
 
     def _reset(self) -> None:
         self._steps = 0
@@ -64,21 +68,29 @@ class Meter:
 
     def add(self, result: StepResult, micro_batches: Sequence[MicroBatch], data_time: float, step_time: float) -> None:
         """Take note of one step, and of the seconds that its data and it itself took."""
+        self._look()
+        self._latest = result
         self._steps += 1
-        if result.skipped:
-            self.skipped += 1
-        else:
-            self._finite += 1
-            self._loss += result.loss
-            self._norm += result.grad_norm
         self._data += data_time
         self._busy += step_time
         for batch in micro_batches:
             self._samples += batch.samples
             self._tokens += count_tokens(batch)
 
+    def _look(self) -> None:
+        result, self._latest = self._latest, None
+        if result is None:
+            return
+        if result.skipped:
+            self._skipped += 1
+        else:
+            self._finite += 1
+            self._loss += result.loss
+            self._norm += result.grad_norm
+
     def read(self, *, ranks: int, flops_per_token: float | None, peak: float | None) -> dict[str, Any]:
         """The averages, and start over."""
+        self._look()
         steps, seconds = max(self._steps, 1), self._data + self._busy
         finite = self._finite
         data: dict[str, Any] = {
@@ -87,7 +99,7 @@ class Meter:
             "time": seconds / steps,
             "data_time": self._data / steps,
             "samples_per_s": self._samples * ranks / seconds if seconds else 0.0,
-            "skipped": self.skipped,
+            "skipped": self._skipped,
         }
         if self._tokens and seconds:
             data["tokens_per_s"] = self._tokens * ranks / seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,18 @@ from plait.world import World
 if TYPE_CHECKING:
     from plait.parallel.pipeline import Bubble
 
+Numbers = tuple[float, float, bool, float, bool]
+"""The loss, the gradient norm, whether the step was skipped, the targets, whether to stop."""
 
-class StepResult(NamedTuple):
-    """What one optimizer step did. The same on every rank."""
+
+class StepResult:
+    """What one optimizer step did. The same on every rank.
+
+    Where a device computes behind the host's back, the numbers are still on their way when a step returns. Whoever
+    looks at one waits for it; a loop that looks at the step before keeps the device busy.
+    """
+
+    __slots__ = ("_read", "grad_norm", "late", "loss", "lr", "skipped", "stop", "targets")
 
     loss: float
     """Mean over all targets of the step: every micro-batch, every rank."""
@@ -29,8 +38,50 @@ class StepResult(NamedTuple):
     lr: float
     targets: float
     """How many targets the mean is over."""
-    stop: bool = False
+    stop: bool
     """Whether some rank asked all of them to stop (`Engine.request_stop`)."""
+    late: bool
+    """Whether the numbers were on their way when the step returned. The same on every rank, and for good."""
+
+    def __init__(
+        self, loss: float, grad_norm: float, skipped: bool, lr: float, targets: float, stop: bool = False
+    ) -> None:
+        self.lr = lr
+        self.late = False
+        self._read: Callable[[], Numbers] | None = None
+        self._fill((loss, grad_norm, skipped, targets, stop))
+
+    @classmethod
+    def on_its_way(cls, lr: float, read: Callable[[], Numbers]) -> StepResult:
+        """One whose numbers `read` waits for; it is asked once, by the first look at any of them."""
+        result = cls.__new__(cls)
+        result.lr, result.late, result._read = lr, True, read
+        return result
+
+    def wait(self) -> None:
+        """Until the numbers are there."""
+        if self._read is not None:
+            self._fill(self._read())
+            self._read = None  # and with it what the numbers came in
+
+    def _fill(self, numbers: Numbers) -> None:
+        self.loss, self.grad_norm, self.skipped, self.targets, self.stop = numbers
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # Asked only for what is not there: a number that has not come yet, or a name that no result has.
+            if name.startswith("_") or self._read is None:
+                raise AttributeError(f"a StepResult has no {name!r}", name=name, obj=self)
+            self.wait()
+            return getattr(self, name)
+
+    def __reduce__(self) -> tuple[type[StepResult], tuple[float, float, bool, float, float, bool]]:
+        return StepResult, (self.loss, self.grad_norm, self.skipped, self.lr, self.targets, self.stop)
+
+    def __repr__(self) -> str:
+        shown = ("loss", "grad_norm", "skipped", "lr", "targets", "stop")
+        return f"StepResult({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +123,9 @@ class Engine(ABC):
     @abstractmethod
     def request_stop(self) -> None:
         """Ask every rank to stop after the step in progress; the answer is in that step's result."""
+
+    def settle(self) -> None:  # noqa: B027  # most engines have nothing under way
+        """Wait for the steps under way, and report what there is to report of them. Every rank must do so."""
 
     @abstractmethod
     def agree_on_buffers(self) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from tests.multi.ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -144,40 +142,20 @@ def chunk(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return pieces[group.rank()] if group.rank() < len(pieces) else tensor[:0]
 
 
-def measure(rank: int, world_size: int, folder: str) -> None:
+def measure(rank: int, size: int) -> list[dict[str, Any]]:
     """Everything above, for each layout of this world."""
-    for name, layout in LAYOUTS[world_size].items():
+    found = []
+    for layout in LAYOUTS[size].values():
         mesh = init_device_mesh("cpu", layout, mesh_dim_names=("dp_replicate", "dp_shard")[-len(layout) :])
-        found = parity(mesh) | {"backward": backward(mesh), "norms": norms(mesh)}
-        torch.save(found, Path(folder) / f"{name}-{rank}.pt")
-
-
-def run_ranks(fn: Callable[..., None], world_size: int, folder: Path, *args: Any) -> None:
-    mp.spawn(_rank, (fn, world_size, str(folder / "store"), args), nprocs=world_size)
-
-
-def _rank(rank: int, fn: Callable[..., None], world_size: int, store: str, args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
-    try:
-        fn(rank, world_size, *args)
-    finally:
-        dist.destroy_process_group()
+        found.append(parity(mesh) | {"backward": backward(mesh), "norms": norms(mesh)})
+    return found
 
 
 @pytest.fixture(scope="module", params=list(LAYOUTS))
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
-    """A world of ranks that has run, and where it put its results."""
-    folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(measure, request.param, folder, str(folder))
-    return request.param, folder
-
-
-@pytest.fixture
-def found(world: tuple[int, Path]) -> list[dict[str, Any]]:
+def found(request: pytest.FixtureRequest, two_ranks: RankPool, four_ranks: RankPool) -> list[dict[str, Any]]:
     """What every rank measured in every layout."""
-    size, folder = world
-    return [torch.load(folder / f"{name}-{rank}.pt") for name in LAYOUTS[size] for rank in range(size)]
+    pool = {2: two_ranks, 4: four_ranks}[request.param]
+    return [layout for rank in pool.run(measure) for layout in rank]
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))

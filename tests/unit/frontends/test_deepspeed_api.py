@@ -22,6 +22,7 @@ from plait.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from plait.frontends.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from plait.frontends.deepspeed.ops.lamb import FusedLamb
 from plait.frontends.deepspeed.ops.lion import FusedLion
+from plait.frontends.deepspeed.saving import state_name
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 8,
@@ -302,7 +303,27 @@ def test_its_optimizers_are_taken_as_objects(make: Any, capsys: pytest.CaptureFi
         engine.step()
         found.append(float(loss.detach()))
     assert found[-1] < found[0]
+    assert isinstance(engine.optimizer, make)
     assert "optimizer → the script's own is used" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_its_adam_is_torchs_adamw_or_adam(decoupled: bool) -> None:
+    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+    ours, theirs = net(), net()
+    theirs.load_state_dict(ours.state_dict())
+    made = [
+        FusedAdam(ours.parameters(), adam_w_mode=decoupled, **options),
+        (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs.parameters(), **options),
+    ]
+    for _ in range(3):
+        for model, optimizer in zip((ours, theirs), made, strict=True):
+            optimizer.zero_grad()
+            model(*batch(0)).backward()
+            optimizer.step()
+    assert [state_name(optimizer) for optimizer in made] == ["AdamW" if decoupled else "Adam"] * 2
+    for mine, its in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, its)
 
 
 def test_options_that_its_optimizers_lack_are_named() -> None:

@@ -46,4 +46,24 @@ def test_every_tier_can_be_planned_without_touching_a_disk() -> None:
     files = plan_of({"zero": 3, "offload": tiers})
     memory = plan_of({"zero": 3, "offload": {"optimizer": "cpu", "params": "cpu", "persistent_params": 0}})
     assert files.host_gib < memory.host_gib
-    assert any("update on the host" in note for note in files.notes)
+    assert files.seconds > memory.seconds
+    numbers = files.fullest.account.numbers
+    assert numbers["link.files.each"] > numbers["link.in.each"] > 0  # every unit comes from a file, forward and back
+
+
+def test_a_step_takes_as_long_as_what_its_tier_has_to_do() -> None:
+    resident, half, away, late = (
+        plan_of({"offload": offload} if offload else {})
+        for offload in (
+            None,
+            {"optimizer": "cpu", "ratio": 0.5},
+            "cpu",
+            {"optimizer": "cpu", "delayed": True},
+        )
+    )
+    assert resident.seconds < half.seconds < away.seconds
+    assert late.seconds <= away.seconds
+    # The gradients and the new weights of every number pass over the link, in bf16.
+    link = 2 * NUMBERS / (away.hardware.pcie_gbps * 1e9)
+    assert away.fullest.account.numbers["link.out.once"] == pytest.approx(link, rel=0.1)
+    assert away.fullest.account.total("update", "beside", "back") == pytest.approx(link, rel=0.1)

@@ -113,7 +113,7 @@ def test_measuring_writes_a_machine_that_a_plan_can_read(tmp_path: Path, capsys:
     machine = find_hardware(path)
     assert machine.measured["fp32"] > 0
     assert machine.rate("fp32") == machine.measured["fp32"] * 1e12
-    assert min(machine.memory_gbps, machine.disk_gbps, machine.launch_us) > 0
+    assert min(machine.memory_gbps, machine.disk_gbps, machine.launch_us, machine.host_gbps) > 0
     assert list(tmp_path.iterdir()) == [path]  # nothing else is left behind
     shown = capsys.readouterr().out
     assert f"{machine.memory_gbps:.1f} GB/s" in shown

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from plait.config.draft import origin_of
-from plait.config.rules import data, engine, model, offload, posttrain, precision, strategy, train
+from plait.config.rules import data, engine, model, offload, online, posttrain, precision, strategy, train
 from plait.config.rules.facts import Facts
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, Problem
@@ -25,6 +25,7 @@ RULES: tuple[Rule, ...] = (
     *model.RULES,
     *data.RULES,
     *posttrain.RULES,
+    *online.RULES,
 )
 
 

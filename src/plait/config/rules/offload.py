@@ -55,15 +55,15 @@ def optimizer_works_by_element(facts: Facts) -> Iterator[Problem]:
 def shares_leave_something(facts: Facts) -> Iterator[Problem]:
     """Shares on the device and in host memory that leave nothing for files."""
     offload = facts.config.strategy.offload
-    if offload.ratio + offload.host_ratio >= 1.0:
-        message = f"{offload.host_ratio:g} and `{_PATH}.ratio: {offload.ratio:g}` leave nothing for files"
+    if offload.share + offload.host_ratio >= 1.0:
+        message = f"{offload.host_ratio:g} and `{_PATH}.ratio: {offload.share:g}` leave nothing for files"
         yield Problem(f"{_PATH}.host_ratio", message, "Make one of them smaller, or write `optimizer: cpu`.")
 
 
 def delay_is_for_all(facts: Facts) -> Iterator[Problem]:
     """What stays on the device is updated at once, so a delay would be one for some weights only."""
     offload = facts.config.strategy.offload
-    if offload.delayed and offload.ratio > 0:
+    if offload.delayed and offload.ratio != 0:
         message = f"true, but `{_PATH}.ratio` keeps a share on the device, where updates are never late"
         yield Problem(f"{_PATH}.delayed", message, "Leave one of the two out.")
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from plait.config.model import ResNetConfig
+from plait.config.online import ONLINE
 from plait.config.posttrain import PHASES
 from plait.config.rules.facts import Facts, given, idle
 from plait.errors import Problem
 
-_SECTIONS = ("posttrain", "lora", *PHASES)
+_SECTIONS = ("posttrain", "lora", "rollout", *PHASES)
 
 
 def sections_belong_to_a_phase(facts: Facts) -> Iterator[Problem]:
     """Plain training would not look at them."""
     if facts.config.phase is None:
         for name in given(facts.config, *_SECTIONS):
-            message = "this section has no effect: the run is none of sft, reward and dpo"
-            yield Problem(name, message, "Start it with `plait sft`, `plait reward` or `plait dpo`.")
+            message = f"this section has no effect: the run is none of {', '.join(PHASES)}"
+            yield Problem(name, message, f"Start it with {', '.join(f'`plait {phase}`' for phase in PHASES)}.")
 
 
 def a_phase_has_its_own_data(facts: Facts) -> Iterator[Problem]:
@@ -27,12 +28,13 @@ def a_phase_has_its_own_data(facts: Facts) -> Iterator[Problem]:
             yield Problem(name, f"has no effect in phase {facts.config.phase}", "Write `posttrain.data` instead.")
 
 
-def pairs_stay_on_one_rank(facts: Facts) -> Iterator[Problem]:
-    """Their loss is of whole answers, two at a time; ranks that have parts of them cannot compute it."""
+def answers_stay_on_one_rank(facts: Facts) -> Iterator[Problem]:
+    """A pair, a reward or the next token is of a whole answer; ranks that have parts of it cannot compute it."""
     layout = facts.config.strategy.layout
     for axis in ("cp", "pp"):
-        if facts.config.phase in ("reward", "dpo") and (getattr(layout, axis) or 1) > 1:
-            message = f"{getattr(layout, axis)}, but the loss of a pair needs whole answers on one rank"
+        if facts.config.phase not in (None, "sft") and (getattr(layout, axis) or 1) > 1:
+            what = "writing and judging need" if facts.config.phase in ONLINE else "the loss of a pair needs"
+            message = f"{getattr(layout, axis)}, but {what} whole answers on one rank"
             yield Problem(f"strategy.layout.{axis}", message, f"Use `strategy.layout.{axis}: 1` with tp or ZeRO.")
 
 
@@ -106,7 +108,7 @@ RULES = (
     a_phase_says_how_it_is_spread,
     sections_belong_to_a_phase,
     a_phase_has_its_own_data,
-    pairs_stay_on_one_rank,
+    answers_stay_on_one_rank,
     language_models_answer,
     reference_without_adapter_needs_one,
     settings_of_other_losses_are_idle,

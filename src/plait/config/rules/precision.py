@@ -44,9 +44,28 @@ def master_weights_are_a_choice_in_half_precision(facts: Facts) -> Iterator[Prob
         yield Problem("precision.master", message, "Leave it out, or write `precision.compute: bf16`.")
 
 
+def fp8_stands_on_bf16(facts: Facts) -> Iterator[Problem]:
+    """What is not multiplied in 8 bits is computed in bf16, and layers must be whole to be scaled."""
+    precision, strategy = facts.config.precision, facts.config.strategy
+    if precision.fp8.recipe == "none":
+        reason = "`precision.fp8.recipe` is none"
+        yield from idle("precision.fp8", precision.fp8, ("modules", "skip", "emulate"), reason, "Leave it out.")
+        return
+    if precision.compute != "bf16":
+        message = f"8-bit products stand beside bf16, but `precision.compute` is {precision.compute}"
+        yield Problem("precision.fp8", message, "Write `precision.compute: bf16`.")
+    if strategy.engine != "native":
+        message = f"engine {strategy.engine} computes with formats of its own"
+        yield Problem("precision.fp8", message, "Leave out `strategy.engine`, or write `precision: bf16`.")
+    if strategy.layout.tp > 1:
+        message = "layers that are cut over `strategy.layout.tp` have no 8-bit form yet"
+        yield Problem("precision.fp8", message, "Write `precision: bf16`, or `strategy.layout.tp: 1`.")
+
+
 RULES = (
     scaler_needs_fp16,
     static_scale_does_not_move,
     fp16_reduction_needs_fp16,
     master_weights_are_a_choice_in_half_precision,
+    fp8_stands_on_bf16,
 )

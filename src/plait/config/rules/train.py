@@ -83,6 +83,17 @@ def wandb_project_needs_wandb(facts: Facts) -> Iterator[Problem]:
         yield from idle("log", log, ("wandb_project",), "`log.sinks` has no wandb", remedy)
 
 
+def a_profile_fits_into_the_run(facts: Facts) -> Iterator[Problem]:
+    """Steps that never come cannot be recorded."""
+    profile, steps = facts.config.profile, facts.config.train.max_steps
+    if profile is None or steps is None:
+        return
+    last = profile.start + profile.steps - 1
+    if last > steps:
+        message = f"{profile.start}, so steps up to {last} are recorded, but `train.max_steps` is {steps}"
+        yield Problem("profile.start", message, f"Write `profile.start: {max(4, steps - profile.steps + 1)}` or less.")
+
+
 RULES = (
     one_length,
     counting_fits_the_length,
@@ -91,4 +102,5 @@ RULES = (
     nesterov_needs_momentum,
     warmup_start_needs_warmup,
     wandb_project_needs_wandb,
+    a_profile_fits_into_the_run,
 )

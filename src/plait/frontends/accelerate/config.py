@@ -98,7 +98,11 @@ def _mixed_precision(words: Words, key: str, value: Any) -> None:
         return
     word = words.word(key, value, ("no", "fp16", "bf16", "fp8"))
     if word == "fp8":
-        words.refused(key, value, "write bf16: weights and activations have no 8-bit format here")
+        words.refused(
+            key,
+            value,
+            "write bf16: Accelerate's 8-bit backends are not used here; a run description has `precision: fp8`",
+        )
     elif word is not None:
         set_precision(words, key, word)
         words.honoured(key, value, f"precision.compute: {word}, with fp32 weights in the optimizer")
@@ -171,7 +175,7 @@ READERS: dict[str, Reader] = {
     "megatron_lm_config": read_megatron,
     "mpirun_config": read_mpirun,
     "dynamo_config": read_dynamo,
-    "fp8_config": switched_off("there is no 8-bit format here; write mixed_precision: bf16"),
+    "fp8_config": switched_off("Accelerate's 8-bit backends are not used here; a run description has `precision: fp8`"),
     "downcast_bf16": _TPU,
     "tpu_name": _TPU,
     "tpu_zone": _TPU,

@@ -12,7 +12,7 @@ _INSTEAD = {
     "onebit": "compressed optimizers are gone from DeepSpeed 0.19 too; use AdamW",
     "compression": "there is no compression of models here",
     "autotuning": "`plait tune` looks for the fastest settings",
-    "profiling": "`plait plan` counts a step's operations, memory and time before it runs",
+    "profiling": "`plait profile` measures a step's operations, memory and time",
     "nebula": "`checkpoint.async_save` writes checkpoints while training goes on",
     "sequence": "`strategy.layout.cp` with `plait train` spreads sequences",
     "linear": "LoRA models of peft train as they are",

@@ -15,7 +15,7 @@ from plait.errors import ModelError, TrainingError
 from plait.frontends.deepspeed import progress
 from plait.frontends.deepspeed.facts import EngineFacts
 from plait.frontends.deepspeed.loader import RepeatingLoader
-from plait.frontends.deepspeed.saving import groups_of, restore_groups, whole_weights
+from plait.frontends.deepspeed.saving import groups_of, restore_groups, state_name, whole_weights
 from plait.precision import DTYPES
 from plait.strategy import StepResult
 
@@ -210,7 +210,7 @@ class DeepSpeedEngine(EngineFacts):
             "global_steps": self.global_steps,
             "global_samples": self.global_samples,
             "skipped_steps": self.skipped_steps,
-            "optimizer": None if self.optimizer is None else type(self.optimizer).__name__,
+            "optimizer": None if self.optimizer is None else state_name(self.optimizer),
             "groups": None if self.optimizer is None else groups_of(self.optimizer),
             "lr_scheduler": scheduler,
             "client_state": dict(client_state or {}),

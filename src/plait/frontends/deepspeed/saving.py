@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 
 from plait.checkpoint import (
     Checkpoint,
@@ -31,6 +31,7 @@ from plait.checkpoint import (
 from plait.checkpoint.convert import kind_of, open_source
 from plait.config.train import CheckpointConfig
 from plait.errors import CheckpointError
+from plait.frontends.deepspeed import ops
 from plait.frontends.deepspeed.client_state import decode, encode
 from plait.frontends.deepspeed.foreign import foreign_state
 from plait.parallel.materialize import assign_whole
@@ -197,12 +198,19 @@ def _tied(model: nn.Module) -> dict[str, str]:
 
 
 def _refuse_another(path: Path, own: Mapping[str, Any], optimizer: Optimizer) -> None:
-    saved, here = own.get("optimizer"), type(optimizer).__name__
+    saved, here = own.get("optimizer"), state_name(optimizer)
     if saved is not None and saved != here:
         raise CheckpointError(
             f"{path} has the state of {saved}, and this run uses {here}: pass load_optimizer_states=False to start a "
             "new one, or use the same"
         )
+
+
+def state_name(optimizer: Optimizer) -> str:
+    """Whose state it has: DeepSpeed's names stand for optimizers of torch and of Plait."""
+    kind = next(kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith(ops.__name__))
+    decoupled = kind is Adam and all(group["decoupled_weight_decay"] for group in optimizer.param_groups)
+    return "AdamW" if decoupled else kind.__name__
 
 
 def _write_latest(root: Path, tag: str) -> None:

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from plait.errors import ModelError
 from plait.models.common.init import residual_output
-from plait.models.common.rope import Rotary
+from plait.models.common.rope import Rotary, rotate_both
 
 
 class Shared:
@@ -88,6 +88,8 @@ class Attention(nn.Module):
         self.dropout = dropout
         self.attend = attend
         """How tokens are mixed. Where they are spread over ranks, another function takes its place."""
+        self.rotate = rotate_both
+        """How positions are put into queries and keys."""
         self.q = nn.Linear(dim, dim, bias=bias)
         self.k = nn.Linear(dim, kv_heads * self.head_dim, bias=bias)
         self.v = nn.Linear(dim, kv_heads * self.head_dim, bias=bias)
@@ -97,7 +99,7 @@ class Attention(nn.Module):
         """Mix the tokens of (batch, tokens, dim)."""
         q, k, v = (self._split(project(x)) for project in (self.q, self.k, self.v))
         if shared.rotary is not None:
-            q, k = shared.rotary.rotate(q), shared.rotary.rotate(k)
+            q, k = self.rotate(shared.rotary, q, k)
         y = self.attend(q, k, v, shared.mask, self.dropout if self.training else 0.0)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 

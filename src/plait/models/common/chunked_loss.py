@@ -190,10 +190,18 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 def _scale(ctx: Any, grad_total: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     scaled = (
-        None if dtype is None or grad_total is None else (grad.float() * grad_total).to(dtype)
+        None if dtype is None or grad_total is None else _times(grad, grad_total, dtype)
         for grad, dtype in zip(ctx.saved_tensors, ctx.wanted, strict=True)
     )
     return *scaled, None, None, None, None, None
+
+
+def _times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product, computed in fp32 and rounded once."""
+    if grad.dtype == torch.float32 and dtype != torch.float32:
+        # Rounded while it is written: the weight's gradient is large, and a wide product of it as large again.
+        return torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))
+    return (grad.float() * factor).to(dtype)
 
 
 _forward.register_autograd(_scale, setup_context=_keep)

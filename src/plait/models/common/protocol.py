@@ -7,7 +7,8 @@ Each member adds one ability:
 - `init_weights` lets it build on the meta device and fill one module at a time;
 - `tensor_plan` lets ranks share the work of its layers;
 - `forward` with an argument `hidden` lets it be cut into pipeline stages;
-- `after_step(group, updated=…)` is called after every optimizer step, with the ranks that saw other data;
+- `after_step(group, updated=…)` is called after every optimizer step, with the ranks that saw other data, and whether
+  the step changed the weights: a bool, or a scalar of the device that decided it;
 - `flops_per_token` lets reports speak of hardware use.
 
 Inputs of a language model, all of shape (batch, tokens):

@@ -34,6 +34,11 @@ class Rotary:
         return torch.cat(turned, dim=-1).to(x.dtype)
 
 
+def rotate_both(rotary: Rotary, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys, turned."""
+    return rotary.rotate(q), rotary.rotate(k)
+
+
 # One operator to `torch.compile`: traced into, powers, cosines and sines would be fused into every layer that
 # uses the table, and so computed anew in each of them.
 @torch.library.custom_op("plait::rotary_table", mutates_args=())

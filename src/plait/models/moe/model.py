@@ -81,11 +81,12 @@ class Moe(Llama):
         return decoder_plan(feed_forward)
 
     @torch.no_grad()
-    def after_step(self, group: dist.ProcessGroup | None, *, updated: bool = True) -> None:
+    def after_step(self, group: dist.ProcessGroup | None, *, updated: bool | Tensor = True) -> None:
         """Move the routers' biases against the load of the step just done, if it `updated` the weights.
 
-        To be called on every rank after every step, with the group of all ranks that see other tokens for the
-        same parameters; None where there is one rank. Afterwards the biases are the same on all of them.
+        A tensor is an answer on the device, which is not waited for. To be called on every rank after every step, with
+        the group of all ranks that see other tokens for the same parameters; None where there is one rank. Afterwards
+        the biases are the same on all of them.
         """
         routers = [module for module in self.modules() if isinstance(module, Router) and module.load is not None]
         if not routers:
@@ -94,7 +95,9 @@ class Moe(Llama):
         for router in routers:
             assert router.load is not None
             router.load.zero_()
-        if not updated:
+        if isinstance(updated, Tensor):
+            loads *= updated  # no load moves nothing
+        elif not updated:
             return
         if group is not None:
             dist.all_reduce(loads, group=group)

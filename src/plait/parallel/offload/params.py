@@ -85,9 +85,9 @@ class ParamStream:
         shards = [member._sharded_param_data for member in group.fsdp_params]
         mine = _Group(shards, sum(shard.numel() for shard in shards))
         mine.params = [member.sharded_param for member in group.fsdp_params]
-        if self._folder is None:
+        if self._folder is None or (self._queue is None and self.lanes.separate):
             mine.copies = [self.lanes.room(shard.shape, shard.dtype) for shard in shards]
-        elif self._queue is None:  # a plan: there are no files
+        elif self._queue is None:  # a plan of CPU ranks: there are no files, and nothing else may take memory
             mine.copies = shards
         else:
             layout = [((number, "param"), shard.dtype, shard.shape) for number, shard in enumerate(shards)]

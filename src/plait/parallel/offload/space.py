@@ -59,7 +59,7 @@ def numbers_in_a_bucket(config: RunConfig, sizes: Sequence[int], names: Sequence
 def host_need(config: RunConfig, numbers: int) -> float:
     """Bytes of host memory that one rank takes for so many trained numbers, beside what training takes anyway."""
     offload = config.strategy.offload
-    away = numbers * (1.0 - offload.ratio - offload.host_ratio)
+    away = numbers * (1.0 - offload.share - offload.host_ratio)
     half = 2 if config.precision.compute in ("bf16", "fp16") else 4
     gradients = half * (3 if offload.delayed else 1)  # two sets of them, and weights that are late
     in_memory = 4 + state_bytes(config) + gradients
@@ -76,7 +76,7 @@ def file_need(config: RunConfig, numbers: int) -> float:
     """Bytes of disk that one rank takes."""
     offload = config.strategy.offload
     half = 2 if config.precision.compute in ("bf16", "fp16") else 4
-    away = numbers * (1.0 - offload.ratio - offload.host_ratio) if offload.optimizer == "nvme" else 0.0
+    away = numbers * (1.0 - offload.share - offload.host_ratio) if offload.optimizer == "nvme" else 0.0
     return away * (4 + state_bytes(config)) + (numbers * half if offload.params == "nvme" else 0.0)
 
 

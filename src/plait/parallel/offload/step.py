@@ -43,7 +43,7 @@ def step_bucket(
 def _in_one_pass(optimizer: Optimizer, bucket: Bucket, grads: Sequence[Tensor], rooms: Sequence[Tensor | None]) -> bool:
     """Whether the kernel that widens gradients and rounds weights as it goes can do it, and has something to do."""
     first = bucket.masters[0]
-    if type(optimizer) not in (Adam, AdamW) or first.device.type != "cpu" or is_fake(first):
+    if type(optimizer).step not in (Adam.step, AdamW.step) or first.device.type != "cpu" or is_fake(first):
         return False
     asked = all(
         group.get("fused") and not (group["amsgrad"] or group["maximize"] or group["capturable"])

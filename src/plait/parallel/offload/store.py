@@ -117,10 +117,13 @@ class Offload:
 
     def _states_on_host(self) -> float:
         """Of that, the states, and the rooms."""
-        each = self.options.state_bytes
-        states = sum(bucket.numel * each for bucket in self.buckets if bucket.span.home == "cpu")
+        states = sum(bucket.numel for bucket in self.buckets if bucket.span.home == "cpu") * self.options.state_bytes
+        return states + self.room_bytes()
+
+    def room_bytes(self) -> float:
+        """Of that, the rooms: as much for a few numbers in files as for many."""
         in_files = sorted((bucket.numel for bucket in self.buckets if bucket.span.home == "nvme"), reverse=True)
-        return states + sum(in_files[:ROOMS]) * (4 + each)
+        return sum(in_files[:ROOMS]) * (4 + self.options.state_bytes)
 
     # ---- at the start
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from plait.config.model import HFConfig
+from plait.config.online import ONLINE
 from plait.config.posttrain import ExampleData, PosttrainConfig, SftConfig, TaskData
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, DataError, Problem
 from plait.posttrain.data.datasets import AnswerRows, PadAnswers, PadPairs, PairRows, Row
+from plait.posttrain.data.prompts import Prompt
 from plait.posttrain.data.records import EmptyError, Example, IncompleteError, examples_in
 from plait.posttrain.data.rows import read_rows
 from plait.posttrain.data.split import split
@@ -73,22 +75,27 @@ def prepare_data(config: RunConfig) -> PhaseData:
     section, phase = config.posttrain or PosttrainConfig(), config.phase
     assert phase is not None
     account = Account()
-    pairs = phase in ("reward", "dpo")
-    examples = list(_examples(section.data, section, account, pairs=pairs))
+    pairs, online = phase in ("reward", "dpo"), phase in ONLINE
+    wanted = {"pairs": pairs, "answered": not online}
+    examples = list(_examples(section.data, section, account, **wanted))
     if not examples:
         raise DataError(f"no example is left of posttrain.data: {account}")
     held = 0.0 if section.val_data else section.val_fraction
     parts = split(examples, phase, data_split=section.data_split, val_fraction=held)
     if section.val_data:
-        parts = parts[0], list(_examples(section.val_data, section, account, pairs=pairs))
+        parts = parts[0], list(_examples(section.val_data, section, account, **wanted))
     folder = _folder(config, section)
     tokenizer = _tokenizer(config, section, folder, examples)
     _check_vocabulary(config, tokenizer)
     template = make_template(section.template, tokenizer, folder)
-    limit = _longest(config, section)
-    if pairs:
-        made: list[Any] = [PairRows(list(_pairs(part, template, limit, section, account))) for part in parts]
-        collate: Any = PadPairs(tokenizer.end, rewards=phase == "reward")
+    limit = longest(config)
+    made: list[Any]
+    collate: Any = None
+    if online:
+        made = [list(_prompts(part, template, limit, section, account)) for part in parts]
+    elif pairs:
+        made = [PairRows(list(_pairs(part, template, limit, section, account))) for part in parts]
+        collate = PadPairs(tokenizer.end, rewards=phase == "reward")
     else:
         packing = (config.sft or SftConfig()).packing
         rows = [list(_rows(part, template, limit, section, account)) for part in parts]
@@ -100,18 +107,25 @@ def prepare_data(config: RunConfig) -> PhaseData:
     return PhaseData(train, val if len(val) else None, collate, tokenizer, template, account, parts)
 
 
+def prepare_rows(sources: Sequence[ExampleData], config: RunConfig, data: PhaseData) -> list[Row]:
+    """Answers of further examples as rows, in the tokens of a phase's data; what cannot be used counts there."""
+    section = config.posttrain or PosttrainConfig()
+    examples = list(_examples(sources, section, data.account, pairs=False, answered=True))
+    return list(_rows(examples, data.template, longest(config), section, data.account))
+
+
 def _examples(
-    sources: Sequence[ExampleData], section: PosttrainConfig, account: Account, *, pairs: bool
+    sources: Sequence[ExampleData], section: PosttrainConfig, account: Account, *, pairs: bool, answered: bool
 ) -> Iterator[Example]:
     for source in sources:
         if isinstance(source, TaskData):
-            yield from make_task(source).examples(source.samples)
+            yield from make_task(source).examples(source.samples, source.wrongs if pairs else 1)
             continue
         for where, row in read_rows(source.path):
             try:
                 if isinstance(row, str):
                     raise IncompleteError(row)
-                yield from examples_in(row, source, where, pairs=pairs)
+                yield from examples_in(row, source, where, pairs=pairs, answered=answered)
             except IncompleteError as error:
                 refuse = section.incomplete == "error"
                 account.leave_out("incomplete", where, refuse=refuse, key="incomplete", detail=str(error))
@@ -127,6 +141,22 @@ def _rows(
         if row is not None:
             account.kept += 1
             yield row
+
+
+def _prompts(
+    examples: Sequence[Example], template: Template, limit: int, section: PosttrainConfig, account: Account
+) -> Iterator[Prompt]:
+    seen: set[str] = set()
+    for example in examples:
+        tokens = template.prompt(example.prompt)
+        if len(tokens) >= limit:
+            detail = f"{len(tokens)} tokens, and at least one more must fit into {limit}"
+            reason, refuse = "with a prompt longer than max_len", section.too_long == "error"
+            account.leave_out(reason, example.where, refuse=refuse, key="too_long", detail=detail)
+        elif example.prompt_text not in seen:  # one that has several answers is asked once
+            seen.add(example.prompt_text)
+            account.kept += 1
+            yield Prompt(tuple(tokens), example.prompt, example.messages[-1].content)
 
 
 def _pairs(
@@ -161,7 +191,9 @@ def _fitting(
     return None
 
 
-def _longest(config: RunConfig, section: PosttrainConfig) -> int:
+def longest(config: RunConfig) -> int:
+    """Tokens of a prompt with its answer at most."""
+    section = config.posttrain or PosttrainConfig()
     described: Any = config.model
     known = getattr(described, "seq_len", None)
     if section.max_len is None and known is None:
@@ -169,9 +201,9 @@ def _longest(config: RunConfig, section: PosttrainConfig) -> int:
     if section.max_len is not None and known is not None and section.max_len > known:
         message = f"{section.max_len} is longer than `model.seq_len`, {known}"
         raise ConfigError(Problem("posttrain.max_len", message, "Make it shorter, or the model's sequences longer."))
-    longest = section.max_len or known
-    assert longest is not None
-    return int(longest)
+    found = section.max_len or known
+    assert found is not None
+    return int(found)
 
 
 def _folder(config: RunConfig, section: PosttrainConfig) -> Path | None:

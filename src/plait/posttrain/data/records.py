@@ -49,21 +49,28 @@ class EmptyError(Exception):
     """A row that has nothing to learn: no answer, or no prompt."""
 
 
-def examples_in(row: Mapping[str, Any], config: FileData | Gsm8kData, where: str, *, pairs: bool) -> Iterator[Example]:
-    """The examples of one row: one, or of graded solutions as many as there are pairs."""
+def examples_in(
+    row: Mapping[str, Any], config: FileData | Gsm8kData, where: str, *, pairs: bool, answered: bool = True
+) -> Iterator[Example]:
+    """The examples of one row: one, or of graded solutions as many as there are pairs.
+
+    Where they need not be `answered`, a row may be a prompt alone; its answer is then an empty text.
+    """
     if isinstance(config, Gsm8kData):
         yield from _of_gsm8k(row, where, pairs=pairs)
         return
-    messages = _conversation(row, config)
+    messages = _conversation(row, config, answered=answered)
     rejected = _answer(row, config.rejected_key) if pairs else None
     found = Example(messages, rejected, where)
-    _refuse_empty(found)
+    _refuse_empty(found, answered=answered)
     yield found
 
 
-def _conversation(row: Mapping[str, Any], config: FileData) -> tuple[Message, ...]:
+def _conversation(row: Mapping[str, Any], config: FileData, *, answered: bool) -> tuple[Message, ...]:
     if config.messages_key in row and row[config.messages_key] is not None:
         messages = _messages(row[config.messages_key], config.messages_key)
+        if messages and messages[-1].role != "assistant" and not answered:
+            return (*messages, Message("assistant", ""))
         if not messages or messages[-1].role != "assistant":
             raise IncompleteError(f"{config.messages_key!r} does not end with a message of the assistant")
         return messages
@@ -71,6 +78,8 @@ def _conversation(row: Mapping[str, Any], config: FileData) -> tuple[Message, ..
     before = (Message("user", prompt),) if isinstance(prompt, str) else _messages(prompt, config.prompt_key)
     keys = (config.answer_key,) if config.answer_key is not None else ANSWER_KEYS
     key = next((key for key in keys if row.get(key) is not None), None)
+    if key is None and not answered:
+        return (*before, Message("assistant", ""))
     if key is None:
         raise IncompleteError(f"no answer under {' or '.join(map(repr, keys))}; it has {_keys(row)}")
     return (*before, Message("assistant", _answer(row, key)))
@@ -106,8 +115,8 @@ def _of_gsm8k(row: Mapping[str, Any], where: str, *, pairs: bool) -> Iterator[Ex
             yield found
 
 
-def _refuse_empty(example: Example) -> None:
-    answers = [m.content for m in example.messages if m.role == "assistant"]
+def _refuse_empty(example: Example, *, answered: bool = True) -> None:
+    answers = [m.content for m in example.messages if m.role == "assistant"] if answered else []
     answers += [] if example.rejected is None else [example.rejected]
     if not all(answer.strip() for answer in answers):
         raise EmptyError("an answer is empty")

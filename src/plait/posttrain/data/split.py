@@ -13,7 +13,7 @@ from plait.config.posttrain import split_shares
 from plait.errors import DataError
 from plait.posttrain.data.records import Example
 
-PLACES = {"sft": 0, "reward": 1, "dpo": 1, "rl": 2}
+PLACES = {"sft": 0, "reward": 1, "dpo": 1, "ppo": 2, "grpo": 2}
 """Which of the three shares a phase takes."""
 
 

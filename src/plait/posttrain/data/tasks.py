@@ -32,8 +32,8 @@ class Task(ABC):
         """A question and its answer."""
 
     @abstractmethod
-    def wrong(self, number: int) -> str:
-        """An answer that is nearly right."""
+    def wrong(self, number: int, which: int = 0) -> str:
+        """An answer that is not right; there are many, of which `which` says one."""
 
     @abstractmethod
     def solve(self, question: str) -> str | None:
@@ -44,8 +44,16 @@ class Task(ABC):
         right = self.solve(question)
         return float(right is not None and answer.strip() == right)
 
-    def examples(self, samples: int) -> list[Example]:
-        """So many questions, each with both answers."""
+    def credit(self, question: str, answer: str) -> float:
+        """From zero to one: half for the share of places that are right, half for all of it."""
+        right, given = self.solve(question), answer.strip()
+        if right is None:
+            return 0.0
+        same = sum(one == other for one, other in zip(right, given, strict=False))
+        return 0.5 * same / max(len(right), len(given)) + 0.5 * (given == right)
+
+    def examples(self, samples: int, wrongs: int = 1) -> list[Example]:
+        """So many questions with their right answers, as often as there are to be wrong ones beside them."""
         if samples > self.count:
             message = f"{samples}, but there are only {self.count} different questions of this size"
             raise ConfigError(Problem("posttrain.data.samples", message, "Ask for fewer, or raise `size`."))
@@ -54,7 +62,7 @@ class Task(ABC):
         for index, number in enumerate(order.indices(0, 0, samples).tolist()):
             question, answer = self.question(number)
             messages = (Message("user", question), Message("assistant", answer))
-            found.append(Example(messages, self.wrong(number), f"question {index}"))
+            found += [Example(messages, self.wrong(number, which), f"question {index}") for which in range(wrongs)]
         return found
 
 
@@ -74,9 +82,9 @@ class Arithmetic(Task):
         text = f"{first}{'+-'[sign]}{second}="
         return text, str(first - second if sign else first + second)
 
-    def wrong(self, number: int) -> str:
+    def wrong(self, number: int, which: int = 0) -> str:
         """Off by one to nine, in either direction."""
-        noise = _noise(number)
+        noise = _noise(number + which * self.count)
         off = 1 + noise % 9
         return str(int(self.question(number)[1]) + (off if noise & 16 else -off))
 
@@ -104,14 +112,37 @@ class Sorting(Task):
         letters = "".join(self.alphabet[int(digit)] for digit in f"{number:0{self._length}d}")
         return f"{letters}=", "".join(sorted(letters))
 
-    def wrong(self, number: int) -> str:
-        """Two neighbours the wrong way round; where all are alike, one letter changed."""
-        right = self.question(number)[1]
-        places = [at for at in range(len(right) - 1) if right[at] != right[at + 1]]
-        if not places:
-            return right[:-1] + ("a" if right[-1] != "a" else "b")
-        at = places[_noise(number) % len(places)]
-        return right[:at] + right[at + 1] + right[at] + right[at + 2 :]
+    def wrong(self, number: int, which: int = 0) -> str:
+        """The first is nearly right: two neighbours exchanged; where all are alike, one letter changed.
+
+        The others are wrong in many ways, so that a judge which learns from them is not content with half of what is
+        asked: a letter is another, in its place or in order again, most often one that is near; or the answer is cut
+        off, too long, or not sorted.
+        """
+        right, noise = self.question(number)[1], _noise(number + which * self.count)
+        if which == 0:
+            places = [at for at in range(len(right) - 1) if right[at] != right[at + 1]]
+            if not places:
+                return _another(right)
+            at = places[noise % len(places)]
+            return right[:at] + right[at + 1] + right[at] + right[at + 2 :]
+        at, letter = noise // 8 % len(right), self.alphabet[noise // 512 % 10]
+        changed = right[:at] + letter + right[at + 1 :]
+        place = self.alphabet.index(right[at])
+        near = self.alphabet[place + 1 if place == 0 or (place < 9 and noise & 4096) else place - 1]
+        beside = "".join(sorted(right[:at] + near + right[at + 1 :]))
+        ways = (
+            changed,
+            "".join(sorted(changed)),
+            beside,
+            beside,
+            beside,
+            right[:at],
+            right + right[at:] if noise & 8192 else right[: at + 1] + right[at:],
+            self.question(number)[0].removesuffix("="),
+        )
+        found = ways[noise % len(ways)]
+        return found if found != right else _another(right)
 
     def solve(self, question: str) -> str | None:
         """The letters in order, where there are any."""
@@ -124,6 +155,11 @@ class Sorting(Task):
 def make_task(config: TaskData) -> Task:
     """The task that a section names."""
     return Arithmetic(config.size) if config.name == "arithmetic" else Sorting(config.size)
+
+
+def _another(letters: str) -> str:
+    """The same with another last letter."""
+    return letters[:-1] + ("a" if letters[-1] != "a" else "b")
 
 
 def _noise(number: int) -> int:

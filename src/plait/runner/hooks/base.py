@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from plait.strategy import StepResult
@@ -51,7 +52,7 @@ class Hook:
         """A step is about to start."""
 
     def after_step(self, runner: Runner, result: StepResult) -> None:
-        """A step has ended."""
+        """A step has ended; on a GPU it is under way, and who looks at a number in `result` waits for it."""
 
     def before_validate(self, runner: Runner) -> None:
         """A validation is about to start."""
@@ -70,6 +71,9 @@ class Hook:
 
     def after_save(self, runner: Runner) -> None:
         """A checkpoint was written; with `checkpoint.async_save`, it was copied and is being written."""
+
+    def make_room(self, runner: Runner, entries: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        """A checkpoint with these tensors of this hook is about to be read: have as many in `tensors`."""
 
     def tensors(self, runner: Runner) -> dict[str, Tensor]:
         """Tensors that belong in a checkpoint, by any names; on resuming they are filled in place."""

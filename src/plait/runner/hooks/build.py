@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 
+from plait.config.profile import ProfileConfig
 from plait.config.train import EarlyStopConfig, EmaConfig, HookConfig, ImportedHook
 from plait.errors import ConfigError, Problem
 from plait.runner.hooks.base import Hook
@@ -12,8 +13,8 @@ from plait.runner.hooks.early_stop import EarlyStop
 from plait.runner.hooks.ema import Ema
 
 
-def build_hooks(configs: Sequence[HookConfig]) -> list[Hook]:
-    """Build each hook of the section."""
+def build_hooks(configs: Sequence[HookConfig], profile: ProfileConfig | None = None) -> list[Hook]:
+    """Build each hook of the section `hooks`, and the one that the section `profile` asks for."""
     hooks: list[Hook] = []
     for index, config in enumerate(configs):
         if isinstance(config, EmaConfig):
@@ -22,6 +23,10 @@ def build_hooks(configs: Sequence[HookConfig]) -> list[Hook]:
             hooks.append(EarlyStop(config))
         else:
             hooks.append(_import(config, f"hooks.{index}.target"))
+    if profile is not None:
+        from plait.runner.profile import Profile  # late: most runs have no use for it
+
+        hooks.append(Profile(profile))
     return hooks
 
 

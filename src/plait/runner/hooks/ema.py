@@ -37,7 +37,8 @@ class Ema(Hook):
 
     def after_step(self, runner: Runner, result: StepResult) -> None:
         """Move the average towards the new weights."""
-        if not result.skipped and runner.step % self._every == 0:
+        # Asked last: to know whether a step was skipped is to wait for it.
+        if runner.step % self._every == 0 and not result.skipped:
             weights = list(runner.engine.weights().values())
             torch._foreach_lerp_(list(self._average.values()), weights, 1.0 - self._decay**self._every)
 

@@ -13,6 +13,7 @@ from plait.config.run import RunConfig
 from plait.optim import grad_norm
 from plait.strategy.foreign.build import Built
 from plait.strategy.foreign.engine import ForeignEngine
+from plait.strategy.foreign.loss import EvenNormalizer, StepNormalizer
 from plait.strategy.foreign.states import States
 from plait.world import World
 
@@ -38,7 +39,8 @@ class ColossalEngine(ForeignEngine):
         self._plugin = config.strategy.plugin
         self._stage = config.strategy.stage
         self._clip_norm = config.train.clip_norm
-        super().__init__(boosted, states, built, world, config, **options)
+        normalizer = StepNormalizer if self._plugin == "gemini" else EvenNormalizer
+        super().__init__(boosted, states, built, world, config, normalizer=normalizer, **options)
 
     def _backward(self, loss: Tensor, *, last: bool) -> None:
         # It takes the mean over ranks, and the loss is this rank's part of a mean over all of them already.
@@ -54,6 +56,7 @@ class ColossalEngine(ForeignEngine):
 
     def _update(self, correction: float) -> tuple[float, bool]:
         if self._plugin == "gemini":
+            assert math.isclose(correction, 1.0, rel_tol=1e-6), "StepNormalizer leaves nothing to correct"
             return self._update_chunks()
         grads = self._gradients()
         if correction != 1.0:

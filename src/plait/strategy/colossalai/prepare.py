@@ -32,8 +32,6 @@ def prepare_colossalai(
 ) -> ColossalEngine:
     """Make a model ready to train with ColossalAI, as `config` says; `example` is what other engines look at."""
     colossalai = load_colossalai(world)
-    if config.strategy.plugin == "gemini":
-        say("gemini: on the CPU, gradients differ from the native engine's from step 2 on; see docs/engines.md")
     built = build_whole(config, world, model)
     booster = colossalai.booster.Booster(plugin=make_plugin(config))
     boosted, wrapper = _boost(booster, built, config, world)

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from plait.optim import grad_norm
 from plait.strategy.foreign.engine import ForeignEngine
+from plait.strategy.foreign.loss import EvenNormalizer
+from plait.strategy.native.loss import LossNormalizer
 
 
 class DeepSpeedEngine(ForeignEngine):
@@ -31,7 +33,8 @@ class DeepSpeedEngine(ForeignEngine):
     def __init__(self, library_engine: Any, *args: Any, **kwargs: Any) -> None:
         self._theirs = library_engine
         self._scales = hasattr(self._theirs.optimizer, "override_loss_scale") and self._theirs.zero_optimization()
-        super().__init__(library_engine, *args, corrects_freely=self._scales, **kwargs)
+        normalizer = LossNormalizer if self._scales else EvenNormalizer
+        super().__init__(library_engine, *args, normalizer=normalizer, **kwargs)
         moving = self._theirs.fp16_enabled() and self._theirs.dynamic_loss_scale()
         self._moving_scaler = self._theirs.optimizer.loss_scaler if moving else None
         if self._moving_scaler is not None:

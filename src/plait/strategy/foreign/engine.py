@@ -16,18 +16,19 @@ from plait.errors import NonFiniteError, TrainingError
 from plait.optim import Schedule
 from plait.parallel.replicate import average_buffers
 from plait.precision import make_policy
-from plait.spec import MicroBatch, Phase
-from plait.strategy.base import Engine, Evaluation, StepResult
+from plait.spec import Phase
+from plait.strategy.base import Evaluation, StepResult
 from plait.strategy.foreign.build import Built, named_parameters
 from plait.strategy.foreign.loss import EvenNormalizer
 from plait.strategy.foreign.states import States
 from plait.strategy.foreign.wholes import as_share, share_of
 from plait.strategy.native.forward import Forward, Say
 from plait.strategy.native.loss import LossFunction, LossNormalizer, WeightedLoss, read_loss
+from plait.strategy.stepping import SteppingEngine, inputs_and_samples, unheard
 from plait.world import World, is_sharded, local_part
 
 
-class ForeignEngine(Engine):
+class ForeignEngine(SteppingEngine):
     """Trains with another library. What is common to all of them; a subclass knows its library's steps and states."""
 
     def __init__(
@@ -41,12 +42,12 @@ class ForeignEngine(Engine):
         schedule: Schedule,
         loss_function: LossFunction | None,
         accumulation: int,
-        corrects_freely: bool = False,
+        normalizer: type[LossNormalizer] = EvenNormalizer,
         say: Say,
     ) -> None:
         """`called` is what the library wants to be called for a forward pass.
 
-        `corrects_freely`: a correction of the gradients costs nothing, so losses are divided as the native engine does.
+        `normalizer` divides losses: as the native engine does it, where a correction of the gradients costs nothing.
         """
         self.model = built.module
         self.world = world
@@ -64,19 +65,17 @@ class ForeignEngine(Engine):
         self._loss_function = loss_function
         self._say = say
         self._skips_in_a_row = 0
-        self._normalizer = (LossNormalizer if corrects_freely else EvenNormalizer)(world.everyone, world.device)
+        self._normalizer = normalizer(world.everyone, world.device)
         policy = make_policy(config.precision)
         self._forward = Forward(_Row.around(called, built.module), world.device, policy, compiled=(), say=say)
         self._mesh = world.submesh("dp_replicate", "dp_shard")
         self._peers = world.group("dp_replicate", "dp_shard")
-        self._pending = 0
-        self._awaits_backward = False
         # What was handed out last and may be written to, as long as somebody holds it; see [Note: states by way of
         # wholes].
         self._state: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
         self._weights: dict[str, Tensor] = {}
         self._frozen = {name: share_of(value, self._mesh) for name, value in self._frozen_values().items()}
-        self.on_phase: Callable[[Phase], None] = _unheard
+        self.on_phase: Callable[[Phase], None] = unheard
         self._after_step = getattr(built.module, "after_step", None)
         self.model.train()
 
@@ -107,15 +106,11 @@ class ForeignEngine(Engine):
                 f"train_step was called with {count} micro-batches, and the engine was prepared for "
                 f"{self.accumulation}; give `accumulation` to prepare, or set batch.accumulation"
             )
-        for index, batch in enumerate(micro_batches):
-            loss = self._forward_loss(batch)
-            self._normalizer.add(loss, micro_batches=count)
-            self._begin_backward(self._normalizer.scaled(loss), last=index == count - 1)
-        return self._finish_step()
+        return super().train_step(micro_batches)
 
     def _forward_loss(self, batch: Any) -> WeightedLoss:
         self.on_phase(Phase.FORWARD)
-        inputs, samples = _inputs_and_samples(batch)
+        inputs, samples = inputs_and_samples(batch)
         inputs = self._forward.ready(inputs)
         return read_loss(self._forward(inputs), inputs, samples, self._loss_function)
 
@@ -151,39 +146,6 @@ class ForeignEngine(Engine):
                 "train.guard.max_skips sets how many are accepted"
             )
 
-    # ---- for people who keep their own loop
-
-    def __call__(self, batch: Any) -> Tensor:
-        """Forward one micro-batch; returns its mean loss."""
-        if self._awaits_backward or self._pending == self.accumulation:
-            due = "backward(loss)" if self._awaits_backward else "step()"
-            raise TrainingError(f"engine(batch) was called where engine.{due} is due")
-        loss = self._forward_loss(batch)
-        self._normalizer.add(loss, micro_batches=self.accumulation)
-        self._awaits_backward = True
-        return loss.mean()
-
-    def backward(self, loss: Tensor) -> None:
-        """Backward through the loss of the forward pass just done."""
-        if not self._awaits_backward:
-            raise TrainingError("engine.backward(loss) was called without engine(batch) before it")
-        self._awaits_backward = False
-        self._pending += 1
-        self._begin_backward(self._normalizer.scaled_mean(loss), last=self._pending == self.accumulation)
-
-    def step(self) -> StepResult | None:
-        """Update the weights when the accumulation is complete; None before that."""
-        if self._pending == 0:
-            raise TrainingError("engine.step() was called without engine.backward(loss) before it")
-        if self._pending < self.accumulation:
-            return None
-        self._pending = 0
-        return self._finish_step()
-
-    def request_stop(self) -> None:
-        """Ask every rank to stop after the step in progress; the answer is in that step's result."""
-        self._normalizer.flag = True
-
     def agree_on_buffers(self) -> None:
         """Average running statistics over the ranks; other buffers become rank 0's."""
         if self._peers is not None:
@@ -191,7 +153,7 @@ class ForeignEngine(Engine):
 
     def evaluate(self, batch: Any) -> Evaluation:
         """Forward one micro-batch without gradients, in evaluation mode."""
-        inputs, samples = _inputs_and_samples(batch)
+        inputs, samples = inputs_and_samples(batch)
         inputs = self._forward.ready(inputs)
         training = self.model.training
         self.model.eval()
@@ -318,12 +280,3 @@ class _Row(nn.Module):
 
 def _whole(share: Tensor) -> Tensor:
     return share.full_tensor() if is_sharded(share) else share
-
-
-def _unheard(phase: Phase) -> None:
-    """Nobody wants to know."""
-
-
-def _inputs_and_samples(batch: Any) -> tuple[Any, int]:
-    """What the model is called with, and how many samples that is; a bare batch counts as one."""
-    return (batch.inputs, batch.samples) if type(batch) is MicroBatch else (batch, 1)

@@ -23,10 +23,13 @@ class Culprit(NamedTuple):
         return self.what
 
 
-def find_culprit(model: nn.Module, views: Views, forward_again: Callable[[], Any]) -> Culprit:
+def find_culprit(
+    model: nn.Module, views: Views, forward_again: Callable[[], Any], norms: Tensor | None = None
+) -> Culprit:
     """The first module whose output is not finite, or else the last parameter whose gradient is not.
 
-    Runs the forward pass once more under observation; with sharded parameters every rank must call it.
+    Runs the forward pass once more under observation; with sharded parameters every rank must call it. `norms` are
+    those of the gradients, where these are gone.
     """
     found: list[str] = []
 
@@ -47,7 +50,8 @@ def find_culprit(model: nn.Module, views: Views, forward_again: Callable[[], Any
     if found:
         return Culprit(0, f"the output of {found[0]}")
     # The backward pass meets the last parameters first, so the last bad gradient is the first one made.
-    bad = [name for index, name in enumerate(views.names) if not _finite(views.gradient(index))]
+    gradients = [views.gradient(index) for index in range(len(views.names))] if norms is None else list(norms.cpu())
+    bad = [name for name, gradient in zip(views.names, gradients, strict=True) if not _finite(gradient)]
     if bad:
         return Culprit(1, f"the gradient of {bad[-1]}")
     return Culprit(2, "the loss, though every output and gradient is finite")

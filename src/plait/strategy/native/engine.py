@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from plait.errors import ModelError, TrainingError
 from plait.parallel.replicate import average_buffers
 from plait.precision import Policy
-from plait.spec import MicroBatch, Phase
-from plait.strategy.base import Engine, Evaluation, StepResult
+from plait.spec import Phase
+from plait.strategy.base import Evaluation, StepResult
 from plait.strategy.native import state
 from plait.strategy.native.blame import find_culprit
 from plait.strategy.native.forward import Forward, Say
 from plait.strategy.native.loss import LossFunction, LossNormalizer, Sums, WeightedLoss, read_loss
 from plait.strategy.native.update import Updater
 from plait.strategy.native.views import Views
+from plait.strategy.stepping import SteppingEngine, inputs_and_samples, unheard
 from plait.world import World
 
 if TYPE_CHECKING:
@@ -39,7 +40,16 @@ class Gradients(Protocol):
         """A forward pass is over that no backward pass follows."""
 
 
-class NativeEngine(Engine):
+class Done(NamedTuple):
+    """A step that was taken, and what there is to explain it by."""
+
+    result: StepResult
+    step: int
+    again: Callable[[], Any]
+    norms: Tensor | None
+
+
+class NativeEngine(SteppingEngine):
     """Trains with plain PyTorch. What is spread how was decided in `prepare`; here it only runs."""
 
     def __init__(
@@ -74,12 +84,12 @@ class NativeEngine(Engine):
             model, world.device, policy, compiled=compiled, cut=cut, before=views.before_forward, say=say
         )
         self._say = say
-        self._pending = 0
-        self._awaits_backward = False
         self._last_batch: Any = None
+        self._under_way: Done | None = None
+        """The latest step, where its numbers have yet to come."""
         self._peers = world.group("dp_replicate", "dp_shard", "ep", "cp")
         """The ranks that see other data for the same parameters."""
-        self.on_phase: Callable[[Phase], None] = _unheard
+        self.on_phase: Callable[[Phase], None] = unheard
         """Is told what this rank begins to do."""
         self._after_step = [part.after_step for part in getattr(model, "parts", [model]) if hasattr(part, "after_step")]
         model.train()
@@ -88,24 +98,17 @@ class NativeEngine(Engine):
 
     def train_step(self, micro_batches: Sequence[Any]) -> StepResult:
         """One optimizer step over this rank's micro-batches."""
-        count = len(micro_batches)
-        if count == 0:
+        if not micro_batches:
             raise TrainingError("train_step was called without micro-batches; every rank needs at least one")
         if self._staged is not None:
             self.on_phase(Phase.FORWARD)
             self._train_staged(self._staged, micro_batches)
             return self._finish_step()
-        for index, batch in enumerate(micro_batches):
-            if self._gradients is not None:
-                self._gradients.before_backward(last=index == count - 1)
-            loss = self._forward_loss(batch)
-            self._normalizer.add(loss, micro_batches=count)
-            self._backward(self._normalizer.scaled(loss))
-        return self._finish_step()
+        return super().train_step(micro_batches)
 
     def _train_staged(self, staged: StagedSteps, micro_batches: Sequence[Any]) -> None:
         self._last_batch = micro_batches[-1]
-        given = [_inputs_and_samples(batch) for batch in micro_batches]
+        given = [inputs_and_samples(batch) for batch in micro_batches]
         ready = [self._forward.ready(inputs) for inputs, _ in given]
         scaler = self.updater.scaler
 
@@ -121,7 +124,7 @@ class NativeEngine(Engine):
     def _forward_loss(self, batch: Any) -> WeightedLoss:
         self.on_phase(Phase.FORWARD)
         self._last_batch = batch
-        inputs, samples = _inputs_and_samples(batch)
+        inputs, samples = inputs_and_samples(batch)
         forward = self._forward
         if not forward.plain:
             inputs = forward.ready(inputs)
@@ -136,7 +139,9 @@ class NativeEngine(Engine):
             )
         return loss
 
-    def _backward(self, loss: Tensor) -> None:
+    def _begin_backward(self, loss: Tensor, *, last: bool) -> None:
+        if self._gradients is not None:
+            self._gradients.before_backward(last=last)
         self.on_phase(Phase.BACKWARD)
         scaler = self.updater.scaler
         torch.autograd.backward(loss if scaler is None else loss * scaler.scale)
@@ -155,30 +160,46 @@ class NativeEngine(Engine):
     def _update(self, sums: Sums) -> StepResult:
         self.on_phase(Phase.STEP)
         result = self.updater.apply(sums, self.steps)
-        if result.skipped:
-            self._report_skip()
-        elif self.updater.skips_in_a_row:
-            self.updater.count_skip(False, "")
+        done = None
+        if result.late or result.skipped or self.updater.skips_in_a_row:
+            done = Done(result, self.steps, self._again(), self.updater.norms)
+        if done is not None and not result.late:
+            self._look_at(done)
         self.views.clear_gradients()
         for after_step in self._after_step:
-            after_step(self._peers, updated=not result.skipped)
+            after_step(self._peers, updated=self.updater.updated)
         self.steps += 1
+        if result.late:  # the one before, now that the device has this one to do
+            self.settle()
+            self._under_way = done
         self.on_phase(Phase.IDLE)
         return result
 
-    def _report_skip(self) -> None:
+    def settle(self) -> None:
+        """Wait for the step under way, and report it if it was skipped. Every rank must do so."""
+        if self._under_way is not None:
+            done, self._under_way = self._under_way, None
+            self._look_at(done)
+
+    def _look_at(self, done: Done) -> None:
+        """Count a step that was skipped, and say so. [Note: one step behind]"""
+        if not done.result.skipped:
+            if self.updater.skips_in_a_row:
+                self.updater.count_skip(False, "")
+            return
         scaler = self.updater.scaler
         if scaler is not None and not scaler.at_minimum:
             return  # an overflow is part of the search for a scale, which ends by itself
-        culprits = self.world.gather(find_culprit(self.model, self.views, self._repeat_forward))
+        culprits = self.world.gather(find_culprit(self.model, self.views, done.again, done.norms))
         self._after_forward_alone()
         blame = str(min(culprits))
-        self._say(f"step {self.steps} skipped on every rank: not finite, first seen in {blame}")
+        self._say(f"step {done.step} skipped on every rank: not finite, first seen in {blame}")
         self.updater.count_skip(True, blame)
 
-    def _repeat_forward(self) -> Any:
-        """What the model says to the micro-batch that it saw last."""
-        return self._answer(self._forward.ready(_inputs_and_samples(self._last_batch)[0]))
+    def _again(self) -> Callable[[], Any]:
+        """What repeats the latest forward pass."""
+        batch = self._last_batch
+        return lambda: self._answer(self._forward.ready(inputs_and_samples(batch)[0]))
 
     def _answer(self, ready: Any) -> Any:
         """What the model says; in a pipeline, None on ranks without the last stage."""
@@ -191,8 +212,6 @@ class NativeEngine(Engine):
         if self._gradients is not None:
             self._gradients.after_forward_alone()
 
-    # ---- for people who keep their own loop
-
     def __call__(self, batch: Any) -> Tensor:
         """Forward one micro-batch; returns its mean loss."""
         if self._staged is not None:
@@ -200,42 +219,7 @@ class NativeEngine(Engine):
                 "engine(batch) cannot be used with strategy.layout.pp: a pipeline has several micro-batches under way; "
                 "call engine.train_step(micro_batches)"
             )
-        if self._awaits_backward:
-            raise TrainingError(
-                "engine(batch) was called twice without engine.backward(loss) in between; "
-                "engine.evaluate(batch) looks at a loss without training on it"
-            )
-        if self._pending == self.accumulation:
-            raise TrainingError(
-                f"{self._pending} micro-batches are accumulated, as `accumulation` says: call engine.step() next"
-            )
-        if self._gradients is not None:
-            self._gradients.before_backward(last=self._pending == self.accumulation - 1)
-        loss = self._forward_loss(batch)
-        self._normalizer.add(loss, micro_batches=self.accumulation)
-        self._awaits_backward = True
-        return loss.mean()
-
-    def backward(self, loss: Tensor) -> None:
-        """Backward through the loss of the forward pass just done."""
-        if not self._awaits_backward:
-            raise TrainingError("engine.backward(loss) was called without engine(batch) before it")
-        self._awaits_backward = False
-        self._backward(self._normalizer.scaled_mean(loss))
-        self._pending += 1
-
-    def step(self) -> StepResult | None:
-        """Update the weights when the accumulation is complete; None before that."""
-        if self._pending == 0:
-            raise TrainingError("engine.step() was called without engine.backward(loss) before it")
-        if self._pending < self.accumulation:
-            return None
-        self._pending = 0
-        return self._finish_step()
-
-    def request_stop(self) -> None:
-        """Ask every rank to stop after the step in progress; the answer is in that step's result."""
-        self._normalizer.flag = True
+        return super().__call__(batch)
 
     def agree_on_buffers(self) -> None:
         """Average running statistics over the ranks; other buffers become rank 0's."""
@@ -244,7 +228,7 @@ class NativeEngine(Engine):
 
     def evaluate(self, batch: Any) -> Evaluation:
         """Forward one micro-batch without gradients, in evaluation mode."""
-        inputs, samples = _inputs_and_samples(batch)
+        inputs, samples = inputs_and_samples(batch)
         inputs = self._forward.ready(inputs)
         training = self.model.training
         self.model.eval()
@@ -284,7 +268,8 @@ class NativeEngine(Engine):
         self.views.publish_frozen()
 
     def state(self) -> dict[str, Any]:
-        """The state that is numbers, not tensors."""
+        """The state that is numbers, not tensors. Every rank must ask."""
+        self.settle()
         scaler = self.updater.scaler
         return {
             "steps": self.steps,
@@ -294,6 +279,7 @@ class NativeEngine(Engine):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`."""
+        self._under_way = None
         self.steps = int(state["steps"])
         self.updater.skips_in_a_row = int(state["skips_in_a_row"])
         if self.updater.scaler is not None and state["scaler"] is not None:
@@ -321,12 +307,3 @@ class NativeEngine(Engine):
     def weights_changed(self) -> None:
         """Bring the model up to date with `weights`."""
         self.views.publish()
-
-
-def _unheard(phase: Phase) -> None:
-    """Nobody wants to know."""
-
-
-def _inputs_and_samples(batch: Any) -> tuple[Any, int]:
-    """What the model is called with, and how many samples that is; a bare batch counts as one."""
-    return (batch.inputs, batch.samples) if type(batch) is MicroBatch else (batch, 1)

@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from plait.parallel.compiling import undo_compile
 from plait.precision import Policy, cast_floats
+from plait.strategy.native.moving import Mover
 
 Say = Callable[[str], None]
 
@@ -31,7 +32,7 @@ class Forward:
     ) -> None:
         """`cut` makes this rank's part of a micro-batch, where ranks share one; `before` is done before each call."""
         self._model = model
-        self._device = device if device.type != "cpu" else None
+        self._move = Mover(device) if device.type != "cpu" else None
         self._cast_to = policy.compute if policy.mixed and policy.cast_inputs else None
         self._context = policy.context(device) if policy.mixed else None
         self._compiled = list(compiled)
@@ -40,15 +41,15 @@ class Forward:
         self._say = say
         # A row of layers takes one thing. In a pipeline that is the first part of a micro-batch, so it is here.
         self._is_row = type(model).forward is nn.Sequential.forward
-        self.plain = self._device is None and self._context is None and cut is None and not compiled and before is None
+        self.plain = self._move is None and self._context is None and cut is None and not compiled and before is None
         """Whether nothing has to be done to inputs, nor around a call."""
 
     def ready(self, inputs: Any) -> Any:
         """Inputs on the device, in the compute format; of a micro-batch that ranks share, this rank's part."""
         if self._cut is not None:
             inputs = self._cut(inputs)
-        if self._device is not None:
-            inputs = _move(inputs, self._device)
+        if self._move is not None:
+            inputs = self._move(inputs)
         return inputs if self._cast_to is None else cast_floats(inputs, self._cast_to)
 
     def context(self) -> AbstractContextManager[Any]:
@@ -97,15 +98,3 @@ class Forward:
             return self.call(args, kwargs)
         self._compiled = compiled
         return outputs
-
-
-def _move(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Mapping):
-        return {key: _move(item, device) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_move(item, device) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_move(item, device) for item in value)
-    return value

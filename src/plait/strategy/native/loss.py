@@ -79,19 +79,30 @@ class Sums(NamedTuple):
     flag: Tensor | bool
     divisor: float | None
     """What the gradients were divided by; None where that was the count itself."""
+    own: Tensor | None = None
+    """This rank's mean, told instead of the common one. It decides nothing: other ranks have another."""
+
+    def mean(self) -> Tensor:
+        """The mean loss."""
+        if self.own is not None:
+            return self.own
+        return self.total if self.divisor is None else self.total / self._some_count()
 
     def correction(self) -> Tensor | float:
         """What the gradients are still to be multiplied by."""
-        if self.divisor is None:
-            return 1.0
+        return 1.0 if self.divisor is None else self.divisor / self._some_count()
+
+    def _some_count(self) -> Tensor:
         assert isinstance(self.count, Tensor)
-        # No target at all: the gradients are zero, whatever they are multiplied by.
-        return self.divisor / torch.where(self.count > 0, self.count, 1.0)
+        # No target at all: loss and gradients are zero, whatever they are divided by.
+        return torch.where(self.count > 0, self.count, 1.0)
 
     def read(self) -> tuple[float, float, bool]:
         """The mean loss, the number of targets, and the flag. Waits for the device."""
-        total, count = float(self.total), float(self.count)
-        return total if self.divisor is None else total / (count or 1.0), count, bool(self.flag)
+        count = float(self.count)
+        if self.own is not None or self.divisor is None:
+            return float(self.mean()), count, bool(self.flag)
+        return float(self.total) / (count or 1.0), count, bool(self.flag)
 
 
 class LossNormalizer:
@@ -174,7 +185,9 @@ class LossNormalizer:
         for part in self._parts:
             total = total + part.total().to(self._dtype)
             count = count + part.weight
-        self._sum(total, torch.as_tensor(count, dtype=self._dtype, device=total.device))
+        # A number is filled in, not copied from the host: the device would have to be waited for.
+        known = not isinstance(count, Tensor)
+        self._sum(total, torch.full_like(total, count) if known else count.to(total.device, self._dtype))
 
     def _sum(self, total: Tensor, count: Tensor) -> None:
         flag = torch.full((), float(self.flag), dtype=self._dtype, device=total.device)

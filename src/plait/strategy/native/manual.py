@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class ManualEngine(NativeEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._losses: list[Tensor] = []
-        self._last_call: tuple[Sequence[Any], Mapping[str, Any]] = (), {}
+        self._last_call: tuple[Sequence[Any], Mapping[str, Any]] | None = None
         self._reduced = False
         self._complete = False
         self._share = 1.0 / self.world.layout.replicas
@@ -121,10 +121,11 @@ class ManualEngine(NativeEngine):
         count = float(len(self._losses) * self.world.layout.replicas)
         losses, self._losses = self._losses, []
         self._reduced = self._complete = False
-        result = self._update(Sums(nothing, count, False, divisor=None))
+        mean = torch.stack([loss.float() for loss in losses]).mean()
+        result = self._update(Sums(nothing, count, False, divisor=None, own=mean))
         self.updater.clip_norm = self._usual_clip
         setattr(self.optimizer, "_opt_called", True)  # noqa: B010  # else torch's schedulers warn of a missing step
-        return result._replace(loss=float(torch.stack([loss.float() for loss in losses]).mean()))
+        return result
 
     def _finish_gradients(self) -> None:
         if not self._complete:
@@ -136,9 +137,11 @@ class ManualEngine(NativeEngine):
             self._complete_gradients()
         self._complete = True
 
-    def _repeat_forward(self) -> Any:
+    def _again(self) -> Callable[[], Any]:
+        if self._last_call is None:  # by `train_step`
+            return super()._again()
         args, kwargs = self._last_call
-        return self._forward.call(args, kwargs)
+        return lambda: self._forward.call(args, kwargs)
 
 
 def prepare_manual(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.config.run import RunConfig
+from plait.errors import ConfigError, Problem
 from plait.parallel.materialize import part_of
 from plait.parallel.offload.buckets import Home
 from plait.parallel.offload.collect import StreamedGradients, gathering_stream, listen_to_shards
@@ -30,6 +31,10 @@ class Offloading:
     """Takes the weights of a model away from the device while it is being made."""
 
     def __init__(self, config: RunConfig, world: World, policy: Policy, say: Say) -> None:
+        if config.strategy.offload.ratio == "auto":
+            message = "`auto` is resolved by `plait train` before the ranks start, and this run is not"
+            remedy = "Start it with `plait train`, or write the number that `plait.plan.shares.with_ratio` finds."
+            raise ConfigError(Problem("strategy.offload.ratio", message, remedy))
         self._config = config
         self._world = world
         self._say = say
@@ -86,14 +91,12 @@ class Offloading:
             warning = check_space(self._config, self._world, sizes, folder)
             if warning and self._world.is_main:
                 self._say(warning)
-        else:  # a plan has its own account
-            self._say("offload: the time of the update on the host is not in this plan")
         limit = numbers_in_a_bucket(self._config, sizes, names)
         home: Home = "nvme" if offload.optimizer == "nvme" else "cpu"
         options = OffloadOptions(
             home,
             limit,
-            ratio=offload.ratio,
+            ratio=offload.share,
             host_ratio=offload.host_ratio,
             state_bytes=state_bytes(self._config),
             delayed=offload.delayed,

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from plait.config.run import RunConfig
 from plait.errors import ModelError
+from plait.ops.attention import choose_attention
 from plait.optim import (
     Adoption,
     OptimizerSource,
@@ -27,20 +28,25 @@ from plait.optim import (
     build_optimizer,
     build_schedule,
     is_elementwise,
+    is_one_pass,
     split_groups,
 )
+from plait.optim.one_pass import OnePassAdam
 from plait.parallel import compiling, materialize, recompute
 from plait.parallel.offload.activations import offload_activations
 from plait.parallel.replicate import GradientBuckets
+from plait.parallel.single import OwnGradients
 from plait.parallel.tiles import tile_layers
 from plait.parallel.units import Unit, find_units
 from plait.precision import FP32_MODULES, LossScaler, Policy, make_policy
 from plait.strategy.native.building import ModelSource, build_module, load_pretrained_into
 from plait.strategy.native.engine import Gradients, NativeEngine
 from plait.strategy.native.forward import Say
+from plait.strategy.native.fusing import use_fp8, use_kernels
 from plait.strategy.native.loss import LossFunction
 from plait.strategy.native.offloaded import OffloadedUpdater, OffloadedViews
 from plait.strategy.native.offloading import Offloading
+from plait.strategy.native.rounded import RoundedViews
 from plait.strategy.native.spread import Several, joined, rebound, shard_part, split_stages, spread_axes, staged_steps
 from plait.strategy.native.update import Updater
 from plait.strategy.native.views import BucketViews, DirectViews, ShardViews, Views
@@ -93,6 +99,7 @@ def prepare_native(
     if config.deterministic:
         make_deterministic()
     torch.set_float32_matmul_precision("high" if policy.tf32 else "highest")
+    choose_attention(strategy.attention, device)
 
     module, initializer = build_module(config, model)
     if initializer is None and world.everyone is not None:
@@ -113,6 +120,8 @@ def prepare_native(
         auto_count = activations.units_to_recompute(module, all_units[0], example, config=config, world=world)
     compiled = []
     for part, units in zip(parts, all_units, strict=True):
+        use_fp8(part, units, config, device, say)
+        use_kernels(part, config, device, say)
         tile_layers(part, strategy.tiles)
         recompute.apply_recompute(units, strategy.recompute, auto_count=auto_count)
         offload_activations(units, strategy.offload.activations, device)  # around recomputing, whose inputs travel
@@ -154,7 +163,9 @@ def prepare_native(
         views = ShardViews(*_trainable(whole), elementwise=elementwise)
         gradients = collectors[0] if len(collectors) == 1 else Several(collectors)
     else:
-        gradients, views = _replicate(whole, policy, config, world, elementwise=elementwise)
+        # Loops of other kinds may look at gradients, and sum as many of them as they like.
+        leaves = engine is NativeEngine and adopted is None and accumulation == 1 and not stages
+        gradients, views = _replicate(whole, policy, config, world, elementwise=elementwise, leaves=leaves)
     staged = staged_steps(stages, collectors, views, config, world) if stages else None
     _measure_norm(views, world, stages)
 
@@ -167,7 +178,9 @@ def prepare_native(
             for spec in specs
             if (names := tuple(name for name in spec.names if name in by_name))
         ]
-        updating = build_optimizer(config.optim, groups)
+        updating = build_optimizer(config.optim, groups, in_place=away is None)
+        if isinstance(updating, OnePassAdam):
+            updating.publish_into(views.rooms())
     seed_everything(config.seed, world.rank // world.layout.tp)  # those along `tp` must drop the same elements
     if isinstance(views, OffloadedViews):
         views.store.attach(updating)
@@ -260,8 +273,9 @@ def _trainable(module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
 
 
 def _replicate(
-    module: nn.Module, policy: Policy, config: RunConfig, world: World, *, elementwise: bool
+    module: nn.Module, policy: Policy, config: RunConfig, world: World, *, elementwise: bool, leaves: bool
 ) -> tuple[Gradients | None, Views]:
+    """`leaves`: gradients may stay what the backward pass makes them, where that is exact."""
     layout = world.layout
     rounds = policy.mixed and policy.master
     rounded = _round(module, policy.compute) if rounds else {}
@@ -270,10 +284,14 @@ def _replicate(
         if any(is_sharded(param) for param in params):
             return None, ShardViews(names, params, elementwise=elementwise)
         return None, DirectViews(names, params)
-    buckets = _buckets(params, policy, config, world)
     masters = [rounded.get(param) for param in params]
     # A checkpoint holds them as they were, on every layout alike.
     frozen = {param: data for param, data in rounded.items() if not param.requires_grad}
+    alone = leaves and layout.size == 1 and config.train.clip_value is None
+    if alone and is_one_pass(config.optim, [rounded.get(param, param) for param in params]):
+        own = OwnGradients(params, policy.reduce)
+        return own, RoundedViews(names, params, own, masters, frozen)
+    buckets = _buckets(params, policy, config, world)
     return buckets, BucketViews(names, params, buckets, masters, frozen, elementwise=elementwise)
 
 

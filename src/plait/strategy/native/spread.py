@@ -131,12 +131,13 @@ def shard_part(
         placement = lambda param: Shard(sharding_dim(param, shards))  # noqa: E731
     return zero.shard(
         part,
-        [] if _is_one_message(part, config) else units,
+        units,
         mesh=mesh,
         placement=placement,
         policy=policy,
         options=options,
         experts=shared,
+        at_once=_is_one_message(part, config),
     )
 
 

@@ -11,9 +11,20 @@ from torch.optim import Optimizer
 
 from plait.config.train import TrainConfig
 from plait.errors import NonFiniteError
-from plait.optim import OwnRates, Schedule, bare_step, clip_by_value, grad_norm, grad_norm_tensor, supports_grad_scale
+from plait.optim import (
+    OwnRates,
+    Schedule,
+    bare_step,
+    clip_by_value,
+    grad_norm,
+    part_norms,
+    supports_grad_scale,
+    whole_norm,
+)
+from plait.optim.one_pass import OnePassAdam
 from plait.precision import LossScaler
-from plait.strategy.base import StepResult
+from plait.strategy.base import Numbers, StepResult
+from plait.strategy.native.late import Arriving
 from plait.strategy.native.loss import Sums
 from plait.strategy.native.views import Views
 
@@ -45,8 +56,14 @@ class Updater:
         """Whether a step is decided by the device itself where the optimizer can, so that the host need not wait."""
         self._skips = config.guard.enabled or scaler is not None
         self._bare_step = bare_step(optimizer)
+        self._publishes = isinstance(optimizer, OnePassAdam) and optimizer.publishes
+        self._weights: Tensor | None = None
         self._measured: float | None = None
         """The norm of this step's gradients, scaled as they are, where it was asked for already."""
+        self.updated: bool | Tensor = True
+        """Whether the latest step changed the weights; on the device, where that decided it."""
+        self.norms: Tensor | None = None
+        """The norm of each of its gradients, where the device has them."""
 
     @property
     def _folds_scale(self) -> bool:
@@ -68,19 +85,24 @@ class Updater:
         lr = self.schedule.apply(self.optimizer, step)
         scale = 1.0 if self.scaler is None else 1.0 / self.scaler.scale
         if self.stays_on_device and self._folds_scale:
-            norm, finite = self._apply_on_device(grads, sums, scale)
-            loss, targets, stop = sums.read()
+            result = self._apply_on_device(grads, sums, scale, lr)
         else:
-            loss, targets, stop = sums.read()
-            factor = scale if sums.divisor is None else scale * sums.divisor / (targets or 1.0)
-            norm = (self._norm(grads) if self._measured is None else self._measured) * factor
-            finite = math.isfinite(norm) and math.isfinite(loss)
-            if finite or not self._skips:
-                self._apply(grads, norm, factor)
+            result = self._apply_on_host(grads, sums, scale, lr)
         self._measured = None
         if self.scaler is not None:
-            self.scaler.update(overflow=not finite)
-        return StepResult(loss, norm, self._skips and not finite, lr, targets, stop)
+            self.scaler.update(overflow=result.skipped)
+        return result
+
+    def _apply_on_host(self, grads: list[Tensor], sums: Sums, scale: float, lr: float) -> StepResult:
+        """The host looks at the norm, decides, and updates."""
+        loss, targets, stop = sums.read()
+        factor = scale if sums.divisor is None else scale * sums.divisor / (targets or 1.0)
+        norm = (self._norm(grads) if self._measured is None else self._measured) * factor
+        skipped = self._skips and not (math.isfinite(norm) and (sums.own is not None or math.isfinite(loss)))
+        if not skipped:
+            self._apply(grads, norm, factor)
+        self.updated, self.norms = not skipped, None
+        return StepResult(loss, norm, skipped, lr, targets, stop)
 
     def _norm(self, grads: list[Tensor]) -> float:
         return grad_norm(grads, self._views.norm_group, self._views.norm_weights)
@@ -102,10 +124,12 @@ class Updater:
             clip_by_value(grads, self.clip_value)
         self._update()
 
-    def _apply_on_device(self, grads: list[Tensor], sums: Sums, factor: Tensor | float) -> tuple[float, bool]:
-        """The same without waiting for the device before the update: the kernel itself skips it."""
+    def _apply_on_device(self, grads: list[Tensor], sums: Sums, factor: Tensor | float, lr: float) -> StepResult:
+        """The same without waiting for the device: the kernel itself skips an update. [Note: one step behind]"""
+        views, skips = self._views, self._skips
         factor = factor * sums.correction()
-        norm = grad_norm_tensor(grads, self._views.norm_group, self._views.norm_weights) * factor
+        self.norms = part_norms(grads, self._device)
+        norm = whole_norm(self.norms, views.norm_group, self._norm_weights()) * factor
         finite = norm.isfinite() & sums.total.isfinite()
         if self.clip_norm is not None:
             factor = factor * (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -114,9 +138,24 @@ class Updater:
             scale = (1.0 / factor).float()
         elif factor != 1.0:
             scale = torch.full((), 1.0 / factor, device=self._device)
-        self._step(scale, (~finite).float() if self._skips else None)
-        value, is_finite = torch.stack((norm, finite)).tolist()
-        return value, bool(is_finite)
+        self._step(scale, (~finite).float() if skips else None)
+        self.updated = finite if skips else True
+        arriving = Arriving((sums.mean(), norm, finite, sums.count, sums.flag), self._device)
+
+        def read() -> Numbers:
+            loss, norm, finite, targets, stop = arriving.read()
+            return loss, norm, skips and not finite, targets, bool(stop)
+
+        if self.scaler is None:
+            return StepResult.on_its_way(lr, read)
+        loss, found, skipped, targets, stop = read()  # the scale of the next step depends on it
+        return StepResult(loss, found, skipped, lr, targets, stop)
+
+    def _norm_weights(self) -> Tensor | None:
+        """How much each norm counts, on the device: taken there once."""
+        if self._weights is None and self._views.norm_weights is not None:
+            self._weights = torch.tensor(self._views.norm_weights, dtype=torch.float64, device=self._device)
+        return self._weights
 
     def _step(self, scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Step a fused optimizer, which divides each gradient by `scale` as it reads it: no pass of its own."""
@@ -130,7 +169,8 @@ class Updater:
     def _update(self) -> None:
         with torch.no_grad():
             self._bare_step()
-        self._views.publish()
+        if not self._publishes:
+            self._views.publish()
 
     def count_skip(self, skipped: bool, blame: str) -> None:
         """Keep count of skipped steps, and stop the run when there are too many in a row."""

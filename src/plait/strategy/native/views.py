@@ -55,6 +55,10 @@ class Views(ABC):
     def gather_gradients(self) -> list[Tensor]:
         """Give every view its gradient of this step; returns this rank's part of each, as plain tensors."""
 
+    def rooms(self) -> dict[Tensor, Tensor]:
+        """What `publish` writes for each tensor, where an optimizer that goes element by element may write it."""
+        return {}
+
     def publish(self) -> None:  # noqa: B027  # most views share storage with the model
         """Bring the model's parameters up to date with the updated tensors."""
 
@@ -173,6 +177,13 @@ class BucketViews(Views):
         super().clear_gradients()
         for tensor in self.tensors:
             tensor.grad = None
+
+    def rooms(self) -> dict[Tensor, Tensor]:
+        """The parameters behind which fp32 weights are updated."""
+        if not self._elementwise:
+            return {}
+        masters = [tensor for tensor, master in zip(self.tensors, self._masters, strict=True) if master is not None]
+        return {tensor: param for tensor, (param, _) in zip(masters, self._copied, strict=True)}
 
     def publish(self) -> None:
         """Round the fp32 weights to what the model computes with."""

@@ -54,23 +54,23 @@ _WANDB: Table = {
     "group": _by_environment("WANDB_RUN_GROUP"),
     "host": _by_environment("WANDB_BASE_URL"),
 }
-_COUNTED = "`plait plan` says before the start where the time of a step goes; the log has the MFU"
+_COUNTED = "`plait profile` measures FLOPs and time by module, and the MFU"
 _FLOPS: Table = {
     "enabled": Key(FLAG, lambda work, key, value: work.map(key, value, _COUNTED)),
     "recompute_fwd_factor": unneeded(NUMBER, "what is recomputed is counted as it runs"),
-    "profile_step": unneeded(COUNT, "nothing has to run to be counted"),
+    "profile_step": unneeded(COUNT, "`profile.start` is the first step that `plait profile` records"),
     "module_depth": unneeded(WHOLE, _COUNTED),
     "top_modules": unneeded(SIZE, _COUNTED),
     "detailed": unneeded(FLAG, _COUNTED),
-    "output_file": unneeded(TEXT, "`plait plan --out FILE` writes the figures"),
+    "output_file": unneeded(TEXT, "`plait profile --out FOLDER` writes the figures"),
 }
-_TRAFFIC = "`plait plan` says how long the messages of each axis take"
+_TRAFFIC = "`plait profile` has a log of all messages: bytes, time and bandwidth"
 _COMMS: Table = {
     "enabled": Key(FLAG, lambda work, key, value: work.map(key, value, _TRAFFIC)),
     **dict.fromkeys(("prof_all", "verbose", "debug"), unneeded(FLAG, _TRAFFIC)),
     "prof_ops": unneeded(TEXTS, _TRAFFIC),
 }
-_TIMES = "the log has time and memory of a step, and `plait plan` says where they go"
+_TIMES = "the log has time and memory of a step, and `plait profile` measures where they go"
 
 
 def _parts(work: Work, key: str, value: bool) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch.optim import Adam, AdamW
+from torch.optim import Adam
 from torch.optim.optimizer import ParamsT
 
 from plait.errors import ConfigError, Problem
@@ -12,41 +10,47 @@ from plait.errors import ConfigError, Problem
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
 
-def FusedAdam(  # noqa: N802  # DeepSpeed's name
-    params: ParamsT,
-    lr: float = 1e-3,
-    bias_correction: bool = True,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    adam_w_mode: bool = True,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    set_grad_none: bool = True,
-) -> Adam:
+class FusedAdam(Adam):
     """torch's AdamW, or its Adam where `adam_w_mode` is false.
 
     Where weights lie is decided by the engine, so one serves for both names. Gradients are always set to none.
     """
-    if not bias_correction:
-        message = "false is not offered: torch's Adam always corrects its first steps"
-        raise ConfigError(Problem("bias_correction", message, "Leave it out, and lower the rate of the first steps."))
-    options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-    return AdamW(params, **options) if adam_w_mode else Adam(params, **options)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if not bias_correction:
+            message = "false is not offered: torch's Adam always corrects its first steps"
+            remedy = "Leave it out, and lower the rate of the first steps."
+            raise ConfigError(Problem("bias_correction", message, remedy))
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adam_w_mode)
 
 
-def DeepSpeedCPUAdam(  # noqa: N802  # DeepSpeed's name
-    model_params: ParamsT,
-    lr: float = 1e-3,
-    bias_correction: bool = True,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    adamw_mode: bool = True,
-    fp32_optimizer_states: bool = True,
-) -> Adam:
+class DeepSpeedCPUAdam(FusedAdam):
     """The same optimizer with DeepSpeed's other order of arguments; its states have the format of the weights, fp32."""
-    if not fp32_optimizer_states:
-        message = "false is not offered: states are kept in the format of the weights that they update"
-        raise ConfigError(Problem("fp32_optimizer_states", message, "Leave it out."))
-    return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+
+    def __init__(
+        self,
+        model_params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        if not fp32_optimizer_states:
+            message = "false is not offered: states are kept in the format of the weights that they update"
+            raise ConfigError(Problem("fp32_optimizer_states", message, "Leave it out."))
+        super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)

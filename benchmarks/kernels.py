@@ -1,0 +1,181 @@
+"""Each kernel beside the plain operations it stands for: time, and the share of the memory's speed that it reaches.
+
+python benchmarks/kernels.py
+python benchmarks/kernels.py --rows adamw,norm --tokens 16384 --dim 2048
+python benchmarks/kernels.py --device cpu --tokens 64 --dim 64     # does every row work?
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import common
+
+BANDWIDTH = 4.8e12
+"""Bytes a second of an H200's memory, as its maker states it."""
+
+
+class Pair(NamedTuple):
+    """What is compared, and the bytes that must move at least."""
+
+    plain: Callable[[], Any]
+    fused: Callable[[], Any]
+    bytes: int
+
+
+def adamw(given: argparse.Namespace) -> Pair:
+    """torch's fused AdamW and the rounding of weights, beside the one pass; gradients in fp32 and in bf16."""
+    import torch
+
+    from plait.optim.one_pass import OnePassAdam
+
+    layers = [(given.dim, given.dim)] * 4 + [(4 * given.dim, given.dim)] * 3 + [(given.dim,)] * 2
+    shapes = layers * given.layers
+    masters = [torch.nn.Parameter(torch.randn(shape, device=given.device)) for shape in shapes]
+    rooms = [torch.nn.Parameter(master.detach().bfloat16()) for master in masters]
+    for master, room in zip(masters, rooms, strict=True):
+        room.grad = torch.randn_like(room)
+        master.grad = room.grad.float()
+    theirs = torch.optim.AdamW(masters, fused=True)
+    ours = OnePassAdam([torch.nn.Parameter(master.detach().clone()) for master in masters], decoupled=True)
+    ours.publish_into(dict(zip(ours.param_groups[0]["params"], rooms, strict=True)))
+
+    def plain() -> None:
+        theirs.step()
+        with torch.no_grad():
+            torch._foreach_copy_(rooms, masters)
+
+    return Pair(plain, ours.step, 28 * sum(master.numel() for master in masters))
+
+
+def _both_ways(function: Callable[..., Any], inputs: list[Any]) -> Callable[[], Any]:
+    import torch
+
+    given = [x.detach().clone().requires_grad_() for x in inputs]
+    outputs = function(*given)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    ups = [torch.randn_like(y) for y in outputs]
+
+    def run() -> None:
+        made = function(*given)
+        torch.autograd.grad(made if isinstance(made, tuple) else (made,), given, ups)
+
+    return run
+
+
+def norm(given: argparse.Namespace) -> Pair:
+    """The norm of a sum, forward and backward."""
+    import torch
+
+    from plait.ops.rms_norm import add_rms_norm
+
+    x, y = (torch.randn(given.tokens, given.dim, device=given.device).bfloat16() for _ in range(2))
+    weight = torch.ones(given.dim, device=given.device).bfloat16()
+
+    def plain(x: Any, y: Any, w: Any) -> Any:
+        total = x + y
+        return total, torch.nn.functional.rms_norm(total, (given.dim,), w, 1e-5)
+
+    inputs = [x, y, weight]
+    return Pair(
+        _both_ways(plain, inputs), _both_ways(partial(add_rms_norm, eps=1e-5), inputs), 8 * x.numel() * x.itemsize
+    )
+
+
+def rotation(given: argparse.Namespace) -> Pair:
+    """Queries and keys of heads of 64, forward and backward."""
+    import torch
+
+    from plait.ops.rotate import rotate, rotate_plain
+
+    heads = max(1, given.dim // 64)
+    q = torch.randn(1, given.tokens, heads, 64, device=given.device).bfloat16()
+    k = torch.randn(1, given.tokens, max(1, heads // 4), 64, device=given.device).bfloat16()
+    angles = torch.rand(1, given.tokens, 32, device=given.device)
+    cos, sin = angles.cos(), angles.sin()
+
+    def plain(q: Any, k: Any) -> Any:
+        return rotate_plain(q.transpose(1, 2), cos, sin), rotate_plain(k.transpose(1, 2), cos, sin)
+
+    def fused(q: Any, k: Any) -> Any:
+        return rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+
+    return Pair(_both_ways(plain, [q, k]), _both_ways(fused, [q, k]), 4 * 2 * (q.numel() + k.numel()))
+
+
+def gate(given: argparse.Namespace) -> Pair:
+    """silu(gate) * up, forward and backward."""
+    import torch
+
+    from plait.ops.swiglu import swiglu, swiglu_plain
+
+    inputs = [torch.randn(given.tokens, 4 * given.dim, device=given.device).bfloat16() for _ in range(2)]
+    return Pair(_both_ways(swiglu_plain, inputs), _both_ways(swiglu, inputs), 8 * 2 * inputs[0].numel())
+
+
+def fp8(given: argparse.Namespace, *, rowwise: bool) -> Pair:
+    """A compiled linear layer, forward and backward, in bf16 and in 8 bits; the bytes are those of bf16."""
+    import torch
+
+    from plait.ops.fp8 import fp8_linear
+
+    x = torch.randn(given.tokens, given.dim, device=given.device).bfloat16()
+    weight = torch.randn(4 * given.dim, given.dim, device=given.device).bfloat16()
+    emulated = given.device == "cpu"
+    eight = torch.compile(lambda x, w: fp8_linear(x, w, None, rowwise=rowwise, emulated=emulated))
+    moved = 2 * (2 * x.numel() + 2 * weight.numel() + 2 * given.tokens * len(weight))
+    return Pair(_both_ways(torch.nn.functional.linear, [x, weight]), _both_ways(eight, [x, weight]), moved)
+
+
+ROWS: dict[str, tuple[str, Callable[[argparse.Namespace], Pair]]] = {
+    "adamw": ("AdamW, bf16 gradients, rounded weights", adamw),
+    "norm": ("add and RMSNorm, both ways", norm),
+    "rotation": ("rotation of queries and keys, both ways", rotation),
+    "gate": ("SwiGLU, both ways", gate),
+    "fp8": ("linear layer in fp8, tensorwise, both ways", partial(fp8, rowwise=False)),
+    "fp8-rowwise": ("linear layer in fp8, rowwise, both ways", partial(fp8, rowwise=True)),
+}
+
+
+def milliseconds(run: Callable[[], Any], given: argparse.Namespace) -> float:
+    """The median of some runs, each waited for."""
+    import torch
+
+    times = []
+    for _ in range(given.steps + 3):
+        if given.device == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        if given.device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return 1e3 * sorted(times[3:])[given.steps // 2]
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--rows", default=",".join(ROWS))
+    options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options.add_argument("--tokens", type=int, default=16384)
+    options.add_argument("--dim", type=int, default=2048)
+    options.add_argument("--layers", type=int, default=8, help="layers whose weights AdamW updates")
+    options.add_argument("--steps", type=int, default=20)
+    given = options.parse_args()
+    lines = []
+    for name in common.chosen(given.rows, list(ROWS)):
+        label, make = ROWS[name]
+        pair = make(given)
+        plain, fused = milliseconds(pair.plain, given), milliseconds(pair.fused, given)
+        share = f"{pair.bytes / (fused * 1e-3) / BANDWIDTH:.0%}" if given.device == "cuda" else "–"
+        lines.append([label, f"{plain:.3f}", f"{fused:.3f}", f"{plain / fused:.2f}×", share])
+        del pair
+    print(common.table(["what", "plain, ms", "fused, ms", "faster", "of 4.8 TB/s"], lines))
+
+
+if __name__ == "__main__":
+    main()

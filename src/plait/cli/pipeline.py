@@ -1,0 +1,221 @@
+"""`plait pipeline`: phases one after another, in processes of their own."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from plait.cli.train import _count
+from plait.config.read import ENDINGS
+from plait.errors import ConfigError, Problem
+from plait.launch import run_ranks
+
+if TYPE_CHECKING:
+    from plait.posttrain.pipeline.chain import Step
+    from plait.posttrain.pipeline.run import Start
+
+HELP = """usage: plait pipeline FILE… [key=value…] [options]
+       plait pipeline --step 1 2 3 --actor-model FOLDER [options]
+
+Run several phases one after another; each begins with what the one before has made. A step that is complete is not
+run again, and one that was cut short goes on: the same command is also the one to go on with.
+
+  FILE                  a file with `steps`, or a run description for each step, in order
+  key=value             settings for every step, as dotted keys: optim.lr=3e-4
+
+  --nproc N, -n N       processes on this machine: a number, or gpu for one a GPU
+  --hostfile FILE       run every step on these hosts, as `plait launch --hostfile FILE` does
+  --dry-run             check everything and show the steps; start nothing
+
+  --step 1 2 3          which steps; without files 1 is sft, 2 is reward, 3 is ppo
+  --deployment-type T   single_gpu, single_node (--nproc gpu) or multi_node (needs --hostfile)
+  --actor-model DIR     the model that is tuned, in all steps but the reward model's
+  --reward-model DIR    the model that judges; absent: it begins with the tuned one
+  --actor-zero-stage N  strategy.zero of steps 1 and 3
+  --reward-zero-stage N strategy.zero of step 2
+  --output-dir DIR      folder above those of the steps
+
+Flags of DeepSpeed-Chat's main.py (--data_path, --max_seq_len, …) are settings for every step."""
+
+_ONE = ("nproc", "hostfile")
+_NONE = ("dry_run",)
+_WIDTH = 150
+"""A row that a narrow terminal breaks is easier to read than columns that are cut."""
+
+
+@dataclass
+class Asked:
+    """A command line, sorted."""
+
+    files: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
+    own: dict[str, str] = field(default_factory=dict)
+    """Of `_ONE` and `_NONE`, without dashes."""
+    words: list[str] = field(default_factory=list)
+    """Of `train.py`."""
+    flags: list[str] = field(default_factory=list)
+    """Of `main.py`."""
+
+
+def pipeline(words: Sequence[str]) -> None:
+    """Check everything, run what is not complete, and show what came of it; ends with the exit code of a failure."""
+    if not words or {"-h", "--help"} & set(words):
+        typer.echo(HELP)
+        return
+    asked = sort_words(words)
+    from plait.cli.here import import_from_here
+
+    import_from_here()
+    ranks, local, start = _place(asked)
+    steps = _steps(asked, ranks, local)
+    if "dry_run" in asked.own:
+        _show(steps)
+        return
+    from plait.posttrain.pipeline.run import run_steps
+
+    code = run_steps(steps, start, typer.echo)
+    _show(steps)
+    if code != 0:
+        typer.echo(f"go on with: plait pipeline {shlex.join(words)}")
+        sys.exit(code)
+
+
+def sort_words(words: Sequence[str]) -> Asked:
+    """Files, settings and flags apart. A flag takes what stands behind it, up to the next flag or setting."""
+    from plait.config.words import nearest
+    from plait.posttrain.flags import FLAGS
+    from plait.posttrain.steps import WORDS
+
+    asked = Asked()
+    taking: list[str] = []
+    last, room = "", 0  # the flag of our own that waits for its value, and how many words a flag still takes
+    for word in words:
+        if word.startswith("-") and not _is_number(word):
+            flag, equals, value = _long(word).partition("=")
+            name = flag[2:].replace("-", "_")
+            if name in (*_ONE, *_NONE):
+                asked.own[name] = value
+                last, room = name, int(name in _ONE and not equals)
+                continue
+            if name not in WORDS and name not in FLAGS:
+                meant = nearest(name, (*_ONE, *_NONE, *WORDS, *FLAGS))
+                remedy = f"Did you mean `--{meant}`? " if meant else ""
+                raise ConfigError(Problem(flag, "unknown flag", f"{remedy}`plait pipeline --help` lists them."))
+            taking = asked.words if name in WORDS else asked.flags
+            room = 0 if equals else 1 if name in WORDS and name != "step" else 1 << 30
+            taking.append(word)
+            last = ""
+        elif _is_setting(word):
+            asked.overrides.append(word)
+            room = 0
+        elif room:
+            room -= 1
+            if last:
+                asked.own[last] = word
+            else:
+                taking.append(word)
+        elif Path(word).suffix.lower() in ENDINGS:
+            asked.files.append(word)
+        else:
+            remedy = f"Files end in {', '.join(ENDINGS)}; settings are `key=value`."
+            raise ConfigError(Problem(word, "is neither a file nor a setting", remedy))
+    for name in _ONE:
+        if asked.own.get(name) == "":
+            raise ConfigError(Problem(f"--{name}", "there is no value", f"Write `--{name} VALUE`."))
+    return asked
+
+
+def _long(word: str) -> str:
+    """`-n 2`, `-n2` and `-n=2` are the same as `--nproc` with its value."""
+    if not word.startswith("-n") or word.startswith("--"):
+        return word
+    value = word[2:].removeprefix("=")
+    return f"--nproc={value}" if value else "--nproc"
+
+
+def _is_setting(word: str) -> bool:
+    key, equals, _ = word.partition("=")
+    return bool(equals) and all(part.isidentifier() or part.isdecimal() for part in key.split("."))
+
+
+def _is_number(word: str) -> bool:
+    return word[1:2].isdecimal()
+
+
+def _place(asked: Asked) -> tuple[int, int, Start]:
+    """Ranks in all, ranks on one host, and what starts them."""
+    from plait.posttrain.steps import read_steps
+
+    steps, nproc, hostfile = read_steps(asked.words), asked.own.get("nproc"), asked.own.get("hostfile")
+    said = any(word.startswith(("--deployment-type", "--deployment_type")) for word in asked.words)
+    if nproc is not None and hostfile is not None:
+        raise ConfigError(Problem("--nproc", "a hostfile says how many processes there are", "Give one of them."))
+    if said and steps.nproc is None and hostfile is None:
+        raise ConfigError(Problem("--deployment-type", "multi_node needs hosts", "Add `--hostfile FILE`."))
+    if said and steps.nproc is not None and (hostfile is not None or nproc not in (None, steps.nproc)):
+        other = f"--hostfile {hostfile}" if hostfile is not None else f"--nproc {nproc}"
+        message = f"{steps.deployment} and {other} disagree"
+        raise ConfigError(Problem("--deployment-type", message, "Give one of them."))
+    if hostfile is None:
+        count = _count(nproc or (steps.nproc if said else None) or "1")
+        return count, count, lambda command: run_ranks([sys.executable, "-m", "plait.cli.main", *command], count)
+    from plait.launch.hostfile import read_hostfile
+
+    slots = [len(each) for each in read_hostfile(Path(hostfile)).values()]
+    return sum(slots), max(slots), lambda command: _on_hosts(hostfile, command)
+
+
+def _on_hosts(hostfile: str, command: list[str]) -> int:
+    from plait.cli.launch import launch
+
+    try:
+        launch(["--hostfile", hostfile, "--module", "plait.cli.main", *command])
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+def _steps(asked: Asked, ranks: int, local: int) -> list[Step]:
+    from dataclasses import replace
+
+    from plait.posttrain.flags import translate
+    from plait.posttrain.pipeline.check import make_steps
+    from plait.posttrain.pipeline.describe import as_overrides, from_files, from_words, with_words
+    from plait.posttrain.steps import read_steps
+
+    words = read_steps(asked.words)
+    given = [word[2:].partition("=")[0].replace("-", "_") for word in asked.words if word.startswith("--")]
+    settings, notes = translate(asked.flags)
+    for note in notes:
+        typer.echo(note, err=True)
+    wanted = from_files(asked.files) if asked.files else from_words(words)
+    wanted = with_words(wanted, words, given)
+    common = (*as_overrides(settings), *asked.overrides)
+    steps = tuple(replace(step, settings=(*step.settings, *common)) for step in wanted.steps)
+    return make_steps(replace(wanted, steps=steps), ranks=ranks, local_ranks=local)
+
+
+def _show(steps: Sequence[Step]) -> None:
+    """A row for each step: how far it is, what came of it, and where that lies."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from plait.posttrain.pipeline.summary import next_commands, outcome_of
+
+    table = Table("step", "phase", "state", "time", "figures", "begins with", "result", box=None, pad_edge=False)
+    for step in steps:
+        found = outcome_of(step)
+        before = ", ".join(each.phase for each in step.after) or "its model"
+        state = found.state.value if step.chosen else f"{found.state.value}, not asked for"
+        table.add_row(str(step.number), step.phase, state, found.time, found.figures, before, str(step.folder))
+    console = Console(soft_wrap=True, highlight=False)
+    console.width = max(console.width, _WIDTH)
+    console.print(table)
+    for command in next_commands(steps):
+        typer.echo(command)

@@ -1,0 +1,111 @@
+"""AdamW over many tensors at once, which also rounds the new weights: one launch on CUDA, a loop elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import log
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from plait.ops.adam import AdamNumbers, adam_step, adam_step_plain
+from plait.ops.adam_kernel import Entry, Tables, adam_many_triton
+from plait.ops.triton import has_kernels
+
+
+@torch.no_grad()
+def adam_many(
+    numbers: AdamNumbers,
+    entries: Sequence[Entry],
+    steps: Sequence[Tensor],
+    *,
+    scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    tables: Tables,
+    first: int = 0,
+) -> int:
+    """Update weights and moments in place and write the rounded weights; returns how many launches that took.
+
+    `steps` count the updates of each entry, on its device, and are counted on here; the `step` of `numbers` is not
+    looked at. Gradients are divided by `scale`; where `found_inf` is not 0, nothing changes. Both are read where they
+    are. `tables` keeps what the launches from number `first` on need.
+    """
+    if not entries:
+        return 0
+    if not has_kernels(entries[0].weight):
+        adam_many_plain(numbers, entries, steps, scale=scale, found_inf=found_inf)
+        return 0
+    if isinstance(entries[0].weight, FakeTensor):
+        _show(entries, steps)
+        return 0
+    torch._foreach_add_(list(steps), 1.0 if found_inf is None else 1.0 - found_inf)
+    rates = _rates(numbers, torch.stack(list(steps)))
+    kinds = [entry.kind for entry in entries]
+    launches = list(dict.fromkeys(kinds))
+    for number, kind in enumerate(launches, first):
+        chosen = [index for index, found in enumerate(kinds) if found == kind]
+        part = [entries[index] for index in chosen]
+        adam_many_triton(
+            1.0 - numbers.lr * numbers.weight_decay if numbers.decoupled else 1.0,
+            0.0 if numbers.decoupled else numbers.weight_decay,
+            numbers.betas,
+            numbers.eps,
+            part,
+            rates if len(launches) == 1 else rates[:, chosen].contiguous(),
+            scale,
+            found_inf,
+            tables.of(number, part),
+        )
+    return len(launches)
+
+
+@torch.no_grad()
+def adam_many_plain(
+    numbers: AdamNumbers,
+    entries: Sequence[Entry],
+    steps: Sequence[Tensor],
+    *,
+    scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """The plain twin: one tensor after another, in any precision, on any device; the host waits."""
+    if found_inf is not None and float(found_inf) != 0.0:
+        return
+    factor = 1.0 if scale is None else 1.0 / float(scale)
+    for entry, step in zip(entries, steps, strict=True):
+        step += 1
+        now = replace(numbers, step=int(step), scale=factor)
+        weight, grad, mean, square, room = entry
+        on_host = all(t.device.type == "cpu" and t.is_contiguous() for t in (weight, grad, mean, square))
+        update = adam_step if on_host and weight.dtype == torch.float32 else adam_step_plain
+        update(now, [weight], [grad], [mean], [square], [room])
+
+
+def _rates(numbers: AdamNumbers, steps: Tensor) -> Tensor:
+    """Of each entry: the learning rate over the first correction, and the root of the second."""
+    # In float64: in float32, 1 - 0.999 has four digits left.
+    counts = steps.double()
+    first = -torch.expm1(counts * log(numbers.betas[0])) if numbers.betas[0] > 0.0 else torch.ones_like(counts)
+    second = -torch.expm1(counts * log(numbers.betas[1])) if numbers.betas[1] > 0.0 else torch.ones_like(counts)
+    return torch.stack((numbers.lr / first, second.sqrt())).float()
+
+
+def _show(entries: Sequence[Entry], steps: Sequence[Tensor]) -> None:
+    """Let a plan see the traffic: torch's own update, which moves as much but for the rounded weights."""
+    torch._fused_adamw_(
+        [entry.weight for entry in entries],
+        [entry.grad for entry in entries],
+        [entry.mean for entry in entries],
+        [entry.square for entry in entries],
+        [],
+        list(steps),
+        lr=0.0,
+        beta1=0.9,
+        beta2=0.999,
+        weight_decay=0.0,
+        eps=1e-8,
+        amsgrad=False,
+        maximize=False,
+    )

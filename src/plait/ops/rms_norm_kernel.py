@@ -1,0 +1,127 @@
+"""The Triton forms of `rms_norm`: a row is read once and written once, whatever is computed from it in between."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from plait.ops.triton import HAS_TRITON, on_device_of
+
+_PROGRAMS = 512
+"""Programs of the backward pass over wide rows; each adds up the weight's gradient over its own. Narrow rows leave a
+program little to do at a time, so they get more."""
+
+if HAS_TRITON:
+    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def _forward_kernel(  # type: ignore[no-untyped-def]
+        x, residual, weight, total, out, scales, width, eps, has_residual: tl.constexpr, block: tl.constexpr
+    ):
+        """One program a row."""
+        row = tl.program_id(0).to(tl.int64)
+        at = tl.arange(0, block)
+        inside = at < width
+        here = row * width + at
+        value = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
+        if has_residual:
+            value += tl.load(residual + here, mask=inside, other=0.0).to(tl.float32)
+            # What goes on is the rounded sum, so that is what is normed.
+            sum_rounded = value.to(total.dtype.element_ty)
+            tl.store(total + here, sum_rounded, mask=inside)
+            value = sum_rounded.to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
+        tl.store(scales + row, scale)
+        w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + here, (value * scale * w).to(out.dtype.element_ty), mask=inside)
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def _backward_kernel(  # type: ignore[no-untyped-def]
+        x,
+        weight,
+        scales,
+        grad,
+        grad_total,
+        grad_x,
+        grad_weights,
+        rows,
+        width,
+        has_residual: tl.constexpr,
+        block: tl.constexpr,
+    ):
+        """One program for many rows, so that few sums of the weight's gradient are left to add."""
+        program = tl.program_id(0).to(tl.int64)
+        at = tl.arange(0, block)
+        inside = at < width
+        w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+        summed = tl.zeros((block,), dtype=tl.float32)
+        for row in range(program, rows, tl.num_programs(0)):
+            here = row * width + at
+            value = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(grad + here, mask=inside, other=0.0).to(tl.float32)
+            scale = tl.load(scales + row)
+            normed = value * scale
+            summed += up * normed
+            weighted = up * w
+            slope = (weighted - normed * (tl.sum(weighted * normed, 0) / width)) * scale
+            if has_residual:
+                slope += tl.load(grad_total + here, mask=inside, other=0.0).to(tl.float32)
+            tl.store(grad_x + here, slope.to(grad_x.dtype.element_ty), mask=inside)
+        tl.store(grad_weights + program * width + at, summed, mask=inside)
+
+
+def forward_triton(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """The sum with the residual, where there is one; its norm; and each row's scale, fp32."""
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    out, scales = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
+    total = None if residual is None else torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    with on_device_of(x):
+        _forward_kernel[(rows,)](
+            x,
+            x if residual is None else residual,
+            weight,
+            x if total is None else total,
+            out,
+            scales,
+            width,
+            eps,
+            has_residual=residual is not None,
+            block=block,
+            num_warps=_warps(block),
+        )
+    return total, out, scales
+
+
+def backward_triton(
+    x: Tensor, weight: Tensor, scales: Tensor, grad: Tensor, grad_total: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of what was normed, with that of the sum added where there is one, and of the weight, fp32."""
+    rows, width = len(scales), x.shape[-1]
+    grad_x = torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    programs = min(rows, _PROGRAMS * max(1, 2048 // block))
+    grad_weights = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    with on_device_of(x):
+        _backward_kernel[(programs,)](
+            x,
+            weight,
+            scales,
+            grad,
+            grad if grad_total is None else grad_total,
+            grad_x,
+            grad_weights,
+            rows,
+            width,
+            has_residual=grad_total is not None,
+            block=block,
+            num_warps=_warps(block),
+        )
+    return grad_x, grad_weights.sum(0)
+
+
+def _warps(block: int) -> int:
+    return 16 if block >= 8192 else 8 if block >= 2048 else 4 if block >= 512 else 1

@@ -1,0 +1,56 @@
+"""Which share of an offloaded optimizer's work stays on the device: `ratio: auto`.
+
+[Note: why a share] The device updates weights many times faster than the host, and has room for some of them. With a
+larger share the host has less to do, until its part takes no longer than the forward pass beside it; from there on a
+larger share only takes memory. So of all shares that fit, the smallest is taken that is about as fast as the fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from plait.config.run import RunConfig
+from plait.errors import ConfigError, Problem
+from plait.plan.hardware import Hardware
+
+SHARE = "strategy.offload.ratio"
+STEPS = 20
+"""Shares are looked at in steps of one part in so many."""
+_ROOM = 0.95
+"""Of the device's memory, what a share may be planned to fill: the quick account may be off."""
+_ALIKE = 1.01
+"""Two shares are as fast as each other where they differ by less."""
+
+
+def best_share(seconds: Callable[[float], float], needed: Callable[[float], float], memory: float) -> float:
+    """The best share, given what a step takes with one, and the memory that it needs; 0 where none fits."""
+    fitting = [step / STEPS for step in range(STEPS) if needed(step / STEPS) <= memory * _ROOM]
+    if not fitting:
+        return 0.0
+    fastest = min(seconds(share) for share in fitting)
+    return next(share for share in fitting if seconds(share) <= fastest * _ALIKE)
+
+
+def with_ratio(config: RunConfig, hardware: Hardware, *, ranks: int, **options: Any) -> RunConfig:
+    """The run with a number for `ratio: auto`: the quick account's, or less where a simulation finds that too much."""
+    if config.strategy.offload.ratio != "auto":
+        return config
+    from plait.plan.plan import make_plan
+    from plait.plan.quick import quick_of
+
+    quick = quick_of(config, hardware, ranks, **options)
+    if isinstance(quick, str):
+        raise ConfigError(Problem(SHARE, f"auto, but the run cannot be planned: {quick}", "Write a number."))
+    share = quick.share
+    while share > 0:
+        found = _at(config, share)
+        if make_plan(found, hardware, ranks=ranks, detailed=False, **options).fits:
+            return found
+        share = round(max(share - 2 / STEPS, 0.0), 4)
+    return _at(config, 0.0)
+
+
+def _at(config: RunConfig, share: float) -> RunConfig:
+    offload = config.strategy.offload.model_copy(update={"ratio": share})
+    return config.model_copy(update={"strategy": config.strategy.model_copy(update={"offload": offload})})

@@ -1,0 +1,164 @@
+"""Rewards outside of training: of any answers, by a reward model in a folder or by a function."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from plait.checkpoint.convert import Source, open_source
+from plait.config import RunConfig, parse
+from plait.config.posttrain import PosttrainConfig, TaskData, TemplateConfig
+from plait.errors import ConfigError, DataError, ModelError, Problem
+from plait.posttrain.build import make_value_model
+from plait.posttrain.data.datasets import Row, stack
+from plait.posttrain.data.prepare import prepare_data
+from plait.posttrain.data.prompts import Check
+from plait.posttrain.data.records import Message
+from plait.posttrain.data.template import Template, make_template
+from plait.posttrain.data.tokenizer import NAME, read_tokenizer
+from plait.posttrain.extend import head_name
+from plait.posttrain.online.cast import described_in
+from plait.posttrain.online.critic import Judging
+from plait.posttrain.online.scoring import find_function
+from plait.world import open_world
+
+_ROWS = 16
+"""Answers that a reward model reads at once."""
+
+
+class Question(NamedTuple):
+    """What a model is asked, and the right answer where one is known."""
+
+    messages: tuple[Message, ...]
+    right: str = ""
+
+    @property
+    def text(self) -> str:
+        """The last thing that was said."""
+        return self.messages[-1].content
+
+
+class Judge(ABC):
+    """Gives answers a reward each."""
+
+    @abstractmethod
+    def rewards(self, questions: Sequence[Question], answers: Sequence[str]) -> list[float]:
+        """One number for each answer; not a number where nothing can be said of it."""
+
+
+class FunctionJudge(Judge):
+    """A function of (prompt, answer, right answer). What it raises is its own affair, and is not caught."""
+
+    def __init__(self, function: Check) -> None:
+        self._function = function
+
+    def rewards(self, questions: Sequence[Question], answers: Sequence[str]) -> list[float]:
+        """What the function says of each."""
+        found = [
+            self._function(question.text, answer, question.right)
+            for question, answer in zip(questions, answers, strict=True)
+        ]
+        return [math.nan if reward is None else float(reward) for reward in found]
+
+
+class ModelJudge(Judge):
+    """A reward model, which reads conversations as it read them in training."""
+
+    def __init__(self, model: nn.Module, template: Template, pad: int, *, context: int | None) -> None:
+        self._model, self._template, self._pad, self._context = model, template, pad, context
+
+    def rewards(self, questions: Sequence[Question], answers: Sequence[str]) -> list[float]:
+        """The value at the end of each conversation; none for one that is longer than the model sees."""
+        rows = [self._row(*pair) for pair in zip(questions, answers, strict=True)]
+        fitting = [at for at, row in enumerate(rows) if self._context is None or len(row) <= self._context]
+        found = [math.nan] * len(rows)
+        device = next(self._model.parameters()).device
+        for first in range(0, len(fitting), _ROWS):
+            chosen = fitting[first : first + _ROWS]
+            ids = stack([rows[at] for at in chosen], self._pad).to(device)
+            last = torch.tensor([len(rows[at]) - 1 for at in chosen], device=device)
+            with torch.no_grad():
+                scores = self._model(ids, last=last)["scores"].tolist()
+            for at, score in zip(chosen, scores, strict=True):
+                found[at] = score
+        return found
+
+    def _row(self, question: Question, answer: str) -> torch.Tensor:
+        written = self._template.conversation((*question.messages, Message("assistant", answer)))
+        return torch.from_numpy(Row(written).ids).long()
+
+
+def open_judge(who: str, run: RunConfig | None = None) -> Judge:
+    """A reward model's folder, or a function: `task`, `gsm8k` or `package.module:name`.
+
+    `run` is the run whose questions are asked; `task` needs it, to know which task they are of.
+    """
+    if Path(who).exists():
+        return _open_model(who)
+    if who not in ("task", "gsm8k") and ":" not in who:
+        remedy = "Give the folder of a reward model, `task`, `gsm8k` or `package.module:function`."
+        raise ConfigError(Problem("--reward", f"{who!r} is neither a folder nor a function", remedy))
+    posttrain = (run.posttrain if run is not None else None) or PosttrainConfig()
+    if who == "task" and not any(isinstance(source, TaskData) for source in posttrain.data):
+        raise ConfigError(Problem("--reward", "task: these are no questions of a made-up task", "Name another judge."))
+    asking = parse({"phase": "grpo", "grpo": {"reward": who}, "posttrain": posttrain}).config
+    try:
+        return FunctionJudge(find_function(asking)[1])
+    except ConfigError as error:
+        raise ConfigError(Problem("--reward", error.problems[0].message, error.problems[0].remedy)) from error
+
+
+def _open_model(path: str) -> Judge:
+    with open_source(Path(path)) as source:
+        config, kind = _run_of(source), source.kind
+    if config is None and kind != "hf":
+        raise ModelError(f"{path} does not say what its model is like; `plait convert {path} NEW --to plait` may help")
+    if config is not None and config.phase != "reward":
+        word = config.phase or "train"
+        raise ModelError(f"{path} is a run of `plait {word}`, whose model writes; `plait reward` makes one that judges")
+    world = open_world(parse({}).config)
+    described = described_in(path, config or RunConfig())
+    with world.device:
+        model = make_value_model(described, path, lambda _: Judging)
+    head = f"model.{head_name(model)}.weight"
+    with open_source(Path(path)) as source:
+        if head not in source.entries or source.entries[head].shape[0] != 1:
+            raise ModelError(f"{path} has no value head, as models of `plait reward` have: it cannot judge")
+    section = (config.posttrain if config is not None else None) or PosttrainConfig()
+    place = Path(path).absolute()
+    near = [Path(section.tokenizer)] if section.tokenizer else [place, *place.parents[:2]]
+    folder = next((each for each in near if each.is_file() or (each / NAME).is_file()), place)
+    tokenizer = read_tokenizer(folder)
+    words = section.template if config is not None else TemplateConfig()
+    context = getattr(described, "seq_len", None)
+    model.eval().requires_grad_(False)
+    return ModelJudge(model, make_template(words, tokenizer, folder), tokenizer.end, context=context)
+
+
+def _run_of(source: Source) -> RunConfig | None:
+    """The description of the run that wrote a checkpoint, less how it was spread; None for other folders."""
+    stored = source.state.get("config")
+    return None if not stored else parse({**stored, "strategy": {}}).config
+
+
+def run_behind(path: str) -> RunConfig | None:
+    """The description of the run whose folder or checkpoint this is; None for other folders."""
+    with open_source(Path(path)) as source:
+        return _run_of(source)
+
+
+def held_out(path: str, count: int) -> list[Question]:
+    """The first questions that a run kept for validation, which it has not learned from."""
+    config = run_behind(path)
+    if config is None or config.phase is None:
+        raise DataError(f"{path} is no run of a phase, so it kept no questions: give --prompts")
+    examples = prepare_data(config).examples[1][:count]
+    if not examples:
+        raise DataError(f"{path} kept no questions for validation: give --prompts")
+    return [Question(example.prompt, example.messages[-1].content) for example in examples]

@@ -1,0 +1,141 @@
+"""The models beside the policy: reference, reward model and critic, each an engine of its own, spread as the run is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from plait.checkpoint.convert import open_source
+from plait.config import parse
+from plait.config.model import HFConfig, ModelConfig
+from plait.config.offload import OffloadConfig
+from plait.config.online import PpoConfig
+from plait.config.optim import SGDConfig
+from plait.config.posttrain import PosttrainConfig
+from plait.config.run import RunConfig
+from plait.config.strategy import CompileConfig, RecomputeConfig
+from plait.errors import CheckpointError, ConfigError, DataError, Problem
+from plait.posttrain.build import make_model, make_value_model
+from plait.posttrain.data.prepare import PhaseData, longest
+from plait.posttrain.data.tokenizer import NAME, read_tokenizer
+from plait.posttrain.online.critic import Judging, valuing
+from plait.posttrain.online.settings import Online
+from plait.strategy import Length, prepare_native
+from plait.strategy.native.engine import NativeEngine
+from plait.world import World
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Who takes part besides the policy; None where nobody is needed."""
+
+    reference: NativeEngine | None
+    judge: NativeEngine | None
+    critic: NativeEngine | None
+
+
+def make_cast(config: RunConfig, world: World, data: PhaseData, *, length: Length, accumulation: int, say: Say) -> Cast:
+    """Build them all, each with its first weights. Every rank must take part."""
+    online = Online.of(config)
+    judge = critic = reference = None
+    if online.reference == "start":
+        reference = _frozen(config, world, lambda: make_model(config), say)
+    if isinstance(online.method, PpoConfig):
+        ppo = online.method
+        if ppo.reward_model is not None:
+            described = described_in(ppo.reward_model, config)
+            check_judge(config, described, ppo.reward_model, data)
+            make = partial(make_value_model, described, ppo.reward_model, lambda _: Judging)
+            judge = _frozen(config, world, make, say)
+        critic = prepare_native(
+            critic_config(config, ppo),
+            world,
+            model=partial(make_critic, config, ppo),
+            length=length,
+            accumulation=accumulation,
+            say=say,
+        )
+    return Cast(reference, judge, critic)
+
+
+def make_critic(config: RunConfig, ppo: PpoConfig) -> nn.Module:
+    """The critic: the reward model's weights, or the policy's first ones, with a value head."""
+    assert config.model is not None
+    own = (config.posttrain or PosttrainConfig()).start
+    start = ppo.critic_start or ppo.reward_model or own
+    described = config.model if start == own else described_in(start or "", config)
+    return make_value_model(described, start, partial(valuing, ppo=ppo), ppo.critic_lora)
+
+
+def critic_config(config: RunConfig, ppo: PpoConfig) -> RunConfig:
+    """The run description as the critic's engine sees it: its own rates, and its own files."""
+    rates = {"lr": ppo.critic_lr, "weight_decay": ppo.critic_weight_decay}
+    optim = config.optim.model_copy(update={key: value for key, value in rates.items() if value is not None})
+    offload = config.strategy.offload
+    if offload.uses_files:
+        folder = offload.path or str(Path(config.work_dir) / "offload")
+        offload = offload.model_copy(update={"path": str(Path(folder) / "critic")})
+    strategy = config.strategy.model_copy(update={"offload": offload})
+    return config.model_copy(update={"optim": optim, "strategy": strategy})
+
+
+def _frozen(config: RunConfig, world: World, make: Callable[[], nn.Module], say: Say) -> NativeEngine:
+    """A model that is only asked: sharded as the run is, without optimizer state, in the format that computes."""
+    plain = {"offload": OffloadConfig(), "compile": CompileConfig(), "recompute": RecomputeConfig()}
+    strategy = config.strategy.model_copy(update=plain)
+    precision = config.precision.model_copy(update={"master": config.precision.compute in ("fp32", "tf32")})
+    changes = {"strategy": strategy, "precision": precision, "optim": SGDConfig(no_decay=())}
+    return prepare_native(config.model_copy(update=changes), world, model=lambda: _held_still(make()), say=say)
+
+
+def _held_still(model: nn.Module) -> nn.Module:
+    """Freeze all but the smallest parameter: an engine needs one to train, and this one is never told to."""
+    smallest = min(model.parameters(), key=lambda param: param.numel())
+    for param in model.parameters():
+        param.requires_grad_(param is smallest)
+    return model
+
+
+def described_in(path: str, config: RunConfig) -> ModelConfig:
+    """What a model in a folder is like: as the run that wrote it says; of other folders, as `transformers` does."""
+    with open_source(Path(path)) as source:
+        stored = source.state.get("config", {}).get("model")
+        kind = source.kind
+    if stored is not None:
+        found = parse({"model": stored}).config.model
+        assert found is not None
+        return found
+    assert config.model is not None
+    return HFConfig(path=path) if kind == "hf" else config.model
+
+
+def check_judge(config: RunConfig, described: ModelConfig, path: str, data: PhaseData) -> None:
+    """Refuse what is no reward model, and one that reads other tokens, or fewer of them, than the policy writes."""
+    with open_source(Path(path)) as source:
+        heads = [
+            entry.shape for name, entry in source.entries.items() if name.endswith(("head.weight", "score.weight"))
+        ]
+    if not any(len(shape) == 2 and shape[0] == 1 for shape in heads):
+        raise CheckpointError(
+            f"ppo.reward_model: {path} holds no layer that gives one number; train one with `plait reward`"
+        )
+    place = Path(path).absolute()
+    for folder in (place, *place.parents[:2]):
+        if (folder / NAME).is_file():
+            if read_tokenizer(folder).digest != data.tokenizer.digest:
+                raise DataError(
+                    f"the reward model in {path} was trained with another tokenizer than this run has; name the same "
+                    "one as posttrain.tokenizer"
+                )
+            break
+    known, wanted = getattr(described, "seq_len", None), longest(config)
+    if isinstance(known, int) and known < wanted:
+        message = f"sees {known} tokens, and answers here come with up to {wanted}"
+        remedy = f"Write `posttrain.max_len: {known}`, or train one with longer rows."
+        raise ConfigError(Problem("ppo.reward_model", message, remedy))

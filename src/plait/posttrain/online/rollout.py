@@ -1,0 +1,151 @@
+"""One rollout: prompts, answers, rewards, and what each answer is worth."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from plait.config.online import GrpoConfig, PpoConfig
+from plait.data.order import SampleOrder
+from plait.generate import Sampling
+from plait.posttrain.data.prompts import Prompt
+from plait.posttrain.online.asking import ask
+from plait.posttrain.online.cast import Cast
+from plait.posttrain.online.experience import Experience
+from plait.posttrain.online.settings import Online
+from plait.posttrain.online.worth import divergence, of_grpo, of_ppo
+from plait.posttrain.online.writing import Writer, Written
+from plait.posttrain.ppo_math import AdaptiveKl, FixedKl
+from plait.strategy.native.engine import NativeEngine
+
+
+class Roller:
+    """Makes the experience of each rollout. Everything in it is the same on every rank."""
+
+    def __init__(
+        self,
+        online: Online,
+        prompts: Sequence[Prompt],
+        writer: Writer,
+        actor: NativeEngine,
+        cast: Cast,
+        experience: Experience,
+        *,
+        sampling: Sampling,
+        rows: int,
+        folder: Path | None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """`rows` go through a model at once; `folder` is where samples are kept, on the rank that keeps them."""
+        self.experience = experience
+        self.figures: dict[str, float] = {}
+        """What the latest rollout was like."""
+        self.controller = make_controller(online)
+        self._online, self._prompts, self._writer = online, prompts, writer
+        self._actor, self._cast, self._sampling, self._rows = actor, cast, sampling, rows
+        self._order = SampleOrder(len(prompts), sampling.seed)
+        self._verified: int | None = None
+        self._folder, self._say = folder, say
+
+    def asked(self, number: int) -> list[Prompt]:
+        """The prompts of a rollout: a function of seed and number alone."""
+        count, length = self._online.rollout.prompts, len(self._prompts)
+        places = [divmod(place, length) for place in range(number * count, (number + 1) * count)]
+        return [self._prompts[self._order.index(epoch, index)] for epoch, index in places]
+
+    def roll(self, number: int, step: int) -> None:
+        """Make the experience of rollout `number` from the policy as it is now. Every rank must take part."""
+        online, experience = self._online, self.experience
+        asked = [prompt for prompt in self.asked(number) for _ in range(online.group)]
+        keys = range(number * online.answers, (number + 1) * online.answers)
+        due = self._verified is None or number - self._verified >= online.rollout.verify_every
+        written = self._writer.write(asked, self._sampling, keys, verify=due)
+        if due:
+            self._verified = number
+        experience.put([prompt.tokens for prompt in asked], written.tokens)
+        experience.number = number
+        entropies = self._look()
+        answered = experience.mask
+        self._weigh(written.rewards)
+        self.figures = self._measure(written, answered, entropies)
+        self._keep(written, step)
+
+    def _look(self) -> Tensor:
+        """Ask every model about the answers; returns the policy's entropies."""
+        experience, cast = self.experience, self._cast
+        shape = (experience.width,)
+        wanted = {"logprobs": shape, "entropy": shape}
+        if self._online.reference == "base":
+            wanted["reference"] = shape
+        found = ask(self._actor, experience.lengths, experience.inputs, wanted, rows=self._rows)
+        experience.old.copy_(found["logprobs"])
+        held = found.get("reference")
+        if cast.reference is not None:
+            only = {"logprobs": shape}
+            held = ask(cast.reference, experience.lengths, experience.inputs, only, rows=self._rows)["logprobs"]
+        experience.reference.copy_(found["logprobs"] if held is None else held)
+        if cast.critic is not None:
+            values = ask(cast.critic, experience.lengths, experience.inputs, {"values": shape}, rows=self._rows)
+            experience.values.copy_(values["values"])
+        return found["entropy"]
+
+    def _weigh(self, rewards: Tensor) -> None:
+        """Turn rewards into advantages. Answers without one teach nothing."""
+        experience, method, controller = self.experience, self._online.method, self.controller
+        experience.forget(~rewards.isfinite())
+        mask = experience.mask
+        if isinstance(method, GrpoConfig):
+            worth = of_grpo(method, rewards, mask)
+        else:
+            held = (experience.old, experience.reference, experience.values)
+            worth = of_ppo(method, rewards.nan_to_num(0.0), *held, mask, controller.beta)
+        experience.advantages.copy_(worth.advantages)
+        experience.returns.copy_(worth.returns)
+
+    def _measure(self, written: Written, answered: Tensor, entropies: Tensor) -> dict[str, float]:
+        experience, rewards = self.experience, written.rewards
+        known = rewards[rewards.isfinite()].double()
+        figures = {
+            "reward": float(known.mean()) if len(known) else math.nan,
+            "reward_std": float(known.std()) if len(known) > 1 else 0.0,
+            "length": float(answered.sum(1).double().mean()),
+            "entropy": float(entropies[answered].double().mean()),
+            "skipped_answers": float(len(rewards) - len(known)),
+        }
+        if (accuracy := self._writer.accuracy(written.answers)) is not None:
+            figures["accuracy"] = accuracy
+        if self._online.reference != "none":
+            figures["kl"] = divergence(experience.old, experience.reference, answered)
+            figures["beta"] = self.controller.beta
+            self.controller = self.controller.after(figures["kl"], len(rewards))
+        return figures
+
+    def _keep(self, written: Written, step: int) -> None:
+        if self._folder is None:
+            return
+        every = max(len(written.answers) // max(self._online.rollout.samples, 1), 1)
+        chosen = range(0, len(written.answers), every)[: self._online.rollout.samples]
+        lines = []
+        for index in chosen:
+            answer, reward = written.answers[index], float(written.rewards[index])
+            known = reward if math.isfinite(reward) else None
+            kept = {"step": step, "prompt": answer.prompt.text, "answer": answer.text, "reward": known}
+            lines.append(json.dumps(kept, ensure_ascii=False) + "\n")
+        try:
+            with (self._folder / "samples.jsonl").open("a", encoding="utf-8") as file:
+                file.writelines(lines)
+        except OSError as error:  # samples are for people; to end one rank for them would leave the others waiting
+            self._say(f"{self._folder / 'samples.jsonl'} cannot be written to: {error.strerror}; no more are kept")
+            self._folder = None
+
+
+def make_controller(online: Online) -> FixedKl | AdaptiveKl:
+    """What sets the weight of the divergence."""
+    method = online.method
+    if isinstance(method, PpoConfig) and method.kl == "adaptive":
+        return AdaptiveKl(method.beta, method.kl_target, method.kl_horizon)
+    return FixedKl(method.beta)

@@ -1,0 +1,173 @@
+"""PPO and GRPO as runs. The Runner has time, log, checkpoints and resuming; here answers are made and fed to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from plait.config import Parsed
+from plait.config.online import PpoConfig
+from plait.config.posttrain import PosttrainConfig
+from plait.config.run import RunConfig
+from plait.errors import DataError
+from plait.generate import HybridEngine, Sampling
+from plait.posttrain.build import make_model
+from plait.posttrain.data.prepare import longest, prepare_rows
+from plait.posttrain.data.prompts import Prompt, correctness
+from plait.posttrain.data.template import Marked
+from plait.posttrain.online.cast import Cast, make_cast
+from plait.posttrain.online.evaluate import measure
+from plait.posttrain.online.experience import Experience
+from plait.posttrain.online.hooks import Critic, Rollouts
+from plait.posttrain.online.loader import ExperienceLoader, Mixture
+from plait.posttrain.online.rollout import Roller
+from plait.posttrain.online.scoring import FunctionScorer, ModelScorer, Rules, Scorer, find_function
+from plait.posttrain.online.settings import Online
+from plait.posttrain.online.writing import Stop, Writer
+from plait.posttrain.run import PhaseRunner
+from plait.runner.forecast import Foresight
+from plait.runner.hooks import Hook
+from plait.spec import Phase
+from plait.strategy import Engine, Length, ManualEngine, prepare_manual
+
+
+class OnlineRunner(PhaseRunner):
+    """Trains on answers that the model itself gives. Everything else is as in any run."""
+
+    cast: Cast
+    """The models beside the policy."""
+    roller: Roller
+    """What makes answers, and holds those in use."""
+
+    def __init__(self, parsed: Parsed, *, hooks: Sequence[Hook] = ()) -> None:
+        online = Online.of(parsed.config)
+        own: list[Hook] = [Rollouts(self)]
+        if isinstance(online.method, PpoConfig):
+            own.append(Critic(self))
+        if not isinstance(online.method, PpoConfig) or online.method.reward_model is None:
+            find_function(parsed.config)  # a name that leads nowhere shows before anything is built
+        super().__init__(parsed, hooks=[*own, *hooks])
+        self.online = online
+        self.foresight = _Unforeseen(self)
+
+    def _prepare(self) -> Engine:
+        config, world = self.config, self.world
+        length = Length(self.total_steps, self.steps_per_epoch)
+        engine = prepare_manual(
+            config, world, model=self._model, length=length, accumulation=self.batch.accumulation, say=self.warn
+        )
+        self.cast = make_cast(
+            config, world, self.phase_data, length=length, accumulation=self.batch.accumulation, say=self.warn
+        )
+        self._assemble(engine)
+        return engine
+
+    def _assemble(self, engine: ManualEngine) -> None:
+        config, online, data = self.config, self.online, self.phase_data
+        rollout, context, stop = online.rollout, longest(config), self._stop_of()
+        hybrid = HybridEngine(
+            engine,
+            config,
+            build=partial(make_model, config),
+            mode=rollout.mode,
+            on_mismatch=rollout.on_mismatch,
+            tolerance=rollout.tolerance,
+            max_rows=rollout.max_rows,
+            decode=data.tokenizer.decode,
+            context=context,
+            say=self.warn,
+        )
+        section = config.posttrain or PosttrainConfig()
+        correct = correctness((*section.data, *section.val_data))
+        self._writer = Writer(hybrid, self._scorer(), correct, data.tokenizer.decode, stop)
+        ends: tuple[int | str, ...] = (*stop.tokens, *stop.texts)
+        self._sampling = Sampling(
+            rollout.max_new_tokens, rollout.temperature, rollout.top_k, rollout.top_p, stop=ends, seed=config.seed
+        )
+        self.roller = Roller(
+            online,
+            data.train,
+            self._writer,
+            engine,
+            self.cast,
+            self._experience,
+            sampling=self._sampling,
+            rows=self.batch.micro,
+            folder=Path(config.work_dir) if self.world.is_main else None,
+            say=self.warn,
+        )
+
+    def _scorer(self) -> Scorer:
+        rollout, judge = self.online.rollout, self.cast.judge
+        if judge is None:
+            name, function = find_function(self.config)
+            return Rules(FunctionScorer(name, function, self.world, bad=rollout.bad_reward), rollout)
+        data = self.phase_data
+        rows = {"rows": self.batch.micro, "longest": longest(self.config)}
+        return Rules(ModelScorer(judge, data.template, data.tokenizer.end, **rows), rollout)
+
+    def _stop_of(self) -> Stop:
+        """What ends an answer: the end token, the template's mark, and texts of the run description."""
+        data, texts = self.phase_data, self.online.rollout.stop
+        tokens = [data.tokenizer.end]
+        if isinstance(data.template, Marked):
+            mark = (self.config.posttrain or PosttrainConfig()).template.end
+            token = data.tokenizer.token_id(mark)
+            texts, tokens = (texts, [*tokens, token]) if token is not None else ((*texts, mark), tokens)
+        return Stop(tuple(tokens), texts)
+
+    def _loader(self, role: str) -> Any:
+        if role != "data":
+            return _Nothing()
+        config, data, online = self.config, self.phase_data, self.online
+        pad = data.tokenizer.end
+        self._experience = Experience(online.answers, longest(config), pad)
+        return ExperienceLoader(
+            online,
+            self._experience,
+            self._roll,
+            prompts=len(data.train),
+            batch=self.batch,
+            world=self.world,
+            seed=config.seed,
+            ptx=_mixture(config, online, pad, self),
+        )
+
+    def _roll(self, number: int) -> None:
+        self.enter(Phase.EVALUATE)
+        self.roller.roll(number, self.step)
+        self.enter(Phase.IDLE)
+
+    def _evaluate(self, role: str, limit: int | None) -> tuple[dict[str, float], int]:
+        prompts: Sequence[Prompt] = self._objects[role]
+        if limit is not None:
+            prompts = prompts[: limit * self.batch.total]
+        found = measure(self._writer, prompts, self._sampling)
+        return found, -(-len(prompts) // self.batch.total)
+
+
+def _mixture(config: RunConfig, online: Online, pad: int, runner: OnlineRunner) -> Mixture | None:
+    method = online.method
+    if not isinstance(method, PpoConfig) or not method.ptx_data:
+        return None
+    rows = prepare_rows(method.ptx_data, config, runner.phase_data)
+    if not rows:
+        raise DataError(f"no example is left of ppo.ptx_data: {runner.phase_data.account}")
+    return Mixture(rows, weight=method.ptx_weight, seed=config.seed, pad=pad, answers=online.answers)
+
+
+class _Nothing:
+    """Prompts to validate on are asked all at once, and need no loader."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Unforeseen(Foresight):
+    """The plan knows one model and rows of tokens; several models and a writer it would get wrong."""
+
+    def look(self, *_: Any) -> None:
+        """Say why there is none."""
+        self._found = "several models are in memory at once, and one of them writes"

@@ -1,0 +1,161 @@
+"""From answers to rewards: by a function in plain Python, or by a reward model."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+import torch
+
+from plait.config.online import GrpoConfig, RolloutConfig
+from plait.config.posttrain import ExampleData, Gsm8kData, PosttrainConfig, TaskData
+from plait.config.run import RunConfig
+from plait.errors import ConfigError, Problem, TrainingError
+from plait.posttrain.data.datasets import Row, stack
+from plait.posttrain.data.prompts import Check, Prompt, gsm8k_reward, task_reward
+from plait.posttrain.data.records import Message
+from plait.posttrain.data.template import Template
+from plait.posttrain.online.asking import ask
+from plait.posttrain.online.settings import Online
+from plait.strategy.native.engine import NativeEngine
+from plait.world import World
+
+NONE = math.nan
+"""The reward of an answer of which nothing is known."""
+
+
+class Answer(NamedTuple):
+    """One answer to judge."""
+
+    prompt: Prompt
+    text: str
+    finished: bool
+    """Whether it ended by itself."""
+
+
+class Scorer(ABC):
+    """Gives each answer a reward."""
+
+    @abstractmethod
+    def judge(self, answers: Sequence[Answer]) -> list[float]:
+        """The rewards, the same on every rank; every rank must ask for all of them."""
+
+
+class FunctionScorer(Scorer):
+    """A function of (prompt, answer, right answer). Ranks share the answers among them."""
+
+    def __init__(self, name: str, function: Check, world: World, *, bad: str) -> None:
+        self._name, self._function, self._world = name, function, world
+        self._refuses = bad == "error"
+
+    def judge(self, answers: Sequence[Answer]) -> list[float]:
+        """Call the function for this rank's share. What goes wrong is known to all ranks before any of them stops."""
+        rank, size = self._world.rank, self._world.size
+        mine = [self._one(answer) for answer in answers[rank::size]]
+        rewards = [NONE] * len(answers)
+        failures: list[str] = []
+        for part, found in enumerate(self._world.gather(mine)):
+            rewards[part::size] = [reward for reward, _ in found]
+            failures += [failure for _, failure in found if failure is not None]
+        if failures and self._refuses:
+            more = f"; {len(failures) - 1} more answers went wrong" if len(failures) > 1 else ""
+            raise TrainingError(
+                f"the reward function {self._name} {failures[0]}{more}. Mend it, or set rollout.bad_reward: skip"
+            )
+        return rewards
+
+    def _one(self, answer: Answer) -> tuple[float, str | None]:
+        where = f"for the prompt {answer.prompt.text!r} and the answer {answer.text!r}"
+        try:
+            found = self._function(answer.prompt.text, answer.text, answer.prompt.right)
+            if found is None:  # it says itself that it does not know
+                return NONE, None
+            reward = float(found)
+        except Exception as error:  # whatever a user's function raises must not leave other ranks waiting
+            return NONE, f"raised {type(error).__name__}: {error} {where}"
+        if not math.isfinite(reward):
+            return NONE, f"gave {found!r} {where}"
+        return reward, None
+
+
+class ModelScorer(Scorer):
+    """A reward model, which sees answers as it saw them in training."""
+
+    def __init__(self, engine: NativeEngine, template: Template, pad: int, *, rows: int, longest: int) -> None:
+        self._engine, self._template, self._pad = engine, template, pad
+        self._rows, self._longest = rows, longest
+
+    def judge(self, answers: Sequence[Answer]) -> list[float]:
+        """The number at the end of each answer."""
+        rows = [self._row(answer) for answer in answers]
+        lengths = torch.tensor([len(row) for row in rows])
+        found = ask(
+            self._engine,
+            lengths,
+            lambda chosen: {
+                "input_ids": stack([rows[index] for index in chosen], self._pad),
+                "last": lengths[chosen] - 1,
+            },
+            {"scores": ()},
+            rows=self._rows,
+        )
+        return [score if math.isfinite(score) else NONE for score in found["scores"].tolist()]
+
+    def _row(self, answer: Answer) -> torch.Tensor:
+        written = self._template.conversation((*answer.prompt.messages, Message("assistant", answer.text)))
+        ids = torch.from_numpy(Row(written).ids).long()
+        return ids[: self._longest]
+
+
+class Rules(Scorer):
+    """What the run description says of answers that are empty or did not end, before anybody else is asked."""
+
+    def __init__(self, scorer: Scorer, rollout: RolloutConfig) -> None:
+        self._scorer, self._rollout = scorer, rollout
+
+    def judge(self, answers: Sequence[Answer]) -> list[float]:
+        """The set rewards, and the scorer's for all others."""
+        found = [self._set(answer) for answer in answers]
+        left = [index for index, reward in enumerate(found) if reward is None]
+        asked = self._scorer.judge([answers[index] for index in left]) if left else []
+        given = dict(zip(left, asked, strict=True))
+        return [given[index] if reward is None else reward for index, reward in enumerate(found)]
+
+    def _set(self, answer: Answer) -> float | None:
+        if not answer.text.strip() and self._rollout.empty_reward is not None:
+            return self._rollout.empty_reward
+        return None if answer.finished else self._rollout.unfinished_reward
+
+
+def find_function(config: RunConfig) -> tuple[str, Check]:
+    """The reward function that a run description names, or that its data bring along."""
+    method, phase = Online.of(config).method, config.phase
+    sources = (config.posttrain or PosttrainConfig()).data
+    name = method.reward
+    if name is None and isinstance(method, GrpoConfig):
+        name = _own(sources)
+    if name is None:
+        remedy = "Write `package.module:function`, `task` or `gsm8k`."
+        raise ConfigError(Problem(f"{phase}.reward", "there is none, and the data cannot be checked", remedy))
+    if name == "task":
+        return name, task_reward(sources)
+    if name == "gsm8k":
+        return name, gsm8k_reward
+    module, _, attribute = name.partition(":")
+    try:
+        function: Check = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        message = f"{name!r} cannot be used: {error}"
+        raise ConfigError(Problem(f"{phase}.reward", message, "Write it as package.module:function.")) from error
+    if not callable(function):
+        message = f"{name!r} is a {type(function).__name__}"
+        raise ConfigError(Problem(f"{phase}.reward", message, "Name a function of (prompt, answer, right answer)."))
+    return name, function
+
+
+def _own(sources: Sequence[ExampleData]) -> str | None:
+    kinds = {type(source) for source in sources}
+    return "task" if kinds == {TaskData} else "gsm8k" if kinds == {Gsm8kData} else None

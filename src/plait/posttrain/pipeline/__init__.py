@@ -1,0 +1,1 @@
+"""Several phases one after another, each beginning with what the one before has made."""

@@ -1,0 +1,42 @@
+"""Which of a model's layers are exchanged for others that do the same faster, and saying so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from plait.config.run import RunConfig
+from plait.ops.triton import has_kernels
+from plait.parallel import compiling
+from plait.parallel.units import Unit
+from plait.precision import apply_fp8
+from plait.strategy.native.forward import Say
+
+
+def use_fp8(module: nn.Module, units: Sequence[Unit], config: RunConfig, device: torch.device, say: Say) -> None:
+    """Let linear layers multiply in 8 bits where `precision.fp8` wants that; see `precision.fp8`."""
+    wanted = config.precision.fp8
+    layers = apply_fp8([(unit.name, unit.module) for unit in units] or [("", module)], wanted, device)
+    if not layers:
+        return
+    say(f"fp8 ({wanted.recipe}): {len(layers)} linear layers multiply in 8 bits, the rest is bf16")
+    if not (config.strategy.compile.enabled or wanted.emulate):
+        say("fp8 without strategy.compile: finding scales and rounding may take more time than the products save")
+
+
+def use_kernels(module: nn.Module, config: RunConfig, device: torch.device, say: Say) -> None:
+    """Take kernels where `strategy.kernels` wants them and there are some; see `models.fused`."""
+    strategy = config.strategy
+    compiled = strategy.compile.enabled and compiling.why_not(strategy.compile, device) is None
+    if strategy.kernels == "plain" or device.type != "cuda" or compiled or strategy.layout.tp > 1:
+        return
+    if not has_kernels(torch.empty(0, device=device)):
+        say("strategy.kernels: the package triton is not installed, so norms, gates and rotations stay plain")
+        return
+    from plait.models.fused import fuse  # which loads all models
+
+    counts = fuse(module)
+    if counts:
+        say(f"kernels: {', '.join(f'{count} {kind}' for kind, count in counts.items())} in one operation each")

@@ -1,0 +1,210 @@
+"""What experience is made of, part by part, against small cases that can be worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from plait.config import check, parse
+from plait.config.batch import ResolvedBatch
+from plait.config.online import GrpoConfig, PpoConfig
+from plait.errors import ConfigError, TrainingError
+from plait.posttrain.data.datasets import Row
+from plait.posttrain.data.prompts import Prompt, correctness, final_number, gsm8k_reward, task_reward
+from plait.posttrain.data.records import Message
+from plait.posttrain.data.template import Tokens
+from plait.posttrain.logprobs import from_bits
+from plait.posttrain.online.experience import Experience
+from plait.posttrain.online.loader import ExperienceLoader, Mixture
+from plait.posttrain.online.scoring import Answer, FunctionScorer, Rules, find_function
+from plait.posttrain.online.settings import Online
+from plait.posttrain.online.worth import divergence, of_grpo, of_ppo
+from plait.world import open_world
+
+TASK = {"type": "task", "name": "sorting", "samples": 50, "size": 1}
+MODEL = {"type": "gpt", "vocab_size": 12, "dim": 16, "layers": 1, "heads": 2, "seq_len": 16}
+
+
+def settings(phase: str = "grpo", **changes: Any) -> Any:
+    return parse({"phase": phase, "model": MODEL, "posttrain": {"data": [TASK]}, **changes}).config
+
+
+def test_tokens_earn_their_divergence_and_the_last_one_the_reward() -> None:
+    mask = torch.tensor([[False, True, True, True], [False, True, False, False]])
+    logprobs, reference = -torch.rand(2, 4), -torch.rand(2, 4)
+    values, rewards = torch.randn(2, 4), torch.tensor([2.0, -1.0])
+    ppo = PpoConfig(gamma=1.0, lam=1.0, whiten=False)
+    found = of_ppo(ppo, rewards, logprobs, reference, values, mask, 0.5)
+    paid = -0.5 * (logprobs - reference)
+    for row, (first, end) in enumerate([(1, 4), (1, 2)]):
+        for place in range(first, end):  # with nothing discounted, a return is what is still to come
+            rest = float(paid[row, place:end].sum() + rewards[row])
+            assert float(found.returns[row, place]) == pytest.approx(rest, rel=1e-5)
+            assert float(found.advantages[row, place]) == pytest.approx(rest - float(values[row, place]), rel=1e-4)
+    assert not found.advantages[~mask].any()
+    white = of_ppo(PpoConfig(), rewards, logprobs, reference, values, mask, 0.5).advantages[mask]
+    assert float(white.mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(white.std()) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_answers_of_a_group_are_compared_and_unknown_ones_left_out() -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, math.nan, 3.0, 1.0, 2.0])
+    mask = torch.ones(8, 3, dtype=torch.bool)
+    found = of_grpo(GrpoConfig(group=4, spread="none"), rewards, mask).advantages
+    assert found[:, 0].tolist() == pytest.approx([0.5, -0.5, -0.5, 0.5, 0.0, 1.0, -1.0, 0.0])
+    assert torch.equal(found[:, 0], found[:, 2])
+
+
+def test_divergence_is_summed_over_an_answer_and_averaged_over_answers() -> None:
+    logprobs, reference = torch.zeros(3, 2), torch.tensor([[-1.0, -2.0], [-3.0, 9.0], [9.0, 9.0]])
+    mask = torch.tensor([[True, True], [True, False], [False, False]])
+    assert divergence(logprobs, reference, mask) == pytest.approx(3.0)
+
+
+def test_experience_labels_answers_only_and_gives_numbers_as_they_are() -> None:
+    experience = Experience(2, 10, pad=0)
+    experience.put([[5, 6, 7], [5]], [[8, 9], [4, 3, 2]])
+    assert experience.ids[0, :5].tolist() == [5, 6, 7, 8, 0]
+    assert experience.labels[0, :5].tolist() == [-100, -100, 8, 9, -100]
+    assert experience.labels[1, :4].tolist() == [4, 3, 2, -100]
+    experience.old.copy_(torch.randn_like(experience.old))
+    inputs = experience.inputs([1, 0], "old")
+    assert inputs["input_ids"].shape == (2, 8)  # cut to the longest, in steps of eight
+    assert torch.equal(from_bits(inputs["old"]), experience.old[[1, 0], :8])
+    experience.forget(torch.tensor([True, False]))
+    assert not experience.mask[0].any()
+    assert experience.mask[1].any()
+
+
+def loader_of(epochs: int, rank: int = 0, ranks: int = 1, total: int = 4) -> tuple[ExperienceLoader, list[int]]:
+    class Place:
+        data_rank = rank
+
+        class layout:  # noqa: N801
+            data_parallel = ranks
+
+    rolled: list[int] = []
+    config = settings(rollout={"prompts": 4}, grpo={"group": 2, "epochs": epochs})
+    online, experience = Online.of(config), Experience(8, 8, pad=0)
+    experience.put([[1]] * 8, [[2, 3]] * 8)
+
+    def roll(number: int) -> None:
+        rolled.append(number)
+        experience.number = number
+
+    batch = ResolvedBatch(total, total // ranks, 1)
+    place: Any = Place()
+    return ExperienceLoader(online, experience, roll, prompts=10, batch=batch, world=place, seed=3), rolled
+
+
+def test_a_rollout_is_a_fixed_number_of_steps_and_every_answer_comes_once_a_pass() -> None:
+    loader, rolled = loader_of(epochs=3)
+    assert (loader.steps_per_rollout, loader.steps_per_epoch, loader.samples_per_epoch) == (6, 18, 72)
+    seen: list[list[int]] = []
+    for _ in loader.epoch(1):
+        seen.append([row for part in loader.current for row in part])
+    assert rolled == [3, 4, 5]
+    assert len(seen) == 18
+    for first in range(0, 18, 2):
+        assert sorted(seen[first] + seen[first + 1]) == list(range(8))
+    halves = [loader_of(epochs=3, rank=rank, ranks=2)[0] for rank in (0, 1)]
+    for step, _ in enumerate(zip(*(half.epoch(1) for half in halves), strict=True)):
+        assert sorted(row for half in halves for part in half.current for row in part) == sorted(seen[step])
+
+
+def test_going_on_within_a_rollout_needs_its_answers() -> None:
+    loader, rolled = loader_of(epochs=1)
+    loader.dataset.number = 1
+    assert sum(1 for _ in loader.epoch(0, 3)) == 3
+    assert rolled == [2]
+    with pytest.raises(TrainingError, match="stopped within rollout 0"):
+        next(iter(loader.epoch(0, 1)))
+    with pytest.raises(ConfigError, match=r"rollout.prompts: 4 × 2 answers each fill no whole number of batches"):
+        loader_of(epochs=1, total=3)
+
+
+def test_what_is_mixed_in_is_a_weighted_mean_however_a_step_is_cut() -> None:
+    rows = [Row(Tokens([1, *range(2, 3 + size)], [False] + [True] * (1 + size))) for size in range(3)]
+    mixture = Mixture(rows, weight=0.5, seed=1, pad=0, answers=4)
+    inputs = {"input_ids": torch.ones(2, 8).long(), "labels": torch.full((2, 8), 7), "old": torch.zeros(2, 8).int()}
+    scale = mixture.scale(3, range(4), targets=32)
+    parts = [mixture.beside(dict(inputs), 3, chosen, scale) for chosen in ([0, 1], [2, 3])]
+    learned = sum(int((part["labels"][2:] != -100).sum()) for part in parts)
+    assert scale == pytest.approx(0.5 * 32 / learned)
+    assert all(part["input_ids"].shape == (4, 8) and len(part["old"]) == 2 for part in parts)
+
+
+def answer(text: str, prompt: str = "ba=", *, finished: bool = True) -> Answer:
+    return Answer(Prompt((1,), (Message("user", prompt),), "ab"), text, finished)
+
+
+def fragile(prompt: str, text: str, right: str) -> Any:
+    """A reward function with every fault that one can have."""
+    if text == "raise":
+        raise ValueError("cannot judge this")
+    return {"nan": math.nan, "none": None, "text": "1.5"}.get(text, 1.0)
+
+
+def test_rewards_that_are_no_numbers_are_counted_out_or_stop_the_run() -> None:
+    world = open_world(parse({"device": "cpu"}).config)
+    answers = [answer(text) for text in ("raise", "nan", "none", "text", "fine")]
+    kind = FunctionScorer("fragile", fragile, world, bad="skip")
+    assert kind.judge(answers) == pytest.approx([math.nan, math.nan, math.nan, 1.5, 1.0], nan_ok=True)
+    strict = FunctionScorer("fragile", fragile, world, bad="error")
+    with pytest.raises(TrainingError, match=r"fragile raised ValueError: cannot judge this .*'ba='.*1 more answers"):
+        strict.judge(answers)
+    assert strict.judge(answers[2:]) == pytest.approx([math.nan, 1.5, 1.0], nan_ok=True)  # None says: unknown
+
+
+def test_empty_and_unfinished_answers_may_have_a_set_reward() -> None:
+    world = open_world(parse({"device": "cpu"}).config)
+    rollout = settings(rollout={"empty_reward": -1.0, "unfinished_reward": -2.0}).rollout
+    scorer = Rules(FunctionScorer("fragile", fragile, world, bad="error"), rollout)
+    found = scorer.judge([answer(" "), answer("x", finished=False), answer("x")])
+    assert found == [-1.0, -2.0, 1.0]
+
+
+def test_answers_are_checked_by_the_data_they_belong_to() -> None:
+    sources = settings().posttrain.data
+    assert [correctness(sources)("ba=", text, "") for text in ("ab", "ba", "a")] == [1.0, 0.0, 0.0]
+    assert correctness(sources)("what?", "ab", "") is None
+    partly = [task_reward(sources)("ba=", text, "") for text in ("ab", "aa", "ba", "abb")]
+    assert partly == pytest.approx([1.0, 0.25, 0.0, 0.5 * 2 / 3])
+    assert final_number("so 3 + 4 = 7\n#### 1,234") == "1234"
+    assert gsm8k_reward("", "It is 72.", "… #### 72") == 1.0
+    assert gsm8k_reward("", "no idea", "… #### 72") == 0.0
+    assert gsm8k_reward("", "It is 72.", "unknown") is None
+
+
+@pytest.mark.parametrize(
+    ("phase", "changes", "message"),
+    [
+        ("ppo", {}, "ppo.reward_model: there is none"),
+        ("ppo", {"ppo": {"reward_model": "x", "reward": "task"}}, "ppo.reward: .*reward_model` judges"),
+        ("ppo", {"ppo": {"reward": "task", "kl_target": 3.0}}, "ppo.kl_target: 3.* has no effect"),
+        ("grpo", {"grpo": {"reference": "base"}}, "grpo.reference: `base` is the model without its adapter"),
+        ("grpo", {"grpo": {"reference": "none", "beta": 0.1}}, "grpo.beta: 0.1 has no effect"),
+        ("grpo", {"strategy": {"layout": {"cp": 2}}}, "strategy.layout.cp: 2, but writing and judging need whole"),
+        ("grpo", {"strategy": {"recompute": "auto"}}, "strategy.recompute: auto measures a micro-batch"),
+        ("grpo", {"checkpoint": {"best": {}}}, "checkpoint.best.metric: 'loss' is not measured"),
+        (None, {"rollout": {}}, "rollout: this section has no effect"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(phase: Any, changes: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(settings(phase, **changes), has_val=True, require_length=False)
+
+
+def test_reward_functions_are_found_by_name_or_by_the_data() -> None:
+    assert find_function(settings())[0] == "task"
+    assert find_function(settings(grpo={"reward": "operator:eq"}))[0] == "operator:eq"
+    with pytest.raises(ConfigError, match=r"grpo.reward: 'nowhere:f' cannot be used"):
+        find_function(settings(grpo={"reward": "nowhere:f"}))
+    with pytest.raises(ConfigError, match=r"grpo.reward: 'math:pi' is a float"):
+        find_function(settings(grpo={"reward": "math:pi"}))
+    unknown = settings(posttrain={"data": [{"type": "file", "path": "x.jsonl"}]})
+    with pytest.raises(ConfigError, match="the data cannot be checked"):
+        find_function(unknown)

@@ -1,0 +1,79 @@
+"""Training with products in 8 bits: which layers, how close to bf16, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from plait.config import parse_sections
+from plait.errors import ConfigError, ModelError, PlaitError
+from plait.precision.fp8 import Fp8Linear
+from plait.strategy import prepare, prepare_native
+from plait.world import open_world
+
+LLAMA = {"type": "llama", "vocab_size": 64, "dim": 32, "layers": 2, "heads": 4, "ffn_dim": 64, "seq_len": 32}
+
+
+def losses_of(precision: Any, steps: int = 30, **strategy: Any) -> tuple[list[float], Any]:
+    """Learning a rule that gives each token by the two before it."""
+    config = parse_sections(
+        model=LLAMA, precision=precision, strategy=strategy, optim={"type": "AdamW", "lr": 5e-3}, device="cpu", seed=1
+    ).config
+    engine: Any = prepare_native(config, open_world(config), say=lambda _text: None)
+    generator = torch.Generator().manual_seed(5)
+    losses = []
+    for _ in range(steps):
+        rows = torch.randint(0, 64, (8, 33), generator=generator)
+        for at in range(2, 33):
+            rows[:, at] = (rows[:, at - 1] + 3 * rows[:, at - 2] + 1) % 7
+        losses.append(engine.train_step([{"input_ids": rows[:, :-1], "labels": rows[:, 1:]}]).loss)
+    return losses, engine.model
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_it_learns_as_bf16_does(recipe: str) -> None:
+    plain, _ = losses_of("bf16")
+    small, model = losses_of({"fp8": {"recipe": recipe, "emulate": True}})
+    assert plain[-1] < 0.7 * plain[0]
+    assert small != plain
+    assert small == pytest.approx(plain, rel=0.05)
+    assert sum(isinstance(module, Fp8Linear) for module in model.modules()) == 2 * 7
+    assert type(model.head) is not Fp8Linear
+
+
+def test_compiled_and_recomputed_it_is_the_same() -> None:
+    fp8 = {"fp8": {"emulate": True}}
+    plain, _ = losses_of(fp8, 3)
+    assert losses_of(fp8, 3, recompute="full")[0] == plain
+    # The compiler keeps more digits between operations.
+    assert losses_of(fp8, 3, compile={"backend": "aot_eager"})[0] == pytest.approx(plain, rel=1e-3)
+
+
+def test_layers_are_chosen_by_name_and_size() -> None:
+    _, model = losses_of({"fp8": {"emulate": True, "modules": ["blocks.*.ffn.*"], "skip": ["*.down"]}}, 1)
+    found = {name for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
+    assert found == {f"blocks.{layer}.ffn.{part}" for layer in (0, 1) for part in ("gate", "up")}
+
+
+def test_without_a_fitting_layer_or_device_it_is_refused() -> None:
+    with pytest.raises(ModelError, match="no linear layer"):
+        losses_of({"fp8": {"emulate": True, "modules": ["nothing"]}}, 1)
+    with pytest.raises(ConfigError, match="cpu has none"):
+        losses_of("fp8", 1)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"precision": {"compute": "fp16", "fp8": "rowwise"}}, "stand beside bf16"),
+        ({"precision": {"fp8": {"recipe": "none", "emulate": True}}}, "no effect"),
+        ({"precision": "fp8", "strategy": {"layout": {"tp": 2}}}, "tp"),
+        ({"precision": "fp8", "strategy": {"engine": "deepspeed"}}, "formats of its own"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_go_together_are_refused(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlaitError, match=said):
+        prepare(torch.nn.Linear(16, 16), device="cpu", **sections)
