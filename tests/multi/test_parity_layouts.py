@@ -159,7 +159,9 @@ V_SHAPED: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", V_SHAPED)
 def test_a_rank_with_both_ends_of_a_tied_model_has_one_embedding(pools: dict[int, RankPool], name: str) -> None:
     size, strategy = V_SHAPED[name]
-    compare(pools[size], {"model": {**MODEL, "layers": 4, "tie_embeddings": True}, "strategy": strategy})
+    sections = {"model": {**MODEL, "layers": 4, "tie_embeddings": True}, "strategy": strategy}
+    compare(pools[size], sections, precisions=["fp32"], tolerance=1e-4)  # two summands of a gradient nearly cancel
+    compare(pools[size], sections, precisions=["bf16"])
 
 
 def test_an_embedding_that_two_stages_of_a_rank_would_shard_is_refused() -> None:

@@ -157,6 +157,10 @@ class Offload:
         for bucket in buckets:
             self._updates.wait_for(bucket, gathering)
 
+    def finish(self) -> None:
+        """Until no update is under way; the model may not have seen all of its weights."""
+        self._updates.finish()
+
     def settle(self) -> None:
         """Until no update is under way and the model has all new weights."""
         self._updates.settle()

@@ -189,8 +189,8 @@ class Settled:
         self._store = store
 
     def before_backward(self, *, last: bool) -> None:
-        """Prepare for one micro-batch."""
-        self._store.settle()
+        """Prepare for one micro-batch. Its forward pass is over: the weights must stay what they were in it."""
+        self._store.finish()
         self._buckets.before_backward(last=last)
 
     def finish(self) -> None:
