@@ -187,7 +187,8 @@ def run_side(name: str, case: Case, side: str, given: argparse.Namespace) -> Res
 
 def compare(names: list[str], given: argparse.Namespace) -> list[Result]:
     """Every case once a round, on both sides."""
-    found = [{"front": name, "case": case, "library": [], "plait": []} for name in names for case in FRONTS[name].cases]
+    cases = [(name, case) for name in names for case in FRONTS[name].cases if given.cases in case.label]
+    found = [{"front": name, "case": case, "library": [], "plait": []} for name, case in cases]
     for turn in range(given.rounds):
         for row in found:
             for side in ("library", "plait"):
@@ -217,6 +218,7 @@ def main() -> None:
     options = common.parser(__doc__, list(FRONTS))
     options.add_argument("--steps", type=int, default=1000, help="of the MLP; the GPT takes a twentieth")
     options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--cases", default="", help="only those with this in their name, such as gpt")
     options.add_argument("--limit", type=float, default=300.0, help="seconds that one child may take")
     options.add_argument("--quick", action="store_true", help="few steps, one round")
     for hidden in ("--side", "--model", "--spread"):
