@@ -55,12 +55,27 @@ def missing() -> str | None:
             return f"{program} is not installed"
     if _sshd() is None:
         return "sshd is not installed"
-    name = f"plait{random.randrange(10**6)}"
-    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if tried.returncode:
-        return f"no network namespaces: {tried.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", name], check=False)
-    return None
+    return _no_network()
+
+
+def _no_network() -> str | None:
+    """Tries what `hosts` will do: some kernels have namespaces but no bridges."""
+    name = f"pl{random.randrange(10**6)}t"
+    steps = [
+        ["ip", "netns", "add", name],
+        ["ip", "link", "add", f"{name}b", "type", "bridge"],
+        ["ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name],
+        ["ip", "link", "set", name, "master", f"{name}b", "up"],
+    ]
+    try:
+        for words in steps:
+            tried = subprocess.run(words, capture_output=True, text=True, check=False)
+            if tried.returncode:
+                return f"`{' '.join(words)}` fails here: {tried.stderr.strip()}"
+        return None
+    finally:
+        for words in (["netns", "del", name], ["link", "del", name], ["link", "del", f"{name}b"]):
+            subprocess.run(["ip", *words], check=False, capture_output=True)
 
 
 def _sshd() -> str | None:
