@@ -40,7 +40,10 @@ def adam_many(
     if isinstance(entries[0].weight, FakeTensor):
         _show(entries, steps)
         return 0
-    torch._foreach_add_(list(steps), 1.0 if found_inf is None else 1.0 - found_inf)
+    torch._foreach_add_(list(steps), 1.0)
+    if found_inf is not None:
+        # A list: given one tensor, torch would wait for the device to tell its value.
+        torch._foreach_sub_(list(steps), [found_inf] * len(steps))
     rates = _rates(numbers, torch.stack(list(steps)))
     kinds = [entry.kind for entry in entries]
     launches = list(dict.fromkeys(kinds))
