@@ -132,6 +132,46 @@ def accelerate(bench: Bench, library: Any, spread: str) -> None:
             optimizer.zero_grad()
 
 
+def _only(rows: list[Any]) -> dict[str, Any]:
+    """Rows are batches already."""
+    x, y = rows[0]
+    return {"x": x, "y": y}
+
+
+def mmengine(bench: Bench, library: Any, spread: str) -> None:
+    """A `FlexibleRunner`, fed by its own loader; it clips too. One rank: MMEngine's several ask torch for GPUs."""
+    rooms = {room: importlib.import_module(f"{library.__name__}.{room}") for room in ("runner", "model", "registry")}
+    if library.__name__ == "mmengine":
+        rooms["runner"] = importlib.import_module("mmengine.runner._flexible_runner")  # not exported there
+
+    class Net(rooms["model"].BaseModel):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = bench.model
+
+        def forward(self, x: Any, y: Any, mode: str = "loss") -> dict[str, Any]:
+            return {"loss": self.net(x, y)}
+
+    rooms["registry"].FUNCTIONS.register_module(name="the_batch", module=_only)
+    rooms["runner"].FlexibleRunner(
+        model=Net(),
+        work_dir="mmengine",
+        strategy={"type": spread},
+        train_cfg={"by_epoch": False, "max_iters": bench.steps},
+        train_dataloader={
+            "batch_size": 1,
+            "num_workers": 0,
+            "dataset": [bench.batch] * (bench.steps * bench.ranks),
+            "sampler": {"type": "DefaultSampler", "shuffle": False},
+            "collate_fn": {"type": "the_batch"},
+        },
+        optim_wrapper={"optimizer": {"type": "AdamW", "lr": 1e-4, "fused": True}, "clip_grad": {"max_norm": 1.0}},
+        default_hooks={"logger": {"type": "LoggerHook", "interval": 10**9}, "checkpoint": None},
+    ).train()
+
+
+DDP = tuple(Case(model, ranks, "ddp") for model in MODELS for ranks in (1, 2))
+ALONE = tuple(Case(model, 1, "SingleDeviceStrategy") for model in MODELS)
 FRONTS = {
     "deepspeed": Front(
         "DeepSpeed",
@@ -149,8 +189,9 @@ FRONTS = {
         "accelerate",
         "plait.frontends.accelerate",
         accelerate,
-        (Case("mlp", 1, "ddp"), Case("mlp", 2, "ddp"), Case("gpt", 1, "ddp"), Case("gpt", 2, "ddp")),
+        DDP,
     ),
+    "mmengine": Front("MMEngine", "mmengine", "plait.frontends.mmengine", mmengine, ALONE),
 }
 
 
