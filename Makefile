@@ -27,7 +27,7 @@ lint: $(STAMP)
 # The tests start hundreds of processes, which load what the first one compiled.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: lint
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/multi tests/golden tests/unit tests/architecture
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/multi tests/golden tests/unit/tune tests/unit/cli tests/unit tests/architecture
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -124,7 +124,7 @@ def parse() -> argparse.Namespace:
     options.add_argument("--sizes", default="1b", help=f"comma-separated, of {', '.join(CASES)}; or `all`")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--steps", type=int, default=10, help="steps waited for, and as many again without")
-    options.add_argument("--recompute", default="full", help="which way Plait recomputes, where a size asks for it")
+    options.add_argument("--recompute", default="auto", help="which way Plait recomputes, where a size asks for it")
     options.add_argument("--limit", type=float, default=200.0, help="seconds that one row may take")
     options.add_argument("--losses", action="store_true", help="compare losses on a text instead of speeds")
     options.add_argument("--text", default=gpu_losses.TEXT, help="what --losses trains on")

@@ -113,6 +113,7 @@ def plait(*, scope: str = "", precision: Any = "bf16", optimizer: str = "AdamW")
             optim={"type": optimizer, **ADAM, "no_decay": []},
             precision=wanted,
             strategy=strategy or None,
+            example=job.batch(0),
             device=job.device.type,
         )
         job.loop(lambda x, y: engine.train_step([(x, y)]))
@@ -123,6 +124,19 @@ def plait(*, scope: str = "", precision: Any = "bf16", optimizer: str = "AdamW")
 # ---- others
 
 
+def _loop(job: Job, model: Any, optimizer: Any, backward: Callable[[Any], Any]) -> None:
+    """The loop of a library whose objects replace torch's."""
+
+    def step(x: Any, y: Any) -> Any:
+        loss = mean_of(model(x, y))
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    job.loop(step)
+
+
 def accelerate(*, scope: str = "") -> Callable[[Job], None]:
     """Hugging Face Accelerate."""
 
@@ -131,16 +145,7 @@ def accelerate(*, scope: str = "") -> Callable[[Job], None]:
 
         accelerator = Accelerator(mixed_precision="bf16", cpu=job.device.type == "cpu")
         _compile(job, scope)
-        model, optimizer = accelerator.prepare(job.model, job.optimizer())
-
-        def step(x: Any, y: Any) -> Any:
-            loss = mean_of(model(x, y))
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        job.loop(step)
+        _loop(job, *accelerator.prepare(job.model, job.optimizer()), accelerator.backward)
 
     return run
 
@@ -157,16 +162,7 @@ def fabric(*, scope: str = "") -> Callable[[Job], None]:
         fabric = Fabric(accelerator=job.device.type, devices=1, precision="bf16-mixed")
         fabric.launch()
         _compile(job, scope)
-        model, optimizer = fabric.setup(job.model, job.optimizer())
-
-        def step(x: Any, y: Any) -> Any:
-            loss = mean_of(model(x, y))
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        job.loop(step)
+        _loop(job, *fabric.setup(job.model, job.optimizer()), fabric.backward)
 
     return run
 
@@ -270,20 +266,21 @@ ROWS = {
     "plait-block": Row("Plait, `compile: {scope: block}`", "plait", plait(scope="block")),
     "plait-compile": Row("Plait, `compile: true`", "plait", plait(scope="auto")),
     "plait-compile-plain": Row("Plait, `compile: true`", "plain", plait(scope="auto")),
-    "plait-bf16": Row("Plait, `compile: true`, `master: false`", "plait", plait(scope="auto", precision=BF16)),
-    "plait-8bit": Row("Plait, `compile: true`, AdamW8bit", "plait", plait(scope="auto", optimizer="AdamW8bit")),
-    "plait-fp8": Row("Plait, `compile: true`, `fp8`", "plait", plait(scope="auto", precision=FP8)),
+    "plait-bf16": Row("Plait, `master: false`", "plait", plait(precision=BF16)),
+    "plait-8bit": Row("Plait, AdamW8bit", "plait", plait(optimizer="AdamW8bit")),
+    "plait-fp8": Row("Plait, `fp8`", "plait", plait(precision=FP8)),
+    "plait-fp8-compile": Row("Plait, `compile: true`, `fp8`", "plait", plait(scope="auto", precision=FP8)),
     "plait-fp8-rowwise": Row(
         "Plait, `compile: true`, `fp8: rowwise`", "plait", plait(scope="auto", precision={**FP8, "fp8": "rowwise"})
     ),
 }
-LONG = ("raw-model", "fsdp2-block", "plait-compile", "plait-fp8")
+LONG = ("raw-model", "fsdp2-block", "plait", "plait-fp8")
 USUAL = {
     "1b": (
         *("raw-eager", "fsdp2", "fsdp2-block", "raw-model", "accelerate", "fabric", "hf"),
         *("plait", "plait-compile", "plait-bf16", "plait-fp8"),
     ),
-    "8b": ("fsdp2", "fsdp2-block", "raw-model-bf16", "plait", "plait-compile", "plait-bf16", "plait-fp8"),
+    "8b": ("fsdp2", "fsdp2-block", "raw-model-bf16", "plait", "plait-compile", "plait-8bit", "plait-bf16", "plait-fp8"),
     "32k": LONG,
     "128k": LONG,
     "resnet50": ("raw-eager", "raw-model", "plait", "plait-compile"),

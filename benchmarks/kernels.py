@@ -117,8 +117,52 @@ def gate(given: argparse.Namespace) -> Pair:
     return Pair(_both_ways(swiglu_plain, inputs), _both_ways(swiglu, inputs), 8 * 2 * inputs[0].numel())
 
 
+def linears(given: argparse.Namespace) -> Pair:
+    """Queries, keys and values of one input, forward and backward; the products take most of the time."""
+    import torch
+
+    from plait.ops.linears import linears, linears_plain
+
+    x = torch.randn(given.tokens, given.dim, device=given.device).bfloat16()
+    widths = (given.dim, max(1, given.dim // 4), max(1, given.dim // 4))
+    weights = [torch.randn(width, given.dim, device=given.device).bfloat16() for width in widths]
+    moved = 3 * 2 * (x.numel() + sum(weight.numel() + given.tokens * len(weight) for weight in weights))
+    return Pair(_both_ways(linears_plain, [x, *weights]), _both_ways(linears, [x, *weights]), moved)
+
+
+def gated(given: argparse.Namespace) -> Pair:
+    """A gate and the layer behind it, forward and backward: the product kept, and made again."""
+    import torch
+
+    from plait.ops.gated import gated_down
+    from plait.ops.swiglu import swiglu
+
+    gate, up = (torch.randn(given.tokens, 4 * given.dim, device=given.device).bfloat16() for _ in range(2))
+    weight = torch.randn(given.dim, 4 * given.dim, device=given.device).bfloat16()
+
+    def plain(gate: Any, up: Any, weight: Any) -> Any:
+        return torch.nn.functional.linear(swiglu(gate, up), weight)
+
+    inputs = [gate, up, weight]
+    moved = 2 * (11 * gate.numel() + 3 * weight.numel() + 3 * given.tokens * given.dim)
+    return Pair(_both_ways(plain, inputs), _both_ways(gated_down, inputs), moved)
+
+
+def scaling(given: argparse.Namespace) -> Pair:
+    """The fp32 gradient of a head, times a number, in bf16."""
+    import torch
+
+    from plait.ops.scaled import scaled, scaled_plain
+
+    x = torch.randn(8 * given.tokens, given.dim, device=given.device)
+    factor = torch.rand((), device=given.device)
+    return Pair(
+        partial(scaled_plain, x, factor, torch.bfloat16), partial(scaled, x, factor, torch.bfloat16), 6 * x.numel()
+    )
+
+
 def fp8(given: argparse.Namespace, *, rowwise: bool) -> Pair:
-    """A compiled linear layer, forward and backward, in bf16 and in 8 bits; the bytes are those of bf16."""
+    """A linear layer, forward and backward, in bf16 and in 8 bits; the bytes are those of bf16. Rowwise: compiled."""
     import torch
 
     from plait.ops.fp8 import fp8_linear
@@ -126,9 +170,62 @@ def fp8(given: argparse.Namespace, *, rowwise: bool) -> Pair:
     x = torch.randn(given.tokens, given.dim, device=given.device).bfloat16()
     weight = torch.randn(4 * given.dim, given.dim, device=given.device).bfloat16()
     emulated = given.device == "cpu"
-    eight = torch.compile(lambda x, w: fp8_linear(x, w, None, rowwise=rowwise, emulated=emulated))
+
+    def eight(x: Any, weight: Any) -> Any:
+        return fp8_linear(x, weight, None, rowwise=rowwise, emulated=emulated)
+
+    fused = torch.compile(eight) if rowwise else eight
     moved = 2 * (2 * x.numel() + 2 * weight.numel() + 2 * given.tokens * len(weight))
-    return Pair(_both_ways(torch.nn.functional.linear, [x, weight]), _both_ways(eight, [x, weight]), moved)
+    return Pair(_both_ways(torch.nn.functional.linear, [x, weight]), _both_ways(fused, [x, weight]), moved)
+
+
+def fp8_ffn(given: argparse.Namespace) -> Pair:
+    """A gated feed-forward, forward and backward, in bf16 and in 8 bits; the products take most of the time."""
+    import torch
+
+    from plait.ops.fp8_gated import fp8_feed_forward
+    from plait.ops.gated import gated_down
+    from plait.ops.linears import linears
+
+    x = torch.randn(given.tokens, given.dim, device=given.device).bfloat16()
+    shapes = (4 * given.dim, given.dim), (4 * given.dim, given.dim), (given.dim, 4 * given.dim)
+    weights = [0.02 * torch.randn(shape, device=given.device).bfloat16() for shape in shapes]
+
+    def plain(x: Any, gate: Any, up: Any, down: Any) -> Any:
+        return gated_down(*linears(x, gate, up), down)
+
+    eight = partial(fp8_feed_forward, emulated=given.device == "cpu")
+    inner = given.tokens * 4 * given.dim
+    return Pair(_both_ways(plain, [x, *weights]), _both_ways(eight, [x, *weights]), 10 * inner + 17 * inner)
+
+
+def fp8_cast(given: argparse.Namespace) -> Pair:
+    """A tensor's scale, and its copies in 8 bits both ways."""
+    import torch
+
+    from plait.ops.fp8_cast import E4M3, cast, cast_plain, peaks_of, peaks_plain
+
+    x = [torch.randn(given.tokens, given.dim, device=given.device).bfloat16()]
+
+    def plain() -> Any:
+        return cast_plain(x, peaks_plain(x), E4M3, rows=True, columns=True)
+
+    return Pair(plain, lambda: cast(x, peaks_of(x), E4M3, rows=True, columns=True), 6 * x[0].numel())
+
+
+def fp8_slopes(given: argparse.Namespace) -> Pair:
+    """The backward pass between the products of a gated feed-forward in 8 bits."""
+    import torch
+
+    from plait.ops.fp8_gated import cast_slopes, cast_slopes_plain, gate_peaks, gate_peaks_plain
+
+    inputs = [torch.randn(given.tokens, 4 * given.dim, device=given.device).bfloat16() for _ in range(3)]
+    known = gate_peaks(*inputs[:2])
+
+    def plain() -> Any:
+        return cast_slopes_plain(*inputs, (known, gate_peaks_plain(*inputs)), rows=True)
+
+    return Pair(plain, lambda: cast_slopes(*inputs, (known, gate_peaks(*inputs)), rows=True), 17 * inputs[0].numel())
 
 
 ROWS: dict[str, tuple[str, Callable[[argparse.Namespace], Pair]]] = {
@@ -136,7 +233,13 @@ ROWS: dict[str, tuple[str, Callable[[argparse.Namespace], Pair]]] = {
     "norm": ("add and RMSNorm, both ways", norm),
     "rotation": ("rotation of queries and keys, both ways", rotation),
     "gate": ("SwiGLU, both ways", gate),
+    "linears": ("queries, keys and values, both ways", linears),
+    "gated": ("SwiGLU and the layer behind it, both ways", gated),
+    "scaling": ("fp32 times a number, in bf16", scaling),
     "fp8": ("linear layer in fp8, tensorwise, both ways", partial(fp8, rowwise=False)),
+    "fp8-ffn": ("gated feed-forward in fp8, both ways", fp8_ffn),
+    "fp8-cast": ("scale and copies in fp8", fp8_cast),
+    "fp8-slopes": ("gradients of a gate in fp8", fp8_slopes),
     "fp8-rowwise": ("linear layer in fp8, rowwise, both ways", partial(fp8, rowwise=True)),
 }
 

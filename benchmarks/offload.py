@@ -1,6 +1,7 @@
 """Training with the optimizer beyond the GPU: Plait's tiers beside DeepSpeed's ZeRO-Offload, on the same Llama.
 
     python benchmarks/offload.py --rows plait-cpu,plait-auto,ds2,ds3       # 3B and 8B: tokens a second and memory
+    python benchmarks/offload.py --rows 3b/plait-cpu,3b/plait-auto,3b/ds2,3b/ds3,8b/plait-auto,8b/ds2 --total 380
     python benchmarks/offload.py --sizes 8b --rows plait-cpu --profile overlap.json
     python benchmarks/offload.py --sizes 27b --rows plait-mix8 --seq 1024 --batch 1 --recompute --warmup 1 --steps 2
     python benchmarks/offload.py --sizes tiny --device cpu                 # does every row work?
@@ -10,6 +11,7 @@ bf16 compute on fp32 weights, AdamW, gradients clipped to norm 1; one plain Llam
 its own, with a time limit, told when it is done. `host GiB` is the process's highest resident memory. `--profile`
 records two steps of each Plait row and says which share of the copies ran while the GPU computed. What a row should
 take is said first, by the plan's own account of the update; DeepSpeed's rows are expected to take as long as Plait's.
+A row that would take all of the host's memory is stopped, and says so. Numbers go to `--json` after every row.
 """
 
 from __future__ import annotations
@@ -17,8 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,6 +28,8 @@ from typing import Any
 
 import common
 from common import Result, median
+from offload_aside import CpuAdam, stay_within
+from offload_overlap import overlap
 
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 SIZES: dict[str, dict[str, Any]] = {
@@ -126,8 +128,8 @@ def planned_share(given: argparse.Namespace) -> float:
 # ---- DeepSpeed
 
 
-def deepspeed(stage: int, *, params: bool = False) -> Callable[..., Step]:
-    """DeepSpeed's ZeRO-Offload, with its own CPU Adam."""
+def deepspeed(stage: int, *, params: bool = False, ratio: float | None = None) -> Callable[..., Step]:
+    """DeepSpeed's ZeRO-Offload, with its own CPU Adam; `ratio` is its word for the share that the CPU updates."""
 
     def start(given: argparse.Namespace) -> Step:
         common.join_alone()
@@ -143,6 +145,8 @@ def deepspeed(stage: int, *, params: bool = False) -> Callable[..., Step]:
         zero["contiguous_gradients"] = True
         if params:
             zero["offload_param"] = pinned
+        if ratio is not None:
+            zero["offload_optimizer"] = {**pinned, "ratio": ratio}
         config = {
             "train_micro_batch_size_per_gpu": given.batch,
             "gradient_clipping": 1.0,
@@ -210,6 +214,7 @@ ROWS: dict[str, tuple[str, Callable[..., Step]]] = {
     ),
     "ds2": ("DeepSpeed, stage 2, optimizer on the CPU", deepspeed(2)),
     "ds3": ("DeepSpeed, stage 3, optimizer on the CPU", deepspeed(3)),
+    "ds3-ratio": ("DeepSpeed, stage 3, `ratio: 0.5` of the optimizer on the CPU", deepspeed(3, ratio=0.5)),
     "ds3-params": ("DeepSpeed, stage 3, optimizer and parameters on the CPU", deepspeed(3, params=True)),
 }
 
@@ -223,7 +228,7 @@ def measure(name: str, given: argparse.Namespace) -> Result:
     from nets import token_walks
 
     size, cuda = size_of(given.size), given.device == "cuda"
-    given.share = planned_share(given) if name == "plait-auto" and given.ratio is None else None
+    stay_within()
     torch.manual_seed(0)
     begin = time.perf_counter()
     given.folder = tempfile.mkdtemp(dir=given.disk)
@@ -257,52 +262,6 @@ def measure(name: str, given: argparse.Namespace) -> Result:
     return found
 
 
-def overlap(step: Step, batches: list[Any], path: Path) -> dict[str, float]:
-    """Shares of the copies each way that ran while a kernel did, in two steps; the trace goes to `path`."""
-    import torch
-
-    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds) as profile:
-        for batch in batches[:2]:
-            step(*batch)
-        torch.cuda.synchronize()
-    profile.export_chrome_trace(str(path))
-    events = [each for each in json.loads(path.read_text())["traceEvents"] if "dur" in each]
-    spans = {kind: [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == kind] for kind in ("kernel",)}
-    busy = _union(spans["kernel"])
-    found = {}
-    for word in ("DtoH", "HtoD"):
-        copies = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "gpu_memcpy" and word in e["name"]]
-        total = sum(end - begin for begin, end in copies)
-        found[word] = round(sum(_common(copy, busy) for copy in copies) / total, 3) if total else 0.0
-        found[f"{word}_ms"] = round(total / 2e3, 1)
-    return found
-
-
-def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    joined: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((begin, end))
-    return joined
-
-
-def _common(span: tuple[float, float], busy: list[tuple[float, float]]) -> float:
-    return sum(max(0.0, min(span[1], end) - max(span[0], begin)) for begin, end in busy)
-
-
-def build_cpu_adam(limit: float) -> Result:
-    """Compile DeepSpeed's CPU Adam once, outside of every row's time."""
-    code = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
-    begin = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=limit, check=False)
-    last = (done.stderr.strip().splitlines() or [""])[-1]
-    took = round(time.perf_counter() - begin, 1)
-    return {"seconds": took} if done.returncode == 0 else {"seconds": took, "error": last[:200]}
-
-
 def as_table(found: dict[tuple[str, str], Result]) -> str:
     """One line a row."""
     lines = []
@@ -317,62 +276,95 @@ def as_table(found: dict[tuple[str, str], Result]) -> str:
     return common.table(head, lines)
 
 
-def main() -> None:
+def pairs_of(given: argparse.Namespace) -> list[tuple[str, str]]:
+    """Size and row of everything that is to run: `8b/ds2` is one of them, `ds2` one for each of the sizes."""
+    sizes = given.sizes.split(",")
+    found = []
+    for word in given.rows.split(",") if given.rows else list(ROWS):
+        size, _, name = word.rpartition("/")
+        common.chosen(name, list(ROWS))
+        found += [(size, name)] if size else [(each, name) for each in sizes]
+    return sorted(found, key=lambda pair: [size for size, _ in found].index(pair[0]))
+
+
+def options_of(given: argparse.Namespace, size: str) -> list[str]:
+    """The command line of a child."""
+    words = ["--size", size]
+    for key in ("device", "batch", "seq", "warmup", "steps", "disk", "profile", "ratio", "host_ratio", "share"):
+        value = getattr(given, key)
+        words += [] if value is None else [f"--{key.replace('_', '-')}", str(value)]
+    return [*words, *(["--recompute"] if given.recompute else [])]
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
     options = common.parser(__doc__, list(ROWS))
     options.add_argument("--sizes", default="3b,8b", help=f"of tiny, 1b, 3b, {', '.join(SIZES)}")
     options.add_argument("--size", help=argparse.SUPPRESS)
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--batch", type=int, default=4, help="rows of a batch")
     options.add_argument("--seq", type=int, default=2048, help="tokens of a row")
-    options.add_argument("--warmup", type=int, default=3, help="steps that are not measured")
-    options.add_argument("--steps", type=int, default=6)
+    options.add_argument("--warmup", type=int, default=2, help="steps that are not measured")
+    options.add_argument("--steps", type=int, default=3)
     options.add_argument("--expect", action="store_true", help="say how long each row should take, and run none")
+    options.add_argument("--cores", type=int, help="of the machine that --expect is about; absent: of this one")
     options.add_argument("--ratio", type=float, help="share on the GPU, of the rows that have one")
+    options.add_argument("--share", type=float, help=argparse.SUPPRESS)
     options.add_argument("--host-ratio", type=float, help="share in host memory, of the rows that have one")
     options.add_argument("--recompute", action="store_true", help="recompute every block in the backward pass")
     options.add_argument("--profile", help="write traces beside this path, and say how much overlaps")
     options.add_argument("--disk", default=tempfile.gettempdir(), help="folder for files of the nvme tier")
     options.add_argument("--limit", type=float, default=400.0, help="seconds that one row may take")
-    given = options.parse_args()
+    options.add_argument("--total", type=float, default=3600.0, help="seconds that all of it may take")
+    return options.parse_args()
+
+
+def main() -> None:
+    begin = time.monotonic()
+    given = parse()
     if given.child is not None:
         common.reply(lambda: measure(given.child, given))
     from offload_expect import BUILD_S, expected
 
-    where = common.machine()
-    found: dict[tuple[str, str], Result] = {}
-    rows = common.chosen(given.rows, list(ROWS))
-    plans = {(size, name): expected(name, given, size_of(size)) for size in given.sizes.split(",") for name in rows}
+    pairs = pairs_of(given)
+    plans = {pair: expected(pair[1], given, size_of(pair[0])) for pair in pairs}
     for (size, name), plan in plans.items():
         common.show(size=size, row=name, expected=plan)
-    builds = any(name.startswith("ds") for name in rows)
+    builds = any(name.startswith("ds") for _, name in pairs)
     common.show(expected_total_s=sum(plan["total_s"] for plan in plans.values()) + (BUILD_S if builds else 0))
     if given.expect:
         return
-    if builds:
-        common.show(row="DeepSpeed's CPU Adam", **build_cpu_adam(given.limit))
-    for size in given.sizes.split(","):
-        shape = ["--size", size, "--device", given.device, "--batch", given.batch, "--seq", given.seq]
-        shape += [
-            "--warmup",
-            given.warmup,
-            "--steps",
-            given.steps,
-            "--disk",
-            given.disk,
-            *(["--recompute"] if given.recompute else []),
-        ]
-        shape += ["--profile", given.profile] if given.profile else []
-        shape += ["--ratio", given.ratio] if given.ratio is not None else []
-        shape += ["--host-ratio", given.host_ratio] if given.host_ratio is not None else []
-        for name in rows:
-            command = common.itself(__file__, "--child", name, *map(str, shape))
-            said = common.run_child(command, limit=given.limit)
+    where = common.machine()
+    found: dict[tuple[str, str], Result] = {}
+    adam = CpuAdam() if builds else None
+    shares: dict[str, float] = {}
+    for size in dict(pairs) if given.ratio is None else []:
+        if (size, "plait-auto") in pairs:
+            given.size = size
+            shares[size] = planned_share(given)
+            common.show(size=size, ratio=shares[size], after_s=round(time.monotonic() - begin, 1))
+    if adam is not None:
+        common.show(row="DeepSpeed's CPU Adam", **adam.wait(min(given.limit, given.total / 3)))
+    for size, name in pairs:
+        left = given.total - (time.monotonic() - begin)
+        given.share = shares.get(size) if name == "plait-auto" else None
+        if left < plans[size, name]["ready_s"]:
+            found[size, name] = {"error": f"not begun: {left:.0f} s were left"}
+        else:
+            command = common.itself(__file__, "--child", name, *options_of(given, size))
+            said = common.run_child(command, limit=min(given.limit, left))
             found[size, name] = said if "error" in said else said["ranks"][0]
-            common.show(size=size, row=name, **found[size, name])
+        common.show(size=size, row=name, after_s=round(time.monotonic() - begin, 1), **found[size, name])
+        if given.json is not None:
+            Path(given.json).write_text(json.dumps(as_json(where, found), indent=1) + "\n")
     device = next((one["device"] for one in found.values() if "device" in one), given.device)
     title = f"{device}; {common.say_machine(where)}; {given.batch} × {given.seq} tokens a step, {given.steps} steps"
-    results = {f"{size}/{name}": one for (size, name), one in found.items()}
-    common.finish(given.json, {"machine": where, "results": results}, f"{title}.\n\n{as_table(found)}")
+    common.finish(given.json, as_json(where, found), f"{title}.\n\n{as_table(found)}")
+
+
+def as_json(where: Any, found: dict[tuple[str, str], Result]) -> Result:
+    """All that is known so far."""
+    return {"machine": where, "results": {f"{size}/{name}": one for (size, name), one in found.items()}}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from nets import LlamaSize
 
 AWAY = {
     "plait-resident": (0.0, 0.0),
+    "ds3-ratio": (0.5, 0.0),
     "plait-ratio": (0.5, 0.0),
     "plait-auto": (0.3, 0.0),
     "plait-ratio8": (0.6, 0.0),
@@ -34,7 +35,7 @@ def expected(name: str, given: argparse.Namespace, size: LlamaSize) -> dict[str,
     numbers = size.params + (0 if size.tied else size.vocab * size.dim)
     on_host, in_files = (share * numbers for share in AWAY.get(name, (1.0, 0.0)))
     config = parse_sections(precision="bf16", optim={"type": "AdamW8bit" if small else "AdamW"}).config
-    machine = with_cores(find_hardware("h200"), cpu_count())
+    machine = with_cores(find_hardware("h200"), given.cores or cpu_count())
     layout = resolve_layout(config.strategy, size=1, local_size=1)
     state = 2.03 if small else 8.0
     away = Away(on_host, in_files, on_host + in_files)

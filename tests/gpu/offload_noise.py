@@ -31,6 +31,7 @@ from plait.world import local_part, open_world
 
 VOCABULARY = 4096
 MODEL = {"type": "llama", "dim": 1024, "layers": 8, "heads": 8, "kv_heads": 4, "seq_len": 256}
+MIDDLE = {"type": "llama", "dim": 512, "layers": 6, "heads": 8, "kv_heads": 4, "seq_len": 128}
 SMALL = {"type": "llama", "dim": 64, "layers": 3, "heads": 4, "kv_heads": 2, "seq_len": 32}
 Change = Callable[[NativeEngine], None]
 
@@ -45,10 +46,15 @@ class Run(NamedTuple):
 
 
 def described(
-    strategy: dict[str, Any], precision: Any, *, device: str, small: bool = False, optim: dict[str, Any] | None = None
+    strategy: dict[str, Any],
+    precision: Any,
+    *,
+    device: str,
+    shape: dict[str, Any] = MODEL,
+    optim: dict[str, Any] | None = None,
 ) -> RunConfig:
     """A small Llama that every comparison trains."""
-    model = {**(SMALL if small else MODEL), "vocab_size": VOCABULARY}
+    model = {**shape, "vocab_size": VOCABULARY}
     sections = {"model": model, "precision": precision, "strategy": strategy, "device": device}
     return parse_sections(
         seed=1, train={"clip_norm": 0.5}, optim={"type": "AdamW", "lr": 1e-3, **(optim or {})}, **sections
@@ -220,11 +226,11 @@ def apart(one: Run, other: Run) -> tuple[float, float, str]:
 class Yardstick:
     """What one rounding of the weights does to a resident run; see [Note: where a tolerance comes from]."""
 
-    def __init__(self, precision: Any, *, device: str, small: bool = False) -> None:
-        config = described({}, precision, device=device, small=small)
-        self.resident = train(config)
+    def __init__(self, precision: Any, *, device: str, shape: dict[str, Any] = MODEL, steps: int = 8) -> None:
+        config = described({}, precision, device=device, shape=shape)
+        self.resident = train(config, steps=steps)
         self.rounding = rounding_of(config.precision, on_cpu=device == "cpu")
-        others = [train(config), train(config, change=nudged(config))]
+        others = [train(config, steps=steps), train(config, steps=steps, change=nudged(config))]
         self.losses = [
             max(_off(a, b) for a, b in zip(self.resident.losses, other.losses, strict=True)) for other in others
         ]
@@ -263,7 +269,7 @@ def main() -> None:
     options.add_argument("--small", action="store_true", help="a model for a CPU")
     options.add_argument("--precision", default="fp32")
     given = options.parse_args()
-    shape = {"device": given.device, "small": given.small}
+    shape: dict[str, Any] = {"device": given.device, "shape": SMALL if given.small else MODEL}
     cpu = {"offload": {"optimizer": "cpu", "bucket_mb": 16.0}}
     half = {"offload": {**cpu["offload"], "ratio": 0.5}}
 

@@ -11,8 +11,12 @@ import torch
 
 from plait.config import parse_sections
 from plait.generate import Generator, HybridEngine, Sampling, generate
+from plait.generate.cached import CachedDecoder
 from plait.generate.graph import WARM_UP
 from plait.models import build_model, preset
+from plait.ops.decode_attention import attend_cached
+from plait.ops.greedy import greedy
+from plait.ops.skinny import Norm, Stream, add, gated, look_up, make_counters, project
 from plait.strategy import prepare_manual
 from plait.world import open_world
 
@@ -81,6 +85,77 @@ def test_sixteen_bits_differ_by_rounding_only() -> None:
         tokens = torch.tensor(completion.tokens, device="cuda")[:, None]
         expected = logits.float().log_softmax(-1).gather(1, tokens).squeeze(1).cpu()
         assert float((torch.tensor(completion.logprobs) - expected).abs().mean()) < 0.1
+
+
+NEAR = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+def assert_near(ours: torch.Tensor, exact: torch.Tensor) -> None:
+    """Rounding explains the difference."""
+    assert (ours.double() - exact).abs().max() <= NEAR[ours.dtype] * exact.abs().max().clamp(min=1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 8, 17, 32, 50, 128, 150])
+def test_kernels_of_single_tokens_agree_with_float64(rows: int, dtype: torch.dtype) -> None:
+    width, kv, hidden, vocabulary, head_dim, slots = 512, 128, 1408, 20000, 64, 320
+
+    def made(*shape: int, by: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, device="cuda") * by).to(dtype)
+
+    def wide(stream: Stream) -> Stream:
+        return Stream(stream.x.double(), Norm(stream.norm.weight.double(), stream.norm.eps))
+
+    counters, norms = make_counters(torch.device("cuda")), [Norm(1.0 + made(width, by=0.1), 1e-5) for _ in range(2)]
+    stream = look_up(torch.randint(90, (rows,), device="cuda"), made(90, width), norms[0])
+    weights = [made(each, width, by=width**-0.5) for each in (width, kv, kv)]
+    down, head = made(width, hidden, by=hidden**-0.5), made(vocabulary, width, by=width**-0.5)
+    gate, up = made(hidden, width, by=width**-0.5), made(hidden, width, by=width**-0.5)
+    for _ in range(3):
+        mixed = project(stream, weights, counters)
+        assert_near(mixed, project(wide(stream), [each.double() for each in weights], counters))
+        inner = gated(stream, gate, up)
+        assert_near(inner, gated(wide(stream), gate.double(), up.double()))
+        after = add(stream, inner, down, norms[1], counters)
+        assert_near(after.x, add(wide(stream), inner.double(), down.double(), norms[1], counters).x)
+        logits = project(after, [head], counters)
+        assert_near(logits, project(wide(after), [head.double()], counters))
+        token, logprob = greedy(logits)
+        exact = logits.double().log_softmax(-1)
+        torch.testing.assert_close(logprob.double(), exact.max(-1).values, rtol=1e-5, atol=1e-5)
+        assert torch.equal(logits.gather(1, token[:, None])[:, 0], logits.max(-1).values)
+        keys, values = (made(rows, kv // head_dim, slots, head_dim) for _ in range(2))
+        places = torch.randint(slots, (rows,), device="cuda")
+        table = torch.randn(slots, head_dim // 2, device="cuda").cos(), torch.randn(slots, head_dim // 2, device="cuda")
+        caches = keys.double(), values.double()
+        found = attend_cached(mixed, *table, keys, values, places, counters)
+        wanted = attend_cached(mixed.double(), table[0].double(), table[1].double(), *caches, places, counters)
+        assert_near(found, wanted)
+        assert_near(keys, caches[0])
+        assert torch.equal(values.double(), caches[1])
+        assert not counters.any()
+        stream = after
+
+
+@pytest.mark.parametrize("rows", [3, 40, 100])
+def test_a_llama_of_sixteen_bits_takes_the_short_way_and_says_what_it_says(rows: int) -> None:
+    config = preset("llama", "tiny", seq_len=256, dim=256, heads=4, kv_heads=2)
+    with torch.device("cuda"):
+        model = build_model(config).bfloat16().eval()
+        exact = build_model(config).eval()
+    exact.load_state_dict(model.state_dict())
+    decoder, texts = CachedDecoder(model, torch.device("cuda")), some_prompts(rows)
+    with torch.no_grad():
+        decoder.begin(texts, [20] * rows)
+        assert decoder._quick is not None
+        for step in range(20):
+            tokens = torch.randint(256, (rows,), device="cuda")
+            logits = decoder.step(tokens)
+            texts = [[*text, int(token)] for text, token in zip(texts, tokens, strict=True)]
+            for row in random.sample(range(rows), 2) if step % 5 == 4 else ():
+                wanted = exact(torch.tensor([texts[row]], device="cuda"))[0, -1]
+                assert_near(logits[row], wanted.double())
+    decoder.close()
 
 
 def test_a_stream_is_recorded_too() -> None:

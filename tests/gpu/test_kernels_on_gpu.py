@@ -14,8 +14,11 @@ from plait.ops.adam import AdamNumbers
 from plait.ops.adam_kernel import Entry, Tables
 from plait.ops.adam_many import adam_many, adam_many_plain
 from plait.ops.fp8 import fp8_linear
-from plait.ops.rms_norm import add_rms_norm, rms_norm
+from plait.ops.gated import feed_forward, gated_down
+from plait.ops.linears import linears
+from plait.ops.rms_norm import add_rms_norm, rms_norm, rms_norm_beside
 from plait.ops.rotate import rotate
+from plait.ops.scaled import scaled
 from plait.ops.swiglu import swiglu
 from plait.optim.one_pass import OnePassAdam
 from plait.strategy import prepare_native
@@ -96,6 +99,7 @@ def test_norms(dtype: torch.dtype, width: int) -> None:
     weight = 1 + 0.1 * torch.randn(width, device=CUDA)
     agrees(lambda x, w: rms_norm(x, w, 1e-5), [x, weight], dtype)
     agrees(lambda x, y, w: add_rms_norm(x, y, w, 1e-5), [x, y, weight], dtype)
+    agrees(lambda x, w: rms_norm_beside(x, w, 1e-5), [x, weight], dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -109,6 +113,34 @@ def test_rotations(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gates(dtype: torch.dtype) -> None:
     agrees(swiglu, [torch.randn(5, 3001, device=CUDA) for _ in range(2)], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [512, 77])
+def test_layers_that_share_an_input_and_a_gate_with_the_layer_behind_it(dtype: torch.dtype, tokens: int) -> None:
+    torch.set_float32_matmul_precision("highest")
+    x, gate, up = (torch.randn(2, tokens, width, device=CUDA) for width in (256, 640, 640))
+    weights = [torch.randn(width, 256, device=CUDA) / 16 for width in (256, 64, 64)]
+    agrees(linears, [x, *weights], dtype)
+    agrees(gated_down, [gate, up, torch.randn(256, 640, device=CUDA) / 25], dtype)
+
+
+def test_a_feed_forward_keeps_two_inner_tensors() -> None:
+    gate, up = (torch.nn.Linear(256, 4096, bias=False, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+    down = torch.nn.Linear(4096, 256, bias=False, device=CUDA, dtype=torch.bfloat16)
+    x = torch.randn(2048, 256, device=CUDA).bfloat16().requires_grad_()
+    feed_forward(x, gate, up, down).sum().backward()  # what is allocated once, is
+    before = torch.cuda.memory_allocated()
+    y = feed_forward(x, gate, up, down)
+    assert 2.0 <= (torch.cuda.memory_allocated() - before) / (2048 * 4096 * 2) < 2.5
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
+def test_a_scaled_tensor_is_rounded_once(given: torch.dtype) -> None:
+    x, factor = torch.randn(1001, 333, device=CUDA).to(given), torch.rand((), device=CUDA)
+    for wanted in (torch.float32, torch.bfloat16):
+        assert torch.equal(scaled(x, factor, wanted), (x.float() * factor).to(wanted))
 
 
 @needs_fp8
@@ -157,6 +189,8 @@ def test_kernels_are_the_default_and_train_as_plain_operations_do() -> None:
     assert isinstance(engine.views, RoundedViews)
     assert type(engine.model.norm).__name__ == "FusedRMSNorm"
     assert fused == pytest.approx(plain, rel=0.01)
+    recomputed, _ = losses_of("bf16", {"recompute": "full"})
+    assert recomputed == pytest.approx(fused, rel=0.01)
     for param, weight in zip(engine.model.parameters(), engine.views.tensors, strict=True):
         assert torch.equal(param, weight.to(param.dtype))
 

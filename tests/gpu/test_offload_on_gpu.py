@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.gpu.offload_noise import MODEL, VOCABULARY, Yardstick, arrival, described, train
+from tests.gpu.offload_noise import MIDDLE, VOCABULARY, Yardstick, arrival, described, train
 
 from plait.config import parse_sections
+from plait.config.run import RunConfig
 from plait.generate import sample
 from plait.generate.streamed import build_streamed
 from plait.models import build_model
@@ -21,12 +22,12 @@ pytestmark = [
 ]
 
 TIERS: dict[str, dict[str, Any]] = {
-    "cpu": {"offload": {"optimizer": "cpu", "bucket_mb": 16.0}},
-    "ratio": {"offload": {"optimizer": "cpu", "bucket_mb": 16.0, "ratio": 0.5}},
-    "nvme": {"offload": {"optimizer": "nvme", "bucket_mb": 16.0}},
-    "compiled": {"offload": {"optimizer": "cpu", "bucket_mb": 16.0}, "compile": {"backend": "eager"}},
-    "params-cpu": {"zero": 3, "offload": {"optimizer": "cpu", "params": "cpu", "bucket_mb": 16.0}},
-    "params-nvme": {"zero": 3, "offload": {"optimizer": "nvme", "params": "nvme", "bucket_mb": 16.0}},
+    "cpu": {"offload": {"optimizer": "cpu", "bucket_mb": 4.0}},
+    "ratio": {"offload": {"optimizer": "cpu", "bucket_mb": 4.0, "ratio": 0.5}},
+    "nvme": {"offload": {"optimizer": "nvme", "bucket_mb": 4.0}},
+    "compiled": {"offload": {"optimizer": "cpu", "bucket_mb": 4.0}, "compile": {"backend": "eager"}},
+    "params-cpu": {"zero": 3, "offload": {"optimizer": "cpu", "params": "cpu", "bucket_mb": 4.0}},
+    "params-nvme": {"zero": 3, "offload": {"optimizer": "nvme", "params": "nvme", "bucket_mb": 4.0}},
 }
 PRECISIONS: dict[str, Any] = {
     "fp32": "fp32",
@@ -35,9 +36,13 @@ PRECISIONS: dict[str, Any] = {
 }
 
 
-def strategy_of(tier: str, folder: Path) -> dict[str, Any]:
+STEPS = 6
+
+
+def config_of(tier: str, precision: str, folder: Path) -> RunConfig:
     offload = dict(TIERS[tier]["offload"])
-    return {**TIERS[tier], "offload": {**offload, "path": str(folder)} if "nvme" in tier else offload}
+    strategy = {**TIERS[tier], "offload": {**offload, "path": str(folder)} if "nvme" in tier else offload}
+    return described(strategy, PRECISIONS[precision], device="cuda", shape=MIDDLE)
 
 
 @pytest.fixture(scope="module")
@@ -47,27 +52,40 @@ def yardsticks() -> Callable[[str], Yardstick]:
 
     def of(precision: str) -> Yardstick:
         if precision not in made:
-            made[precision] = Yardstick(PRECISIONS[precision], device="cuda")
+            made[precision] = Yardstick(PRECISIONS[precision], device="cuda", shape=MIDDLE, steps=STEPS)
         return made[precision]
 
     return of
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("tier", ["cpu", "ratio", "nvme"])
+# The way of a gradient and of a weight differs by tier and by whether they are narrower than what is updated; fp16
+# adds steps that are skipped. So not every pair has something of its own to show.
+@pytest.mark.parametrize(
+    ("tier", "precision"),
+    [("cpu", "fp32"), ("cpu", "bf16"), ("ratio", "bf16"), ("ratio", "fp16"), ("nvme", "fp32"), ("nvme", "fp16")],
+)
 def test_every_gradient_and_every_new_weight_arrives_in_time(tier: str, precision: str, tmp_path: Path) -> None:
     for _ in range(2):  # what is out of order shows only sometimes
-        off, whose = arrival(described(strategy_of(tier, tmp_path), PRECISIONS[precision], device="cuda"))
+        off, whose = arrival(config_of(tier, precision, tmp_path))
         assert off < 1e-3, whose  # of a step of the rate; a gradient or weight of another step is off by about one
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize(
+    ("tier", "precision"),
+    [
+        *(("cpu", precision) for precision in PRECISIONS),
+        *(("ratio", precision) for precision in ("fp32", "bf16")),
+        *(("nvme", precision) for precision in ("bf16", "fp16")),
+        ("compiled", "bf16"),
+        *(("params-cpu", precision) for precision in ("bf16", "fp16")),
+        ("params-nvme", "bf16"),
+    ],
+)
 def test_a_tier_differs_from_the_resident_run_by_rounding_alone(
     tier: str, precision: str, tmp_path: Path, yardsticks: Callable[[str], Yardstick]
 ) -> None:
     yardstick = yardsticks(precision)
-    found = train(described(strategy_of(tier, tmp_path), PRECISIONS[precision], device="cuda"))
+    found = train(config_of(tier, precision, tmp_path), steps=STEPS)
     assert found.state.keys() == yardstick.resident.state.keys()
     assert yardstick.problems(found) == []
     if tier != "ratio" and precision == "bf16":
@@ -76,7 +94,7 @@ def test_a_tier_differs_from_the_resident_run_by_rounding_alone(
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_streamed_weights_generate_the_same_text(tier: Any, tmp_path: Path) -> None:
-    config = parse_sections(model={**MODEL, "vocab_size": VOCABULARY}).config
+    config = parse_sections(model={**MIDDLE, "vocab_size": VOCABULARY}).config
     assert config.model is not None
     device = torch.device("cuda", torch.cuda.current_device())
     whole = build_model(config.model).to(device)
@@ -85,6 +103,6 @@ def test_streamed_weights_generate_the_same_text(tier: Any, tmp_path: Path) -> N
         tensor.copy_(whole.get_parameter(name).detach())
     stream.filled()
     prompt = torch.randint(0, VOCABULARY, (7,), device=device)
-    expected = sample(whole, prompt, new_tokens=16, window=256, temperature=0.0)
-    assert torch.equal(sample(model, prompt, new_tokens=16, window=256, temperature=0.0), expected)
+    expected = sample(whole, prompt, new_tokens=16, window=128, temperature=0.0)
+    assert torch.equal(sample(model, prompt, new_tokens=16, window=128, temperature=0.0), expected)
     assert stream.device_bytes() < 0.7 * sum(param.nbytes for param in whole.parameters())

@@ -1,20 +1,17 @@
 """A DeepSpeed training script as people write it, for whichever `deepspeed` it is given.
 
-As a program it is real DeepSpeed, one process a rank: `deepspeed_loop.py JOBS RESULT`. JOBS is a json list; rank 0
-writes what each job said to RESULT. Imported, `train` runs the same lines on Plait's front end.
+`train` is given Plait's front end, or the real one by `train_really`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from tests.multi.deepspeed_ranks import real_deepspeed
 
 CLASSES = 4
 
@@ -117,23 +114,11 @@ def go_on(engine: Any, job: dict[str, Any], rank: int, size: int, first: int, st
     return said
 
 
-def main() -> None:
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled at the start
-    accelerator = get_accelerator()
+def train_really(rank: int, size: int, jobs: list[dict[str, Any]]) -> dict[str, Any]:
+    """What each job says of itself with the real library."""
+    deepspeed = real_deepspeed()
+    accelerator = deepspeed.accelerator.get_accelerator()
     accelerator.is_fp16_supported = lambda: True  # torch's CPU computes in fp16; DeepSpeed was told so before it did
     dtypes = accelerator.supported_dtypes()
     accelerator.supported_dtypes = lambda: [*dtypes, torch.float16]
-    jobs, result = Path(sys.argv[1]), Path(sys.argv[2])
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=os.environ["RENDEZVOUS"], rank=rank, world_size=size)
-    said = {job["name"]: train(deepspeed, job, rank, size) for job in json.loads(jobs.read_text())}
-    if rank == 0:
-        result.write_text(json.dumps(said))
-
-
-if __name__ == "__main__":
-    main()
+    return {job["name"]: train(deepspeed, job, rank, size) for job in jobs}

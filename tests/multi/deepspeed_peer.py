@@ -1,21 +1,19 @@
 """A small language model, and real DeepSpeed training it.
 
-As a program, one process per rank: `deepspeed_peer.py JOBS RESULT`. JOBS is a json list; each job starts an engine,
-continues from a checkpoint where it names one, trains, saves where it says so, and trains on. Rank 0 writes what
-DeepSpeed itself says of losses, weights and optimizer state to RESULT.
+Each job starts an engine, continues from a checkpoint where it names one, trains, saves where it says so, and trains
+on. The answer is what DeepSpeed itself says of losses, weights and optimizer state.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from tests.multi.deepspeed_ranks import real_deepspeed
 
 VOCABULARY, WIDTH, LENGTH, ROWS = 13, 8, 6, 6
 LR, DECAY = 1e-2, 0.1
@@ -76,9 +74,29 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def train(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
-    import deepspeed
+def train_all(rank: int, size: int, jobs: list[dict[str, Any]]) -> dict[str, Any]:
+    deepspeed = real_deepspeed()
+    return {job["name"]: train(deepspeed, job, rank, size) for job in jobs}
 
+
+def make_universal(rank: int, size: int, source: str, target: str) -> None:
+    real_deepspeed()
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    main(
+        SimpleNamespace(
+            input_folder=source,
+            output_folder=target,
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+    )
+
+
+def train(deepspeed: Any, job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     model = toy()
     # DeepSpeed keeps the shapes of partitioned parameters elsewhere, so the groups are made before it takes them.
     optimizer = torch.optim.AdamW(decay_groups(model), lr=LR)
@@ -161,20 +179,3 @@ def say_masters(engine: Any) -> dict[str, Tensor]:
             for key in ("exp_avg", "exp_avg_sq"):
                 said[f"optim.{names[param]}.{key}"] = wrapper.optimizer.state[master][key].clone()
     return said
-
-
-def main() -> None:
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled at the start
-    jobs, result = Path(sys.argv[1]), Path(sys.argv[2])
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=os.environ["RENDEZVOUS"], rank=rank, world_size=size)
-    said = {job["name"]: train(job, rank, size) for job in json.loads(jobs.read_text())}
-    if rank == 0:
-        torch.save(said, result)
-
-
-if __name__ == "__main__":
-    main()

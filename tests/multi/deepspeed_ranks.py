@@ -1,41 +1,33 @@
-"""Real DeepSpeed, one process a rank: a script that takes a file of jobs and leaves a file with what it saw."""
+"""Ranks with real DeepSpeed in them."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.multi.ranks import RankPool
 
-def run_deepspeed(script: Path, folder: Path, ranks: int, jobs: list[dict[str, Any]], said: str) -> Path:
-    """Run the jobs; the file named `said` that rank 0 left. A rank that fails is shown with its last words."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    shared = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "RENDEZVOUS": f"file://{folder}/rendezvous",
-        "WORLD_SIZE": str(ranks),
-    }
-    logs = [folder / f"rank-{rank}.log" for rank in range(ranks)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(folder / "jobs.json"), str(folder / said)],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank, log in enumerate(logs)
-    ]
+
+def run_deepspeed(function: Callable[..., Any], ranks: int, *args: Any) -> Any:
+    """What rank 0 answers to `function(rank, size, *args)`.
+
+    The ranks are new, and are gone afterwards: the library changes the processes that it is loaded into.
+    """
+    pool = RankPool(ranks, timeout_s=280.0, lasting=True)
     try:
-        codes = [process.wait(timeout=280) for process in processes]
+        return pool.run(function, *args)[0]
     finally:
-        for process in processes:
-            process.kill()
-    failed = [log.read_text()[-3000:] for log, code in zip(logs, codes, strict=True) if code != 0]
-    assert not failed, "\n\n".join(failed)
-    return folder / said
+        pool.close()
+
+
+def real_deepspeed() -> Any:
+    """The library, loaded into this rank."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled at the start
+    return deepspeed

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from plait.checkpoint import entries, load_into, open_checkpoint, save_checkpoint
 from plait.config import parse_sections
@@ -48,7 +49,7 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def train_and_save(rank: int, size: int, strategy: Any, target: str, seed: int) -> dict[str, Tensor]:
     engine = make_engine(strategy, seed)
-    for step in token_batches(seed, 12)[:2]:
+    for step in token_batches(seed, 12)[:1]:
         engine.train_step(step[engine.world.data_rank :: engine.world.layout.data_parallel])
     save_checkpoint(Path(target), engine.state_tensors(), {}, step=engine.steps, world=engine.world)
     return whole(engine.state_tensors())
@@ -58,6 +59,7 @@ def load_all(rank: int, size: int, strategy: Any, targets: dict[str, Saved]) -> 
     """Load one checkpoint after another into an engine with other weights: what was loaded, and what is wrong of it."""
     engine = make_engine(strategy, seed=99)
     found = {}
+    places: dict[str, Tensor] = {}
     for name, (target, values) in targets.items():
         checkpoint = open_checkpoint(Path(target))
         engine.allocate_optimizer_state(entries(checkpoint.index, "optim."))
@@ -65,21 +67,30 @@ def load_all(rank: int, size: int, strategy: Any, targets: dict[str, Saved]) -> 
         for tensor in tensors.values():
             tensor.zero_()
         load_into(checkpoint, tensors, world=engine.world)
-        expected = torch.load(values)
-        wrong = [key for key, tensor in tensors.items() if key in expected and not is_part(tensor, expected[key])]
+        expected = load_file(values)
+        places = places or {key: places_of(tensor, rank) for key, tensor in tensors.items()}
+        wrong = [key for key in tensors if key in expected and not is_part(tensors[key], expected[key], places[key])]
         found[name] = set(tensors), wrong
     return found
 
 
-def is_part(tensor: Tensor, whole: Tensor) -> bool:
-    """Whether this rank holds its part of the whole, to the bit."""
+def places_of(tensor: Tensor, rank: int) -> Tensor:
+    """Which elements of the whole this rank holds, in the order in which it does."""
     if not isinstance(tensor, DTensor):
-        return torch.equal(tensor, whole)
-    if not all(type(each) in (Shard, Replicate) for each in tensor.placements):
-        return torch.equal(tensor.full_tensor(), whole)
-    # Much faster than to put all parts together.
-    part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    return torch.equal(tensor.to_local(), part.to_local())
+        return torch.arange(tensor.numel())
+    numbered = torch.zeros_like(tensor, dtype=torch.int64)
+    local = numbered.to_local()
+    first = (rank + 1) * tensor.numel()  # no other rank has these numbers
+    local.copy_(torch.arange(first, first + local.numel()).view_as(local))
+    whole = numbered.full_tensor().flatten()
+    mine = ((whole >= first) & (whole < first + local.numel())).nonzero().flatten()
+    return mine[whole[mine].argsort()]
+
+
+def is_part(tensor: Tensor, whole: Tensor, places: Tensor) -> bool:
+    """Whether this rank holds its part of the whole, to the bit."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.shape == whole.shape and torch.equal(local.flatten(), whole.flatten()[places])
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +110,10 @@ def saved(pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("pairs")
     made = {}
     for seed, (name, (size, strategy)) in enumerate(LAYOUTS.items()):
-        target, values = folder / f"step-{seed:08d}", folder / f"values-{seed}.pt"
+        target, values = folder / f"step-{seed:08d}", folder / f"values-{seed}.safetensors"
         # Each rank of a pipeline has its own layers.
         parts = run(pools, size, train_and_save, strategy, str(target), seed)
-        torch.save({key: tensor for part in parts for key, tensor in part.items()}, values)
+        save_file({key: tensor.contiguous() for part in parts for key, tensor in part.items()}, values)
         made[name] = str(target), str(values)
     return made
 
@@ -114,7 +125,7 @@ def test_what_any_layout_saved_is_loaded_to_the_bit(
     size, strategy = LAYOUTS[after]
     ranks = run(pools, size, load_all, strategy, saved)
     for before, (_, values) in saved.items():
-        expected = torch.load(values).keys()
+        expected = load_file(values).keys()
         assert any(name.startswith("optim.") for name in expected)
         assert {name for found in ranks for name in found[before][0]} == expected
         for rank, found in enumerate(ranks):
@@ -123,7 +134,7 @@ def test_what_any_layout_saved_is_loaded_to_the_bit(
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_rank_writes_its_share_and_nothing_is_written_twice(saved: dict[str, Saved], name: str) -> None:
-    target, tensors = saved[name][0], torch.load(saved[name][1])
+    target, tensors = saved[name][0], load_file(saved[name][1])
     checkpoint = open_checkpoint(Path(target))
     files = [record.bytes for file, record in checkpoint.manifest.files.items() if file.startswith("rank-")]
     values = sum(tensor.nbytes for tensor in tensors.values())

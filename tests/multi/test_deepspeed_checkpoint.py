@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from plait.checkpoint.convert.source import Entry, Source
 from plait.errors import CheckpointError
 from plait.runner import Hook
 from plait.strategy.base import Engine, StepResult
-from tests.multi.deepspeed_peer import DECAY, LR, tokens, toy
+from tests.multi.deepspeed_peer import DECAY, LR, make_universal, tokens, toy, train_all
 from tests.multi.deepspeed_ranks import run_deepspeed
 from tests.multi.ranks import RankPool
 
@@ -31,12 +28,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 STEPS = 4
-PEER = Path(__file__).with_name("deepspeed_peer.py")
-
-
-def what_deepspeed_says(folder: Path, ranks: int, jobs: list[dict[str, Any]]) -> dict[str, Any]:
-    said: dict[str, Any] = torch.load(run_deepspeed(PEER, folder, ranks, jobs, "said.pt"))
-    return said
 
 
 # ---- what DeepSpeed saved, read
@@ -60,8 +51,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     def jobs(variants: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{"name": name, "steps": STEPS, "save": str(root / name), **job} for name, job in variants.items()]
 
-    said = what_deepspeed_says(root / "two", 2, jobs(VARIANTS)) | what_deepspeed_says(root / "three", 3, jobs(UNEVEN))
-    return root, said
+    return root, run_deepspeed(train_all, 2, jobs(VARIANTS)) | run_deepspeed(train_all, 3, jobs(UNEVEN))
 
 
 @pytest.mark.parametrize("variant", [name for name in ALL if name != "2-robin"])
@@ -119,15 +109,7 @@ def test_what_ds_to_universal_makes_of_it_reads_the_same(
     trained: tuple[Path, dict[str, Any]], variant: str, tmp_path: Path
 ) -> None:
     from_here, to = trained[0] / variant / f"global_step{STEPS}", tmp_path / f"global_step{STEPS}"
-    program = (
-        "import sys; from types import SimpleNamespace as N; from deepspeed.checkpoint.ds_to_universal import main;"
-        "main(N(input_folder=sys.argv[1], output_folder=sys.argv[2], num_extract_workers=1, num_merge_workers=1,"
-        "keep_temp_folder=False, strict=True, inject_missing_state=True))"
-    )
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    subprocess.run(
-        [sys.executable, "-c", program, from_here, to], check=True, env=environment, capture_output=True, timeout=120
-    )
+    run_deepspeed(make_universal, 1, str(from_here), str(to))
     with DeepSpeedSource(from_here) as before, DeepSpeedSource(tmp_path) as after:
         assert after.entries == before.entries
         assert all(torch.equal(after.read(name), before.read(name)) for name in before.entries)
@@ -261,9 +243,7 @@ def resumed(
         for stage in (1, 2, 3)
     ]
     said = {
-        f"{name}-{ranks}": answer
-        for ranks in (1, 2)
-        for name, answer in what_deepspeed_says(root / f"ranks-{ranks}", ranks, jobs).items()
+        f"{name}-{ranks}": answer for ranks in (1, 2) for name, answer in run_deepspeed(train_all, ranks, jobs).items()
     }
     return held, train(engine, 3), from_scratch[:3], said
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import plait.frontends.deepspeed as deepspeed
-from tests.multi.deepspeed_loop import train
+from tests.multi.deepspeed_loop import train, train_really
 from tests.multi.deepspeed_ranks import run_deepspeed
 from tests.multi.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed (pip install deepspeed)"
 )
-
-PEER = Path(__file__).with_name("deepspeed_loop.py")
 
 
 def config(stage: int, dtype: str = "fp32", *, own: bool = False) -> dict[str, Any]:
@@ -69,9 +65,9 @@ def said(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple
     """What Plait said of each job, and what DeepSpeed said."""
     folder = tmp_path_factory.mktemp("real")
     saving = [{"name": f"{n}-saved", "steps": 3, "config": config(n), "save": str(folder / f"{n}")} for n in SAVED]
-    real = run_deepspeed(PEER, folder, 2, [*JOBS, *saving], "said.json")
+    real = run_deepspeed(train_really, 2, [*JOBS, *saving])
     loading = [{"name": f"{n}-loaded", "steps": 5, "config": config(n), "load": str(folder / f"{n}")} for n in SAVED]
-    return two_ranks.run(all_jobs, [*JOBS, *loading])[0], json.loads(real.read_text())
+    return two_ranks.run(all_jobs, [*JOBS, *loading])[0], real
 
 
 def norms(found: dict[str, Any], real: dict[str, Any]) -> tuple[list[float], list[float]]:

@@ -31,6 +31,7 @@ def describe(folder: Path, **changes: Any) -> dict[str, Any]:
         "train": {"max_steps": 6, "val_every": 3},
         "checkpoint": {"last": False},
         "log": {"console": "none", "every": 1},
+        "plan": "off",
         "seed": 5,
         **changes,
     }

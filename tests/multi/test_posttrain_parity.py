@@ -94,7 +94,7 @@ CASES = [
     ("sft", "llama lora", ["ddp", "zero1", "zero2", "zero3", "tp2", "tp2 sp", "cp2", "pp2", "dp2 tp2 zero3"]),
     ("sft", "llama lora nf4", ["zero3"]),
     ("sft", "gpt2 lora", ["zero3", "tp2 sp"]),
-    ("reward", "llama", ["zero3", "tp2"]),
+    ("reward", "llama all", ["zero3", "tp2"]),
     ("reward", "moe lora", ["zero3", "tp2", "ep2"]),
     ("dpo", "llama", ["zero3", "tp2"]),
     ("dpo", "gpt2 lora base kto", ["zero2", "zero3", "tp2"]),
@@ -110,9 +110,13 @@ def test_a_phase_under_any_layout_equals_one_process(
         changes["lora"] = {"rank": 4, "also": ["*ln_*"] if "gpt2" in words else ["*norm*"]}
     if "nf4" in words:
         changes["lora"]["base"] = "nf4"
+    if "all" in words.split():
+        changes["reward"] = {"tokens": "all", "center": 0.01}
     if "base" in words:
         changes["dpo"] = {"reference": "base", "loss": "kto"}
     model = {"gpt2": GPT2, "llama": LLAMA, "moe": MOE}[words.split()[0]]
+    # Two answers that a new judge hardly tells apart pull against each other, and rounding is what is left.
+    tolerance = 3e-4 if phase == "reward" else 3e-5
     expected, measured = train(0, 1, phase, describe(str(tmp_path / "alone"), model, **changes))
     for name in names:
         size, strategy = LAYOUTS[name]
@@ -122,7 +126,7 @@ def test_a_phase_under_any_layout_equals_one_process(
         everything = {key: tensor for trace, _ in found for key, tensor in trace.tensors.items()}
         for trace, again in found:
             trace.tensors = {**everything, **trace.tensors}
-            assert_same(trace, expected, tolerance=3e-5)
+            assert_same(trace, expected, tolerance=tolerance)
             assert again == pytest.approx(measured, rel=1e-3, abs=1e-5)
         if "lora" in words:
             adapter = read_adapter(folder / "adapter")

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+
+import typer
 
 from plait.cli.train import _count, _show
 from plait.config import Parsed, check, parse, resolve_batch, resolve_layout
+from plait.config.draft import origin_of
+from plait.config.paths import missing_paths, missing_starts
 from plait.errors import ConfigError, Problem
 from plait.launch import launched_size, run_ranks
 
@@ -18,7 +23,9 @@ def run_phase(phase: str, config: str, overrides: Sequence[str], *, nproc: str, 
     _check(parsed, launched_size() or count)
     if dry_run:
         _show(parsed)
-    elif count > 1:
+        return
+    _look_for_files(parsed)
+    if count > 1:
         command = [sys.executable, "-m", "plait.cli.main", phase, config, *overrides]
         sys.exit(run_ranks(command, count))
     else:
@@ -34,6 +41,12 @@ def _check(parsed: Parsed, ranks: int) -> None:
     resolve_batch(config.batch, layout.data_parallel, micro_batches=config.strategy.pipeline.micro_batches)
 
 
+def _look_for_files(parsed: Parsed) -> None:
+    """Not for a dry run: what other phases are to make need not be there yet."""
+    if missing := [*missing_paths(parsed.config), *missing_starts(parsed.config)]:
+        raise ConfigError([replace(each, origin=origin_of(each.path, parsed.origins)) for each in missing])
+
+
 def _run(parsed: Parsed) -> None:
     from plait.cli.here import import_from_here
     from plait.posttrain.run import make_runner
@@ -41,3 +54,6 @@ def _run(parsed: Parsed) -> None:
     import_from_here()
     with make_runner(parsed) as runner:
         runner.train()
+        stopped = (runner.stop_reason or "").startswith(("Ctrl-C", "SIGTERM"))
+        if stopped and parsed.config.checkpoint.last and runner.world.is_main:
+            typer.echo("go on with the same command and `checkpoint.resume=auto`")

@@ -8,6 +8,9 @@ from pydantic import Field, PositiveFloat, model_validator
 
 from plait.config.base import NonNegativeInt, PathText, PositiveInt, RefusedError, Section
 
+SMALLEST_BPE = 257
+"""Vocabulary of a byte-level BPE without any merge: the bytes and the end token."""
+
 
 class _Loading(Section):
     shuffle: bool | None = None
@@ -23,7 +26,7 @@ class _Loading(Section):
 class _Text(_Loading):
     tokenizer: PathText | None = None
     """A `tokenizer.json`. Absent: a byte-level BPE is trained on the text itself."""
-    vocab_size: PositiveInt = 4096
+    vocab_size: Annotated[PositiveInt, Field(ge=SMALLEST_BPE)] = 4096
     """Size of the BPE when one is trained; a given tokenizer has its own."""
     seq_len: PositiveInt = 1024
     document_mask: bool = True

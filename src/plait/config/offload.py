@@ -33,7 +33,8 @@ class OffloadConfig(Shorthand):
     delayed: bool = False
     """A step's update runs beside the next step, which still computes with the weights from before it."""
     prefetch_params: NonNegativeInt = 50_000_000
-    """With `params`: weights of coming units that are read ahead, at most so many numbers."""
+    """With `params`: weights of coming units that are read ahead, at most so many numbers; the next unit however large
+    it is, unless this is 0."""
     live_params: PositiveInt = 1_000_000_000
     """With `params`: at most so many numbers in memory at one time, beyond what the unit in use needs."""
     persistent_params: NonNegativeInt = 100_000

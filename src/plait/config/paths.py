@@ -26,6 +26,27 @@ def missing_paths(config: RunConfig) -> list[Problem]:
     return problems
 
 
+def starts_of(config: RunConfig) -> dict[str, str]:
+    """What a phase takes over from other runs, by the keys that name it."""
+    posttrain, lora, ppo = config.posttrain, config.lora, config.ppo
+    named = {
+        "posttrain.start": posttrain.start if posttrain else None,
+        "posttrain.tokenizer": posttrain.tokenizer if posttrain else None,
+        "lora.adapter": lora.adapter if lora else None,
+        "ppo.reward_model": ppo.reward_model if ppo else None,
+        "ppo.critic_start": ppo.critic_start if ppo else None,
+    }
+    return {key: path for key, path in named.items() if path is not None}
+
+
+def missing_starts(config: RunConfig) -> list[Problem]:
+    """A problem for each of them that does not exist."""
+    runs = "Give a run, a checkpoint or a Hugging Face folder; where another phase makes it, run that one first."
+    remedies = {"posttrain.tokenizer": "Give a tokenizer.json, or its folder.", "lora.adapter": "Give its folder."}
+    named = starts_of(config).items()
+    return [each for key, path in named for each in _unless_there(key, path, remedies.get(key, runs))]
+
+
 def _of_data(role: str, source: DataConfig | None) -> Iterator[Problem]:
     match source:
         case TextData(path="stdlib"):

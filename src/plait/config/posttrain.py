@@ -158,6 +158,9 @@ class SftConfig(Section):
 class RewardConfig(Section):
     """A model that tells the better of two answers, by a number for each."""
 
+    tokens: Literal["last", "all"] = "last"
+    """Whose numbers are compared. `last`: those at the end of both answers, which are the rewards. `all`: at every
+    token from where the two part, a mean over them; it learns from fewer pairs, and is what DeepSpeed-Chat does."""
     margin: NonNegativeFloat = 0.0
     """By how much the chosen one must be ahead before a pair counts as learned."""
     center: NonNegativeFloat = 0.0

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from plait.config.data import SMALLEST_BPE
 from plait.errors import DataError
 
 END = "<|endoftext|>"
@@ -14,9 +15,6 @@ END = "<|endoftext|>"
 
 KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 """End tokens of tokenizers that are given, in the order in which they are looked for."""
-
-SMALLEST = 257
-"""Vocabulary of a byte-level BPE without any merge: the bytes and the end token."""
 
 
 class TextTokenizer:
@@ -89,8 +87,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < SMALLEST:
-        raise DataError(f"vocab_size {vocab_size} is too small for a byte-level BPE: at least {SMALLEST}")
+    if vocab_size < SMALLEST_BPE:
+        raise DataError(f"vocab_size {vocab_size} is too small for a byte-level BPE: at least {SMALLEST_BPE}")
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

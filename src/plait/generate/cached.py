@@ -6,12 +6,14 @@ causal: the same positions, the same kernel and no mask, as in training. What th
 behind each row's end, where a mask hides it until a new token overwrites it. Every row writes at its own end.
 
 The models know nothing of this. How an `Attention` mixes tokens is a function that can be exchanged, as context
-parallelism does it; here one with a memory takes its place, and is taken out again.
+parallelism does it; here one with a memory takes its place, and is taken out again. Where `quick` knows a shorter way
+for single tokens, only prompts go this one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,10 +22,13 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from plait.generate.decoder import Call, Decoder, lengths_of, padded
+from plait.generate.quick import QuickStep, fused, takes_model
 from plait.models.common.attention import Attention
 
 SLOTS = 64
 """The cache is a multiple of so many tokens long: kernels that take a mask want its rows aligned."""
+READ_AT_ONCE = 4096
+"""Tokens of prompts that keep a device busy; more at once would only need more memory, and more filling."""
 
 
 class Cache:
@@ -33,17 +38,19 @@ class Cache:
         self.slots = -(-int(ends.max()) // SLOTS) * SLOTS
         self.lengths, self._last = lengths, ends - 1
         self.numbers = torch.arange(len(lengths), device=lengths.device)
-        self.reading = True
-        """Whether prompts are being read; else, each row gets one token."""
+        self.reading: slice | None = None
+        """Rows whose prompts are being read; else, each row gets one token."""
         places = torch.arange(self.slots, device=lengths.device)
         self.mask = torch.zeros(len(lengths), self.slots, device=lengths.device, dtype=dtype)
         self.mask.masked_fill_(places >= lengths[:, None], float("-inf"))
 
-    def open(self) -> Tensor:
-        """Let each row see the place of its next token; returns these places."""
-        places = torch.minimum(self.lengths, self._last)
+    def places(self) -> Tensor:
+        """Where the next token of each row belongs."""
+        return torch.minimum(self.lengths, self._last)
+
+    def open(self, places: Tensor) -> None:
+        """Let each row see its next token."""
         self.mask.scatter_(1, places[:, None], 0.0)
-        return places
 
     def keep(self, rows: Tensor) -> None:
         """Forget the others."""
@@ -57,7 +64,7 @@ class Remembering:
     def __init__(self, attend: Any, cache: Cache) -> None:
         self._attend = attend
         self._cache = cache
-        self._keys = self._values = torch.empty(0)
+        self.keys = self.values = torch.empty(0)
         self.places = torch.empty(0)
 
     def __call__(
@@ -65,28 +72,40 @@ class Remembering:
     ) -> Tensor:
         """Attention over (batch, heads, tokens, head_dim), as `attend`."""
         cache = self._cache
-        if cache.reading:
-            self._keys, self._values = (self._started(each) for each in (k, v))
+        if cache.reading is not None:
+            if not self.keys.numel():
+                room = (len(cache.lengths), k.shape[1], cache.slots, k.shape[3])
+                self.keys, self.values = k.new_zeros(room), v.new_zeros(room)
+            for kept, read in ((self.keys, k), (self.values, v)):
+                kept[cache.reading, :, : k.shape[2]] = read
             answer: Tensor = self._attend(q, k, v, mask, dropout)
             return answer
-        self._keys[cache.numbers, :, self.places] = k[:, :, 0]
-        self._values[cache.numbers, :, self.places] = v[:, :, 0]
+        self.keys[cache.numbers, :, self.places] = k[:, :, 0]
+        self.values[cache.numbers, :, self.places] = v[:, :, 0]
         # The queries of a group stand in for tokens of one head: no key or value is repeated for them.
         batch, heads, _, width = q.shape
         grouped = q.reshape(batch, k.shape[1], -1, width)
         allowed = cache.mask.to(q.dtype)[:, None, None].expand(-1, k.shape[1], grouped.shape[2], -1)
-        y = F.scaled_dot_product_attention(grouped, self._keys, self._values, attn_mask=allowed)
+        y = F.scaled_dot_product_attention(grouped, self.keys, self.values, attn_mask=allowed)
         return y.reshape(batch, heads, 1, width)
-
-    def _started(self, x: Tensor) -> Tensor:
-        batch, heads, tokens, width = x.shape
-        room = x.new_zeros(batch, heads, self._cache.slots, width)
-        room[:, :, :tokens] = x
-        return room
 
     def keep(self, rows: Tensor) -> None:
         """Forget the others."""
-        self._keys, self._values = self._keys[rows], self._values[rows]
+        self.keys, self.values = self.keys[rows], self.values[rows]
+
+
+def parts_of(prompts: Sequence[Sequence[int]]) -> list[slice]:
+    """Neighbours that are read together: as many as make up `READ_AT_ONCE` tokens, filling included.
+
+    Generation puts prompts of about one length side by side, so the parts need less filling than the whole.
+    """
+    parts, begin, longest = [], 0, 0
+    for number, prompt in enumerate(prompts):
+        longest = max(longest, len(prompt))
+        if begin < number and longest * (number + 1 - begin) > READ_AT_ONCE:
+            parts.append(slice(begin, number))
+            begin, longest = number, len(prompt)
+    return [*parts, slice(begin, len(prompts))]
 
 
 class CachedDecoder(Decoder):
@@ -94,12 +113,15 @@ class CachedDecoder(Decoder):
 
     def __init__(self, model: nn.Module, device: torch.device, *, call: Call | None = None) -> None:
         """`call` is what calls the model, where that is not the model itself."""
+        self._model = model
         self._call = model if call is None else call
+        self._alone = call is None
         self._device = device
         self._attentions = [module for module in model.modules() if isinstance(module, Attention)]
         self._usual: list[Any] = []
         self._layers: list[Remembering] = []
         self._cache: Cache | None = None
+        self._quick: QuickStep | None = None
         self._last: Tensor | None = None
         self._hook: Any = None
         self._head: Any = model.head
@@ -111,26 +133,37 @@ class CachedDecoder(Decoder):
     def begin(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> Tensor:
         """Read the prompts; of the last token of each, the logits."""
         self.close()
-        rows, lengths = padded(prompts, self._device), lengths_of(prompts, self._device)
+        lengths = lengths_of(prompts, self._device)
         dtype = next(self._attentions[0].parameters()).dtype  # a matrix in few bits is no parameter
         self._cache = Cache(lengths, lengths + torch.tensor(rooms, device=self._device), dtype)
+        known = self._alone and takes_model(self._model)
+        if known:
+            self._quick = QuickStep(self._model, self._cache.slots)
         self._usual = [attention.attend for attention in self._attentions]
         self._layers = [Remembering(attend, self._cache) for attend in self._usual]
         for attention, layer in zip(self._attentions, self._layers, strict=True):
             attention.attend = layer
         # Logits of every place would be the largest tensor by far, and one of each row is wanted.
         self._hook = self._head.register_forward_pre_hook(self._only_last)
-        self._last = lengths - 1
-        logits: Tensor = self._call(input_ids=rows)
-        self._last = None
-        self._cache.reading = False
-        return logits[:, 0]
+        logits: list[Tensor] = []
+        with fused(self._model) if known else nullcontext():
+            # Ranks that share a model must all call it as often.
+            for part in parts_of(prompts) if self._alone else [slice(0, len(prompts))]:
+                self._cache.reading, self._last = part, lengths[part] - 1
+                logits.append(self._call(input_ids=padded(prompts[part], self._device))[:, 0])
+        self._cache.reading = self._last = None
+        return torch.cat(logits)
 
     def step(self, tokens: Tensor) -> Tensor:
         """One token to each row, at its own end."""
         cache = self._cache
         assert cache is not None, "begin comes first"
-        places = cache.open()
+        places = cache.places()
+        if self._quick is not None:
+            quick = self._quick(tokens, places, ((layer.keys, layer.values) for layer in self._layers))
+            cache.lengths.add_(1)
+            return quick
+        cache.open(places)
         for layer in self._layers:
             layer.places = places
         logits: Tensor = self._call(input_ids=tokens[:, None], positions=places[:, None])
@@ -150,7 +183,7 @@ class CachedDecoder(Decoder):
             attention.attend = attend
         if self._hook is not None:
             self._hook.remove()
-        self._usual, self._layers, self._cache, self._hook = [], [], None, None
+        self._usual, self._layers, self._cache, self._hook, self._quick = [], [], None, None, None
 
     def _only_last(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self._last is None:

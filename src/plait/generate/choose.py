@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from plait.generate.options import Sampling
+from plait.ops.greedy import greedy, logprob_of
 
 CHANCE_BITS, WEIGHT_BITS = 28, 34
 """Of the number that decides, and of a probability of 1; together they must stay below 63."""
@@ -44,14 +45,16 @@ def choose(logits: Tensor, chance: Tensor | None, sampling: Sampling, seen: Tens
     `chance` (rows) is what `chances` gave; the temperature 0 needs none. `seen` (rows, vocabulary) marks the tokens
     that a repetition penalty is for.
     """
-    logits = logits.float()
-    scores = logits if seen is None else _penalised(logits, seen, sampling.repetition_penalty)
+    if chance is None and seen is None:
+        return greedy(logits)
+    scores = logits.float()
+    if seen is not None:
+        scores = _penalised(scores, seen, sampling.repetition_penalty)
     if sampling.temperature == 0.0 or chance is None:
         token = scores.argmax(-1)
     else:
-        token = _draw(scores / sampling.temperature, chance, sampling)
-    logprob = logits.gather(1, token[:, None]).squeeze(1) - logits.logsumexp(-1)
-    return token, logprob
+        token = _draw(scores if sampling.temperature == 1.0 else scores / sampling.temperature, chance, sampling)
+    return token, logprob_of(logits, token)
 
 
 def _draw(scores: Tensor, chance: Tensor, sampling: Sampling) -> Tensor:

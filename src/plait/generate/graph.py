@@ -7,11 +7,15 @@ once. What is recorded must read and write the same tensors each time; `Answers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
-WARM_UP = 3
-"""Steps done before recording: libraries set themselves up in the first ones. They count like any other."""
+WARM_UP = 1
+"""Steps done before recording: libraries set themselves up in the first one. They count like any other."""
+
+ENOUGH = 8 << 30
+"""Bytes of free memory with which a recording needs none of what is kept unused."""
 
 
 class Recorded:
@@ -32,14 +36,36 @@ class Recorded:
             self._done += 1
             self._step()
             return
-        graph = torch.cuda.CUDAGraph()
-        # Recording does nothing yet; the replay below is this step. Other threads, such as the one that watches over
-        # collectives, may go on meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._step()
-        self._graph = graph
-        graph.replay()
+        # Recording does nothing yet; the replay is this step.
+        self._graph = record(self._step)
+        self._graph.replay()
 
     def forget(self) -> None:
         """The tensors are others now: record anew."""
         self._graph, self._done = None, 0
+
+
+def record(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A step as a graph.
+
+    `torch.cuda.graph` gives all unused memory back first, and what reads the next prompts would have to ask for it
+    again: that is done only where memory is short.
+    """
+    torch.cuda.synchronize()
+    if torch.cuda.mem_get_info()[0] < ENOUGH:
+        torch.cuda.empty_cache()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(_stream(torch.cuda.current_device())):
+        # Other threads, such as the one that watches over collectives, may go on meanwhile.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            step()
+        finally:
+            graph.capture_end()
+    return graph
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """One for all recordings: libraries keep some memory for every stream that they meet."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Norms, gates and rotations of a model, exchanged in place for forms that pass over memory once.
+"""Norms, feed-forwards and attentions of a model, exchanged in place for forms that pass over memory less often.
 
 For models that are not compiled: a compiler fuses these by itself, and better. A module changes its class, so no
 parameter changes its name. What is not recognised stays as it is.
@@ -7,7 +7,8 @@ parameter changes its name. What is not recognised stays as it is.
 from __future__ import annotations
 
 from collections import Counter
-from typing import cast
+from collections.abc import Sequence
+from typing import ClassVar, cast
 
 from torch import Tensor, nn
 
@@ -15,9 +16,9 @@ from plait.models.common.attention import Attention, Shared
 from plait.models.common.rope import Rotary
 from plait.models.hf.fused import fuse_transformers
 from plait.models.llama.block import LlamaBlock, SwiGLU
-from plait.ops.rms_norm import add_rms_norm, rms_norm
+from plait.ops.rms_norm import add_rms_norm, rms_norm, rms_norm_beside
 from plait.ops.rotate import rotate
-from plait.ops.swiglu import swiglu
+from plait.precision.together import feed_forward, through_all
 
 _EPS = 1.1920929e-07
 """What torch takes where an RMSNorm has no `eps`: the smallest step of fp32."""
@@ -26,26 +27,45 @@ _EPS = 1.1920929e-07
 class FusedRMSNorm(nn.RMSNorm):
     """RMSNorm in the format of its input; given two tensors, their sum and its norm."""
 
-    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Works on the last dim."""
+    def forward(  # type: ignore[override]
+        self, x: Tensor, added: Tensor | None = None, *, beside: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Works on the last dim. `beside`: the input too, for those who go on with it."""
         eps = _EPS if self.eps is None else self.eps
-        return rms_norm(x, self.weight, eps) if added is None else add_rms_norm(x, added, self.weight, eps)
+        if added is not None:
+            return add_rms_norm(x, added, self.weight, eps)
+        return rms_norm_beside(x, self.weight, eps) if beside else rms_norm(x, self.weight, eps)
 
 
 class FusedSwiGLU(SwiGLU):
-    """A gated feed-forward whose middle is one operation."""
+    """A gated feed-forward whose middle is one operation, of which the product is not kept."""
+
+    together: ClassVar[tuple[tuple[str, ...], ...]] = (("gate", "up"), ("down",))
+    """See `precision.together.spoken_for`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Works on each token alone."""
-        return self.down(swiglu(self.gate(x), self.up(x)))  # type: ignore[no-any-return]
+        return feed_forward(x, self.gate, self.up, self.down)
+
+
+class FusedAttention(Attention):
+    """An attention that projects its input, and turns queries and keys, in one operation each."""
+
+    together: ClassVar[tuple[tuple[str, ...], ...]] = (("q", "k", "v"),)
+    """See `precision.together.spoken_for`."""
+
+    def project(self, x: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values, (batch, tokens, features) each."""
+        return through_all(x, (self.q, self.k, self.v))
 
 
 class FusedLlamaBlock(LlamaBlock):
-    """A layer that adds to the residual stream and norms it in one operation."""
+    """A layer that adds to the residual stream and norms it in one operation, and so with the gradients of both."""
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
         """One step along the residual stream (batch, tokens, dim)."""
-        x, normed = self.ffn_norm(x, self.attention(self.attention_norm(x), shared))
+        x, normed = self.attention_norm(x, beside=True)
+        x, normed = self.ffn_norm(x, self.attention(normed, shared))
         return x + self.ffn(normed)  # type: ignore[no-any-return]
 
 
@@ -61,10 +81,11 @@ def fuse(model: nn.Module) -> dict[str, int]:
             module.__class__ = FusedSwiGLU
             counts["gates"] += 1
         elif kind is Attention:
-            cast(Attention, module).rotate = rotate_together
+            module.__class__ = FusedAttention
+            cast(FusedAttention, module).rotate = rotate_together
             counts["rotations"] += 1
     for module in model.modules():
-        if type(module) is LlamaBlock and type(module.ffn_norm) is FusedRMSNorm:
+        if type(module) is LlamaBlock and type(module.attention_norm) is type(module.ffn_norm) is FusedRMSNorm:
             module.__class__ = FusedLlamaBlock
     return dict(counts + fuse_transformers(model))
 

@@ -19,6 +19,7 @@ BLOCK = 1024
 """Numbers that a program looks at together."""
 PIECE = 8 * BLOCK
 """Numbers that a program updates, one block after another."""
+WARPS = 4
 
 if HAS_TRITON:
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -181,7 +182,7 @@ def adam_many_triton(
             aligned=first.kind[-1],
             blocks=PIECE // BLOCK,
             block=BLOCK,
-            num_warps=4,
+            num_warps=WARPS,
         )
 
 

@@ -1,4 +1,4 @@
-"""A linear layer whose three matrix products are computed from 8-bit numbers.
+"""Linear layers whose three matrix products are computed from 8-bit numbers.
 
 [Note: numbers in 8 bits] Eight bits hold few numbers in a narrow range, so a tensor is stretched to that range first:
 it is multiplied by a scale, found from its largest number each time, and rounded; the product is divided by both
@@ -8,24 +8,26 @@ scales. What the optimizer and the other layers see stays in 16 bits.
 - `rowwise`: one scale for each row that is summed over, so a large number costs its own row only; all are e4m3. In the
   backward pass other dimensions are summed over, so tensors are scaled anew there.
 
-The operations are written out, for `torch.compile` to fuse with what stands before them.
+[Note: layers of one input] Queries, keys and values are made from one input, and so are the two sides of a gate. It is
+rounded once for all of them, and the copy that their weights' gradients will want is made in the same reading: that is
+what is kept, in place of the input itself, at half its size. On the way back the gradients of all outputs lie side by
+side, so that one product adds up the input's gradient, and one gives those of all weights. Hence such layers have one
+scale for their weights, and one for their gradients.
+
+For `rowwise`, and for `torch.compile` to fuse with what stands before them, the operations are written out, layer by
+layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-E4M3 = torch.float8_e4m3fn
-E5M2 = torch.float8_e5m2
-
-MULTIPLE = 16
-"""What both sides of a matrix must be a multiple of."""
-_SMALLEST = 1e-12
-"""A tensor of zeros has no scale; a smaller number than this counts as zero."""
+from plait.ops.fp8_cast import E4M3, E5M2, MULTIPLE, cast, peaks_of, rounded, scale_of
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, rowwise: bool, emulated: bool) -> Tensor:
@@ -33,40 +35,78 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, rowwise: bool,
 
     `emulated`: rounded to 8 bits in the same way, multiplied in fp32. For devices without such products.
     """
-    flat: Tensor = _Linear.apply(x.flatten(0, -2), weight, rowwise, emulated)  # type: ignore[no-untyped-call]
-    y = flat.view(*x.shape[:-1], len(weight))
-    return y if bias is None else y + bias
+    return fp8_linears(x, [weight], [bias], rowwise=rowwise, emulated=emulated)[0]
 
 
-def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:
-    """What a tensor is multiplied by to fill the range of `dtype`, fp32; one for each slice along `dim`."""
-    largest: Tensor = torch.linalg.vector_norm(x, float("inf"), dim=dim, keepdim=dim is not None)
-    return largest.float().clamp(min=_SMALLEST).reciprocal() * torch.finfo(dtype).max
-
-
-def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scaled tensor in 8 bits, row by row. Rounding may not lead out of the range: there is only NaN."""
-    limit = torch.finfo(dtype).max
-    return (x.float() * scale).clamp(-limit, limit).to(dtype).contiguous()
+def fp8_linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, rowwise: bool, emulated: bool
+) -> tuple[Tensor, ...]:
+    """`fp8_linear` for layers that have one input; see [Note: layers of one input]."""
+    flat = x.flatten(0, -2)
+    outputs: tuple[Tensor, ...]
+    if rowwise or torch.compiler.is_compiling():
+        outputs = tuple(_Linear.apply(flat, weight, rowwise, emulated) for weight in weights)  # type: ignore[no-untyped-call]
+    else:
+        keeps = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+        outputs = _Linears.apply(flat, keeps, emulated, *weights)  # type: ignore[no-untyped-call]
+    shaped = [y.view(*x.shape[:-1], y.shape[-1]) for y in outputs]
+    return tuple(y if bias is None else y + bias for y, bias in zip(shaped, biases, strict=True))
 
 
 def scaled_product(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, *, fast: bool, emulated: bool
+    a: Tensor, b: Tensor, inverses: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool, emulated: bool
 ) -> Tensor:
-    """`a @ b`, in `dtype`, of 8-bit matrices that were multiplied by these scales.
+    """`a @ b`, in `dtype`, of 8-bit matrices that are to be multiplied by these numbers.
 
     `a` lies row by row, `b` column by column. `fast` adds up with fewer bits.
     """
     if not emulated:
-        return torch._scaled_mm(
-            a, b, scale_a=a_scale.reciprocal(), scale_b=b_scale.reciprocal(), out_dtype=dtype, use_fast_accum=fast
-        )
+        return torch._scaled_mm(a, b, scale_a=inverses[0], scale_b=inverses[1], out_dtype=dtype, use_fast_accum=fast)
     with torch.autocast(a.device.type, enabled=False):
-        return (torch.mm(a.float(), b.float()) / a_scale / b_scale).to(dtype)
+        return (torch.mm(a.float(), b.float()) * inverses[0] * inverses[1]).to(dtype)
+
+
+class _Linears(torch.autograd.Function):
+    """The products of linear layers that have one input, with one scale a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keeps: bool, emulated: bool, *weights: Tensor) -> tuple[Tensor, ...]:
+        x = x.contiguous()
+        small = cast([x], peaks_of([x]), E4M3, rows=True, columns=keeps)
+        peaks = peaks_of(weights)
+        stacked = cast(weights, peaks, E4M3, rows=True, columns=False)
+        # Weights are rounded again on the way back: a sharded one is not here all the time, and its copy would be.
+        ctx.save_for_backward(small.columns, small.inverse, peaks, *weights)
+        ctx.emulated = emulated
+        inverses = small.inverse, stacked.inverse
+        return tuple(
+            scaled_product(small.rows, part.t(), inverses, x.dtype, fast=True, emulated=emulated)
+            for part in stacked.rows.split_with_sizes([len(weight) for weight in weights])
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        columns, inverse, peaks, *weights = ctx.saved_tensors
+        needs_x, _, _, *needed = ctx.needs_input_grad
+        grad_x: Tensor | None = None
+        grad_weights: list[Tensor | None] = [None] * len(weights)
+        grads = tuple(grad.contiguous() for grad in grads)
+        small = cast(grads, peaks_of(grads), E5M2, dim=1, rows=needs_x, columns=any(needed))
+        if needs_x:
+            stacked = cast(weights, peaks, E4M3, rows=False, columns=True)
+            inverses = small.inverse, stacked.inverse
+            b = stacked.columns.t()
+            grad_x = scaled_product(small.rows, b, inverses, grads[0].dtype, fast=False, emulated=ctx.emulated)
+        if any(needed):
+            inverses, dtype = (small.inverse, inverse), weights[0].dtype
+            whole = scaled_product(small.columns, columns.t(), inverses, dtype, fast=False, emulated=ctx.emulated)
+            parts = whole.split_with_sizes([len(weight) for weight in weights])
+            grad_weights = [part if wanted else None for part, wanted in zip(parts, needed, strict=True)]
+        return grad_x, None, None, *grad_weights
 
 
 class _Linear(torch.autograd.Function):
-    """The three products of a linear layer without bias."""
+    """The three products of one linear layer, in operations that a compiler can fuse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, rowwise: bool, emulated: bool) -> Tensor:
@@ -75,7 +115,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight, x_scale, w_scale)
         ctx.rowwise, ctx.emulated = rowwise, emulated
         a, b = rounded(x, x_scale, E4M3), rounded(weight, w_scale, E4M3).t()
-        return scaled_product(a, x_scale, b, w_scale.t() if rowwise else w_scale, x.dtype, fast=True, emulated=emulated)
+        return _product(a, x_scale, b, w_scale.t() if rowwise else w_scale, x.dtype, fast=True, emulated=emulated)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -88,7 +128,7 @@ class _Linear(torch.autograd.Function):
             if rowwise:
                 w_scale = scale_of(weight, E4M3, 0)
             a, b = rounded(grad, g_scale, small), _by_column(rounded(weight, w_scale, E4M3))
-            grad_x = scaled_product(a, g_scale, b, w_scale, x.dtype, fast=False, emulated=emulated)
+            grad_x = _product(a, g_scale, b, w_scale, x.dtype, fast=False, emulated=emulated)
         if ctx.needs_input_grad[1]:
             if rowwise:
                 g_scale, x_scale = scale_of(grad, small, 0), scale_of(x, E4M3, 0)
@@ -97,8 +137,14 @@ class _Linear(torch.autograd.Function):
                 grad, x = F.pad(grad, (0, 0, 0, missing)), F.pad(x, (0, 0, 0, missing))
             a, b = rounded(grad, g_scale, small).t().contiguous(), _by_column(rounded(x, x_scale, E4M3))
             scale = g_scale.t() if rowwise else g_scale
-            grad_weight = scaled_product(a, scale, b, x_scale, weight.dtype, fast=False, emulated=emulated)
+            grad_weight = _product(a, scale, b, x_scale, weight.dtype, fast=False, emulated=emulated)
         return grad_x, grad_weight, None, None
+
+
+def _product(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, *, fast: bool, emulated: bool
+) -> Tensor:
+    return scaled_product(a, b, (a_scale.reciprocal(), b_scale.reciprocal()), dtype, fast=fast, emulated=emulated)
 
 
 def _by_column(x: Tensor) -> Tensor:

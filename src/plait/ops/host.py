@@ -48,6 +48,7 @@ def _pinned(size: int) -> Tensor:
         with suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
     room = torch.frombuffer(pages, dtype=torch.uint8)
+    room[::ALIGNMENT].zero_()  # on all threads: while it pins, CUDA would have pages cleared one after the other
     pages.pin(room.data_ptr(), rounded(size))
     return room[:size]
 

@@ -19,8 +19,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x` divided by the root of its mean square along the last dim, times `weight`; in the format of `x`."""
     if not _is_fused(x):
         return rms_norm_plain(x, weight, eps)
-    out: Tensor = _Norm.apply(x, None, weight, eps)[1]  # type: ignore[no-untyped-call]
+    out: Tensor = _Norm.apply(x, None, weight, eps, False)[1]  # type: ignore[no-untyped-call]
     return out
+
+
+def rms_norm_beside(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`x` as it is, and its norm. Who goes on with this `x` has its gradient added where the norm's is made."""
+    if not _is_fused(x):
+        return x, rms_norm_plain(x, weight, eps)
+    same, out = _Norm.apply(x, None, weight, eps, True)  # type: ignore[no-untyped-call]
+    return same, out
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -28,7 +36,7 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     if not _is_fused(x) or x.dtype != y.dtype:
         total = x + y
         return total, rms_norm_plain(total, weight, eps)
-    total, out = _Norm.apply(x, y, weight, eps)  # type: ignore[no-untyped-call]
+    total, out = _Norm.apply(x, y, weight, eps, False)  # type: ignore[no-untyped-call]
     return total, out
 
 
@@ -46,8 +54,10 @@ class _Norm(torch.autograd.Function):
     """Keeps what was normed, and one number a row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor | None, Tensor]:
-        x = x.contiguous()
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, beside: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        given, x = x, x.contiguous()
         y = None if y is None else y.contiguous()
         if without_values(x):
             total = None if y is None else x + y
@@ -57,19 +67,19 @@ class _Norm(torch.autograd.Function):
         ctx.save_for_backward(x if total is None else total, weight, scales)
         ctx.set_materialize_grads(False)
         ctx.adds = y is not None
-        return total, out
+        return given if beside else total, out
 
     @staticmethod
     def backward(
         ctx: Any, grad_total: Tensor | None, grad: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight, scales = ctx.saved_tensors
         if grad is None:
-            return grad_total, grad_total if ctx.adds else None, None, None
+            return grad_total, grad_total if ctx.adds else None, None, None, None
         grad = grad.contiguous()
         grad_total = None if grad_total is None else grad_total.contiguous()
         if without_values(x):
             grad_x, grad_weight = x * grad, torch.empty_like(weight)
         else:
             grad_x, grad_weight = backward_triton(x, weight, scales, grad, grad_total)
-        return grad_x, grad_x if ctx.adds else None, grad_weight.to(weight.dtype), None
+        return grad_x, grad_x if ctx.adds else None, grad_weight.to(weight.dtype), None, None

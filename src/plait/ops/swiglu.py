@@ -25,7 +25,10 @@ if HAS_TRITON:
         tl.store(out + at, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=inside)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def _backward_kernel(gate, up, grad, grad_gate, grad_up, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _backward_kernel(  # type: ignore[no-untyped-def]
+        gate, up, grad, grad_gate, grad_up, out, count, has_out: tl.constexpr, block: tl.constexpr
+    ):
+        """`out` may lie where `grad` does: a program has read its part before it writes."""
         at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         inside = at < count
         g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
@@ -35,11 +38,13 @@ if HAS_TRITON:
         tl.store(grad_up + at, (d * g * s).to(grad_up.dtype.element_ty), mask=inside)
         slope = d * u * s * (1.0 + g * (1.0 - s))
         tl.store(grad_gate + at, slope.to(grad_gate.dtype.element_ty), mask=inside)
+        if has_out:
+            tl.store(out + at, (g * s * u).to(out.dtype.element_ty), mask=inside)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, of tensors of one shape and format."""
-    if not has_kernels(gate) or gate.dtype != up.dtype or gate.dtype == torch.float64:
+    if not _is_fused(gate, up):
         return swiglu_plain(gate, up)
     out: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
     return out
@@ -50,30 +55,60 @@ def swiglu_plain(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def _is_fused(gate: Tensor, up: Tensor) -> bool:
+    return has_kernels(gate) and gate.dtype == up.dtype != torch.float64
+
+
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        if without_values(gate):
-            return gate * up
-        out = torch.empty_like(gate)
-        with on_device_of(gate):
-            _forward_kernel[(_programs(gate),)](gate, up, out, gate.numel(), block=_BLOCK, num_warps=4)
-        return out
+        return product_of(gate, up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        grad = grad.contiguous()
-        if without_values(gate):
-            return grad * up, grad * gate
-        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-        with on_device_of(gate):
-            _backward_kernel[(_programs(gate),)](
-                gate, up, grad, grad_gate, grad_up, gate.numel(), block=_BLOCK, num_warps=4
-            )
+        grad_gate, grad_up, _ = slopes_of(gate, up, grad.contiguous())
         return grad_gate, grad_up
+
+
+def product_of(gate: Tensor, up: Tensor) -> Tensor:
+    """The forward pass alone, of contiguous tensors."""
+    if not _is_fused(gate, up):
+        return swiglu_plain(gate, up)
+    if without_values(gate):
+        return gate * up
+    out = torch.empty_like(gate)
+    with on_device_of(gate):
+        _forward_kernel[(_programs(gate),)](gate, up, out, gate.numel(), block=_BLOCK, num_warps=4)
+    return out
+
+
+def slopes_of(gate: Tensor, up: Tensor, grad: Tensor, *, again: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The backward pass alone, of contiguous tensors: gradients of both.
+
+    `again`: the product too, which may take the place of `grad`.
+    """
+    if not _is_fused(gate, up):
+        return _slopes_plain(gate, up, grad, again=again)
+    if without_values(gate):
+        return grad * gate, up.clone(), grad.zero_() if again else None
+    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+    with on_device_of(gate):
+        _backward_kernel[(_programs(gate),)](
+            gate, up, grad, grad_gate, grad_up, grad, gate.numel(), has_out=again, block=_BLOCK, num_warps=4
+        )
+    return grad_gate, grad_up, grad if again else None
+
+
+def _slopes_plain(gate: Tensor, up: Tensor, grad: Tensor, *, again: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    g, u, d = gate.to(wide), up.to(wide), grad.to(wide)
+    s = g.sigmoid()
+    silu = g * s
+    grad_gate, grad_up = d * u * (s + silu * (1.0 - s)), d * silu
+    return grad_gate.to(gate.dtype), grad_up.to(up.dtype), (silu * u).to(gate.dtype) if again else None
 
 
 def _programs(x: Tensor) -> int:

@@ -1,7 +1,13 @@
-"""From a configuration and parameter groups to an optimizer."""
+"""From a configuration and parameter groups to an optimizer.
+
+[Note: dynamo is loaded late] torch loads its compiler when a function is called that is not to be compiled, in order
+to tell it so. One of them is `Optimizer.add_param_group`, which every optimizer calls as it is made; and the compiler
+takes as long to load as half of torch. A run that compiles nothing does without: here the function itself is called.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +31,7 @@ from plait.errors import ConfigError, Problem
 from plait.ops.triton import has_kernels
 from plait.optim.lion import Lion
 from plait.optim.one_pass import OnePassAdam, takes_one_pass
+from plait.world.patch import replaced
 
 _ELEMENTWISE = (AdamWConfig, AdamConfig, AdamW8bitConfig, SGDConfig, AdagradConfig, LionConfig)
 # Where fused steps are known to exist in every supported torch, and to honour `grad_scale` and `found_inf`.
@@ -70,8 +77,10 @@ def build_optimizer(config: OptimConfig, groups: Sequence[ViewGroup], *, in_plac
     Each of its groups carries `param_names`, and `initial_lr`: the rate that schedules scale. `in_place`: the tensors
     stay where they are, so that a kernel may know them by their addresses.
     """
-    optimizer = _build_in_one_pass(config, groups) if in_place and is_one_pass(config, _views(groups)) else None
-    optimizer = optimizer or _build(config, groups)
+    bare = inspect.unwrap(Optimizer.add_param_group)
+    with replaced(Optimizer, "add_param_group", bare):  # [Note: dynamo is loaded late]
+        optimizer = _build_in_one_pass(config, groups) if in_place and is_one_pass(config, _views(groups)) else None
+        optimizer = optimizer or _build(config, groups)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer

@@ -1,121 +1,178 @@
-"""How much memory activations take, found without taking any: `recompute: auto`."""
+"""How much memory activations take, found without taking any: what `recompute: auto` decides from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from plait.config.run import RunConfig
-from plait.errors import ConfigError, Problem
+from plait.parallel.recompute import ATTENTION, PRODUCTS, operations
 from plait.parallel.units import Unit
 from plait.precision import DTYPES
-from plait.world import World
-
-_HEADROOM = 0.9
-"""Share of the free memory that is counted on; the rest is for buffers, workspaces and fragmentation."""
+from plait.world import local_part
 
 
-def units_to_recompute(
-    module: nn.Module, units: Sequence[Unit], example: Any, *, config: RunConfig, world: World
-) -> int:
-    """How many units must recompute so that states and activations fit the budget: as few as possible."""
-    if example is None:
-        raise ConfigError(
-            Problem(
-                "strategy.recompute.mode",
-                "'auto' needs one micro-batch to measure, and there is none",
-                "pass example=… to plait.prepare, or set full, every or selective",
-            )
-        )
-    inside, outside = activation_bytes(module, units, example, config)
-    budget = _budget(config, world) - _state_bytes(module, config, world) - outside
-    count = 0
-    kept = sum(inside)
-    # The units are alike, or nearly; the first ones hold their activations longest.
-    while kept > budget and count < len(inside):
-        kept -= inside[count]
-        count += 1
-    return count
+@dataclass(slots=True)
+class UnitAccount:
+    """What one unit keeps for its backward pass, in bytes, and how much of it is costly to compute again."""
+
+    given: int = 0
+    """Its inputs, those aside that the unit before was given too."""
+    kept: int = 0
+    """All that it keeps where nothing is recomputed."""
+    products: int = 0
+    """Results of matrix products."""
+    attention: int = 0
+    """Results of attention."""
+    product_flops: float = 0.0
+    attention_flops: float = 0.0
+    numbers: int = 0
+    """Of its parameters that are trained."""
 
 
-def activation_bytes(
-    module: nn.Module, units: Sequence[Unit], example: Any, config: RunConfig
-) -> tuple[list[int], int]:
-    """Bytes kept for the backward pass inside each unit, and outside all of them.
+@dataclass(slots=True)
+class Activations:
+    """What a forward pass leaves behind."""
 
-    Runs the forward pass on fake tensors: real shapes and dtypes, no storage.
-    """
+    units: list[UnitAccount]
+    outside: int = 0
+    """Bytes kept outside of all units."""
+    passing: int = 0
+    """Bytes that the forward pass takes for a moment, beyond what it keeps."""
+
+
+def count_activations(
+    module: nn.Module, units: Sequence[Unit], example: Any, config: RunConfig, device: torch.device | None = None
+) -> Activations:
+    """Run the forward pass on tensors that say they lie on `device`, and have shapes and formats but no storage."""
+    device = device or torch.device("cpu")
     compute = DTYPES[config.precision.compute]
-    inside = [0] * len(units)
-    outside = 0
-    current: list[int] = []
-    seen: set[int] = set()
+    found = Activations([UnitAccount(numbers=_trained(unit.module)) for unit in units])
 
-    def keep(tensor: Tensor) -> Tensor:
-        nonlocal outside
-        key = id(tensor.untyped_storage())
-        if key not in seen and key not in weights:
-            seen.add(key)
-            if current:
-                inside[current[-1]] += tensor.untyped_storage().nbytes()
-            else:
-                outside += tensor.untyped_storage().nbytes()
-        return tensor
+    def fake(tensor: Tensor) -> Tensor:
+        dtype = compute if tensor.is_floating_point() else tensor.dtype
+        return torch.empty(tensor.shape, dtype=dtype, device=device, requires_grad=tensor.requires_grad)
 
-    hooks = []
-    for index, unit in enumerate(units):
-        hooks.append(unit.module.register_forward_pre_hook(lambda *_, i=index: current.append(i)))
-        hooks.append(unit.module.register_forward_hook(lambda *_: void(current.pop())))
-
-    def void(_value: Any) -> None:
-        """A forward hook that returns something replaces the output."""
-
-    example = tree_map_only(Tensor, lambda t: t.detach().cpu(), example)
-    with FakeTensorMode() as mode:
-
-        def fake(tensor: Tensor) -> Tensor:
-            dtype = compute if tensor.is_floating_point() else tensor.dtype
-            return torch.empty(tensor.shape, dtype=dtype, device="cpu", requires_grad=tensor.requires_grad)
-
+    with FakeTensorMode():
         state = {name: fake(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
-        weights = {id(t.untyped_storage()) for t in state.values()}
-        inputs = tree_map_only(Tensor, mode.from_tensor, example)
+        weights = {t.untyped_storage()._cdata for t in state.values()}
+        inputs = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), example)
         kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
         args = () if kwargs else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        meter = _Meter(found, weights)
+        with (
+            meter.inside(units),
+            torch.autograd.graph.saved_tensors_hooks(meter.keep, lambda t: t),
+            torch.autocast(device.type, dtype=compute, enabled=compute != torch.float32),
+            meter,
+        ):
+            loss = functional_call(module, state, args, kwargs, tie_weights=True)
+        found.passing = max(meter.highest - meter.live, 0)
+        del loss
+    return found
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Storages that were counted, with what keeps their numbers from being given to others."""
+
+    storages: dict[int, Any] = field(default_factory=dict)
+
+    def first(self, tensor: Tensor) -> int:
+        """Bytes of a tensor's storage, the first time that it comes."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self.storages:
+            return 0
+        self.storages[storage._cdata] = storage
+        return int(storage.nbytes())
+
+
+class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation of a forward pass, what autograd keeps, and which unit is at work."""
+
+    def __init__(self, found: Activations, weights: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.highest = 0
+        self._found = found
+        self._weights = weights
+        self._kept, self._given = _Seen(), _Seen()
+        self._current: list[UnitAccount] = []
+        self._alive: dict[int, Any] = {}
+        self._products, self._attention = operations(PRODUCTS), operations(ATTENTION)
+
+    @contextmanager
+    def inside(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Know which unit is at work, until the block ends."""
+        hooks = []
+        for unit, account in zip(units, self._found.units, strict=True):
+            hooks.append(unit.module.register_forward_pre_hook(self._enter(account), with_kwargs=True))
+            hooks.append(unit.module.register_forward_hook(lambda *_: self._leave()))
         try:
-            with (
-                torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
-                torch.autocast("cpu", dtype=compute, enabled=compute != torch.float32),
-            ):
-                functional_call(module, state, args, kwargs, tie_weights=True)
+            yield
         finally:
             for hook in hooks:
                 hook.remove()
-    return inside, outside
+
+    def _enter(self, account: UnitAccount) -> Any:
+        def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._current.append(account)
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            account.given += sum(self._given.first(tensor) for tensor in tensors)
+
+        return enter
+
+    def _leave(self) -> None:
+        self._current.pop()
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Autograd keeps something."""
+        if tensor.untyped_storage()._cdata not in self._weights:
+            size = self._kept.first(tensor)
+            if self._current:
+                self._current[-1].kept += size
+            else:
+                self._found.outside += size
+        return tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        for tensor in results:
+            self._hold(tensor)
+        if self._current and func in self._products:
+            account, first = self._current[-1], args[1 if "addmm" in func.name() else 0]
+            account.products += results[0].nbytes
+            account.product_flops += 2.0 * results[0].numel() * first.shape[-1]
+        elif self._current and func in self._attention:
+            account, query, keys = self._current[-1], args[0], args[1]
+            account.attention += sum(tensor.nbytes for tensor in results)
+            # Half of it is masked away, and what is left runs at about half the speed of a product.
+            account.attention_flops += 4.0 * query.numel() * keys.shape[-2]
+        return out
+
+    def _hold(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, int(storage.nbytes())
+        if key in self._alive or key in self._weights:
+            return
+        self._alive[key] = weakref.ref(storage, lambda _: self._free(key, size))
+        self.live += size
+        self.highest = max(self.highest, self.live)
+
+    def _free(self, key: int, size: int) -> None:
+        if self._alive.pop(key, None) is not None:
+            self.live -= size
 
 
-def _state_bytes(module: nn.Module, config: RunConfig, world: World) -> int:
-    """Weights, gradients and two optimizer moments on one rank, by the table of ZeRO stages."""
-    numel = sum(p.numel() for p in module.parameters())
-    stage, shards = config.strategy.stage, world.layout.dp_shard
-    compute = DTYPES[config.precision.compute].itemsize
-    whole = 4 + 8  # fp32 weights and moments
-    states = numel * whole // (shards if stage >= 1 else 1)
-    gradients = numel * 4 // (shards if stage >= 2 else 1)
-    gathered = numel * compute if 1 <= stage < 3 or (stage == 0 and compute < 4) else 0
-    return states + gradients + gathered
-
-
-def _budget(config: RunConfig, world: World) -> float:
-    if config.strategy.recompute.budget_gib is not None:
-        return config.strategy.recompute.budget_gib * 2**30
-    if world.device.type == "cuda":
-        return torch.cuda.mem_get_info(world.device)[0] * _HEADROOM
-    return psutil.virtual_memory().available * _HEADROOM / world.ranks.local_size
+def _trained(module: nn.Module) -> int:
+    return sum(local_part(param.detach()).numel() for param in module.parameters() if param.requires_grad)

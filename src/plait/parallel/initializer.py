@@ -24,6 +24,8 @@ Initializer = Callable[[nn.Module], None]
 Write = tuple[Any, Any, tuple[Any, ...]]
 """The operation, which part of the storage it wrote to, and its other arguments."""
 
+_DRAWS = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
+"""There is nothing to draw on the meta device, and torch would load its compiler: [Note: dynamo is loaded late]."""
 _DATA = "data"
 """Stands for a tensor that was an argument of a write: values that nobody can make again."""
 
@@ -35,9 +37,15 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._of: dict[int, list[Write]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: nothing is compiled in here, and to tell the compiler so would load it ([Note: dynamo is loaded late],
+        `plait/optim/build.py`)."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = args[0] if func in _DRAWS and args[0].is_meta else func(*args, **kwargs)
         given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and _storage(leaf) not in given:

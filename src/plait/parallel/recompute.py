@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,29 +25,52 @@ _SEVERAL = {
 }
 """Words that stand for several operations: attention by any kernel, products in 16 bits or in 8."""
 
+ATTENTION = ("scaled_dot_product_attention",)
+PRODUCTS = ("mm", "addmm", "bmm")
 
-def apply_recompute(units: Sequence[Unit], config: RecomputeConfig, *, auto_count: int = 0) -> list[str]:
+Way = Literal["none", "cheap", "attention", "full"]
+"""What a unit computes again: nothing; all but products and attention; all but attention; everything.
+
+[Note: the ladder of recomputing] What lies between products, such as norms and gates, takes as much memory as their
+results and next to no time. So it goes first, in every unit, before any product is computed twice. After that a byte
+costs what the operation did that made it. A product of vectors `n` long takes `n` operations a byte, and causal
+attention over `T` tokens about `T`: where sequences are longer than the layers are wide, attention is kept to the end.
+"""
+_KEPT: dict[Way, tuple[str, ...]] = {"cheap": (*PRODUCTS, *ATTENTION), "attention": ATTENTION}
+
+
+def apply_recompute(units: Sequence[Unit], config: RecomputeConfig, *, ways: Sequence[Way] = ()) -> list[str]:
     """Make the chosen units recompute their activations; returns the names of those that do.
 
     The units' `forward` is replaced, not wrapped in a module, so no parameter changes its name.
-    `auto_count` is how many units the memory budget asks for, with `mode: auto`.
+    `ways` is what each of the units does, with `mode: auto`; the last one holds for those that come after.
     """
-    chosen = {
-        "none": [],
-        "full": list(units),
-        "every": list(units[config.every - 1 :: config.every]),
-        "selective": list(units),
-        "auto": list(units[:auto_count]),
-    }[config.mode]
-    context = _selective_context(config.save_ops) if config.mode == "selective" else None
-    for unit in chosen:
-        _recompute(unit.module, context)
-    return [unit.name for unit in chosen]
+    count = len(units)
+    chosen: dict[str, Callable[[], Sequence[Way]]] = {
+        "none": lambda: ["none"] * count,
+        "full": lambda: ["full"] * count,
+        "every": lambda: ["none" if (index + 1) % config.every else "full" for index in range(count)],
+        "selective": lambda: ["cheap"] * count,
+        "auto": lambda: [*ways[:count], *[ways[-1] if ways else "none"] * (count - len(ways))],
+    }
+    words = _KEPT | ({"cheap": tuple(config.save_ops)} if config.mode == "selective" else {})
+    kept = {way: operations(each) for way, each in words.items()}
+    names = []
+    for unit, way in zip(units, chosen[config.mode](), strict=True):
+        if way != "none":
+            _recompute(unit.module, kept.get(way, frozenset()))
+            names.append(unit.name)
+    return names
 
 
-def _recompute(module: nn.Module, context: Callable[[], Any] | None) -> None:
+def kept_operations(module: nn.Module) -> frozenset[Any] | None:
+    """The operations whose results a unit that recomputes keeps; None for one that does not recompute."""
+    return getattr(module.forward, "kept", None)
+
+
+def _recompute(module: nn.Module, kept: frozenset[Any]) -> None:
     forward = module.forward
-    extra: dict[str, Any] = {} if context is None else {"context_fn": context}
+    extra: dict[str, Any] = {"context_fn": _selective_context(kept)} if kept else {}
 
     @wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
@@ -55,12 +78,15 @@ def _recompute(module: nn.Module, context: Callable[[], Any] | None) -> None:
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
 
-    module.forward = recomputed
+    made: Any = recomputed
+    made.kept = kept
+    module.forward = made
 
 
-def _selective_context(save_ops: Sequence[str]) -> Callable[[], Any]:
-    kept: set[Any] = set()
-    for word in save_ops:
+def operations(words: Sequence[str]) -> frozenset[Any]:
+    """torch's own operations for words of `save_ops`."""
+    found: set[Any] = set()
+    for word in words:
         for name in _SEVERAL.get(word, (word,)):
             packet = getattr(torch.ops.aten, name, None)
             if packet is None:
@@ -71,8 +97,11 @@ def _selective_context(save_ops: Sequence[str]) -> Callable[[], Any]:
                         "use names of torch.ops.aten, such as mm, addmm, bmm, or scaled_dot_product_attention",
                     )
                 )
-            kept.update(getattr(packet, overload) for overload in packet.overloads())
+            found.update(getattr(packet, overload) for overload in packet.overloads())
+    return frozenset(found)
 
+
+def _selective_context(kept: frozenset[Any]) -> Callable[[], Any]:
     def policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from plait.parallel.listening import listen
 from plait.world import is_sharded, local_part, settled_part
 
 
@@ -60,8 +61,7 @@ class GradientBuckets:
         self._reducing = False
         self._next = 0
         self._works: list[dist.Work] = []
-        for index, param in enumerate(self._params):
-            param.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
+        listen(self._params, self._collect)
 
     def view_of(self, index: int) -> torch.Tensor:
         """Where the gradient of the parameter with this index is collected."""
@@ -93,37 +93,30 @@ class GradientBuckets:
         sizes = [local_part(self._params[index].detach()).shape for index in indices]
         self._buckets.append(_Bucket(dtype, device, group, sizes))
 
-    def _hook(self, index: int) -> Any:
-        bucket_index, position = self._place[index]
-        bucket = self._buckets[bucket_index]
-        view = bucket.views[position]
-        spread = is_sharded(self._params[index])
-        same_dtype = view.dtype == self._params[index].dtype and not spread
-        on_cpu = view.device.type == "cpu"
-
-        def collect(param: torch.Tensor) -> None:
-            grad = param.grad
-            if grad is not view:
-                assert grad is not None
-                if spread:
-                    with torch.no_grad():
-                        grad = settled_part(grad, param)
-                if self._touched[index]:
-                    view.add_(grad)
-                else:
-                    view.copy_(grad)
-                # Further micro-batches accumulate straight into the bucket where the dtype allows it.
-                param.grad = view if same_dtype else None
-                if on_cpu:
-                    bucket.held.append(grad)
-            self._touched[index] = True
-            if self._reducing and not self._ready[index]:
-                self._ready[index] = True
-                bucket.waiting -= 1
-                if bucket.waiting == 0:
-                    self._launch_in_order()
-
-        return collect
+    def _collect(self, index: int, param: torch.Tensor) -> None:
+        place, position = self._place[index]
+        bucket = self._buckets[place]
+        view, grad = bucket.views[position], param.grad
+        if grad is not view:
+            assert grad is not None
+            spread = is_sharded(param)
+            if spread:
+                with torch.no_grad():
+                    grad = settled_part(grad, param)
+            if self._touched[index]:
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+            # Further micro-batches accumulate straight into the bucket where the dtype allows it.
+            param.grad = view if view.dtype == param.dtype and not spread else None
+            if view.device.type == "cpu":
+                bucket.held.append(grad)
+        self._touched[index] = True
+        if self._reducing and not self._ready[index]:
+            self._ready[index] = True
+            bucket.waiting -= 1
+            if bucket.waiting == 0:
+                self._launch_in_order()
 
     def before_backward(self, *, last: bool) -> None:
         """Prepare for one micro-batch; on the `last` one gradients are reduced as they become ready."""

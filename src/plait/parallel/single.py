@@ -7,10 +7,12 @@ pass over them. Where a step has several micro-batches they are summed in the wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+
+from plait.parallel.listening import listen
 
 
 class OwnGradients:
@@ -21,8 +23,7 @@ class OwnGradients:
         self._reduce = reduce
         self._sums: list[Tensor | None] = [None] * len(self._params)
         self._summing = False
-        for index, param in enumerate(self._params):
-            param.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
+        listen(self._params, self._collect)
 
     def of(self, index: int) -> Tensor:
         """The gradient of one parameter, once the step's are complete."""
@@ -38,20 +39,17 @@ class OwnGradients:
         """Forget this step's."""
         self._sums = [None] * len(self._params)
 
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
-        def collect(param: Tensor) -> None:
-            if not self._summing:
-                return
-            assert param.grad is not None
-            total = self._sums[index]
-            if total is None:
-                dtype = torch.promote_types(self._reduce, param.dtype)
-                self._sums[index] = param.grad.to(dtype, copy=True)
-            else:
-                total.add_(param.grad)
-            param.grad = None
-
-        return collect
+    def _collect(self, index: int, param: Tensor) -> None:
+        if not self._summing:
+            return
+        assert param.grad is not None
+        total = self._sums[index]
+        if total is None:
+            dtype = torch.promote_types(self._reduce, param.dtype)
+            self._sums[index] = param.grad.to(dtype, copy=True)
+        else:
+            total.add_(param.grad)
+        param.grad = None
 
     def before_backward(self, *, last: bool) -> None:
         """Prepare for one micro-batch; one that is not the last, or not the only one, is summed."""

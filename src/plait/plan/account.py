@@ -26,7 +26,8 @@ ONCE = "once"
 class Account:
     """The numbers of one rank, by dotted names.
 
-    `peak.<phase>` and `peak.backward.end`, `reserved`: bytes. `part.<whose>`: bytes at the highest moment.
+    `peak.<phase>` and `peak.backward.end`, `reserved`: bytes. `at.<peak>.<whose>`: bytes at each of these moments;
+    `part.<whose>`: at the highest.
     `compute.<phase>.<kind>`, `host.<phase>`: seconds. `sent.<axes>.<each|once>`: bytes;
     `hidden.<axes>.…` and `waited.<axes>.…`: seconds of messages that overlap with computing, and that do not.
     `link.<in|out|files>.…`: seconds of copies to the device, to the host, and of files read for them;
@@ -46,6 +47,17 @@ class Account:
     def repeated(self, times: float) -> Account:
         """With so many times as many micro-batches. Memory stays: it was full before."""
         return Account({key: value * times if _comes_again(key) else value for key, value in self.numbers.items()})
+
+    def settled(self) -> Account:
+        """With the parts of the highest peak as its parts, where it is known whose the memory is at each.
+
+        Which peak that is may be another one in a longer model, so parts are chosen after stretching.
+        """
+        numbers = {key: value for key, value in self.numbers.items() if not key.startswith("part.")}
+        highest = max(self.under("peak").items(), key=lambda entry: entry[1])[0]
+        held = self.under(f"at.{highest}").items()
+        parts = {f"part.{whose}": size for whose, size in held if "." not in whose and size}
+        return Account(numbers | parts)
 
     def total(self, *prefix: str) -> float:
         """The sum of all numbers whose names begin like this."""

@@ -14,6 +14,7 @@ from plait.plan.recorder import Recorder
 from plait.spec.phase import Phase
 from plait.strategy.native.engine import NativeEngine
 from plait.world import is_sharded
+from plait.world.patch import replaced
 
 PARTS = (
     "parameters",
@@ -28,65 +29,88 @@ PARTS = (
 """What the memory of a rank consists of."""
 
 
+class Owners:
+    """Tells the memory of one engine apart, again and again."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self._engine = engine
+        self._params = list(engine.model.parameters())
+        self._buffers = list(engine.model.buffers())
+        self._gathering = list(_gathering(engine))
+
+    def share_out(self, recorder: Recorder) -> dict[str, int]:
+        """Bytes in use now, by whose they are."""
+        owners: dict[int, str] = {}
+        with torch.no_grad(), replaced(recorder, "paused", True):  # a view that is made to look is no part of the step
+            for owner, tensor in self.known():
+                owners.setdefault(_storage(tensor), owner)
+        found: Counter[str] = Counter()
+        for key, piece in recorder.pieces.items():
+            part = owners.get(key)
+            if part is None and piece.sent:
+                part = "communication"
+            if part is None:
+                # What the forward pass made and is still there, the backward pass will need.
+                part = "activations" if piece.born is Phase.FORWARD else "temporaries"
+                if piece.born is Phase.BUILD:
+                    part = "kernel workspaces"
+            found[part] += piece.size
+        return {part: found[part] for part in PARTS if found[part]}
+
+    def known(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that belong to someone now."""
+        engine = self._engine
+        for param in self._params:
+            yield "parameters", param
+            if param.grad is not None:
+                yield "gradients", param.grad
+        for buffer in self._buffers:
+            yield "parameters", buffer
+        for state in engine.updater.optimizer.state.values():
+            for value in state.values():
+                for part in value if isinstance(value, Packed) else (value,):
+                    if isinstance(part, Tensor):
+                        yield "optimizer", part
+        for name, tensor in zip(engine.views.names, engine.views.tensors, strict=True):
+            yield "parameters", tensor  # the fp32 weights behind rounded ones
+            if tensor.grad is not None:
+                yield "gradients", tensor.grad
+            if engine.views.in_buckets:
+                yield "gradients", engine.views.gradient_of(name)
+        for each in self._gathering:
+            yield from _gathered(each)
+
+
 def classify(recorder: Recorder, engine: NativeEngine) -> dict[str, int]:
     """Bytes in use now, by whose they are."""
-    owners: dict[int, str] = {}
-    for owner, tensor in known_tensors(engine):
-        owners.setdefault(_storage(tensor), owner)
-    found: Counter[str] = Counter()
-    for key, piece in recorder.pieces.items():
-        part = owners.get(key)
-        if part is None and piece.sent:
-            part = "communication"
-        if part is None:
-            # What the forward pass made and is still there, the backward pass will need.
-            part = "activations" if piece.born is Phase.FORWARD else "temporaries"
-            if piece.born is Phase.BUILD:
-                part = "kernel workspaces"
-        found[part] += piece.size
-    return {part: found[part] for part in PARTS if found[part]}
+    return Owners(engine).share_out(recorder)
 
 
 def known_tensors(engine: NativeEngine) -> Iterator[tuple[str, Tensor]]:
     """The tensors that belong to someone."""
-    for param in engine.model.parameters():
-        yield "parameters", param
-        if param.grad is not None:
-            yield "gradients", param.grad
-    for buffer in engine.model.buffers():
-        yield "parameters", buffer
-    for state in engine.updater.optimizer.state.values():
-        for value in state.values():
-            for part in value if isinstance(value, Packed) else (value,):
-                if isinstance(part, Tensor):
-                    yield "optimizer", part
-    for name, tensor in zip(engine.views.names, engine.views.tensors, strict=True):
-        yield "parameters", tensor  # the fp32 weights behind rounded ones
-        if tensor.grad is not None:
-            yield "gradients", tensor.grad
-        if engine.views.in_buckets:
-            yield "gradients", engine.views.gradient_of(name)
-    yield from _gathered(engine)
+    return Owners(engine).known()
 
 
-def _gathered(engine: NativeEngine) -> Iterator[tuple[str, Tensor]]:
-    """What `fully_shard` holds beside the shards."""
+def _gathering(engine: NativeEngine) -> Iterator[Any]:
+    """The parameters that `fully_shard` gathers, as it keeps them."""
     for module in engine.model.modules():
         state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
-        group = getattr(state, "_fsdp_param_group", None)
-        for each in getattr(group, "fsdp_params", ()):
-            for tensor in getattr(each, "all_gather_outputs", ()):
-                yield "gathered parameters", tensor
-            whole = getattr(each, "_unsharded_param", None)
-            if whole is not None:
-                yield "gathered parameters", whole
-            accumulated = getattr(each, "unsharded_accumulated_grad", None)
-            if accumulated is not None:
-                yield "gradients", accumulated
+        yield from getattr(getattr(state, "_fsdp_param_group", None), "fsdp_params", ())
+
+
+def _gathered(param: Any) -> Iterator[tuple[str, Tensor]]:
+    """What `fully_shard` holds of a parameter beside its shard."""
+    for tensor in getattr(param, "all_gather_outputs", ()):
+        yield "gathered parameters", tensor
+    whole = getattr(param, "_unsharded_param", None)
+    if whole is not None:
+        yield "gathered parameters", whole
+    accumulated = getattr(param, "unsharded_accumulated_grad", None)
+    if accumulated is not None:
+        yield "gradients", accumulated
 
 
 def _storage(tensor: Tensor) -> int:
-    with torch.no_grad():
-        while is_sharded(tensor):
-            tensor = tensor._local_tensor
-        return int(tensor.untyped_storage()._cdata)
+    while is_sharded(tensor):
+        tensor = tensor._local_tensor
+    return int(tensor.untyped_storage()._cdata)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -21,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from plait.config.strategy import CompileConfig
 from plait.parallel import compiling
+from plait.parallel.recompute import kept_operations
 from plait.parallel.units import Unit
 from plait.plan.fusion import FusedGraph
 from plait.plan.recorder import Recorder
@@ -34,8 +36,8 @@ from plait.world.patch import replaced
 
 
 @contextmanager
-def compiled_units(recorder: Recorder, timing: Timing, say: Callable[[str], None], *, recompute: str) -> Iterator[None]:
-    """Compiling makes fused graphs that only count, until the block ends. `recompute` is the run's mode."""
+def compiled_units(recorder: Recorder, timing: Timing, say: Callable[[str], None]) -> Iterator[None]:
+    """Compiling makes fused graphs that only count, until the block ends."""
 
     def compile_units(
         model: nn.Module, units: Sequence[Unit], config: CompileConfig, *, sharded: bool
@@ -47,15 +49,11 @@ def compiled_units(recorder: Recorder, timing: Timing, say: Callable[[str], None
             return []
         traces: dict[Any, Any] = {}
         fused = partial(_Fused, traces=traces, recorder=recorder, timing=timing)
-        again = [block for block in blocks if "forward" in vars(block)]
-        if recompute == "selective":
-            # What such a policy keeps, the results of matrix products, the partitioner keeps by itself.
-            for block in again:
-                del block.forward
-            again = []
-        for block in again:
-            written = inspect.unwrap(block.forward)
-            block.forward = _Recomputed(fused(block, forward=written))
+        again = {block: kept_operations(block) or frozenset() for block in blocks if "forward" in vars(block)}
+        for block, kept in again.items():
+            written = fused(block, forward=inspect.unwrap(block.forward), kept=kept)
+            # What is kept of a block that keeps something is up to the partitioner.
+            block.forward = written if kept else _Recomputed(written)
         for module in [model] if whole and not again else [block for block in blocks if block not in again]:
             module._compiled_call_impl = fused(module)
         return []
@@ -87,8 +85,10 @@ class _Fused:
         recorder: Recorder,
         timing: Timing,
         forward: Callable[..., Any] | None = None,
+        kept: frozenset[Any] = frozenset(),
     ) -> None:
-        self._module, self._forward = module, forward
+        """`forward` is the module's own, where that was replaced; `kept` as in `recompute.kept_operations`."""
+        self._module, self._forward, self._kept = module, forward, kept
         self._traces, self._recorder, self._timing = traces, recorder, timing
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +103,7 @@ class _Fused:
                 return functional_call(self._module, dict(zip(named, params, strict=True)), inputs, options)
 
         forms = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in (*named.values(), *given))
-        key = torch.is_grad_enabled(), tuple(named), forms
+        key = torch.is_grad_enabled(), tuple(named), forms, self._kept
         if key not in self._traces:
             self._traces[key] = self._trace(function)
             self._recorder.paused = True  # while it traces, which the first call begins with
@@ -128,13 +128,33 @@ class _Fused:
         def count(gm: fx.GraphModule, example_inputs: Any) -> Any:
             return FusedGraph(gm, self._recorder, self._timing)
 
+        def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+            if self._kept:
+                _mark(joint, self._kept)
+            return min_cut_rematerialization_partition(joint, inputs, **options)
+
         return aot_function(
             function,
             fw_compiler=count,
             bw_compiler=count,
-            partition_fn=min_cut_rematerialization_partition,
+            partition_fn=partition,
             decompositions=select_decomp_table(),
         )
+
+
+def _mark(joint: fx.GraphModule, kept: frozenset[Any]) -> None:
+    """Say which results of the forward part are kept and which may be computed again, as a checkpoint's policy does."""
+    behind: set[fx.Node] = set()  # what the backward part computes
+    for node in joint.graph.nodes:
+        if node.op == "placeholder" and "tangent" in str(node.target):
+            behind.add(node)
+        if any(each in behind for each in node.all_input_nodes):
+            behind.add(node)
+        elif node.op == "call_function" and node not in behind:
+            whole = node.args[0] if node.target is operator.getitem else node
+            wanted = isinstance(whole, fx.Node) and whole.target in kept
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
+            node.meta["ac_graph_id"] = 0
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

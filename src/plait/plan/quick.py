@@ -8,7 +8,7 @@ good to about a tenth.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from plait.config.batch import ResolvedBatch, resolve_batch
@@ -43,14 +43,36 @@ class Quick:
     """Of the weights that are updated on the device though the optimizer is offloaded; for `ratio: auto` the best."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What many ways have in common, found out once."""
+
+    samples: dict[Any, Account | str] = field(default_factory=dict)
+    """By how a layer is shared and recomputed."""
+    bubbles: dict[Any, float] = field(default_factory=dict)
+    """By schedule, stages and micro-batches."""
+
+    def bubble(self, config: RunConfig, layout: Layout, batch: ResolvedBatch) -> float:
+        """The idle share of a pipeline; 0 where there is none."""
+        if layout.pp == 1:
+            return 0.0
+        from plait.parallel.pipeline import theoretical_bubble
+
+        pipeline = config.strategy.pipeline
+        key = pipeline.schedule, layout.pp, batch.accumulation, pipeline.stages_per_rank
+        if key not in self.bubbles:
+            self.bubbles[key] = theoretical_bubble(*key)
+        return self.bubbles[key]
+
+
 def quick_look(found: Sequence[Found], hardware: Hardware, ranks: int, make_example: MakeExample) -> list[Quick | str]:
     """An account of each; a reason where it cannot be."""
-    samples: dict[Any, Account | str] = {}
+    seen = _Seen()
     looked: list[Quick | str] = []
     for each in found:
         assert each.config is not None
         try:
-            looked.append(_look(each.config, hardware, ranks, samples, make_example=make_example))
+            looked.append(_look(each.config, hardware, ranks, seen, make_example=make_example))
         except PlaitError as error:
             looked.append(in_one_line(error))
     return looked
@@ -59,14 +81,12 @@ def quick_look(found: Sequence[Found], hardware: Hardware, ranks: int, make_exam
 def quick_of(config: RunConfig, hardware: Hardware, ranks: int, **options: Any) -> Quick | str:
     """An account of one run; `options` are those of `plan_rank`: the model, where it is not described."""
     try:
-        return _look(config, hardware, ranks, {}, **options)
+        return _look(config, hardware, ranks, _Seen(), **options)
     except PlaitError as error:
         return in_one_line(error)
 
 
-def _look(
-    config: RunConfig, hardware: Hardware, ranks: int, samples: dict[Any, Account | str], **options: Any
-) -> Quick | str:
+def _look(config: RunConfig, hardware: Hardware, ranks: int, seen: _Seen, **options: Any) -> Quick | str:
     strategy = config.strategy
     layout = resolve_layout(strategy, size=ranks, local_size=min(ranks, hardware.per_host))
     batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=strategy.pipeline.micro_batches)
@@ -77,10 +97,12 @@ def _look(
         if layout.pp > (layers_of(config) or layout.pp):
             return f"{layout.pp} pipeline stages, but fewer layers"
     key = layout.tp, layout.cp, layout.ep, strategy.recompute.mode, strategy.compile.enabled
-    if key not in samples:
-        samples[key] = _sample(config, hardware, layout, **options)
-    sample = samples[key]
-    return sample if isinstance(sample, str) else _from_sample(sample, config, hardware, layout, batch)
+    if key not in seen.samples:
+        seen.samples[key] = _sample(config, hardware, layout, **options)
+    sample = seen.samples[key]
+    if isinstance(sample, str):
+        return sample
+    return _from_sample(sample, config, hardware, layout, batch, seen.bubble(config, layout, batch))
 
 
 def _sample(config: RunConfig, hardware: Hardware, layout: Layout, **options: Any) -> Account | str:
@@ -98,19 +120,21 @@ def _sample(config: RunConfig, hardware: Hardware, layout: Layout, **options: An
     alone = config.model_copy(update={"strategy": strategy, "batch": BatchConfig(micro=1, accumulation=1)})
     try:
         ranks = layout.tp * layout.cp * layout.ep
-        return plan_rank(alone, hardware, ranks=ranks, detailed=True, groups=(2, 3), **options).account
+        return plan_rank(alone, hardware, ranks=ranks, detailed=True, **options).account
     except PlaitError as error:
         return in_one_line(error)
 
 
-def _from_sample(sample: Account, config: RunConfig, hardware: Hardware, layout: Layout, batch: ResolvedBatch) -> Quick:
+def _from_sample(
+    sample: Account, config: RunConfig, hardware: Hardware, layout: Layout, batch: ResolvedBatch, bubble: float
+) -> Quick:
     state = state_bytes(config) if config.strategy.offload.on else 0.0
 
     def needed(share: float) -> float:
         return device_gib(sample, config, hardware, layout, batch, share)
 
     def seconds(share: float) -> float:
-        return seconds_of(sample, config, hardware, layout, batch, share, state)
+        return seconds_of(sample, config, hardware, layout, batch, share, state, bubble)
 
     share = config.strategy.offload.share
     if config.strategy.offload.ratio == "auto":

@@ -19,10 +19,11 @@ def seconds_of(
     batch: ResolvedBatch,
     share: float,
     state: float,
+    bubble: float,
 ) -> float:
     """How long a step takes where `share` of an offloaded optimizer stays on the device.
 
-    `state`: bytes that the optimizer keeps for each number.
+    `state`: bytes that the optimizer keeps for each number; `bubble`: the idle share of the pipeline.
     """
     pp, shards, offload = layout.pp, shards_of(config, layout), config.strategy.offload
     weights = weights_of(sample, config, layout)
@@ -39,11 +40,7 @@ def seconds_of(
     seconds = max(compute + waited, host, sent / (link.gbps * 1e9), carried)
     if offload.params != "none" and hardware.kind == "cuda":
         seconds = max(seconds, _fetching(weights.computed / shards, config, hardware, layout, batch.accumulation))
-    if pp > 1:
-        from plait.parallel.pipeline import theoretical_bubble
-
-        pipeline = config.strategy.pipeline
-        seconds /= 1.0 - theoretical_bubble(pipeline.schedule, pp, batch.accumulation, pipeline.stages_per_rank)
+    seconds /= 1.0 - bubble
     if not offload.on:
         return seconds
     numbers = weights.numbers / shards

@@ -15,8 +15,10 @@ from plait.plan.simulate import MakeExample, Simulated, simulate
 
 _SPARE = 0.03
 """The allocator keeps at least this share of the peak beyond need."""
-_FEW, _MORE = 3, 4
-"""Groups of layers of the two short models: with three there is one that is neither first nor last."""
+_GROUPS = (2, 3)
+"""How many groups of layers the two short models have."""
+_GATHERED = (3, 4)
+"""The same where weights are gathered layer by layer: the next ones come ahead, so a layer has others around it."""
 
 
 def plan_rank(
@@ -32,12 +34,8 @@ def plan_rank(
     received: Any = None,
     detailed: bool = False,
     exact: bool = False,
-    groups: tuple[int, int] = (_FEW, _MORE),
 ) -> Simulated:
-    """Simulate `rank`, which has the pipeline stage `stage`: whole where `exact`, else by [Note: a few layers].
-
-    `groups` says how long the two short models are.
-    """
+    """Simulate `rank`, which has the pipeline stage `stage`: whole where `exact`, else by [Note: a few layers]."""
     options: dict[str, Any] = {
         "ranks": ranks,
         "rank": rank,
@@ -47,9 +45,12 @@ def plan_rank(
         "detailed": detailed,
     }
     lengths = None if model is not None else lengths_of(config, ranks, hardware.per_host, stage)
-    if lengths is None or lengths.is_short or exact:
+    if lengths is None or exact or (lengths.is_short and not lengths.repeats):
         layers = 1 if lengths is None else lengths.layers
         return simulate(config, hardware, model=model, layers=layers, **options)
+    if lengths.is_short:
+        return _from_few_micro_batches(config, hardware, lengths, stage, options)
+    groups = _GATHERED if config.strategy.stage == 3 else _GROUPS
     shares = _shares(config)
     if not shares:
         return _from_few(config, hardware, lengths, stage, groups, options)
@@ -82,6 +83,17 @@ def _from_few(
     return replace(longer, account=account, flops_per_token=None, trail=[])  # those of the short model
 
 
+def _from_few_micro_batches(
+    config: RunConfig, hardware: Hardware, lengths: Lengths, stage: int, options: dict[str, Any]
+) -> Simulated:
+    """All layers, and as few micro-batches as will do."""
+    groups = lengths.layers // lengths.period
+    short = shortened(config, options["ranks"], hardware.per_host, stage, groups, lengths)
+    found = simulate(short.config, hardware, layers=short.layers, **options)
+    account = found.account.repeated(lengths.micro_batches / lengths.least_micro_batches)
+    return replace(found, account=account, flops_per_token=None, trail=[])
+
+
 _NEARLY_ALL = 1.0 - 1e-9
 """A share that leaves only the last parameter."""
 
@@ -106,7 +118,7 @@ def _between(shares: dict[str, float], at: Callable[..., Simulated]) -> Simulate
         for name in (numbers.keys() | everything.keys()) - {"host_rooms"}:
             base = nothing.account.numbers.get(name, 0.0)
             numbers[name] = numbers.get(name, 0.0) + share * (everything.get(name, 0.0) - base)
-    return replace(nothing, account=Account(numbers))
+    return replace(nothing, account=Account(numbers).settled())
 
 
 def _completed(account: Account, sample: Account) -> Account:
@@ -116,4 +128,4 @@ def _completed(account: Account, sample: Account) -> Account:
     # What the allocator keeps beyond need is a few pieces of the largest sizes, however many layers there are.
     spare = max(sample.numbers["reserved"] - sample.peak[1], _SPARE * account.peak[1])
     numbers["reserved"] = account.peak[1] + spare
-    return Account(numbers)
+    return Account(numbers).settled()

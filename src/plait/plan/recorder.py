@@ -24,6 +24,9 @@ from plait.world.patch import replaced
 _NOTABLE = 1.02
 """A peak that is not higher than the one before by this factor is not looked at again."""
 
+END = "backward.end"
+"""The name of the peak at the end of the backward pass; the others are named by their phases."""
+
 
 class Watcher(Protocol):
     """What wants to know of every operation."""
@@ -75,6 +78,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.at_height: Callable[[int], None] | None = None
         """Is called with the bytes in use whenever they rise above `height`, which is raised by that and a little."""
         self.height = 0
+        self.at_peak: Callable[[str, int, bool], None] | None = None
+        """Is called when a peak rises: its name, the bytes beyond all pieces, and whether a kernel has those."""
         self.trail: list[tuple[Phase, int]] | None = None
         """Bytes in use after every operation, where somebody wants them."""
         self.paused = False
@@ -118,9 +123,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.at_height(self.in_use + size)
         if self._allocator is not None:
             self._allocator.stretch(size)
-        peak = self.peaks[self.current_phase()]
-        if self.in_use + size > peak.bytes:
-            peak.bytes = self.in_use + size
+        phase = self.current_phase()
+        self._raise(self.peaks[phase], phase, size, kernel=False)
 
     @contextmanager
     def aside(self, *watchers: Watcher, phase: Phase | None = None) -> Iterator[Recorder]:
@@ -176,8 +180,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if hidden:
                 self._allocator.free(self._allocator.allocate(hidden))
             peak.reserved = max(peak.reserved, self._allocator.reserved)
-        if self.in_use + hidden > peak.bytes:
-            peak.bytes = self.in_use + hidden
+        self._raise(peak, END if ending else phase, hidden, kernel=True)
+
+    def _raise(self, peak: Peak, name: str, beyond: int, *, kernel: bool) -> None:
+        if self.in_use + beyond > peak.bytes:
+            peak.bytes = self.in_use + beyond
+            if self.at_peak is not None:
+                self.at_peak(name, beyond, kernel)
 
     def _hold(self, tensor: Tensor, phase: Phase, *, sent: bool) -> None:
         device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device

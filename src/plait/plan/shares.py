@@ -44,13 +44,14 @@ def with_ratio(config: RunConfig, hardware: Hardware, *, ranks: int, **options: 
         raise ConfigError(Problem(SHARE, f"auto, but the run cannot be planned: {quick}", "Write a number."))
     share = quick.share
     while share > 0:
-        found = _at(config, share)
+        found = with_share(config, share)
         if make_plan(found, hardware, ranks=ranks, detailed=False, **options).fits:
             return found
         share = round(max(share - 2 / STEPS, 0.0), 4)
-    return _at(config, 0.0)
+    return with_share(config, 0.0)
 
 
-def _at(config: RunConfig, share: float) -> RunConfig:
+def with_share(config: RunConfig, share: float) -> RunConfig:
+    """The run with a number for how much of an offloaded optimizer's work stays on the device."""
     offload = config.strategy.offload.model_copy(update={"ratio": share})
     return config.model_copy(update={"strategy": config.strategy.model_copy(update={"offload": offload})})

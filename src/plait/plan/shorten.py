@@ -44,8 +44,13 @@ class Lengths:
 
     @property
     def is_short(self) -> bool:
-        """Whether nothing is gained by making it shorter."""
+        """Whether nothing is gained by leaving layers out."""
         return self.layers <= 5 * self.period
+
+    @property
+    def repeats(self) -> bool:
+        """Whether there are micro-batches that do as others do."""
+        return self.micro_batches > self.least_micro_batches
 
 
 def layers_of(config: RunConfig) -> int | None:

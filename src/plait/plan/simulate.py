@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from plait.parallel.offload.activations import activations_on_host
 from plait.parallel.offload.store import Offload
 from plait.plan.account import EACH, Account
 from plait.plan.allocator import CachingAllocator
-from plait.plan.classify import classify
+from plait.plan.classify import Owners
 from plait.plan.example import example_of
 from plait.plan.fused import compiled_units
 from plait.plan.hardware import Hardware
@@ -36,8 +36,9 @@ from plait.strategy.native.offloaded import OffloadedViews
 from plait.world import local_part
 from plait.world.fake import fake_world
 
-_REORDERED = 1.06
-"""Inductor orders a backward pass that recomputes in its own way; measured, that takes up to this much more."""
+_REORDERED = 0.15
+"""Inductor orders a backward pass that recomputes in its own way; measured, that takes up to this share more of what a
+step takes beyond its states."""
 _SOME_LENGTH = Length(total_steps=1000, steps_per_epoch=1000)
 """A schedule may ask how long the run is; what a step takes does not depend on it."""
 MakeExample = Callable[[RunConfig, int], Any]
@@ -93,7 +94,7 @@ def simulate(
         timing = Timing(hardware, config, world.layout)
         recorder = Recorder(hardware.kind, allocator=CachingAllocator() if on_cuda else None, watchers=(timing,))
         mode = config.strategy.recompute.mode
-        stack.enter_context(compiled_units(recorder, timing, notes.append, recompute=mode))
+        stack.enter_context(compiled_units(recorder, timing, notes.append))
         stack.enter_context(recorder.recording())
         workspace = torch.empty(2 * MATMUL_WORKSPACE if on_cuda else 0, dtype=torch.uint8, device=world.device)
         micro_batches = config.strategy.pipeline.micro_batches
@@ -117,12 +118,12 @@ def simulate(
 
         # Some schedules take certain numbers of micro-batches only.
         plain = engine.pipeline is None or config.strategy.pipeline.schedule in ("1f1b", "gpipe")
-        step(min(2, batch.accumulation) if plain else batch.accumulation)
+        step(1 if plain else batch.accumulation)
         if batch.accumulation == 1:  # otherwise gradients are there from the first micro-batch on
             recorder.end_at = recorder.backward_operations - recorder.backward_operations // max(layers, 1)
         timing.restart()
         recorder.peaks = defaultdict(Peak, {Phase.BUILD: recorder.peaks[Phase.BUILD]})
-        parts = _look_when_high(recorder, engine) if detailed else {}
+        parts = _look_at_peaks(recorder, engine) if detailed else {}
         recorder.trail = [] if detailed else None
         step()
         timing.stop()
@@ -136,7 +137,8 @@ def simulate(
             numbers[f"link.files.{EACH}"] = on_link * min(ranks, hardware.per_host) / hardware.disk_gbps
         if config.strategy.compile.enabled and mode != "none":
             highest = max(value for key, value in numbers.items() if key.startswith("peak."))
-            numbers["reserved"] = max(numbers["reserved"], highest * _REORDERED)
+            beyond = highest - numbers.get("peak.idle", 0.0)
+            numbers["reserved"] = max(numbers["reserved"], highest + beyond * _REORDERED)
         found = Simulated(
             Account(numbers),
             _flops_per_token(engine, example),
@@ -144,12 +146,9 @@ def simulate(
             engine.pipeline.transport.handed_on if engine.pipeline is not None else None,
             notes,
         )
-        numbers |= {f"part.{part}": size for part, size in parts.items()}
-        if parts:  # it was looked at shortly before the very top
-            highest = max(value for key, value in numbers.items() if key.startswith("peak.") and key != "peak.build")
-            numbers["part.temporaries"] = numbers.get("part.temporaries", 0) + highest - sum(parts.values())
+        numbers |= {f"at.{name}.{part}": size for name, held in parts.items() for part, size in held.items()}
         del workspace
-        return found
+        return replace(found, account=found.account.settled())
 
 
 def _numbers(recorder: Recorder, timing: Timing, engine: NativeEngine, tokens: int) -> dict[str, float]:
@@ -183,18 +182,23 @@ def _update(store: Offload, config: RunConfig, hardware: Hardware, layout: Layou
     return work.to_dict(mode_of(config, layout, hardware.kind))
 
 
-def _look_when_high(recorder: Recorder, engine: NativeEngine) -> dict[str, int]:
-    """Whose the memory is at the highest moment yet to come, filled in when it comes."""
-    parts: dict[str, int] = {}
+def _look_at_peaks(recorder: Recorder, engine: NativeEngine) -> dict[str, dict[str, int]]:
+    """Whose the memory is at each of the peaks yet to come, filled in when they come, and at that of the build."""
+    owners = Owners(engine)
 
-    def look(height: int) -> None:
-        parts.clear()
-        parts.update(classify(recorder, engine))
-        hidden = height - recorder.in_use  # what a kernel takes for itself
-        parts["kernel workspaces"] = parts.get("kernel workspaces", 0) + hidden
+    def look(name: str, beyond: int, kernel: bool) -> None:
+        # What a compiled pass has made so far is for the backward pass, if it is the forward pass.
+        whose = "kernel workspaces" if kernel else "activations" if name == Phase.FORWARD else "temporaries"
+        found[name] = held = owners.share_out(recorder)
+        held[whose] = held.get(whose, 0) + beyond
 
-    recorder.at_height = look
-    return parts
+    recorder.at_peak = look
+    # Of the build, what stayed is known; the rest was needed while values were made.
+    built = owners.share_out(recorder)
+    built = {part: built[part] for part in ("parameters", "kernel workspaces") if part in built}
+    built["temporaries"] = recorder.peaks[Phase.BUILD].bytes - sum(built.values())
+    found: dict[str, dict[str, int]] = {Phase.BUILD: built}
+    return found
 
 
 def _tokens(example: Any) -> int:

@@ -22,10 +22,13 @@ from plait.plan.example import example_of
 from plait.plan.hardware import Hardware
 from plait.plan.plan import GIB, Plan, make_plan
 from plait.plan.quick import Quick, quick_look
-from plait.plan.shares import SHARE
+from plait.plan.shares import SHARE, with_share
 from plait.plan.simulate import MakeExample
 from plait.plan.space import Space, candidates
 
+_AWAY = 0.03
+"""What keeps something off the device must be faster by this share: so far off may a plan be, and the host has a part
+in it that other programs may want too."""
 _MARGIN = 1.1
 """The quick account may be this far off; what it finds too large by more is not looked at again."""
 
@@ -49,17 +52,22 @@ class Found:
             return self.plan.tokens_per_second
         return 0.0 if self.quick is None else self.quick.tokens_per_second
 
+    @property
+    def worth(self) -> float:
+        """By what ways are ordered: tokens per second, and of those that are about equal the simpler first."""
+        return self.tokens_per_second * (1.0 - _AWAY * _tiers(self.config))
+
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What a search has found, fastest first: those that were simulated and fit, then the others."""
+    """What a search has found, best first: those that were simulated and fit, then the others."""
 
     found: tuple[Found, ...]
     seconds: float
 
     @property
     def best(self) -> Found | None:
-        """The fastest that fits; None where nothing does."""
+        """The fastest that fits, by its `worth`; None where nothing does."""
         return next((each for each in self.found if each.plan is not None and not each.reason), None)
 
 
@@ -92,8 +100,8 @@ def search(
             reason = f"needs about {quick.host_gib:.0f} GiB of the host's {hardware.host_memory_gib:.0f}"
             large.append(replace(each, quick=quick, reason=reason))
         else:
-            promising.append(_with_share(replace(each, quick=quick), config, quick.share))
-    promising.sort(key=lambda each: -each.tokens_per_second)
+            promising.append(_with_share(replace(each, quick=quick), quick.share))
+    promising.sort(key=lambda each: -each.worth)
     simulated: list[Found] = []
     late = False
     for index, each in enumerate(promising):
@@ -105,7 +113,7 @@ def search(
         simulated.append(_simulated(each, hardware, ranks, make_example))
     else:
         promising = []
-    fits = sorted((each for each in simulated if not each.reason), key=lambda each: -each.tokens_per_second)
+    fits = sorted((each for each in simulated if not each.reason), key=lambda each: -each.worth)
     fails = [each for each in simulated if each.reason]
     why = "not simulated: the search's time was up" if late else "not simulated: slower by the quick account"
     rest = [replace(each, reason=why) for each in promising]
@@ -129,13 +137,21 @@ def _legal(found: Sequence[Candidate], run: RunConfig, ranks: int) -> tuple[list
     return legal, refused
 
 
-def _with_share(found: Found, run: RunConfig, share: float) -> Found:
+def _tiers(config: RunConfig | None) -> int:
+    """How many steps away from the device a run keeps something: host memory, files, the weights too."""
+    if config is None:
+        return 0
+    offload = config.strategy.offload
+    return offload.on + (offload.optimizer == "nvme") + (offload.params != "none")
+
+
+def _with_share(found: Found, share: float) -> Found:
     """A way with a number for `ratio: auto`."""
     assert found.config is not None
     if found.config.strategy.offload.ratio != "auto":
         return found
     candidate = Candidate({**found.candidate.settings, SHARE: share})
-    return replace(found, candidate=candidate, config=candidate.applied_to(run))
+    return replace(found, candidate=candidate, config=with_share(found.config, share))
 
 
 def _same(config: RunConfig, ranks: int) -> str:
@@ -169,6 +185,7 @@ def in_expected_order(config: RunConfig, found: Sequence[Candidate], hardware: H
     """Candidates as the quick account expects them to be: fastest first, then those that are too large."""
     legal, _ = _legal(found, config, ranks)
     looked = quick_look(legal, hardware, ranks, example_of)
-    known = [(each, quick) for each, quick in zip(legal, looked, strict=True) if not isinstance(quick, str)]
-    known.sort(key=lambda pair: (pair[1].needed_gib > hardware.memory_gib, -pair[1].tokens_per_second))
+    pairs = zip(legal, looked, strict=True)
+    known = [(replace(each, quick=quick), quick) for each, quick in pairs if not isinstance(quick, str)]
+    known.sort(key=lambda pair: (pair[1].needed_gib > hardware.memory_gib, -pair[0].worth))
     return [each.candidate for each, _ in known]

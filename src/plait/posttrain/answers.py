@@ -17,7 +17,8 @@ from plait.models.common.protocol import IGNORE_INDEX
 from plait.posttrain.logprobs import from_bits, token_logprobs
 from plait.posttrain.lora.layer import adapters_off
 from plait.posttrain.parts import Part
-from plait.posttrain.preference import apo_zero_loss, dpo_loss, hinge_loss, ipo_loss, kto_loss, reward_loss
+from plait.posttrain.preference import apo_zero_loss, dpo_loss, hinge_loss, ipo_loss, kto_loss, parted, reward_loss
+from plait.posttrain.sums import Sums
 from plait.spec import LossTerm
 
 
@@ -31,8 +32,16 @@ class Rewarding(nn.Module):
         values: Tensor = super().forward(input_ids, **inputs)
         if last is None:
             return values
+        reward = self.reward
         chosen, rejected = values.gather(1, last[:, None]).squeeze(1).float().chunk(2)
-        losses = reward_loss(chosen, rejected, margin=self.reward.margin, center=self.reward.center)
+        if reward.tokens == "last":
+            losses = reward_loss(chosen, rejected, margin=reward.margin, center=reward.center)
+        else:
+            # An answer that has ended keeps the number that it ended with.
+            places = torch.arange(values.shape[1], device=values.device).minimum(last[:, None])
+            each = reward_loss(*values.gather(1, places).float().chunk(2), margin=reward.margin, center=reward.center)
+            compared = parted(*input_ids.chunk(2), *last.chunk(2))
+            losses = (each * compared).sum(1) / compared.sum(1).clamp(min=1)
         return {"loss": LossTerm(losses.sum(), len(losses)), "chosen": chosen.detach(), "rejected": rejected.detach()}
 
 
@@ -98,7 +107,7 @@ class Drift(Part):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(()))
-        self._seen: list[Tensor] = []
+        self._sums = Sums()
 
     def reset_parameters(self) -> None:
         """At first it has not moved."""
@@ -107,18 +116,14 @@ class Drift(Part):
     def note(self, chosen: Tensor, rejected: Tensor) -> None:
         """Take note of one micro-batch."""
         ratios = torch.cat((chosen, rejected)).detach().double()
-        self._seen.append(torch.stack((ratios.sum(), ratios.new_tensor(float(len(ratios))))))
+        self._sums.note(ratios.sum(), len(ratios), device=ratios.device)
 
     def finish(self, group: dist.ProcessGroup | None) -> None:
         """The step is over, on all ranks that saw other data."""
-        if not self._seen:
-            return
-        sums = torch.stack(self._seen).sum(0)
-        self._seen.clear()
-        if group is not None:
-            dist.all_reduce(sums, group=group)
-        with torch.no_grad():
-            self.mean.copy_((sums[0] / sums[1]).clamp(min=0.0))
+        sums = self._sums.finish(group)
+        if sums is not None:
+            with torch.no_grad():
+                self.mean.copy_((sums[0] / sums[1]).clamp(min=0.0))
 
 
 class Drifting(Preferring):

@@ -66,6 +66,8 @@ def _model() -> Flag:
 
 
 _HERE = "nothing to set: "
+_MINI = "mini-batch"
+"""No key: its older sister flag means something else where it is given."""
 _LEAST = "least rate"
 """No key: a share of the rate is made of it, once all flags are read."""
 
@@ -134,6 +136,10 @@ FLAGS: Mapping[str, Flag] = MappingProxyType(
         "max_answer_seq_len": _to("rollout.max_new_tokens", int),
         "per_device_generation_batch_size": _to("rollout.max_rows", int),
         "per_device_training_batch_size": _to("batch.micro", int),
+        "per_device_mini_train_batch_size": Flag(
+            "`batch.micro`; `--per_device_train_batch_size` beside it is then `rollout.max_rows`",
+            lambda words: {_MINI: int(words[0])},
+        ),
         "generation_batches": Flag(_HERE + "`rollout.prompts` says how many prompts a rollout has, over all ranks"),
         "ppo_epochs": _to("ppo.epochs", int),
         "enable_ema": Flag("`hooks`", lambda _: {"hooks": [{"type": "ema", "decay": 0.992}]}),
@@ -217,6 +223,10 @@ def _together(settings: Settings, given: Mapping[str, Sequence[str]]) -> Setting
             settings.setdefault(f"{place}.only", "only_optimize_lora" in given)  # absent, theirs trains everything
         else:  # --lora_dim 0
             settings = {key: value for key, value in settings.items() if not key.startswith(f"{place}.")}
+    if (mini := settings.pop(_MINI, None)) is not None:
+        if "per_device_train_batch_size" in given:
+            settings["rollout.max_rows"] = settings["batch.micro"]
+        settings["batch.micro"] = mini
     if "schedule.warmup" in settings and "schedule.type" not in settings:
         settings["schedule.type"] = "CosineAnnealingLR"  # theirs, when nothing is said
     if (least := settings.pop(_LEAST, None)) is not None:

@@ -91,7 +91,7 @@ class ModelJudge(Judge):
 
     def _row(self, question: Question, answer: str) -> torch.Tensor:
         written = self._template.conversation((*question.messages, Message("assistant", answer)))
-        return torch.from_numpy(Row(written).ids).long()
+        return torch.from_numpy(Row.judged(written).ids).long()
 
 
 def open_judge(who: str, run: RunConfig | None = None) -> Judge:

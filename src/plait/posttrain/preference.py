@@ -6,6 +6,7 @@ reference they are the policy's own log-probabilities.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -17,6 +18,17 @@ def reward_loss(chosen: Tensor, rejected: Tensor, *, margin: float = 0.0, center
     """
     loss = -F.logsigmoid(chosen - rejected - margin)
     return loss + center * (chosen + rejected) ** 2 if center else loss
+
+
+def parted(chosen: Tensor, rejected: Tensor, chosen_last: Tensor, rejected_last: Tensor) -> Tensor:
+    """Where two rows of tokens are not the same any more, up to the end of the longer one.
+
+    `…_last` are the places of their last tokens. One that has ended differs from one that goes on.
+    """
+    places = torch.arange(chosen.shape[1], device=chosen.device)
+    shorter, longer = torch.minimum(chosen_last, rejected_last), torch.maximum(chosen_last, rejected_last)
+    same = (chosen == rejected) & (places <= shorter[:, None])
+    return (same.cumprod(1) == 0) & (places <= longer[:, None])
 
 
 def dpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from plait.config.precision import Fp8Config
 from plait.errors import ConfigError, ModelError, Problem
-from plait.ops.fp8 import MULTIPLE, fp8_linear
+from plait.ops.fp8 import fp8_linears
+from plait.ops.fp8_cast import MULTIPLE
+from plait.ops.fp8_gated import fp8_feed_forward
+from plait.ops.linears import is_untouched
+from plait.ops.swiglu import swiglu
 
 
 class Fp8Linear(nn.Linear):
@@ -21,11 +26,37 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """The same as the plain layer's, up to rounding."""
-        # Autocast decides for the plain layer; here nobody asks it.
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight.dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return fp8_linear(x.to(dtype), self.weight.to(dtype), bias, rowwise=self.rowwise, emulated=self.emulated)
+        return through_fp8(x, [self])[0]
+
+
+def are_fp8(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[Fp8Linear]]:
+    """Whether these layers multiply in 8 bits with one scale a tensor, and calling one does nothing beside."""
+    return all(type(layer) is Fp8Linear and not layer.rowwise and is_untouched(layer) for layer in layers)
+
+
+def through_fp8(x: Tensor, layers: Sequence[Fp8Linear]) -> tuple[Tensor, ...]:
+    """What each layer makes of `x`, which is rounded once for all."""
+    dtype = _format(x, layers[0])
+    weights = [layer.weight.to(dtype) for layer in layers]
+    biases = [None if layer.bias is None else layer.bias.to(dtype) for layer in layers]
+    return fp8_linears(x.to(dtype), weights, biases, rowwise=layers[0].rowwise, emulated=layers[0].emulated)
+
+
+def feed_forward_fp8(x: Tensor, gate: Fp8Linear, up: Fp8Linear, down: Fp8Linear) -> Tensor:
+    """`down(silu(gate(x)) * up(x))`, as one operation where `ops.fp8_gated` has one."""
+    layers = gate, up, down
+    learning = {layer.weight.requires_grad for layer in layers}
+    if any(layer.bias is not None for layer in layers) or len(learning) > 1 or torch.compiler.is_compiling():
+        return down(swiglu(*through_fp8(x, (gate, up))))  # type: ignore[no-any-return]
+    dtype = _format(x, gate)
+    weights = (layer.weight.to(dtype) for layer in layers)
+    return fp8_feed_forward(x.to(dtype), *weights, emulated=gate.emulated)
+
+
+def _format(x: Tensor, layer: Fp8Linear) -> torch.dtype:
+    # Autocast decides for the plain layer; here nobody asks it.
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
 
 
 def apply_fp8(blocks: Iterable[tuple[str, nn.Module]], config: Fp8Config, device: torch.device) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -170,6 +171,7 @@ class Runner:
         self.steps_per_epoch: int | None = None if self.loader is None else self.loader.steps_per_epoch
         on_main(world, self._make_work_dir)
         self._monitor = build_monitor(config.log, Path(config.work_dir), world.rank)
+        weakref.finalize(self, self._monitor.close).atexit = False  # few scripts close a Runner
         self._engine = engine = self._prepare()
         self._model = None
         self.enter(Phase.LOAD)
@@ -291,9 +293,8 @@ class Runner:
             raise ConfigError(
                 Problem(role, "there are no data to measure on", f"give {role}, or a section of that name")
             )
-        engine = self.engine
-        self._eval_loader(role)
-        engine.agree_on_buffers()
+        self.engine.agree_on_buffers()
+        self._eval_loader(role)  # made before the clock starts
         validating = kind is EventKind.VALIDATE
         for hook in self.hooks.before_validate if validating else self.hooks.before_test:
             hook(self)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Mapping
+
 import torch
 
 from plait.errors import WorldError
 from plait.world.ranks import Ranks
 
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl", "mps": "gloo"}
 
 
@@ -28,7 +33,23 @@ def choose_device(setting: str, ranks: Ranks) -> torch.device:
         )
     device = torch.device(kind, ranks.local_rank)
     module.set_device(device)
+    if kind == "cuda" and wants_growing_segments(os.environ, sys.platform):
+        let_segments_grow()
     return device
+
+
+def wants_growing_segments(environment: Mapping[str, str], platform: str) -> bool:
+    """Whether the allocator's settings are ours to choose: on Linux, where the user has chosen none."""
+    return platform == "linux" and not any(environment.get(name) for name in _ALLOCATOR_SETTINGS)
+
+
+def let_segments_grow() -> None:
+    """Let torch's CUDA allocator extend a segment in place rather than take another one beside it.
+
+    Otherwise what is freed in the backward pass, in pieces of one size, cannot serve the update, which wants others: of
+    a device that is almost full, a few per cent are lost to that.
+    """
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _best_kind(ranks: Ranks) -> str:

@@ -78,7 +78,7 @@ def test_a_plan_says_that_it_fits_and_writes_all_figures(
 def test_a_plan_that_does_not_fit_says_so_with_its_exit_code_and_shows_the_ladder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("model.dim=8192", "model.layers=5", "batch.micro=2", "--gpus", "2", "--gpu", "v100-16g")
+    words = ("model.dim=8192", "model.layers=2", "batch.micro=2", "--gpus", "2", "--gpu", "v100-16g")
     assert planned(tmp_path, monkeypatch, *words) == 1
     said = capsys.readouterr().out
     assert "does not fit" in said

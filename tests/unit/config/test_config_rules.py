@@ -72,6 +72,7 @@ BROKEN = [
     ({"val_data": {**JSONL, "val_fraction": 0.05}}, {"val_data.val_fraction": "`val_data.split` is all"}),
     ({"model": {"type": "gpt", "seq_len": 64}, "data": JSONL}, {"data.seq_len": "longer than `model.seq_len`, 64"}),
     ({"model": {"type": "llama", "vocab_size": 300}, "data": JSONL}, {"data.vocab_size": "knows 300"}),
+    ({"model": {"type": "llama", "vocab_size": 256}, "data": JSONL}, {"data.vocab_size": "knows 256"}),
 ]
 
 FINE = [

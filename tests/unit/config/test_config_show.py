@@ -55,7 +55,7 @@ runs = some(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(runs)
 def test_yaml_parses_back_to_an_equal_run_that_passes_the_same_rules(tmp_path_factory, source):
     config = parse_sections(**source).config
@@ -67,7 +67,7 @@ def test_yaml_parses_back_to_an_equal_run_that_passes_the_same_rules(tmp_path_fa
     check(again, has_val=False, require_length=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(runs)
 def test_the_dict_survives_json(source):
     config = parse_sections(**source).config

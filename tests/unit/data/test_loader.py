@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
@@ -52,7 +52,6 @@ class Numbers(Dataset[Tensor]):
         return torch.tensor(index)
 
 
-@settings(deadline=None)
 @given(n=st.integers(1, 80), ranks=sizes, micro=sizes, accumulation=sizes, epoch=st.integers(0, 3))
 def test_an_epoch_visits_every_sample_once_over_all_ranks(
     n: int, ranks: int, micro: int, accumulation: int, epoch: int
@@ -68,7 +67,6 @@ def test_an_epoch_visits_every_sample_once_over_all_ranks(
             assert len(part.inputs) == (part.samples or 1), "a filler carries one real sample"
 
 
-@settings(deadline=None)
 @given(n=st.integers(1, 60), epoch=st.integers(0, 3))
 def test_global_batches_do_not_depend_on_how_they_are_cut(n: int, epoch: int) -> None:
     def batches(ranks: int, micro: int, accumulation: int) -> list[list[int]]:

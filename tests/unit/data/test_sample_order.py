@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.data import SampleOrder, sample_seed
 from plait.errors import DataError
 
 
-@settings(deadline=None)
 @given(length=st.integers(1, 3000), seed=st.integers(0, 2**70), epoch=st.integers(0, 10**6))
 def test_every_sample_stands_at_exactly_one_position(length: int, seed: int, epoch: int) -> None:
     found = SampleOrder(length, seed).indices(epoch, 0, length)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
@@ -42,7 +42,6 @@ def as_lists(steps: Any) -> list[list[tuple[list[int], int]]]:
     return [[(part.inputs.tolist(), part.samples) for part in step] for step in steps]
 
 
-@settings(deadline=None)
 @given(n=st.integers(0, 60), ranks=sizes, micro=sizes, accumulation=sizes, drop_last=st.booleans())
 def test_ranks_share_a_stream_and_end_together(
     n: int, ranks: int, micro: int, accumulation: int, drop_last: bool

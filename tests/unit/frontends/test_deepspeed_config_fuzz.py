@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.config import check, parse
@@ -117,13 +117,13 @@ def outcome(config: dict[str, Any], world_size: int | None) -> None:
     assert not dropped
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=250)
 @given(config=SENSIBLE, world_size=st.none() | st.integers(1, 8))
 def test_likely_configurations_translate_or_name_a_key(config: dict[str, Any], world_size: int | None) -> None:
     outcome(config, world_size)
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=250)
 @given(config=WILD)
 def test_wild_configurations_translate_or_name_a_key(config: dict[str, Any]) -> None:
     outcome(config, None)

@@ -68,13 +68,17 @@ def test_an_unknown_preset_is_answered_with_the_known_ones(family, name, said):
         preset(family, name)
 
 
-def test_transformers_is_imported_for_hf_models_only():
+def test_what_a_run_does_not_use_is_not_loaded():
+    """The compiler for what is compiled, DTensor for what is sharded, transformers for its own models."""
     code = (
-        "import sys; from plait.models import build_model, preset\n"
-        "for family in ('gpt', 'llama'): build_model(preset(family, 'tiny'))\n"
-        "sys.exit('transformers' in sys.modules)"
+        "import sys, torch, plait; from plait.models import build_model, preset\n"
+        "engine = plait.prepare(lambda: build_model(preset('gpt', 'tiny')), device='cpu')\n"
+        "ids = torch.ones(1, 8, dtype=torch.int64); engine.train_step([{'input_ids': ids, 'labels': ids}])\n"
+        "print({'torch._dynamo', 'torch.distributed.tensor'} & set(sys.modules))\n"
+        "build_model(preset('llama', 'tiny')); print('transformers' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["set()", "False"]
 
 
 @pytest.mark.parametrize(

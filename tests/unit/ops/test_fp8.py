@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from plait.ops.fp8 import E4M3, E5M2, fp8_linear, rounded, scale_of
+from plait.ops.fp8 import fp8_linear
+from plait.ops.fp8_cast import E4M3, E5M2, rounded, scale_of
 
 
 def both(x: Tensor, weight: Tensor, up: Tensor, rowwise: bool) -> list[tuple[Tensor, Tensor]]:

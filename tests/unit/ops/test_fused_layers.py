@@ -8,9 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.ops.rms_norm import add_rms_norm, rms_norm
+from plait.ops.gated import gated_down
+from plait.ops.linears import linears
+from plait.ops.rms_norm import add_rms_norm, rms_norm, rms_norm_beside
 from plait.ops.rotate import rotate
+from plait.ops.scaled import scaled
 from plait.ops.swiglu import swiglu
+from plait.ops.triton import interprets
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -51,6 +55,12 @@ def test_the_norm_of_a_sum_and_the_sum(dtype: torch.dtype) -> None:
 
 
 @DTYPES
+def test_a_norm_beside_its_input(dtype: torch.dtype) -> None:
+    weight = 1.0 + 0.1 * torch.randn(48)
+    agrees(lambda x, w: rms_norm_beside(x, w, 1e-5), [torch.randn(4, 6, 48), weight], dtype)
+
+
+@DTYPES
 @pytest.mark.parametrize("batch_of_table", [1, 2])
 def test_a_rotation_of_queries_and_keys_as_projections_leave_them(dtype: torch.dtype, batch_of_table: int) -> None:
     q, k = torch.randn(2, 5, 6, 16), torch.randn(2, 5, 2, 16)
@@ -62,3 +72,24 @@ def test_a_rotation_of_queries_and_keys_as_projections_leave_them(dtype: torch.d
 @DTYPES
 def test_a_gate(dtype: torch.dtype) -> None:
     agrees(swiglu, [3.0 * torch.randn(3, 700), torch.randn(3, 700)], dtype)
+
+
+@DTYPES
+def test_layers_of_one_input(dtype: torch.dtype) -> None:
+    agrees(linears, [torch.randn(2, 7, 32), *(torch.randn(width, 32) / 6 for width in (48, 16, 16))], dtype)
+
+
+@DTYPES
+def test_a_gate_and_the_layer_behind_it(dtype: torch.dtype) -> None:
+    agrees(gated_down, [torch.randn(3, 5, 300), torch.randn(3, 5, 300), torch.randn(32, 300) / 17], dtype)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)],
+    ids=str,
+)
+def test_a_scaled_tensor_is_rounded_once(given: torch.dtype, wanted: torch.dtype) -> None:
+    factor, near = torch.rand(()), 2**-7 if interprets() else 0.0  # which cuts off instead of rounding
+    for x in (torch.randn(70, 130).to(given), torch.randn(13, 70).to(given).t()):
+        torch.testing.assert_close(scaled(x, factor, wanted), (x.float() * factor).to(wanted), rtol=near, atol=0.0)

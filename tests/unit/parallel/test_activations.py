@@ -1,4 +1,4 @@
-"""How much memory activations take, and how many blocks must recompute for it to fit."""
+"""How much memory activations take, counted without taking any."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from plait.config import parse_sections
-from plait.errors import ConfigError
 from plait.models import build_model
-from plait.parallel.activations import activation_bytes, units_to_recompute
+from plait.parallel.activations import Activations, count_activations
 from plait.parallel.units import find_units
-from plait.world import open_world
 
-LLAMA = {"type": "llama", "vocab_size": 97, "dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "seq_len": 32}
-MIB = 2**20
+LLAMA = {
+    "type": "llama",
+    "vocab_size": 97,
+    "dim": 32,
+    "layers": 4,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn_dim": 128,
+    "seq_len": 32,
+}
 
 
 def example(rows: int = 2, tokens: int = 32) -> dict[str, Tensor]:
@@ -26,6 +32,14 @@ def example(rows: int = 2, tokens: int = 32) -> dict[str, Tensor]:
 def built(config: Any, device: str = "meta") -> nn.Module:
     with torch.device(device):
         return build_model(config.model)
+
+
+def counted(config: Any, model: nn.Module, batch: Any) -> Activations:
+    return count_activations(model, find_units(model, config.strategy.wrap), batch, config)
+
+
+def total(found: Activations) -> int:
+    return sum(unit.kept for unit in found.units) + found.outside
 
 
 def measured(model: nn.Module, batch: Any) -> int:
@@ -50,12 +64,13 @@ def test_what_is_counted_without_memory_is_what_a_real_pass_keeps(rows: int, tok
     config = parse_sections(model=LLAMA).config
     batch = example(rows, tokens)
     model = built(config)
-    inside, outside = activation_bytes(model, find_units(model, config.strategy.wrap), batch, config)
+    found = counted(config, model, batch)
     truth = measured(built(config, "cpu"), batch)
-    assert len(inside) == 4
-    assert len(set(inside[1:])) == 1  # the blocks are alike; the first meets what they share
-    assert inside[0] < 1.05 * inside[1]
-    assert abs(sum(inside) + outside - truth) <= 0.1 * truth
+    kept = [unit.kept for unit in found.units]
+    assert len(kept) == 4
+    assert len(set(kept[1:])) == 1  # the blocks are alike; the first meets what they share
+    assert kept[0] < 1.05 * kept[1]
+    assert abs(total(found) - truth) <= 0.1 * truth
     assert all(p.is_meta for p in model.parameters())
 
 
@@ -65,68 +80,41 @@ def test_a_transformers_model_is_counted_too() -> None:
 
     config = parse_sections(model=preset("hf", "tiny-llama")).config
     batch = example(2, 16)
-    model = built(config)
-    inside, outside = activation_bytes(model, find_units(model, config.strategy.wrap), batch, config)
     truth = measured(built(config, "cpu"), batch)
-    assert abs(sum(inside) + outside - truth) <= 0.15 * truth
+    assert abs(total(counted(config, built(config), batch)) - truth) <= 0.15 * truth
 
 
 def test_in_a_smaller_format_activations_are_smaller() -> None:
     totals = {}
     for precision in ("fp32", "bf16"):
         config = parse_sections(model=LLAMA, precision=precision).config
-        model = built(config)
-        inside, _ = activation_bytes(model, find_units(model, config.strategy.wrap), example(), config)
-        totals[precision] = sum(inside)
+        totals[precision] = sum(unit.kept for unit in counted(config, built(config), example()).units)
     assert 0.4 < totals["bf16"] / totals["fp32"] < 0.8
+
+
+def test_products_and_attention_are_counted_by_what_they_give_and_what_they_take() -> None:
+    config = parse_sections(model=LLAMA).config
+    rows, tokens, dim, wide = 3, 16, 32, 128
+    found = counted(config, built(config), example(rows, tokens)).units[1]
+    places = rows * tokens
+    results = (
+        dim + 2 * dim // 2 + dim + 2 * wide + dim
+    )  # queries; keys and values; attention's output; the three of ffn
+    assert found.given == 4 * places * dim
+    assert found.products == 4 * places * results
+    weights = dim * dim + 2 * dim * dim // 2 + dim * dim + 3 * dim * wide
+    assert found.product_flops == 2 * places * weights
+    assert found.numbers == weights + 2 * dim
+    assert found.attention >= 4 * places * dim
+    assert found.attention_flops == 4 * places * dim * tokens
+    assert found.given + found.products + found.attention < found.kept
 
 
 def test_counting_leaves_no_trace_on_the_model() -> None:
     config = parse_sections(model=LLAMA).config
     model = built(config, "cpu")
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    activation_bytes(model, find_units(model, config.strategy.wrap), example(), config)
+    counted(config, model, example())
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-
-
-def chosen(budget_gib: float, rows: int = 4) -> int:
-    recompute = {"mode": "auto", "budget_gib": budget_gib}
-    config = parse_sections(model=LLAMA, strategy={"recompute": recompute}, device="cpu").config
-    model = built(config)
-    units = find_units(model, config.strategy.wrap)
-    return units_to_recompute(model, units, example(rows), config=config, world=open_world(config))
-
-
-def test_a_huge_budget_recomputes_nothing_and_a_tiny_one_everything() -> None:
-    assert chosen(64.0) == 0
-    assert chosen(1e-6) == 4
-
-
-def test_the_smaller_the_budget_the_more_blocks_recompute() -> None:
-    counts = [chosen(mib / 1024) for mib in (64, 8, 4, 3, 2, 1)]
-    assert sorted(counts) == counts
-    assert len(set(counts)) >= 3
-
-
-def test_larger_batches_recompute_more_under_the_same_budget() -> None:
-    counts = [chosen(3 / 1024, rows) for rows in (1, 4, 16)]
-    assert sorted(counts) == counts
-    assert counts[0] < counts[-1]
-
-
-def test_without_an_example_auto_asks_for_one() -> None:
-    config = parse_sections(model=LLAMA, strategy={"recompute": "auto"}, device="cpu").config
-    model = built(config)
-    units = find_units(model, config.strategy.wrap)
-    with pytest.raises(ConfigError, match=r"strategy\.recompute\.mode: 'auto' needs one micro-batch") as caught:
-        units_to_recompute(model, units, None, config=config, world=open_world(config))
-    assert "example=" in str(caught.value)
-
-
-def test_without_a_budget_it_is_what_the_machine_has_free() -> None:
-    config = parse_sections(model=LLAMA, strategy={"recompute": "auto"}, device="cpu").config
-    model = built(config)
-    units = find_units(model, config.strategy.wrap)
-    assert units_to_recompute(model, units, example(), config=config, world=open_world(config)) == 0

@@ -26,9 +26,9 @@ def test_what_is_offloaded_counts_on_the_host_and_not_on_the_device() -> None:
     resident = plan_of({})
     away = plan_of({"offload": "cpu"})
     part = plan_of({"offload": {"optimizer": "cpu", "ratio": 0.5}})
-    # fp32 weights, two moments and fp32 gradients on the device; weights, moments and bf16 gradients on the host.
+    # fp32 weights, two moments and bf16 gradients, on the device or on the host.
     saved = (resident.fullest.account.peak[1] - away.fullest.account.peak[1]) / NUMBERS
-    assert saved == pytest.approx(16, rel=0.2)
+    assert saved == pytest.approx(14, rel=0.2)  # some gradients are under way
     assert (away.host_gib - resident.host_gib) * GIB / NUMBERS == pytest.approx(14, rel=0.1)
     assert resident.host_gib < part.host_gib < away.host_gib
     assert away.needed_gib < part.needed_gib < resident.needed_gib

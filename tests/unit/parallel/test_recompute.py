@@ -52,8 +52,8 @@ def run(mode: str, **options: Any) -> dict[str, Any]:
     """One forward and backward; also which tensors were kept between them."""
     torch.manual_seed(0)
     model = Model()
-    section = RecomputeConfig(mode=mode, **{k: v for k, v in options.items() if k != "auto_count"})  # type: ignore[arg-type]
-    names = apply_recompute(find_units(model, WrapConfig()), section, auto_count=options.get("auto_count", 0))
+    section = RecomputeConfig(mode=mode, **{k: v for k, v in options.items() if k != "ways"})  # type: ignore[arg-type]
+    names = apply_recompute(find_units(model, WrapConfig()), section, ways=options.get("ways", ()))
     inputs = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(1))
     kept: dict[int, Tensor] = {}
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
@@ -83,7 +83,7 @@ MODES: dict[str, dict[str, Any]] = {
     "full": {},
     "every": {"every": 2},
     "selective": {},
-    "auto": {"auto_count": 3},
+    "auto": {"ways": ["full", "attention", "cheap", "none"]},
 }
 
 
@@ -111,8 +111,9 @@ def test_no_name_changes(mode: str) -> None:
         ("every", {"every": 2}, [0, 1, 0, 1]),
         ("every", {"every": 3}, [0, 0, 1, 0]),
         ("every", {"every": 9}, [0, 0, 0, 0]),
-        ("auto", {"auto_count": 0}, [0, 0, 0, 0]),
-        ("auto", {"auto_count": 3}, [1, 1, 1, 0]),
+        ("auto", {"ways": []}, [0, 0, 0, 0]),
+        ("auto", {"ways": ["full", "attention", "cheap", "none"]}, [1, 1, 1, 0]),
+        ("auto", {"ways": ["full", "none"]}, [1, 0, 0, 0]),
     ],
 )
 def test_the_chosen_blocks_run_a_second_time_in_the_backward_pass(
@@ -124,7 +125,8 @@ def test_the_chosen_blocks_run_a_second_time_in_the_backward_pass(
 
 
 def test_the_more_is_recomputed_the_less_is_kept() -> None:
-    kept = [run("none")["bytes"]] + [run("auto", auto_count=n)["bytes"] for n in range(1, BLOCKS + 1)]
+    ways = [["full"] * n + ["none"] * (BLOCKS - n) for n in range(BLOCKS + 1)]
+    kept = [run("auto", ways=each)["bytes"] for each in ways]
     assert sorted(kept, reverse=True) == kept
     assert len(set(kept)) == len(kept)
     assert kept[-1] < kept[0] / 4
@@ -133,19 +135,31 @@ def test_the_more_is_recomputed_the_less_is_kept() -> None:
 def test_selective_keeps_the_results_of_its_operations_in_its_own_store() -> None:
     # Every block runs again, but its matrix products and attention do not.
     counts = {}
-    for mode, options in (("full", {}), ("selective", {}), ("selective", {"save_ops": ["gelu"]})):
+    for mode, options in (("none", {}), ("full", {}), ("selective", {}), ("selective", {"save_ops": ["gelu"]})):
         with _Counting() as counter:
             run(mode, **options)
         counts[mode, *options] = counter.products
-    assert counts["selective",] < counts["full",]
+    assert counts["none",] == counts["selective",] < counts["full",]
     assert counts["selective", "save_ops"] == counts["full",]
 
 
+def test_each_way_down_the_ladder_computes_more_again() -> None:
+    counts = {}
+    for way in ("none", "cheap", "attention", "full"):
+        with _Counting() as counter:
+            run("auto", ways=[way] * BLOCKS)
+        counts[way] = counter.products, counter.attention
+    assert counts["none"] == counts["cheap"]
+    assert counts["cheap"][0] < counts["attention"][0] == counts["full"][0]
+    assert counts["cheap"][1] == counts["attention"][1] < counts["full"][1]
+
+
 class _Counting(torch.utils._python_dispatch.TorchDispatchMode):
-    products = 0
+    products = attention = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.products += func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+        self.attention += func._overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return func(*args, **(kwargs or {}))
 
 

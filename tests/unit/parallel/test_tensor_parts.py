@@ -6,7 +6,7 @@ from torch import nn
 
 from plait.config.model import GptConfig
 from plait.errors import ModelError
-from plait.models.common.chunked_loss import row_statistics, slopes_of
+from plait.models.common.split_loss import row_statistics, slopes_of
 from plait.parallel.tensor import check_sequence, tensor_traffic, why_no_async
 from plait.parallel.tensor.dropout import OwnRandom, drops
 from plait.parallel.tensor.linear import kv_heads_of

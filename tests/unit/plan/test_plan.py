@@ -14,13 +14,15 @@ from torch import nn
 from plait.config import parse_sections
 from plait.config.run import RunConfig
 from plait.errors import ConfigError
+from plait.plan.candidate import Candidate
 from plait.plan.expectation import Forecast, forecast
 from plait.plan.hardware import find_hardware
 from plait.plan.ladder import climb
 from plait.plan.plan import make_plan
+from plait.plan.quick import Quick
 from plait.plan.rankplan import plan_rank
 from plait.plan.space import Space, candidates
-from plait.plan.ways import in_expected_order, search
+from plait.plan.ways import Found, in_expected_order, search
 from plait.spec import LossTerm
 
 H100 = find_hardware("h100")
@@ -67,10 +69,11 @@ def test_a_few_layers_and_micro_batches_give_the_same_account_as_all(strategy: A
         assert quick.total(prefix) == pytest.approx(whole.total(prefix), rel=0.02)
 
 
-def test_a_pipeline_of_many_layers_is_planned_from_its_first_and_last_stage() -> None:
-    strategy = {"zero": 1, "layout": {"pp": 2}, "pipeline": {"micro_batches": 8}}
+@pytest.mark.parametrize("layers", [6, 12], ids=["few-micro-batches", "few-layers-too"])
+def test_a_pipeline_is_planned_from_its_first_and_last_stage(layers: int) -> None:
+    strategy = {"zero": 1, "layout": {"pp": 2}, "pipeline": {"micro_batches": 6}}
     config = small(strategy=strategy, batch={"micro": 1})
-    config = config.model_copy(update={"model": config.model.model_copy(update={"layers": 16})})  # type: ignore[union-attr]
+    config = config.model_copy(update={"model": config.model.model_copy(update={"layers": layers})})  # type: ignore[union-attr]
     quick, whole = make_plan(config, H100, ranks=4), make_plan(config, H100, ranks=4, exact=True)
     assert [rank.name for rank in quick.ranks] == ["first pipeline stage", "last pipeline stage"]
     for short, full in zip(quick.ranks, whole.ranks, strict=True):
@@ -80,8 +83,12 @@ def test_a_pipeline_of_many_layers_is_planned_from_its_first_and_last_stage() ->
     assert quick.seconds > max(rank.account.seconds() for rank in quick.ranks)
 
 
-def test_the_parts_at_the_peak_add_up_to_it() -> None:
-    account = make_plan(small(strategy={"zero": 2}), H100, ranks=8).fullest.account
+@pytest.mark.parametrize("ffn", [96, 200])
+def test_the_parts_at_the_peak_add_up_to_it_also_where_a_longer_model_has_another_peak(ffn: int) -> None:
+    config = small(strategy={"zero": 2})
+    sizes = {"vocab_size": 1000, "dim": 128, "heads": 4, "kv_heads": 1, "layers": 9, "ffn_dim": ffn, "seq_len": 32}
+    config = config.model_copy(update={"model": config.model.model_copy(update=sizes)})  # type: ignore[union-attr]
+    account = make_plan(config, H100, ranks=8).fullest.account
     assert sum(account.under("part").values()) == pytest.approx(account.peak[1])
     assert {"parameters", "optimizer", "activations"} <= account.under("part").keys()
 
@@ -121,11 +128,22 @@ def test_a_search_finds_the_fastest_that_fits_and_gives_a_reason_for_every_other
     assert found.best.plan.fits
     simulated = [each for each in found.found if each.plan is not None and not each.reason]
     assert found.best is simulated[0]
-    assert found.best.tokens_per_second == max(each.tokens_per_second for each in simulated)
+    assert found.best.worth == max(each.worth for each in simulated)
     assert all(each.reason for each in found.found if each.plan is None)
-    nothing = search(config, replace(H100, memory_gib=0.001), ranks=2, close=2)
+    nothing = search(config, replace(H100, memory_gib=0.001), ranks=2, close=2, space=Space(2, ("zero", "micro")))
     assert nothing.best is None
     assert all(each.reason for each in nothing.found)
+
+
+def test_what_is_kept_off_the_device_must_be_faster_by_more_than_a_plan_can_tell() -> None:
+    def way(speed: float, **offload: str) -> Found:
+        config = small(strategy={"zero": 2, "offload": offload})
+        return Found(Candidate({}), config, "", quick=Quick(1.0, 1.0, 1.0, speed, 0.0))
+
+    here, host, files = way(100), way(102, optimizer="cpu"), way(105, optimizer="nvme")
+    assert max(here, host, files, key=lambda each: each.worth) is here
+    much_faster = way(110, optimizer="cpu")
+    assert max(here, much_faster, key=lambda each: each.worth) is much_faster
 
 
 def test_the_plan_orders_candidates_for_the_tuner() -> None:

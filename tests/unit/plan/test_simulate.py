@@ -79,3 +79,16 @@ def test_a_host_needs_room_for_the_tensors_and_the_process_of_each_rank() -> Non
     account = simulate(config_of(), CPU, ranks=1).account
     assert host_bytes(account) == PROCESS_BYTES + account.peak[1]
     assert host_bytes(account, ranks=3) == 3 * host_bytes(account)
+
+
+def test_of_a_gated_feed_forward_with_kernels_two_tensors_are_kept() -> None:
+    def account(layers: int, width: int, kernels: str = "auto") -> Any:
+        sizes = {**SIZES, "layers": layers, "ffn_dim": width}
+        given = {"model": {"type": "llama", **sizes}, "batch": {"micro": 64}, "precision": "bf16"}
+        return simulate(parse_sections(**given, strategy={"kernels": kernels}).config, H100, ranks=1).account
+
+    small, plain = account(2, 256), account(2, 256, "plain")
+    a_layer = account(3, 512).peak[1] - account(2, 512).peak[1] - account(3, 256).peak[1] + small.peak[1]
+    states = 3 * 64 * 256 * (4 + 4 + 4 + 2)  # weight, two moments, the weight in bf16
+    assert (a_layer - states) / (64 * 32 * 256 * 2) == pytest.approx(2.0, abs=0.2)
+    assert small.total("flops") == plain.total("flops")

@@ -44,6 +44,12 @@ def test_no_adapters_are_asked_for_with_zero_dimensions() -> None:
     assert translate(["--lora_dim", "4"])[0]["lora.only"] is False
 
 
+def test_beside_an_older_mini_batch_the_batch_is_what_is_written_at_once() -> None:
+    older = ["--per_device_train_batch_size", "8", "--per_device_mini_train_batch_size=4"]
+    assert translate(older)[0] == {"batch.micro": 4, "rollout.max_rows": 8}
+    assert translate(older[::-1][:1])[0] == {"batch.micro": 4}
+
+
 def test_unknown_flags_and_words_are_errors() -> None:
     with pytest.raises(ConfigError, match=r"--lora_dimm: unknown flag(.|\n)*lora_dim"):
         translate(["--lora_dimm", "3"])

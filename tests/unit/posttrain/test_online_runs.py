@@ -37,6 +37,7 @@ def describe(work_dir: Path, steps: int = 4, **changes: Any) -> dict[str, Any]:
         "batch": {"total": 8},
         "train": {"max_steps": steps},
         "log": {"console": "none", "every": 1},
+        "plan": "off",
         **changes,
     }
 
@@ -60,7 +61,8 @@ PPO = {"reward": "task", "epochs": 2, "kl": "adaptive", "kl_horizon": 50.0}
 
 
 def test_every_step_tells_its_figures_and_rollouts_leave_samples(tmp_path: Path) -> None:
-    changes = {"ppo": PPO, "hooks": [{"type": "ema", "decay": 0.5}], "checkpoint": {}}
+    schedule = {"type": "CosineAnnealingLR", "min_factor": 0.5}  # of those who learn; a reference has none
+    changes = {"ppo": PPO, "hooks": [{"type": "ema", "decay": 0.5}], "checkpoint": {}, "schedule": schedule}
     after = run("ppo", describe(tmp_path, **changes))
     told = [event["data"] for event in events(tmp_path, "train")]
     assert len(told) == 4
@@ -181,6 +183,12 @@ def test_the_commands_check_before_anything_starts(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, ["ppo", str(file)])
     assert isinstance(refused.exception, ConfigError)
     assert "there is none, and no `ppo.reward` either" in str(refused.exception)
+    absent = ["posttrain.start=runs/none", f"ppo.reward_model={tmp_path / 'runn.yaml'}"]
+    refused = CliRunner().invoke(app, ["ppo", str(file), *absent])
+    assert isinstance(refused.exception, ConfigError)
+    assert [problem.path for problem in refused.exception.problems] == ["posttrain.start", "ppo.reward_model"]
+    assert "'runs/none' does not exist in" in str(refused.exception)
+    assert f"Did you mean `{file}`?" in str(refused.exception)
     shown = CliRunner().invoke(app, ["grpo", str(file), "--dry-run", "grpo.group=4"])
     assert shown.exit_code == 0
     assert "grpo.group" in shown.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from plait.posttrain.pipeline.run import run_steps
 from plait.posttrain.pipeline.summary import next_commands, outcome_of
 from plait.posttrain.run import phase_runner
 from plait.posttrain.steps import read_steps
+from plait.runner import Hook
 
 MODEL = {"type": "gpt", "vocab_size": 12, "dim": 16, "layers": 1, "heads": 2, "seq_len": 24}
 RUN: dict[str, Any] = {
@@ -169,6 +171,30 @@ def test_a_step_that_was_cut_short_goes_on_from_its_checkpoint(files: list[str])
     assert run_steps([step], here, said.append) == 0
     assert any("goes on in own/sft" in line for line in said)
     assert json.loads(Path("own/sft/report.json").read_text())["steps"] == 1, "the last of four"
+
+
+class Interrupts(Hook):
+    """Presses Ctrl-C after the first step."""
+
+    def after_step(self, runner: Any, result: Any) -> None:
+        if runner.step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_pipeline_that_a_signal_stops_ends_with_its_exit_code_and_goes_on(files: list[str]) -> None:
+    def interrupted(command: Sequence[str]) -> int:
+        with phase_runner(command[0], command[1], command[2:], hooks=[Interrupts()]) as runner:
+            runner.train()
+        return 0  # a run that saves and leaves has not failed
+
+    describe(files[0], work_dir="own/sft", train={"max_steps": 8})
+    said: list[str] = []
+    assert run_steps(checked(from_files(files[:1])), interrupted, said.append) == 130
+    assert said[-1] == "step 1 of 1, sft: ended early (Ctrl-C)"
+    assert run_steps(checked(from_files(files[:1])), lambda _: 143, said.append) == 143
+    assert "was stopped" in said[-1]
+    assert run_steps(checked(from_files(files[:1])), here, said.append) == 0
+    assert 1 <= json.loads(Path("own/sft/report.json").read_text())["steps"] < 8, "the rest of them"
 
 
 def test_all_problems_of_all_steps_are_told_before_anything_starts(files: list[str]) -> None:

@@ -243,9 +243,25 @@ def test_a_made_up_task_knows_right_from_wrong(name: Any) -> None:
         assert task.reward(question, answer) == 1.0
         assert task.reward(question, example.rejected) == 0.0
         assert set(question + answer + example.rejected) <= set(task.alphabet)
+    for example in task.examples(100, wrongs=24):
+        assert example.rejected
+        assert task.reward(example.messages[0].content, example.rejected) == 0.0
+        assert set(example.rejected) <= set(task.alphabet)
     assert task.reward("what?", "0") == 0.0
     with pytest.raises(ConfigError, match=r"only .* different questions"):
         make_task(TaskData(name=name, size=1)).examples(10**6)
+
+
+def test_a_judge_sees_where_an_answer_ends_and_whether_it_fits_is_counted_with_that(tmp_path: Path) -> None:
+    row = {"prompt": "q", "chosen": "yes", "rejected": "no"}
+    pair = load([row], tmp_path, phase="reward").train[0]
+    end = load([row], tmp_path, phase="reward").tokenizer.end
+    assert [pair[f"{which}_ids"].tolist()[-1] for which in ("chosen", "rejected")] == [end, end]
+    learned_from = load([row], tmp_path, phase="dpo").train[0]
+    assert learned_from["chosen_ids"].tolist() == pair["chosen_ids"].tolist()[:-1]  # there the end is only learned
+    assert len(load([row], tmp_path, phase="dpo", max_len=4).train) == 1
+    with pytest.raises(DataError, match="5 tokens, at most 4"):
+        load([row], tmp_path, phase="reward", max_len=4)
 
 
 def test_parquet_and_saved_data_sets_are_read_like_lines(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from plait.config.posttrain import DpoConfig
-from plait.posttrain.answers import Drift, preferring
+from plait.config.posttrain import DpoConfig, RewardConfig
+from plait.posttrain.answers import Drift, preferring, rewarding
 from plait.posttrain.extend import extend
 from plait.posttrain.logprobs import entropy, sequence_logprobs, token_logprobs
-from plait.posttrain.preference import apo_zero_loss, dpo_loss, hinge_loss, ipo_loss, kto_loss, reward_loss
+from plait.posttrain.preference import apo_zero_loss, dpo_loss, hinge_loss, ipo_loss, kto_loss, parted, reward_loss
 
 
 def one(value: float) -> torch.Tensor:
@@ -96,3 +96,38 @@ def test_the_reference_point_of_kto_is_the_mean_of_the_step_before() -> None:
     drift: Any = model.drift
     assert isinstance(drift, Drift)
     assert float(drift.mean.detach()) == pytest.approx(max(float(ratio.detach().mean()), 0.0), rel=1e-5)
+
+
+class Numbers(nn.Module):
+    """A reward model that does not look at what came before: a number for each word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 1)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.table(input_ids).squeeze(-1)  # type: ignore[no-any-return]
+
+
+def test_rewards_are_compared_at_the_end_or_from_where_the_answers_part() -> None:
+    chosen, rejected = [[1, 2, 3, 4, 0, 0], [1, 5, 6, 0, 0, 0]], [[1, 2, 4, 3, 7, 0], [1, 5, 0, 0, 0, 0]]
+    last = torch.tensor([3, 2, 4, 1])
+    where = parted(torch.tensor(chosen), torch.tensor(rejected), last[:2], last[2:])
+    # The second pair parts where one goes on and the other has ended, whatever it is padded with.
+    assert where.int().tolist() == [[0, 0, 1, 1, 1, 0], [0, 0, 1, 0, 0, 0]]
+
+    batch = {"input_ids": torch.tensor(chosen + rejected), "last": last}
+    model = Numbers()
+    of = model.table.weight.detach().squeeze(1)
+    extend(model, mixins=(rewarding(RewardConfig(margin=0.1)),))
+    assert torch.allclose(model(**batch)["loss"].sum, reward_loss(of[[4, 6]], of[[7, 5]], margin=0.1).sum())
+    model = Numbers()
+    model.table.weight.data.copy_(of[:, None])
+    extend(model, mixins=(rewarding(RewardConfig(tokens="all", margin=0.1)),))
+    first = reward_loss(of[[3, 4, 4]], of[[4, 3, 7]], margin=0.1).mean()  # an ended answer keeps its last number
+    second = reward_loss(of[6], of[5], margin=0.1)
+    found = model(**batch)
+    assert torch.allclose(found["loss"].sum, first + second)
+    assert found["loss"].count == 2
+    assert torch.equal(found["chosen"], of[[4, 6]])
+    assert torch.equal(found["rejected"], of[[7, 5]])

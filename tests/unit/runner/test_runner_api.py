@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -209,6 +211,20 @@ def test_events_count_epochs_from_one_and_steps_from_where_the_run_resumed(tmp_p
     again = events(tmp_path, EventKind.RUN_START)[-1]
     assert (again.step, again.data["max_steps"]) == (6, 9)
     assert [event.epoch for event in events(tmp_path, EventKind.VALIDATE)] == [1, 2, 3]
+
+
+def test_a_runner_that_nobody_closes_lets_its_record_go(tmp_path: Path) -> None:
+    def held() -> list[str]:
+        return [
+            Path(each.path).name for each in psutil.Process().open_files() if Path(each.path).is_relative_to(tmp_path)
+        ]
+
+    runner = make(tmp_path, log={"console": "none"})
+    runner.train()
+    assert held() == ["events-rank0.jsonl"]
+    del runner
+    gc.collect()
+    assert held() == []
 
 
 def test_a_validation_by_steps_tells_the_running_epoch(tmp_path: Path) -> None:

@@ -134,8 +134,10 @@ def norms(model: dict[str, Any]) -> int:
     return int(2 * model["layers"] * model["dim"])
 
 
-@WORLDS
-@pytest.mark.parametrize(("precision", "itemsize"), [("fp32", 4), ("bf16", 2)])
+@pytest.mark.parametrize(
+    ("size", "precision", "itemsize"),
+    [(8, "fp32", 4), (64, "fp32", 4), (1024, "fp32", 4), (8, "bf16", 2), (64, "bf16", 2)],
+)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tensor_parallel_ranks_send_activations(size: int, sequence: bool, precision: str, itemsize: int) -> None:
     model = llama(vocab_size=2 * size, dim=2 * size, heads=size, kv_heads=size, ffn_dim=size, seq_len=size)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from plait.errors import WorldError
 from plait.world import Ranks
-from plait.world.device import choose_backend, choose_device
+from plait.world.device import choose_backend, choose_device, wants_growing_segments
 
 
 def rank(place: int, size: int) -> Ranks:
@@ -78,3 +81,15 @@ def test_each_device_has_its_backend(device: str, backend: str) -> None:
 def test_mpi_needs_a_torch_that_has_it() -> None:
     with pytest.raises(WorldError, match=r"backend: mpi.*set backend: auto"):
         choose_backend("mpi", torch.device("cpu"))
+
+
+def test_segments_grow_unless_the_user_has_settings_of_their_own() -> None:
+    assert wants_growing_segments({"PYTORCH_CUDA_ALLOC_CONF": ""}, "linux")
+    assert not wants_growing_segments({}, "win32")  # where torch cannot
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        assert not wants_growing_segments({name: "max_split_size_mb:128"}, "linux")
+
+
+def test_the_allocator_takes_the_setting() -> None:
+    look = "from plait.world.device import let_segments_grow; let_segments_grow()"
+    subprocess.run([sys.executable, "-W", "error", "-c", look], check=True)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from plait.config.data import Cifar10Data, DataConfig, ImageFolderData, ImportedData, JsonlData, TextData
+from plait.config.data import (
+    SMALLEST_BPE,
+    Cifar10Data,
+    DataConfig,
+    ImageFolderData,
+    ImportedData,
+    JsonlData,
+    TextData,
+)
 from plait.config.model import GptConfig, LlamaConfig
 from plait.config.rules.facts import Facts, idle
 from plait.errors import Problem
@@ -52,7 +60,10 @@ def trained_vocabulary_fits_the_model(facts: Facts) -> Iterator[Problem]:
         return
     if source.tokenizer is None and source.vocab_size > model.vocab_size:
         message = f"{source.vocab_size} tokens, but the model knows {model.vocab_size} (`model.vocab_size`)"
-        yield Problem("data.vocab_size", message, f"Write `data.vocab_size: {model.vocab_size}`.")
+        remedy = f"Write `data.vocab_size: {model.vocab_size}`."
+        if model.vocab_size < SMALLEST_BPE:
+            remedy = f"Give the model {SMALLEST_BPE} or more, one for each byte and one for the end."
+        yield Problem("data.vocab_size", message, remedy)
 
 
 RULES = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from plait.frontends.accelerate.words import Reader, Words, answered, switched_off
@@ -15,11 +14,7 @@ _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 
 def read_fsdp(words: Words, key: str, value: Any) -> None:
     """The whole section. Without a word about sharding it is FULL_SHARD, as there."""
-    if not value:
-        words.unneeded(key, value, "empty")
-        return
-    if not isinstance(value, Mapping):
-        words.wrong(key, f"{value!r} is no section", "Write its keys below it.")
+    if words.section(key, value) is None:
         return
     if words.get("strategy.zero") is None:
         words.set("strategy.sharding", "FULL_SHARD")

@@ -14,12 +14,8 @@ def section(readers: Mapping[str, Reader]) -> Reader:
     """A reader for a section with these keys."""
 
     def read(words: Words, key: str, value: Any) -> None:
-        if not value:
-            words.unneeded(key, value, "empty")
-        elif isinstance(value, Mapping):
-            words.read(value, readers, f"{key}.")
-        else:
-            words.wrong(key, f"{value!r} is no section", "Write its keys below it.")
+        if (section := words.section(key, value)) is not None:
+            words.read(section, readers, f"{key}.")
 
     return read
 
@@ -125,11 +121,7 @@ PARALLELISM: dict[str, Reader] = {
 
 def read_deepspeed(words: Words, key: str, value: Any) -> None:
     """The section, through the translation of DeepSpeed's own configuration: the same answer in both places."""
-    if not value:
-        words.unneeded(key, value, "empty")
-        return
-    if not isinstance(value, Mapping):
-        words.wrong(key, f"{value!r} is no section", "Write its keys below it.")
+    if words.section(key, value) is None:
         return
     from plait.frontends.deepspeed.config import translate
 

@@ -159,6 +159,12 @@ class PreparedOptimizer(Optimizer):
         """Whether the last step was left out because something was not finite."""
         return self.last is not None and self.last.skipped
 
+    @property
+    def overflowed(self) -> bool:
+        """Whether that was fp16's search for a loss scale. In other formats a step counts whatever became of it, as it
+        does with Accelerate and in the engine, and nobody waits for a device that has yet to tell."""
+        return self.engine.scaler is not None and self.step_was_skipped
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, as torch gives it; `save_state` writes the whole."""
         return self.optimizer.state_dict()
@@ -198,7 +204,7 @@ class PreparedScheduler:
         self._times = times
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step, unless the optimizer did not."""
+        """Step, unless the optimizer looks for a loss scale that it can step with."""
         if not self._with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
@@ -206,7 +212,7 @@ class PreparedScheduler:
             if self._gradients.adjust_scheduler:
                 self.scheduler._step_count += 1
             return
-        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+        if any(optimizer.overflowed for optimizer in self.optimizers):
             return
         for _ in range(self._times):
             # OneCycleLR refuses to go beyond its end, and a last batch that is not full would take it there.

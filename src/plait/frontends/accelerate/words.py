@@ -62,6 +62,16 @@ class Words:
             else:
                 reader(self, f"{prefix}{name}", value)
 
+    def section(self, key: str, value: Any) -> Mapping[str, Any] | None:
+        """The section that a value is; None, with the answer given, where there is nothing to read."""
+        if not value:
+            self.unneeded(key, value, "empty")
+        elif isinstance(value, Mapping):
+            return value
+        else:
+            self.wrong(key, f"{value!r} is no section", "Write its keys below it.")
+        return None
+
     def translation(self) -> Translation:
         """The sections and the account; raises `ConfigError` with every mistake."""
         if self.problems:

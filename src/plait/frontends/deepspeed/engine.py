@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from plait.errors import ModelError, TrainingError
 from plait.frontends.deepspeed import progress
 from plait.frontends.deepspeed.facts import EngineFacts
+from plait.frontends.deepspeed.latest import Place
 from plait.frontends.deepspeed.loader import RepeatingLoader
 from plait.frontends.deepspeed.saving import groups_of, restore_groups, state_name, whole_weights
 from plait.precision import DTYPES
@@ -51,9 +53,9 @@ class DeepSpeedEngine(EngineFacts):
         self._need_optimizer("step")
         if self._inside_no_sync:
             raise TrainingError("engine.step() was called inside engine.no_sync(): leave the block first")
-        boundary = self.is_gradient_accumulation_boundary()
-        self._applied = False
+        self._updated = boundary = self.is_gradient_accumulation_boundary()
         if boundary:
+            self._latest.settle()  # the rates of this update depend on it
             if self._clock is None:
                 result = self._native.step()
             else:
@@ -67,21 +69,16 @@ class DeepSpeedEngine(EngineFacts):
 
     def _count(self, result: StepResult, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Take note of an update, or of one that was skipped."""
-        self._grad_norm, self._applied = result.grad_norm, not result.skipped
-        self._show_scale(skipped=result.skipped)
-        if result.skipped:
-            self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
+        scale = None
+        if self._native.scaler is not None:
+            self._show_scale(skipped=result.skipped)
+            scale = self.cur_scale
+        self._latest.take(result, Place(self.global_steps, self.global_samples, scale), lr_kwargs)
         assert self.optimizer is not None
         if self._every and self.global_steps % self._every == 0:
             self._say([f"[Rank 0] {progress.progress_line(self.global_steps, self.skipped_steps, self.optimizer)}"])
-        if self._monitor is not None:
-            numbers = {"lr": self.get_lr()[0], "samples": float(self.global_samples), "grad_norm": result.grad_norm}
-            scale = {"loss_scale": self.cur_scale} if self.fp16_enabled() else {}
-            progress.emit(self._monitor, self.global_steps, {"loss": result.loss, **numbers, **scale})
 
     def _show_scale(self, *, skipped: bool) -> None:
         """Scripts look for these on the optimizer."""
@@ -177,8 +174,10 @@ class DeepSpeedEngine(EngineFacts):
         return found
 
     def _mean(self, losses: Tensor) -> Tensor:
-        values = self._native.world.gather(float(losses.mean()))
-        return torch.tensor(sum(values) / len(values), device=self.device)
+        world, mean = self._native.world, losses.mean().double()
+        if world.size > 1:
+            dist.all_reduce(mean, group=world.everyone)
+        return (mean / world.size).float()
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         """Training mode, of the model."""
@@ -233,6 +232,7 @@ class DeepSpeedEngine(EngineFacts):
 
         Without a tag it is the one that was saved last; where nothing says which that is, (None, None).
         """
+        self._latest.settle()
         if custom_load_fn is not None:
             raise ModelError("custom_load_fn is not offered: load the weights into the model before initialize")
         path = self._saver.find(load_dir, tag)
@@ -294,6 +294,4 @@ class DeepSpeedEngine(EngineFacts):
     def destroy(self) -> None:
         """See through what is being saved, and close the curves."""
         self._saver.close()
-        if self._monitor is not None:
-            self._monitor.close()
-            self._monitor = None
+        self._latest.close()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from plait.config import ResolvedBatch, RunConfig
 from plait.errors import ConfigError, Problem, TrainingError
 from plait.frontends.deepspeed import progress
+from plait.frontends.deepspeed.around import Around
+from plait.frontends.deepspeed.latest import LatestStep
 from plait.frontends.deepspeed.loader import DeepSpeedDataLoader
 from plait.frontends.deepspeed.saving import Saver
 from plait.strategy import ManualEngine
@@ -32,7 +34,7 @@ class Parts:
     collate_fn: Callable[[list[Any]], Any] | None
 
 
-class EngineFacts(nn.Module):
+class EngineFacts(Around):
     """Counters, sizes and settings, under DeepSpeed's names."""
 
     def __init__(self, parts: Parts) -> None:
@@ -41,14 +43,12 @@ class EngineFacts(nn.Module):
         self._native = parts.native
         self.module = parts.native.model
         self.optimizer = parts.optimizer
-        self.lr_scheduler = parts.lr_scheduler
         self.training_dataloader: DeepSpeedDataLoader | None = None
         self._training_iterator: Iterator[Any] | None = None
         self.config = parts.raw
         self.global_steps = 0
         self.global_samples = 0
         self.micro_steps = 0
-        self.skipped_steps = 0
         world = parts.native.world
         self.device = world.device
         self.global_rank, self.local_rank, self.world_size = world.rank, world.ranks.local_rank, world.size
@@ -58,21 +58,36 @@ class EngineFacts(nn.Module):
         self._within = 0
         """Micro-batches of the step under way that are done."""
         self._inside_no_sync = False
-        self._grad_norm: float | None = None
-        self._applied = False
+        self._updated = False
+        """Whether the last `step` was to change weights."""
         self._saver = Saver(parts.native, parts.config.checkpoint)
         self._clock = progress.Clock(world.device) if parts.raw.get("wall_clock_breakdown") else None
         self._every = parts.raw.get("steps_per_print")
-        self._monitor = progress.open_monitor(parts.raw, world.rank)
+        monitor = progress.open_monitor(parts.raw, world.rank)
+        self._latest = LatestStep(parts.optimizer, parts.lr_scheduler, monitor)
+        weakref.finalize(self, self._latest.close)  # few scripts call `destroy`
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is not None and hasattr(module, name):
-                return getattr(module, name)
-            raise AttributeError(f"neither Plait's DeepSpeedEngine nor the model in it has {name!r}") from None
+    @property
+    def skipped_steps(self) -> int:
+        """Steps so far that were left out because something was not finite."""
+        self._latest.settle()
+        return self._latest.skipped
+
+    @skipped_steps.setter
+    def skipped_steps(self, count: int) -> None:
+        self._latest.settle()
+        self._latest.skipped = count
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """What sets the rates; None where nothing does."""
+        self._latest.settle()
+        return self._latest.scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self._latest.settle()
+        self._latest.scheduler = scheduler
 
     def train_batch_size(self) -> int:
         """Samples in a step, over all ranks."""
@@ -144,19 +159,21 @@ class EngineFacts(nn.Module):
 
     def get_lr(self) -> list[float]:
         """Each group's rate in the coming update."""
+        self._latest.settle()
         return [] if self.optimizer is None else progress.rates(self.optimizer)
 
     def get_mom(self) -> list[Any]:
         """Each group's betas, or its momentum."""
+        self._latest.settle()
         return [] if self.optimizer is None else progress.momenta(self.optimizer)
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients over all ranks, before clipping; None before the first step."""
-        return self._grad_norm
+        return None if self._latest.result is None else self._latest.result.grad_norm
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed weights."""
-        return self._applied
+        return self._updated and self._latest.result is not None and not self._latest.result.skipped
 
     def steps_per_print(self) -> int | None:
         """Steps between two lines."""

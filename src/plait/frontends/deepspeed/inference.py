@@ -11,6 +11,7 @@ from torch import nn
 
 from plait.config import parse_sections
 from plait.errors import ConfigError, Problem
+from plait.frontends.deepspeed.around import Around
 from plait.frontends.deepspeed.comm import init_distributed
 from plait.frontends.deepspeed.config import read_config
 from plait.precision import cast_floats
@@ -47,7 +48,7 @@ _FORMATS = {
 }
 
 
-class InferenceEngine(nn.Module):
+class InferenceEngine(Around):
     """A model that answers. What the model itself offers, `generate` among it, can be asked of the engine."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -62,15 +63,6 @@ class InferenceEngine(nn.Module):
         with torch.inference_mode():
             args, named = (cast_floats(_moved(given, self.device), self.dtype) for given in (inputs, kwargs))
             return self.module(*args, **named)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is not None and hasattr(module, name):
-                return getattr(module, name)
-            raise AttributeError(f"neither Plait's InferenceEngine nor the model in it has {name!r}") from None
 
 
 def init_inference(

@@ -35,6 +35,7 @@ class PipelineEngine(DeepSpeedEngine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One step over `gradient_accumulation_steps` micro-batches of (inputs, labels); the mean loss of all ranks."""
         self._need_optimizer("train_batch")
+        self._latest.settle()
         self.train()
         data = self._data(data_iter)
         batches = [next(data) for _ in range(self._batch.accumulation)]
@@ -44,6 +45,7 @@ class PipelineEngine(DeepSpeedEngine):
             with self._clock.measure("train_batch"):
                 result = self._native.train_step(self._prepared(batches))
         self.micro_steps += self._batch.accumulation
+        self._updated = True
         self._count(result)
         if self._every and self.global_steps % self._every == 0:
             each = (time.perf_counter() - self._last_print) / self._every

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from plait.errors import ConfigError, Problem
+from plait.strategy.native.late import Arriving
 
 _REMEMBERED = 1_000_000
 _SAVED = 1000
@@ -19,24 +20,43 @@ _SAVED = 1000
 
 
 class HistoryBuffer:
-    """The values of one scalar, with how many each counts for."""
+    """The values of one scalar, with how many each counts for.
+
+    The latest may still be on its way from a device. Who asks waits for it, and so does who adds the next one: by then
+    the device has gone on. [Note: one step behind]
+    """
 
     def __init__(self, log_history: list[float] | None = None, count_history: list[int] | None = None) -> None:
         self._values: deque[float] = deque(log_history or (), maxlen=_REMEMBERED)
         self._counts: deque[int] = deque(count_history or [1] * len(self._values), maxlen=_REMEMBERED)
+        self._coming: tuple[Callable[[], float], int] | None = None
 
     @property
     def data(self) -> tuple[list[float], list[int]]:
         """All values and counts."""
+        self._settle()
         return list(self._values), list(self._counts)
 
-    def update(self, value: float, count: int = 1) -> None:
-        """Add a value."""
+    def update(self, value: float | Callable[[], float], count: int = 1) -> None:
+        """Add a value, or what waits for one."""
+        self._settle()
+        if callable(value):
+            self._coming = value, count
+        else:
+            self._add(value, count)
+
+    def _add(self, value: float, count: int) -> None:
         self._values.append(value)
         self._counts.append(count)
 
+    def _settle(self) -> None:
+        if self._coming is not None:
+            (read, count), self._coming = self._coming, None
+            self._add(read(), count)
+
     def current(self) -> float:
         """The latest value."""
+        self._settle()
         if not self._values:
             raise ConfigError(Problem("log_processor", "nothing was recorded yet", "Log after the first iteration."))
         return self._values[-1]
@@ -62,6 +82,7 @@ class HistoryBuffer:
         return self.current() if method_name == "current" else float(getattr(self, method_name)(window_size))
 
     def _window(self, size: int | None) -> tuple[list[float], list[int]]:
+        self._settle()
         size = len(self._values) if size is None else min(size, len(self._values))
         length = len(self._values)
         return (
@@ -80,10 +101,9 @@ class MessageHub:
         self._not_resumed: set[str] = set()
 
     def update_scalar(self, key: str, value: Any, count: int = 1, resumed: bool = True) -> None:
-        """Add a value to a scalar's history."""
+        """Add a value to a scalar's history: a number, a tensor, or what returns a number when it is asked."""
         self._mark(key, resumed)
-        number = float(value.detach()) if isinstance(value, Tensor) else float(value)
-        self.log_scalars.setdefault(key, HistoryBuffer()).update(number, count)
+        self.log_scalars.setdefault(key, HistoryBuffer()).update(_number(value), count)
 
     def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:
         """Add several; a dict with `value` and `count` says how many a value counts for."""
@@ -135,6 +155,16 @@ class MessageHub:
         for key, (values, counts) in state.get("log_scalars", {}).items():
             self.log_scalars[key] = HistoryBuffer(values, counts)
         self.runtime_info.update(state.get("runtime_info", {}))
+
+
+def _number(value: Any) -> float | Callable[[], float]:
+    """A number; where a device has it, what waits for it: the device need not."""
+    if isinstance(value, Tensor) and value.is_cuda:
+        arriving = Arriving((value.detach().reshape(()),), value.device)
+        return lambda: arriving.read()[0]
+    if isinstance(value, Tensor):
+        return float(value.detach())
+    return value if callable(value) else float(value)
 
 
 def make_logger(level: int | str, file: Path | None, *, is_main: bool) -> logging.Logger:

@@ -143,6 +143,11 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         """Clip the global norm in the step that follows; returns the norm before."""
         return torch.tensor(self.engine.clip_grad_norm(float(max_norm)))
 
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the schedule waits, which the Trainer asks after every step: see `PreparedOptimizer.overflowed`."""
+        return any(optimizer.overflowed for optimizer in self._optimizers)
+
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The model itself."""
         return model.module if isinstance(model, PreparedModel) else super().unwrap_model(model, *args, **kwargs)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -67,9 +71,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dro
     )
 
 
-# Uncompiled it would hold all scores. Nothing is compiled before the first call; inside a compiled block the
-# call is simply part of the block.
-_compiled_flex_attention = torch.compile(flex_attention)
+def _compiled_flex_attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, enable_gqa: bool) -> Tensor:
+    """Uncompiled it would hold all scores; inside a compiled block the call is simply part of the block."""
+    call: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
+    return call(q, k, v, block_mask=block_mask, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    """Made at the first call: it loads the compiler, which most runs do without."""
+    return torch.compile(flex_attention)
 
 
 class Attention(nn.Module):
@@ -97,11 +108,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
         """Mix the tokens of (batch, tokens, dim)."""
-        q, k, v = (self._split(project(x)) for project in (self.q, self.k, self.v))
+        q, k, v = (self._split(each) for each in self.project(x))
         if shared.rotary is not None:
             q, k = self.rotate(shared.rotary, q, k)
         y = self.attend(q, k, v, shared.mask, self.dropout if self.training else 0.0)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def project(self, x: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values, (batch, tokens, features) each."""
+        return [layer(x) for layer in (self.q, self.k, self.v)]
 
     def _split(self, x: Tensor) -> Tensor:
         return x.reshape(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)

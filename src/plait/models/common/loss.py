@@ -1,25 +1,25 @@
 """Cross-entropy as (sum, count): from logits, or from hidden states without ever holding all logits.
 
 Logits or the head's weight may be DTensors of which each rank has some words of the vocabulary. Then the loss is
-computed from the parts; see [Note: a loss over parts of the vocabulary] in `chunked_loss`. The gradient with respect
+computed from the parts; see [Note: a loss over parts of the vocabulary] in `split_loss`. The gradient with respect
 to the hidden states is then this rank's summand: who calls it this way has to sum them over the ranks.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from plait.models.common.chunked_loss import (
-    Words,
-    chunked_linear_cross_entropy,
-    split_cross_entropy,
-    split_linear_cross_entropy,
-)
+from plait.models.common.chunked_loss import chunked_linear_cross_entropy
 from plait.models.common.protocol import IGNORE_INDEX
 from plait.spec import LossTerm
 from plait.world import is_sharded
+
+if TYPE_CHECKING:
+    from plait.models.common.split_loss import Words
 
 PLAIN_BYTES = 2**27
 """Logits that take no more than this are held whole, for the plain form; it needs several copies of them."""
@@ -30,6 +30,8 @@ CHUNK_BYTES = 2**30
 def cross_entropy(logits: Tensor, labels: Tensor) -> LossTerm:
     """Loss from logits (…, vocabulary) and labels (…), in fp32."""
     if is_sharded(logits):
+        from plait.models.common.split_loss import split_cross_entropy
+
         words, own = _words_of(logits, -1), logits.to_local()
         rows = max(1, PLAIN_BYTES // (4 * words.most))
         total = split_cross_entropy(own.flatten(0, -2), labels.flatten(), words, rows)
@@ -55,6 +57,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chun
         logits = F.linear(hidden, weight)
         if words is None:
             return cross_entropy(logits, labels)
+        from plait.models.common.split_loss import split_cross_entropy
+
         total = split_cross_entropy(logits.flatten(0, -2), labels.flatten(), words, labels.numel())
         return LossTerm(total, (labels != IGNORE_INDEX).sum())
     rows = max(1, chunk_bytes // row_bytes)
@@ -63,6 +67,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chun
     if words is None:
         total = chunked_linear_cross_entropy(flat, weight, targets, rows, dtype)
     else:
+        from plait.models.common.split_loss import split_linear_cross_entropy
+
         total = split_linear_cross_entropy(flat, weight, targets, rows, dtype, words)
     return LossTerm(total, (labels != IGNORE_INDEX).sum())
 
@@ -84,6 +90,8 @@ def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def _words_of(tensor: Tensor, dim: int) -> Words:
     """Which words this rank has, of a DTensor that is split along the vocabulary."""
+    from plait.models.common.split_loss import Words
+
     assert is_sharded(tensor)
     mesh, (placement,) = tensor.device_mesh, tensor.placements
     assert placement.is_shard(dim % tensor.ndim), f"{placement} is not along the vocabulary"

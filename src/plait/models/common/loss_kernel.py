@@ -1,4 +1,4 @@
-"""The Triton twins of what `chunked_loss` does with logits: one pass for the sum, one to overwrite the logits.
+"""The Triton twins of what the chunked losses do with logits: one pass for the sum, one to overwrite the logits.
 
 Where a rank has a part of the vocabulary, the ranks exchange the rows' sums in between, so the passes are two kernels.
 On tensors without values nothing is launched, so that a plan sees the memory that the kernels take.
@@ -101,7 +101,7 @@ def loss_and_slopes_triton(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tens
 
 
 def row_statistics_triton(logits: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The twin of `chunked_loss.row_statistics`."""
+    """The twin of `split_loss.row_statistics`."""
     rows, columns = logits.shape
     found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     if has_values(logits):
@@ -114,7 +114,7 @@ def row_statistics_triton(logits: Tensor, place: Tensor) -> tuple[Tensor, Tensor
 
 
 def slopes_triton(logits: Tensor, place: Tensor, log_total: Tensor) -> Tensor:
-    """The twin of `chunked_loss.slopes_of`; overwrites the logits."""
+    """The twin of `split_loss.slopes_of`; overwrites the logits."""
     rows, columns = logits.shape
     if has_values(logits):
         block = _block(columns)

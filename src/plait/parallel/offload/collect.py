@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from plait.parallel.listening import listen
 from plait.parallel.offload.outbox import Outbox
 from plait.world import is_sharded, settled_part
 
@@ -41,18 +42,14 @@ class StreamedGradients:
 
     def listen(self, params: Sequence[nn.Parameter]) -> None:
         """Take the gradients of plain parameters when autograd has them."""
-        for index, param in enumerate(params):
-            param.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
+        listen(params, self._collect)
 
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
-        def collect(param: Tensor) -> None:
-            grad = param.grad
-            assert grad is not None
-            param.grad = None
-            with torch.no_grad():
-                self.receive(index, settled_part(grad, param) if is_sharded(grad) else grad)
-
-        return collect
+    def _collect(self, index: int, param: Tensor) -> None:
+        grad = param.grad
+        assert grad is not None
+        param.grad = None
+        with torch.no_grad():
+            self.receive(index, settled_part(grad, param) if is_sharded(grad) else grad)
 
     def receive(self, index: int, grad: Tensor) -> None:
         """One micro-batch's gradient of one parameter, this rank's part."""

@@ -167,13 +167,20 @@ class ParamStream:
             return []  # this step goes another way
         found: list[_Group] = []
         live = sum(group.numel for group in self._groups if group.here or group.room is not None)
-        size = 0
-        for number in self._before[at:]:
+        early = 0  # of all that are there before their turn, those that came with an earlier unit among them
+        for number in dict.fromkeys(self._before[at:]):
             group = self._groups[number]
+            if number == self._now[-1]:
+                continue
+            first = not early
+            early += group.numel
+            # The next unit comes early however large it is, unless nothing is to.
+            if early > self._limits.prefetch and not (first and self._limits.prefetch):
+                break
             if group.here or group.room is not None:
                 continue
-            size += group.numel
-            if size > self._limits.prefetch or live + size > self._limits.live:
+            live += group.numel
+            if live > self._limits.live:
                 break
             if any(bucket.update is not None and not bucket.update.done() for bucket in self._buckets(group)):
                 break

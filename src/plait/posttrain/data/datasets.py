@@ -20,7 +20,11 @@ STEP = 8
 
 
 class Row:
-    """One example: the tokens, and for each the token after it where that is to be learned."""
+    """One example: the tokens, and for each the token after it where that is to be learned.
+
+    The last token is only ever learned, and left out. A judge reads it too: whether an answer ended there is a part of
+    what it is worth.
+    """
 
     __slots__ = ("ids", "labels")
 
@@ -30,6 +34,14 @@ class Row:
         self.labels: NDArray[np.int32] = np.where(np.asarray(tokens.learned[1:], dtype=bool), ids[1:], IGNORE).astype(
             np.int32
         )
+
+    @classmethod
+    def judged(cls, tokens: Tokens) -> Row:
+        """The whole of it, with nothing to learn."""
+        row = cls.__new__(cls)
+        row.ids = np.asarray(tokens.ids, dtype=np.int32)
+        row.labels = np.full(len(row.ids), IGNORE, dtype=np.int32)
+        return row
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -94,8 +94,9 @@ def prepare_data(config: RunConfig) -> PhaseData:
     if online:
         made = [list(_prompts(part, template, limit, section, account)) for part in parts]
     elif pairs:
-        made = [PairRows(list(_pairs(part, template, limit, section, account))) for part in parts]
-        collate = PadPairs(tokenizer.end, rewards=phase == "reward")
+        judged = phase == "reward"
+        made = [PairRows(list(_pairs(part, template, limit, section, account, judged=judged))) for part in parts]
+        collate = PadPairs(tokenizer.end, rewards=judged)
     else:
         packing = (config.sft or SftConfig()).packing
         rows = [list(_rows(part, template, limit, section, account)) for part in parts]
@@ -160,18 +161,25 @@ def _prompts(
 
 
 def _pairs(
-    examples: Sequence[Example], template: Template, limit: int, section: PosttrainConfig, account: Account
+    examples: Sequence[Example],
+    template: Template,
+    limit: int,
+    section: PosttrainConfig,
+    account: Account,
+    *,
+    judged: bool,
 ) -> Iterator[tuple[Row, Row]]:
     for example in examples:
         assert example.rejected is not None
         worse = (*example.prompt, type(example.messages[-1])("assistant", example.rejected))
         both = [template.conversation(messages) for messages in (example.messages, worse)]
         longer = max(both, key=lambda tokens: len(tokens.ids))
-        if _fitting(longer, template, example, limit, section, account) is not None:
+        if _fitting(longer, template, example, limit, section, account, whole=judged) is not None:
             account.kept += 1
             # Of earlier answers nothing is to be preferred: only the last ones differ.
             prompt = len(template.prompt(example.prompt))
-            chosen, rejected = (Row(_only_last(tokens, prompt)) for tokens in both)
+            make = Row.judged if judged else Row
+            chosen, rejected = (make(_only_last(tokens, prompt)) for tokens in both)
             yield chosen, rejected
 
 
@@ -180,13 +188,21 @@ def _only_last(tokens: Tokens, prompt: int) -> Tokens:
 
 
 def _fitting(
-    tokens: Tokens, template: Template, example: Example, limit: int, section: PosttrainConfig, account: Account
+    tokens: Tokens,
+    template: Template,
+    example: Example,
+    limit: int,
+    section: PosttrainConfig,
+    account: Account,
+    *,
+    whole: bool = False,
 ) -> Row | None:
-    if len(tokens.ids) - 1 <= limit:
+    length = len(tokens.ids) if whole else len(tokens.ids) - 1  # the last one is only learned
+    if length <= limit:
         return Row(tokens)
     prompt = len(template.prompt(example.prompt))
     reason = "with a prompt longer than max_len" if prompt >= limit else "longer than max_len"
-    detail = f"{len(tokens.ids) - 1} tokens, at most {limit}"
+    detail = f"{length} tokens, at most {limit}"
     account.leave_out(reason, example.where, refuse=section.too_long == "error", key="too_long", detail=detail)
     return None
 

@@ -113,36 +113,36 @@ class Sorting(Task):
         return f"{letters}=", "".join(sorted(letters))
 
     def wrong(self, number: int, which: int = 0) -> str:
-        """The first is nearly right: two neighbours exchanged; where all are alike, one letter changed.
+        """Eight kinds of mistake in turn, so that a judge which learns from them overlooks none of them.
 
-        The others are wrong in many ways, so that a judge which learns from them is not content with half of what is
-        asked: a letter is another, in its place or in order again, most often one that is near; or the answer is cut
-        off, too long, or not sorted.
+        Two neighbours exchanged; a letter is another in its place, another, a near one, or one of the others once
+        more, in order; cut off; too long; not sorted. From the ninth on there are two mistakes.
         """
+        kinds = 8
         right, noise = self.question(number)[1], _noise(number + which * self.count)
-        if which == 0:
-            places = [at for at in range(len(right) - 1) if right[at] != right[at + 1]]
-            if not places:
-                return _another(right)
-            at = places[noise % len(places)]
-            return right[:at] + right[at + 1] + right[at] + right[at + 2 :]
-        at, letter = noise // 8 % len(right), self.alphabet[noise // 512 % 10]
-        changed = right[:at] + letter + right[at + 1 :]
-        place = self.alphabet.index(right[at])
-        near = self.alphabet[place + 1 if place == 0 or (place < 9 and noise & 4096) else place - 1]
-        beside = "".join(sorted(right[:at] + near + right[at + 1 :]))
-        ways = (
-            changed,
-            "".join(sorted(changed)),
-            beside,
-            beside,
-            beside,
-            right[:at],
-            right + right[at:] if noise & 8192 else right[: at + 1] + right[at:],
-            self.question(number)[0].removesuffix("="),
-        )
-        found = ways[noise % len(ways)]
-        return found if found != right else _another(right)
+        base = right if which < kinds else self.wrong(number, noise % kinds)
+        at, other = noise // 8 % len(base), noise // 512 % 10
+        near = min(max(self.alphabet.index(base[at]) + (1 if noise & 1 else -1), 0), 9)
+        match which % kinds:
+            case 0:
+                places = [place for place in range(len(base) - 1) if base[place] != base[place + 1]] or [0]
+                place = places[noise % len(places)]
+                found = base[:place] + base[place : place + 2][::-1] + base[place + 2 :]
+            case 1:
+                found = _with(base, at, self.alphabet[other])
+            case 2:
+                found = "".join(sorted(_with(base, at, self.alphabet[other])))
+            case 3:
+                found = "".join(sorted(_with(base, at, self.alphabet[near])))
+            case 4:
+                found = "".join(sorted(_with(base, at, base[other % len(base)])))
+            case 5:
+                found = base[:at]
+            case 6:
+                found = base[: at + 1] + base[at:] if noise & 1 else base + base[at:]
+            case _:
+                found = self.question(number)[0].removesuffix("=") if which == kinds - 1 else base[::-1]
+        return found if found and found != right else _another(right)
 
     def solve(self, question: str) -> str | None:
         """The letters in order, where there are any."""
@@ -155,6 +155,10 @@ class Sorting(Task):
 def make_task(config: TaskData) -> Task:
     """The task that a section names."""
     return Arithmetic(config.size) if config.name == "arithmetic" else Sorting(config.size)
+
+
+def _with(letters: str, at: int, letter: str) -> str:
+    return letters[:at] + letter + letters[at + 1 :]
 
 
 def _another(letters: str) -> str:

@@ -19,6 +19,7 @@ from plait.posttrain.logprobs import CHUNK_TOKENS, entropy, from_bits, token_log
 from plait.posttrain.lora.layer import adapters_off
 from plait.posttrain.online.settings import Online
 from plait.posttrain.ppo_math import policy_loss
+from plait.posttrain.sums import Sums
 from plait.spec import LossTerm
 from plait.world import is_sharded
 
@@ -33,34 +34,27 @@ class Told(NamedTuple):
 
 
 class Tally:
-    """Sums over the micro-batches of a step, brought together when it is over."""
+    """What the micro-batches of a step say of themselves, brought together when it is over."""
 
     def __init__(self) -> None:
-        self._seen: list[Tensor] = []
-        self._sums: Tensor | None = None
+        self._sums = Sums()
+        self._latest: Tensor | None = None
 
     def note(self, loss: LossTerm, clipped: Tensor, tokens: Tensor) -> None:
         """Take note of one micro-batch."""
-        parts = (loss.sum.detach(), torch.as_tensor(loss.count), clipped, tokens)
-        device = loss.sum.device
-        self._seen.append(torch.stack([part.to(device, torch.float64) for part in parts]))
+        self._sums.note(loss.sum, loss.count, clipped, tokens, device=loss.sum.device)
 
     def finish(self, group: dist.ProcessGroup | None) -> None:
         """The step is over, on all ranks that saw other answers."""
-        if not self._seen:
-            return
-        sums = torch.stack(self._seen).sum(0)
-        self._seen.clear()
-        if group is not None:
-            dist.all_reduce(sums, group=group)
-        self._sums = sums
+        sums = self._sums.finish(group)
+        self._latest = self._latest if sums is None else sums
 
     @property
     def latest(self) -> Told | None:
         """Of the step that is over; waits for the device."""
-        if self._sums is None:
+        if self._latest is None:
             return None
-        total, count, clipped, tokens = self._sums.tolist()
+        total, count, clipped, tokens = self._latest.tolist()
         return Told(total / (count or 1.0), clipped / (tokens or 1.0))
 
 

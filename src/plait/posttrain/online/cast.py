@@ -90,7 +90,7 @@ def _frozen(config: RunConfig, world: World, make: Callable[[], nn.Module], say:
     plain = {"offload": OffloadConfig(), "compile": CompileConfig(), "recompute": RecomputeConfig()}
     strategy = config.strategy.model_copy(update=plain)
     precision = config.precision.model_copy(update={"master": config.precision.compute in ("fp32", "tf32")})
-    changes = {"strategy": strategy, "precision": precision, "optim": SGDConfig(no_decay=())}
+    changes = {"strategy": strategy, "precision": precision, "optim": SGDConfig(no_decay=()), "schedule": None}
     return prepare_native(config.model_copy(update=changes), world, model=lambda: _held_still(make()), say=say)
 
 

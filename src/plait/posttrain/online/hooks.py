@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from plait.posttrain.online.actor import Tally, Told
 from plait.runner.hooks import Hook
-from plait.spec import MicroBatch
+from plait.spec import EventKind, MicroBatch
 from plait.strategy import StepResult
 from plait.strategy.native.engine import NativeEngine
 
@@ -28,14 +29,20 @@ class Rollouts(Hook):
 
     def __init__(self, run: OnlineRunner) -> None:
         self._run = run
+        self._begun = 0.0
 
     def before_run(self, runner: Runner) -> None:
         """Measure the model as it begins, so that there is something to compare with."""
         if runner.step == 0 and runner.has("val_data"):
             runner.validate()
 
+    def before_step(self, runner: Runner) -> None:
+        """From here on it learns; the critic does so in its own hook, which comes later."""
+        self._begun = time.perf_counter()
+
     def after_step(self, runner: Runner, result: StepResult) -> None:
         """Add what this step did to what is known of the rollout."""
+        self._run.roller.clock.seconds["learning"] += time.perf_counter() - self._begun
         runner.figures.update(self._run.roller.figures)
         if runner.step % runner.config.log.every and runner.step != runner.total_steps:
             return  # nobody will see it, and looking waits for the device
@@ -44,6 +51,10 @@ class Rollouts(Hook):
         critic = self._run.cast.critic
         if critic is not None and (told := _told(critic.model)) is not None:
             runner.figures["value_loss"] = told.loss
+
+    def after_run(self, runner: Runner) -> None:
+        """Tell where the time went."""
+        runner.emit(EventKind.MESSAGE, level="info", text=str(self._run.roller.clock))
 
     def tensors(self, runner: Runner) -> dict[str, Tensor]:
         """The answers in use."""
@@ -66,7 +77,7 @@ class Critic(Hook):
     """Trains the critic on the answers of each step, and keeps it in the run's checkpoints."""
 
     name = "critic"
-    priority = 20
+    priority = 40
 
     def __init__(self, run: OnlineRunner) -> None:
         self._run = run

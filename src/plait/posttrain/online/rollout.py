@@ -49,6 +49,7 @@ class Roller:
         self._actor, self._cast, self._sampling, self._rows = actor, cast, sampling, rows
         self._order = SampleOrder(len(prompts), sampling.seed)
         self._verified: int | None = None
+        self.clock = writer.clock
         self._folder, self._say = folder, say
 
     def asked(self, number: int) -> list[Prompt]:
@@ -60,6 +61,8 @@ class Roller:
     def roll(self, number: int, step: int) -> None:
         """Make the experience of rollout `number` from the policy as it is now. Every rank must take part."""
         online, experience = self._online, self.experience
+        with self.clock.count("learning"):
+            self._actor.settle()  # a device may still be at the last step
         asked = [prompt for prompt in self.asked(number) for _ in range(online.group)]
         keys = range(number * online.answers, (number + 1) * online.answers)
         due = self._verified is None or number - self._verified >= online.rollout.verify_every
@@ -68,7 +71,8 @@ class Roller:
             self._verified = number
         experience.put([prompt.tokens for prompt in asked], written.tokens)
         experience.number = number
-        entropies = self._look()
+        with self.clock.count("asking"):
+            entropies = self._look()
         answered = experience.mask
         self._weigh(written.rewards)
         self.figures = self._measure(written, answered, entropies)

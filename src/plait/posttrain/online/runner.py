@@ -20,6 +20,7 @@ from plait.posttrain.data.template import Marked
 from plait.posttrain.online.cast import Cast, make_cast
 from plait.posttrain.online.evaluate import measure
 from plait.posttrain.online.experience import Experience
+from plait.posttrain.online.foresight import OnlineForesight
 from plait.posttrain.online.hooks import Critic, Rollouts
 from plait.posttrain.online.loader import ExperienceLoader, Mixture
 from plait.posttrain.online.rollout import Roller
@@ -27,7 +28,6 @@ from plait.posttrain.online.scoring import FunctionScorer, ModelScorer, Rules, S
 from plait.posttrain.online.settings import Online
 from plait.posttrain.online.writing import Stop, Writer
 from plait.posttrain.run import PhaseRunner
-from plait.runner.forecast import Foresight
 from plait.runner.hooks import Hook
 from plait.spec import Phase
 from plait.strategy import Engine, Length, ManualEngine, prepare_manual
@@ -50,7 +50,7 @@ class OnlineRunner(PhaseRunner):
             find_function(parsed.config)  # a name that leads nowhere shows before anything is built
         super().__init__(parsed, hooks=[*own, *hooks])
         self.online = online
-        self.foresight = _Unforeseen(self)
+        self.foresight = OnlineForesight(self)
 
     def _prepare(self) -> Engine:
         config, world = self.config, self.world
@@ -163,11 +163,3 @@ class _Nothing:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-class _Unforeseen(Foresight):
-    """The plan knows one model and rows of tokens; several models and a writer it would get wrong."""
-
-    def look(self, *_: Any) -> None:
-        """Say why there is none."""
-        self._found = "several models are in memory at once, and one of them writes"

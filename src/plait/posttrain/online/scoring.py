@@ -106,8 +106,8 @@ class ModelScorer(Scorer):
 
     def _row(self, answer: Answer) -> torch.Tensor:
         written = self._template.conversation((*answer.prompt.messages, Message("assistant", answer.text)))
-        ids = torch.from_numpy(Row(written).ids).long()
-        return ids[: self._longest]
+        row = Row.judged(written) if answer.finished else Row(written)  # one that was cut off has no end to see
+        return torch.from_numpy(row.ids).long()[: self._longest]
 
 
 class Rules(Scorer):

@@ -11,6 +11,7 @@ from torch import Tensor
 from plait.generate import Completion, HybridEngine, Sampling
 from plait.generate.speaker import cut
 from plait.posttrain.data.prompts import Check, Prompt
+from plait.posttrain.online.clock import Clock
 from plait.posttrain.online.scoring import Answer, Scorer
 
 VERIFIED = 32
@@ -41,21 +42,29 @@ class Writer:
     ) -> None:
         self._hybrid, self._scorer, self._correct = hybrid, scorer, correct
         self._decode, self._stop = decode, stop
+        self.clock = Clock()
 
     def write(
         self, prompts: Sequence[Prompt], sampling: Sampling, keys: Sequence[int], *, verify: bool = False
     ) -> Written:
         """An answer to each prompt, on every rank. Together with the seed, a key decides what is drawn."""
-        asked = [prompt.tokens for prompt in prompts]
+        with self.clock.count("writing"):
+            found = self._generate([prompt.tokens for prompt in prompts], sampling, keys, verify=verify)
+        with self.clock.count("judging"):
+            answers = [self._answer(prompt, each) for prompt, each in zip(prompts, found, strict=True)]
+            rewards = torch.tensor(self._scorer.judge(answers), dtype=torch.float32)
+        return Written(answers, [each.tokens for each in found], rewards)
+
+    def _generate(
+        self, asked: Sequence[Sequence[int]], sampling: Sampling, keys: Sequence[int], *, verify: bool
+    ) -> list[Completion]:
         found = self._hybrid.generate(asked, sampling, keys=keys)
         if verify:
             mode = self._hybrid.mode
             self._hybrid.verify(asked[:VERIFIED], found[:VERIFIED])
             if self._hybrid.mode != mode:  # those answers were not the policy's
                 found = self._hybrid.generate(asked, sampling, keys=keys)
-        answers = [self._answer(prompt, each) for prompt, each in zip(prompts, found, strict=True)]
-        rewards = torch.tensor(self._scorer.judge(answers), dtype=torch.float32)
-        return Written(answers, [each.tokens for each in found], rewards)
+        return found
 
     def _answer(self, prompt: Prompt, found: Completion) -> Answer:
         tokens = found.tokens[:-1] if found.tokens[-1] in self._stop.tokens else found.tokens

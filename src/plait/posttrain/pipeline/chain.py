@@ -9,6 +9,7 @@ from pathlib import Path
 from plait.config import Parsed, RunConfig
 from plait.config.data import JsonlData, TextData
 from plait.config.model import HFConfig
+from plait.config.paths import starts_of
 from plait.data import tokenizer_path
 
 WRITES = ("train", "sft", "dpo", "ppo", "grpo")
@@ -55,22 +56,10 @@ def taken_over(phase: str, parsed: Parsed, earlier: Sequence[Step]) -> Iterator[
 
 def _moved(config: RunConfig, earlier: Sequence[Step]) -> Iterator[str]:
     """A description that names the folder of another one means that step, also where it lies elsewhere now."""
-    for key, path in _named(config):
+    for key, path in starts_of(config).items():
         for step in earlier:
             if _inside(path, step.home) and Path(step.home).absolute() != step.folder.absolute():
                 yield f"{key}={step.folder / Path(path).absolute().relative_to(Path(step.home).absolute())}"
-
-
-def _named(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Folders with results of others, by their keys."""
-    places = {
-        "posttrain.start": config.posttrain.start if config.posttrain else None,
-        "posttrain.tokenizer": config.posttrain.tokenizer if config.posttrain else None,
-        "lora.adapter": config.lora.adapter if config.lora else None,
-        "ppo.reward_model": config.ppo.reward_model if config.ppo else None,
-        "ppo.critic_start": config.ppo.critic_start if config.ppo else None,
-    }
-    yield from ((key, path) for key, path in places.items() if path is not None)
 
 
 def _inside(path: str | Path, folder: str | Path) -> bool:
@@ -116,7 +105,7 @@ def _own_judge(phase: str, config: RunConfig, writer: Step) -> bool:
 
 def read_by(config: RunConfig, earlier: Sequence[Step]) -> tuple[Step, ...]:
     """The earlier steps whose folders a description names."""
-    named = [path for _, path in _named(config)]
+    named = starts_of(config).values()
     return tuple(step for step in earlier if any(_inside(path, step.folder) for path in named))
 
 

@@ -12,7 +12,7 @@ from plait.config import check, parse, resolve_batch, resolve_layout
 from plait.config.complete import check_complete
 from plait.config.model import GptConfig, HFConfig, LlamaConfig, ModelConfig, MoeConfig
 from plait.config.online import ONLINE
-from plait.config.paths import missing_paths
+from plait.config.paths import missing_paths, missing_starts, starts_of
 from plait.config.posttrain import ExampleData, PosttrainConfig, TaskData
 from plait.errors import ConfigError, DataError, ModelError, PlaitError, Problem, in_one_line
 from plait.models import build_model
@@ -96,11 +96,10 @@ def _names(step: Step) -> Iterator[Problem]:
             with _Collecting(problems, "", f"posttrain.{role}"):
                 _look_into(source, section, step.phase)
             yield from problems
-    made = [before.folder for before in step.after]
-    for key, path in (("start", section.start), ("tokenizer", section.tokenizer)):
-        if path is None or Path(path).exists() or any(_inside(path, folder) for folder in made):
-            continue
-        yield Problem(f"posttrain.{key}", f"{path!r} does not exist", "Give a run, a checkpoint or a folder.")
+    made, named = [before.folder for before in step.after], starts_of(step.config)
+    for problem in missing_starts(step.config):
+        if not any(_inside(named[problem.path], folder) for folder in made):
+            yield problem
 
 
 def _look_into(source: ExampleData, section: PosttrainConfig, phase: str) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from plait.posttrain.pipeline.chain import Step
 from plait.posttrain.pipeline.folder import State, ending, newest, state_of, write_description
 from plait.posttrain.pipeline.summary import draw_report
+
+_STOPPED: Mapping[str, int] = MappingProxyType({"Ctrl-C": 130, "SIGTERM": 143})
+"""Exit codes of who is stopped by a signal: a run that ends cleanly has 0, but its pipeline is not complete."""
 
 Start = Callable[[list[str]], int]
 """Runs a command of `plait`, given without its name, on every rank; returns its exit code."""
@@ -36,10 +40,14 @@ def run_steps(steps: Sequence[Step], start: Start, say: Callable[[str], None]) -
         code = start(command_of(step, write_description(step)))
         if (page := draw_report(step)) is not None:
             say(f"{name}: {page}")
+        if code in _STOPPED.values():
+            say(f"{name}: was stopped; what there is lies in {step.folder}")
+            return code
         if code != 0:
             say(f"{name}: failed with exit code {code}; what there is lies in {step.folder}")
             return code
         if state_of(step) is not State.COMPLETE:
-            say(f"{name}: ended early ({ending(step.folder) or 'no reason is written down'})")
-            return 1
+            reason = ending(step.folder) or "no reason is written down"
+            say(f"{name}: ended early ({reason})")
+            return _STOPPED.get(reason, 1)
     return 0

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.profiler import record_function
 
+from plait.precision.together import spoken_for
 from plait.runner.profile.kinds import MODULE, PHASE
 from plait.spec import Phase
 from plait.world.patch import replaced
@@ -71,9 +72,12 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @contextmanager
 def module_marks(model: nn.Module, stack: ModuleStack) -> Iterator[None]:
-    """The stack knows of calls until the block ends; of a compiled module it does not know those of its parts."""
+    """The stack knows of calls until the block ends; of a compiled module it does not know those of its parts.
+
+    Nor does it know layers that are not called: with a hook they would be, and the step would be another one.
+    """
     with ExitStack() as undo:
-        inside: set[int] = set()
+        inside = set(map(id, spoken_for(model)))
         for name, module in named_modules(model):
             if id(module) in inside:
                 continue

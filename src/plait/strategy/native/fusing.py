@@ -22,8 +22,13 @@ def use_fp8(module: nn.Module, units: Sequence[Unit], config: RunConfig, device:
     if not layers:
         return
     say(f"fp8 ({wanted.recipe}): {len(layers)} linear layers multiply in 8 bits, the rest is bf16")
-    if not (config.strategy.compile.enabled or wanted.emulate):
-        say("fp8 without strategy.compile: finding scales and rounding may take more time than the products save")
+    if config.strategy.compile.enabled or wanted.emulate:
+        return
+    slow = "finding scales and rounding take more time than the products save"
+    if wanted.recipe == "rowwise":
+        say(f"fp8 (rowwise) without strategy.compile: {slow}")
+    elif not has_kernels(torch.empty(0, device=device)):
+        say(f"fp8 without the package triton and without strategy.compile: {slow}")
 
 
 def use_kernels(module: nn.Module, config: RunConfig, device: torch.device, say: Say) -> None:

@@ -46,6 +46,7 @@ from plait.strategy.native.fusing import use_fp8, use_kernels
 from plait.strategy.native.loss import LossFunction
 from plait.strategy.native.offloaded import OffloadedUpdater, OffloadedViews
 from plait.strategy.native.offloading import Offloading
+from plait.strategy.native.recomputing import choose_ways, gradients_come_late
 from plait.strategy.native.rounded import RoundedViews
 from plait.strategy.native.spread import Several, joined, rebound, shard_part, split_stages, spread_axes, staged_steps
 from plait.strategy.native.update import Updater
@@ -113,17 +114,17 @@ def prepare_native(
     parts = [stage.module for stage in stages] or [module]
     spread = [spread_axes(part, config, world, stage=bool(stages)) for part in parts]
     all_units = [find_units(part, strategy.wrap) for part in parts]
-    auto_count = 0
-    if strategy.recompute.mode == "auto":
-        from plait.parallel import activations
-
-        auto_count = activations.units_to_recompute(module, all_units[0], example, config=config, world=world)
-    compiled = []
     for part, units in zip(parts, all_units, strict=True):
         use_fp8(part, units, config, device, say)
         use_kernels(part, config, device, say)
+    # Loops of other kinds may look at gradients, and sum as many of them as they like.
+    leaves = engine is NativeEngine and adopted is None and accumulation == 1 and not stages
+    late = leaves and not sharded and gradients_come_late(config, world, policy)
+    ways = choose_ways(module, all_units[0], example, config=config, world=world, late=late, say=say)
+    compiled = []
+    for part, units in zip(parts, all_units, strict=True):
         tile_layers(part, strategy.tiles)
-        recompute.apply_recompute(units, strategy.recompute, auto_count=auto_count)
+        recompute.apply_recompute(units, strategy.recompute, ways=ways)
         offload_activations(units, strategy.offload.activations, device)  # around recomputing, whose inputs travel
         compiled += _compile(part, units, config, device, sharded=sharded or bool(stages), say=say)
 
@@ -163,8 +164,6 @@ def prepare_native(
         views = ShardViews(*_trainable(whole), elementwise=elementwise)
         gradients = collectors[0] if len(collectors) == 1 else Several(collectors)
     else:
-        # Loops of other kinds may look at gradients, and sum as many of them as they like.
-        leaves = engine is NativeEngine and adopted is None and accumulation == 1 and not stages
         gradients, views = _replicate(whole, policy, config, world, elementwise=elementwise, leaves=leaves)
     staged = staged_steps(stages, collectors, views, config, world) if stages else None
     _measure_norm(views, world, stages)
@@ -234,7 +233,11 @@ def _compile(
     if reason is not None:
         say(f"strategy.compile is on, but {reason}: training goes on without it")
         return []
-    return compiling.compile_units(module, units, config.strategy.compile, sharded=sharded)
+    settings = config.strategy.compile
+    if settings.scope == "auto" and units and config.precision.fp8.recipe != "none":
+        # A whole model of written-out roundings takes minutes to compile; equal blocks are compiled once.
+        settings = settings.model_copy(update={"scope": "block"})
+    return compiling.compile_units(module, units, settings, sharded=sharded)
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:

@@ -6,6 +6,7 @@ from torch.optim import Adam
 from torch.optim.optimizer import ParamsT
 
 from plait.errors import ConfigError, Problem
+from plait.frontends.deepspeed.ops.states import only_fp32_states
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
@@ -50,7 +51,5 @@ class DeepSpeedCPUAdam(FusedAdam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        if not fp32_optimizer_states:
-            message = "false is not offered: states are kept in the format of the weights that they update"
-            raise ConfigError(Problem("fp32_optimizer_states", message, "Leave it out."))
+        only_fp32_states(fp32_optimizer_states)
         super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.optim.optimizer import ParamsT
 
-from plait.errors import ConfigError, Problem
+from plait.frontends.deepspeed.ops.states import only_fp32_states
 from plait.optim.lion import Lion
 
 __all__ = ["DeepSpeedCPULion", "FusedLion"]
@@ -35,7 +35,5 @@ class DeepSpeedCPULion(Lion):
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        if not fp32_optimizer_states:
-            message = "false is not offered: states are kept in the format of the weights that they update"
-            raise ConfigError(Problem("fp32_optimizer_states", message, "Leave it out."))
+        only_fp32_states(fp32_optimizer_states)
         super().__init__(model_params, lr, betas, weight_decay)

@@ -51,7 +51,7 @@ class RuntimeInfoHook(Hook):
         result = wrapper.last_result
         if "clip_norm" in wrapper.clip and result is not self._result:
             self._result = result
-            runner.message_hub.update_scalar("train/grad_norm", result.grad_norm)
+            runner.message_hub.update_scalar("train/grad_norm", lambda: result.grad_norm)
         for key, value in (outputs or {}).items():
             runner.message_hub.update_scalar(f"train/{key}", value)
 

@@ -1,0 +1,188 @@
+"""A gated feed-forward in 8 bits, as one operation.
+
+[Note: between the products] The product silu(gate) * up, and the gradients of both sides, are wanted in 8 bits only. So
+they are not written in 16: they are computed once to find their scale, and once more to be rounded. Gate and up are
+what is kept; the product is made again on the way back, in the reading that gives the gradients. The numbers are those
+of `fp8_linears`, `swiglu` and `fp8_linear` in turn.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from plait.ops.fp8 import scaled_product
+from plait.ops.fp8_cast import E4M3, E5M2, MULTIPLE, SMALLEST, Cast, cast, cast_plain, is_fused, peaks_of, peaks_plain
+from plait.ops.fp8_gated_kernel import gate_peaks_triton, product_triton, slopes_triton
+from plait.ops.fp8_kernel import PEAKS
+from plait.ops.triton import without_values
+
+
+def fp8_feed_forward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, emulated: bool) -> Tensor:
+    """`down(silu(gate(x)) * up(x))` of layers without bias that all learn, or none does; one scale a tensor."""
+    keeps = torch.is_grad_enabled() and gate.requires_grad
+    thread, *factors = _Inner.apply(x.flatten(0, -2), keeps, emulated, gate, up, down)  # type: ignore[no-untyped-call]
+    flat: Tensor = _Last.apply(thread, emulated, *factors)  # type: ignore[no-untyped-call]
+    return flat.view(*x.shape[:-1], len(down))
+
+
+class Slopes(NamedTuple):
+    """What the backward pass of the middle gives."""
+
+    product: Cast
+    """silu(gate) * up, turned over."""
+    slopes: Cast
+    """The gradients of gate and up, side by side."""
+
+
+def gate_peaks(gate: Tensor, up: Tensor, grad: Tensor | None = None) -> Tensor:
+    """`peaks_of` the product or, where there is `grad`, of the gradients of both sides."""
+    if not is_fused(gate):
+        return gate_peaks_plain(gate, up, grad)
+    if without_values(gate):  # what a plan sees: the bytes that are read
+        return torch.stack([x.amax() for x in (gate, up, grad) if x is not None])[0].float().repeat(PEAKS)
+    return gate_peaks_triton(gate, up, grad)
+
+
+def gate_peaks_plain(gate: Tensor, up: Tensor, grad: Tensor | None = None) -> Tensor:
+    """The plain twin of `gate_peaks`."""
+    return peaks_plain([_product(gate, up)] if grad is None else _slopes(gate, up, grad))
+
+
+def cast_product(gate: Tensor, up: Tensor, peaks: Tensor) -> Cast:
+    """The product in 8 bits, as it lies."""
+    if not is_fused(gate):
+        return cast_product_plain(gate, up, peaks)
+    rows, inverse = gate.new_empty(gate.shape, dtype=E4M3), peaks.new_empty(())
+    if without_values(gate):
+        rows.copy_(gate)
+        up.amax()
+    else:
+        product_triton(gate, up, peaks, rows, inverse, SMALLEST)
+    return Cast(rows, rows.new_empty(0), inverse)
+
+
+def cast_product_plain(gate: Tensor, up: Tensor, peaks: Tensor) -> Cast:
+    """The plain twin of `cast_product`."""
+    return cast_plain([_product(gate, up)], peaks, E4M3, rows=True, columns=False)
+
+
+def cast_slopes(gate: Tensor, up: Tensor, grad: Tensor, peaks: tuple[Tensor, Tensor], *, rows: bool) -> Slopes:
+    """The product and the gradients of both sides in 8 bits; `peaks` are those of one and the other."""
+    if not is_fused(gate):
+        return cast_slopes_plain(gate, up, grad, peaks, rows=rows)
+    height, width = gate.shape
+    padded = height + -height % MULTIPLE
+    none = gate.new_empty(0, dtype=E5M2)
+    by_row = gate.new_empty(height, 2 * width, dtype=E5M2) if rows else none
+    by_column = gate.new_empty(2 * width, padded, dtype=E5M2)
+    product = gate.new_empty(width, padded, dtype=E4M3)
+    inverses = peaks[0].new_empty(()), peaks[0].new_empty(())
+    if without_values(gate):
+        for room, x in ((product, gate), (by_column[:width], up), (by_column[width:], grad)):
+            room[:, :height].copy_(x.t())
+        if rows:
+            by_row.copy_(by_column[:, :height].t())
+    else:
+        slopes_triton(
+            gate,
+            up,
+            grad,
+            peaks,
+            product=product,
+            rows=by_row if rows else None,
+            columns=by_column,
+            inverses=inverses,
+            smallest=SMALLEST,
+        )
+    return Slopes(Cast(none, product, inverses[0]), Cast(by_row, by_column, inverses[1]))
+
+
+def cast_slopes_plain(gate: Tensor, up: Tensor, grad: Tensor, peaks: tuple[Tensor, Tensor], *, rows: bool) -> Slopes:
+    """The plain twin of `cast_slopes`."""
+    return Slopes(
+        cast_plain([_product(gate, up)], peaks[0], E4M3, rows=False, columns=True),
+        cast_plain(_slopes(gate, up, grad), peaks[1], E5M2, dim=1, rows=rows, columns=True),
+    )
+
+
+def _product(gate: Tensor, up: Tensor) -> Tensor:
+    wide = gate.float()
+    return (wide * wide.sigmoid() * up.float()).to(gate.dtype)
+
+
+def _slopes(gate: Tensor, up: Tensor, grad: Tensor) -> list[Tensor]:
+    g, u, d = gate.float(), up.float(), grad.float()
+    s = g.sigmoid()
+    return [(d * u * s * (1.0 + g * (1.0 - s))).to(gate.dtype), (d * g * s).to(up.dtype)]
+
+
+class _Inner(torch.autograd.Function):
+    """All but the last product; its backward is that of the whole.
+
+    See [Note: between the products]; [Note: layers of one input] in `fp8`; [Note: kept before multiplied] in `gated`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, keeps: bool, emulated: bool, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor
+    ) -> tuple[Tensor, ...]:
+        x = x.contiguous()
+        small = cast([x], peaks_of([x]), E4M3, rows=True, columns=keeps)
+        pair = gate_weight, up_weight
+        pair_peaks = peaks_of(pair)
+        stacked = cast(pair, pair_peaks, E4M3, rows=True, columns=False)
+        inverses = small.inverse, stacked.inverse
+        gate, up = (
+            scaled_product(small.rows, part.t(), inverses, x.dtype, fast=True, emulated=emulated)
+            for part in stacked.rows.split_with_sizes([len(weight) for weight in pair])
+        )
+        peaks, down_peaks = gate_peaks(gate, up), peaks_of([down_weight])
+        ctx.save_for_backward(small.columns, small.inverse, pair_peaks, down_peaks, peaks, gate, up, *pair, down_weight)
+        ctx.set_materialize_grads(False)
+        ctx.emulated = emulated
+        product, last = cast_product(gate, up, peaks), cast([down_weight], down_peaks, E4M3, rows=True, columns=False)
+        factors = product.rows, product.inverse, last.rows, last.inverse
+        ctx.mark_non_differentiable(*factors)
+        return x.new_empty(()).expand(len(x), len(down_weight)), *factors
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 6
+        columns, inverse, pair_peaks, down_peaks, peaks, gate, up, *pair, down_weight = ctx.saved_tensors
+        multiply = partial(scaled_product, fast=False, emulated=ctx.emulated)
+        grad = grad.contiguous()
+        small = cast([grad], peaks_of([grad]), E5M2, rows=True, columns=True)
+        last = cast([down_weight], down_peaks, E4M3, rows=False, columns=True)
+        inner = multiply(small.rows, last.columns.t(), (small.inverse, last.inverse), grad.dtype)
+        both = peaks, gate_peaks(gate, up, inner)
+        product, slopes = cast_slopes(gate, up, inner, both, rows=ctx.needs_input_grad[0])
+        del inner
+        grad_x: Tensor | None = None
+        if ctx.needs_input_grad[0]:
+            stacked = cast(pair, pair_peaks, E4M3, rows=False, columns=True)
+            grad_x = multiply(slopes.rows, stacked.columns.t(), (slopes.inverse, stacked.inverse), grad.dtype)
+        if not ctx.needs_input_grad[3]:
+            return grad_x, None, None, None, None, None
+        dtype = down_weight.dtype
+        grad_down = multiply(small.columns, product.columns.t(), (small.inverse, product.inverse), dtype)
+        grad_pair = multiply(slopes.columns, columns.t(), (slopes.inverse, inverse), dtype)
+        return grad_x, None, None, *grad_pair.split_with_sizes([len(weight) for weight in pair]), grad_down
+
+
+class _Last(torch.autograd.Function):
+    """The last product; hands its gradient on as it is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, thread: Tensor, emulated: bool, rows: Tensor, inverse: Tensor, weight: Tensor, weight_inverse: Tensor
+    ) -> Tensor:
+        return scaled_product(rows, weight.t(), (inverse, weight_inverse), thread.dtype, fast=True, emulated=emulated)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None, None, None, None

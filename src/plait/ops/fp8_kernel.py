@@ -1,0 +1,145 @@
+"""The Triton forms of `fp8_cast`: a tensor is read once for its largest number, and once for both copies in 8 bits.
+
+The second reading begins where the first one ended, in what the cache still holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from plait.ops.triton import HAS_TRITON, on_device_of
+
+PEAKS = 256
+"""At most so many programs look for a tensor's largest number; each leaves what it found. Two for a multiprocessor."""
+READ = 16384
+"""Numbers that such a program reads at a time."""
+_TALL, _WIDE = 128, 64
+"""Rows and columns of a tile: what is read of it, and what is written turned over, are lines of the cache."""
+
+if HAS_TRITON:
+    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def _peak_kernel(x, peaks, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The largest absolute value of every so many blocks, from the last one to the first."""
+        program = tl.program_id(0)
+        blocks = tl.cdiv(count, block)
+        at = tl.arange(0, block)
+        largest = tl.zeros((block,), dtype=tl.int32)
+        for index in range(program, blocks, tl.num_programs(0)):
+            here = (blocks - 1 - index).to(tl.int64) * block + at
+            value = tl.load(x + here, mask=here < count, other=0.0).to(tl.float32)
+            # Without a sign, the order of numbers is that of their bits; what is not a number comes last, and stays.
+            largest = tl.maximum(largest, tl.abs(value).to(tl.int32, bitcast=True))
+        tl.store(peaks + program, tl.max(largest, 0).to(tl.float32, bitcast=True))
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def scale_from(peaks, count, smallest, limit, inverse, block: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The scale that goes with these peaks; the first program stores its inverse."""
+        at = tl.arange(0, block)
+        found = tl.load(peaks + at, mask=at < count, other=0.0).to(tl.int32, bitcast=True)
+        peak = tl.max(found, 0).to(tl.float32, bitcast=True)
+        peak = tl.maximum(peak, smallest, propagate_nan=tl.PropagateNan.ALL)
+        scale = tl.math.div_rn(1.0, peak) * limit
+        if tl.program_id(0) == 0:
+            tl.store(inverse, tl.math.div_rn(1.0, scale))
+        return scale
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def _cast_kernel(  # type: ignore[no-untyped-def]
+        x,
+        peaks,
+        peak_count,
+        rows,
+        columns,
+        inverse,
+        height,
+        width,
+        padded,
+        rows_stride,
+        columns_stride,
+        smallest,
+        limit,
+        has_rows: tl.constexpr,
+        has_columns: tl.constexpr,
+        peak_block: tl.constexpr,
+        tall: tl.constexpr,
+        wide: tl.constexpr,
+    ):
+        """One program a tile, which it writes as it lies, and turned over."""
+        across = tl.cdiv(width, wide)
+        down = (tl.program_id(0) // across).to(tl.int64) * tall + tl.arange(0, tall)
+        right = (tl.program_id(0) % across).to(tl.int64) * wide + tl.arange(0, wide)
+        inside = (down < height)[:, None] & (right < width)[None, :]
+        value = tl.load(x + down[:, None] * width + right[None, :], mask=inside, other=0.0).to(tl.float32)
+        scale = scale_from(peaks, peak_count, smallest, limit, inverse, peak_block)
+        # Above the limit it is by its last bit at most, which rounding takes away.
+        scaled = value * scale
+        if has_rows:
+            small = scaled.to(rows.dtype.element_ty)
+            tl.store(rows + down[:, None] * rows_stride + right[None, :], small, mask=inside)
+        if has_columns:
+            turned = tl.trans(scaled.to(columns.dtype.element_ty))
+            room = (right < width)[:, None] & (down < padded)[None, :]
+            tl.store(columns + right[:, None] * columns_stride + down[None, :], turned, mask=room)
+
+
+def peaks_triton(tensors: Sequence[Tensor]) -> Tensor:
+    """Numbers the largest of which is the largest absolute value in these contiguous tensors, fp32."""
+    counts = [programs_for(x.numel(), READ) for x in tensors]
+    peaks = torch.empty(sum(counts), dtype=torch.float32, device=tensors[0].device)
+    with on_device_of(peaks):
+        for x, count, found in zip(tensors, counts, peaks.split_with_sizes(counts), strict=True):
+            _peak_kernel[(count,)](x, found, x.numel(), block=READ, num_warps=16)
+    return peaks
+
+
+def programs_for(numbers: int, block: int) -> int:
+    """Programs that look for the largest of so many numbers, a block at a time."""
+    return min(PEAKS, max(1, -(-numbers // block)))
+
+
+def room_for(peaks: Tensor) -> int:
+    """A power of two that peaks fit into; the same for tensors of all sizes, so that a kernel is compiled once."""
+    return int(max(PEAKS, triton.next_power_of_2(len(peaks))))
+
+
+def cast_triton(
+    x: Tensor, peaks: Tensor, rows: Tensor | None, columns: Tensor | None, inverse: Tensor, smallest: float
+) -> None:
+    """Write a contiguous matrix in 8 bits into `rows` and, turned over, into `columns`.
+
+    Both may be parts of larger ones. `columns` may be longer than `x` is high: what is left is zero. `inverse` is given
+    what the numbers are to be multiplied by.
+    """
+    height, width = x.shape
+    room = rows if columns is None else columns
+    assert room is not None
+    padded = height if columns is None else columns.shape[1]
+    programs = triton.cdiv(padded, _TALL) * triton.cdiv(width, _WIDE)
+    with on_device_of(x):
+        _cast_kernel[(programs,)](
+            x,
+            peaks,
+            len(peaks),
+            room if rows is None else rows,
+            room,
+            inverse,
+            height,
+            width,
+            padded,
+            room.stride(0) if rows is None else rows.stride(0),
+            room.stride(0),
+            smallest,
+            torch.finfo(room.dtype).max,
+            has_rows=rows is not None,
+            has_columns=columns is not None,
+            peak_block=room_for(peaks),
+            tall=_TALL,
+            wide=_WIDE,
+            num_warps=8,
+        )

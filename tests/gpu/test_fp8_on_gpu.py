@@ -1,0 +1,149 @@
+"""Rounding to 8 bits on a real device: the kernels against their plain twins, and whole runs against bf16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.config import parse_sections
+from plait.ops.fp8 import fp8_linears
+from plait.ops.fp8_cast import E4M3, E5M2, Cast, cast, cast_plain, peaks_of, peaks_plain
+from plait.ops.fp8_gated import (
+    cast_product,
+    cast_product_plain,
+    cast_slopes,
+    cast_slopes_plain,
+    fp8_feed_forward,
+    gate_peaks,
+    gate_peaks_plain,
+)
+from plait.precision.fp8 import Fp8Linear
+from plait.strategy import prepare_native
+from plait.world import open_world
+
+HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_FP8, reason="needs a CUDA device with 8-bit products")]
+
+CUDA = torch.device("cuda")
+MODEL = {"type": "llama", "vocab_size": 512, "dim": 256, "layers": 4, "heads": 4, "kv_heads": 2, "seq_len": 256}
+
+
+def random(*shape: int) -> Tensor:
+    return (torch.randn(shape, device=CUDA) * 10.0 ** torch.randint(-3, 3, shape, device=CUDA)).bfloat16()
+
+
+def bits(small: Cast) -> list[Tensor]:
+    return [small.rows.view(torch.uint8), small.columns.view(torch.uint8), small.inverse]
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize(
+    ("shapes", "dim"),
+    [
+        ([(1000, 2048)], 0),
+        ([(37, 48)], 0),
+        ([(1, 16)], 0),
+        ([(2048, 512), (512, 512), (528, 512)], 0),
+        ([(777, 512), (777, 16), (777, 144)], 1),
+    ],
+    ids=str,
+)
+def test_casts_are_those_of_the_twin_bit_for_bit(dtype: torch.dtype, shapes: list[tuple[int, int]], dim: int) -> None:
+    tensors = [random(*shape) for shape in shapes]
+    peaks, plain = peaks_of(tensors), peaks_plain(tensors)
+    assert torch.equal(peaks.max(), plain.max())
+    for rows, columns in ((True, True), (True, False), (False, True)):
+        found = cast(tensors, peaks, dtype, dim=dim, rows=rows, columns=columns)
+        wanted = cast_plain(tensors, plain, dtype, dim=dim, rows=rows, columns=columns)
+        assert all(torch.equal(a, b) for a, b in zip(bits(found), bits(wanted), strict=True))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_visible(bad: float) -> None:
+    x, weights = random(64, 32), [random(16, 32).requires_grad_(), random(48, 32).requires_grad_()]
+    x[5, 7] = bad
+    outputs = fp8_linears(x, weights, [None, None], rowwise=False, emulated=False)
+    assert not any(torch.isfinite(y).any() for y in outputs)
+    torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+    assert not any(torch.isfinite(weight.grad).any() for weight in weights)
+
+
+@pytest.mark.parametrize("tokens", [1024, 37])
+def test_the_middle_of_a_feed_forward_is_that_of_the_twin(tokens: int) -> None:
+    gate, up, grad = (torch.randn(tokens, 272, device=CUDA).bfloat16() for _ in range(3))
+    peaks = gate_peaks(gate, up), gate_peaks(gate, up, grad)
+    for found, wanted in zip(peaks, (gate_peaks_plain(gate, up), gate_peaks_plain(gate, up, grad)), strict=True):
+        torch.testing.assert_close(found.max(), wanted.max(), rtol=2**-7, atol=0.0)
+    ours = [cast_product(gate, up, peaks[0]), *cast_slopes(gate, up, grad, peaks, rows=True)]
+    plain = [cast_product_plain(gate, up, peaks[0]), *cast_slopes_plain(gate, up, grad, peaks, rows=True)]
+    for one, other in zip(ours, plain, strict=True):
+        assert torch.equal(one.inverse, other.inverse)
+        for found, wanted in ((one.rows, other.rows), (one.columns, other.columns)):
+            assert found.shape == wanted.shape
+            # The last bit of a sigmoid moves a number to its neighbour now and then.
+            assert (found.float() != wanted.float()).sum() <= 0.01 * wanted.numel()
+            assert (found.float() - wanted.float()).norm() <= 0.02 * wanted.float().norm()
+
+
+@pytest.mark.parametrize("tokens", [512, 37])
+def test_layers_together_are_those_of_the_twin(tokens: int) -> None:
+    x, weights = torch.randn(tokens, 256, device=CUDA), [0.05 * torch.randn(n, 256, device=CUDA) for n in (256, 64, 64)]
+    ups = [torch.randn(tokens, len(weight), device=CUDA).bfloat16() for weight in weights]
+    results = []
+    for emulated in (False, True):
+        given = [t.bfloat16().requires_grad_() for t in (x, *weights)]
+        outputs = fp8_linears(given[0], given[1:], [None] * 3, rowwise=False, emulated=emulated)
+        torch.autograd.backward(outputs, ups)
+        results.append([*outputs, *(t.grad for t in given)])
+    for found, wanted in zip(*results, strict=True):
+        # Sums are rounded to bf16, and a fast one keeps fewer bits on the way.
+        assert (found - wanted).float().norm() < 0.01 * wanted.float().norm()
+
+
+@pytest.mark.parametrize("tokens", [512, 37])
+def test_a_feed_forward_is_that_of_the_twin(tokens: int) -> None:
+    shapes = (tokens, 256), (512, 256), (512, 256), (256, 512)
+    inputs = [torch.randn(shape, device=CUDA) * (1.0 if at == 0 else 0.05) for at, shape in enumerate(shapes)]
+    up = torch.randn(tokens, 256, device=CUDA).bfloat16()
+    results = []
+    for emulated in (False, True):
+        given = [t.bfloat16().requires_grad_() for t in inputs]
+        y = fp8_feed_forward(*given, emulated=emulated)
+        y.backward(up)
+        results.append([y, *(t.grad for t in given)])
+    for found, wanted in zip(*results, strict=True):
+        # What a fast sum loses is rounded to 8 bits again.
+        assert (found - wanted).float().norm() < 0.05 * wanted.float().norm()
+
+
+def losses_of(precision: Any, **strategy: Any) -> tuple[list[float], Any]:
+    config = parse_sections(
+        model=MODEL,
+        strategy=strategy,
+        precision=precision,
+        optim={"type": "AdamW", "lr": 1e-3},
+        train={"clip_norm": 1.0},
+        device="cuda",
+        seed=3,
+    ).config
+    engine: Any = prepare_native(config, open_world(config), say=lambda _text: None)
+    generator = torch.Generator().manual_seed(5)
+    losses = []
+    for _ in range(12):
+        ids = torch.randint(0, 64, (8, 257), generator=generator) ** 2 % 512
+        losses.append(float(engine.train_step([{"input_ids": ids[:, :-1], "labels": ids[:, 1:]}]).loss))
+    return losses, engine.model
+
+
+def test_training_stays_near_bf16_with_and_without_the_fused_forms() -> None:
+    wide, _ = losses_of("bf16")
+    small, model = losses_of("fp8")
+    assert sum(isinstance(module, Fp8Linear) for module in model.modules()) == 4 * 7
+    assert wide[-1] < wide[0]
+    assert small != wide
+    assert small == pytest.approx(wide, rel=0.03)
+    assert losses_of("fp8", kernels="plain")[0] == pytest.approx(wide, rel=0.03)
+    assert losses_of("fp8", recompute="full")[0] == pytest.approx(small, rel=0.01)

@@ -1,0 +1,143 @@
+"""The short way for single tokens says what the usual one says, kernels included where Triton's interpreter runs."""
+
+from __future__ import annotations
+
+import random
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from plait.config.model import GptConfig, LlamaConfig, MoeConfig
+from plait.generate import Generator, Sampling, cached, generate
+from plait.generate.cached import CachedDecoder
+from plait.generate.quick import QuickStep, takes_model
+from plait.models import build_model
+from plait.models.fused import fuse
+from plait.ops.triton import interprets
+
+VOCABULARY = 61
+SHAPE: dict[str, Any] = {"vocab_size": VOCABULARY, "dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "seq_len": 160}
+
+
+def make(*, fused: bool = False, **changes: Any) -> nn.Module:
+    model = build_model(LlamaConfig(**{**SHAPE, **changes}))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(4.0) if param.ndim > 1 else param.add_(0.2 * torch.randn_like(param))
+    if fused:
+        fuse(model)
+    return model
+
+
+def some_prompts(count: int) -> list[list[int]]:
+    return [[random.randrange(VOCABULARY) for _ in range(random.randint(1, 100))] for _ in range(count)]
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> list[QuickStep]:
+    """Take the short way wherever it would be taken with kernels; the twins stand in for them. Returns the steps."""
+    made: list[QuickStep] = []
+
+    class Counted(QuickStep):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr("plait.generate.quick.has_kernels", lambda _: True)
+    monkeypatch.setattr(cached, "QuickStep", Counted)
+    return made
+
+
+@pytest.mark.parametrize(("fused", "tied"), [(False, True), (True, False)])
+def test_rows_of_any_length_are_written_as_without_a_cache(always: list[QuickStep], fused: bool, tied: bool) -> None:
+    model, prompts = make(fused=fused, tie_embeddings=tied), some_prompts(3)
+    options: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "stop": range(0, VOCABULARY, 9)}
+    for temperature in (0.0, 1.0):
+        quick = generate(model, prompts, temperature=temperature, **options)
+        assert always
+        always.clear()
+        plain = generate(model, prompts, temperature=temperature, cache=False, **options)
+        assert not always
+        for ours, theirs in zip(quick, plain, strict=True):
+            assert ours.tokens == theirs.tokens
+            torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=1e-4)
+
+
+def test_rows_that_are_done_leave_and_full_ones_disturb_nobody(always: list[QuickStep]) -> None:
+    model, rows = make().eval(), [[1, 2, 3], [4] * 70, [5], [6, 7]]
+    alone, decoder = deepcopy(model), CachedDecoder(model, torch.device("cpu"))
+    with torch.no_grad():
+        decoder.begin(rows, [6, 2, 6, 6])
+        for step in range(5):
+            tokens = torch.randint(VOCABULARY, (len(rows),))
+            found = decoder.step(tokens)
+            rows = [[*row, int(token)] for row, token in zip(rows, tokens, strict=True)]
+            for row, logits in zip(rows, found, strict=True):
+                if len(row) <= 72:  # the long one has room for two
+                    torch.testing.assert_close(logits, alone(torch.tensor([row]))[0, -1], rtol=1e-4, atol=1e-4)
+            if step == 3:
+                decoder.keep(torch.tensor([0, 3]))
+                rows = [rows[0], rows[3]]
+    assert len(always) == 1
+    decoder.close()
+
+
+def test_a_stream_and_small_batches_go_the_short_way_too(always: list[QuickStep]) -> None:
+    model, sampling = make(), Sampling(6, seed=5)
+    (prompt,) = some_prompts(1)
+    *_, last = Generator(model).stream(prompt, sampling)
+    whole = Generator(model, max_rows=1).generate([prompt, prompt], sampling, keys=[0, 0])
+    assert [last, last] == whole
+    assert len(always) == 3
+
+
+def test_anything_unusual_keeps_its_own_step(always: list[QuickStep]) -> None:
+    assert takes_model(make())
+    assert takes_model(make(fused=True).bfloat16())
+    assert not takes_model(build_model(GptConfig(vocab_size=64, dim=64, layers=1, heads=2, seq_len=64)))
+    assert not takes_model(build_model(MoeConfig(**SHAPE, experts=2)))
+    assert not takes_model(make(heads=8, kv_heads=8))  # heads of 8
+    assert not takes_model(make().half())
+
+    def changed(change: Any) -> bool:
+        model: Any = make()
+        change(model)
+        return takes_model(model)
+
+    class Adapted(nn.Linear):
+        pass
+
+    def adapt(model: Any) -> None:
+        model.blocks[1].ffn.up.__class__ = Adapted
+
+    assert not changed(adapt)
+    assert not changed(lambda m: m.blocks[0].register_forward_hook(lambda *_: None))
+    assert not changed(lambda m: m.blocks[0].attention.q.double())
+    assert not changed(lambda m: setattr(m.blocks[0].attention, "attend", lambda *_: None))
+    assert not changed(lambda m: m.blocks[0].attention.q.register_parameter("bias", nn.Parameter(torch.zeros(64))))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not takes_model(make())
+        assert takes_model(make().bfloat16())
+
+
+@pytest.mark.skipif(interprets(), reason="the interpreter is where kernels are")
+def test_without_kernels_a_model_keeps_its_own_step() -> None:
+    assert not takes_model(make())
+
+
+def test_prompts_are_read_in_parts_and_the_model_is_as_before(
+    always: list[QuickStep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts = make(), [[1], [2] * 3, [3] * 30, [4] * 31, [5] * 90, [6] * 40]
+    whole = generate(model, prompts, max_new_tokens=4)
+    kinds = [(type(part), vars(part).get("rotate"), vars(part).get("attend")) for part in model.modules()]
+    monkeypatch.setattr(cached, "READ_AT_ONCE", 64)
+    assert cached.parts_of(prompts) == [slice(0, 2), slice(2, 4), slice(4, 5), slice(5, 6)]
+    assert cached.parts_of([[1], *[[2] * 64] * 2]) == [slice(0, 1), slice(1, 2), slice(2, 3)]
+    for parts, completion in zip(generate(model, prompts, max_new_tokens=4), whole, strict=True):
+        assert parts.tokens == completion.tokens
+        torch.testing.assert_close(torch.tensor(parts.logprobs), torch.tensor(completion.logprobs), rtol=0, atol=1e-5)
+    assert [(type(part), vars(part).get("rotate"), vars(part).get("attend")) for part in model.modules()] == kinds
