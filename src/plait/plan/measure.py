@@ -53,7 +53,7 @@ def measure_hardware(*, folder: str | Path = ".", ranks: int | None = None) -> M
     launch = _launch_us(device)
     rates = {word: rate for word in ("fp32", "tf32", "bf16", "fp16", "fp8") if (rate := _matmul(word, device))}
     rows += [(f"matmul {word}", f"{rate:.3g} TFLOP/s") for word, rate in rates.items()]
-    memory = _memory_gbps(device)
+    memory = round(_memory_gbps(device), 2)  # what is shown is what is written
     rows += [("memory bandwidth", f"{memory:.1f} GB/s"), ("start of an operation", f"{launch:.1f} µs")]
     pcie = base.pcie_gbps
     if device.type == "cuda":
@@ -75,7 +75,7 @@ def measure_hardware(*, folder: str | Path = ".", ranks: int | None = None) -> M
         base,
         flops=_rounded(peaks),
         measured=_rounded(rates),
-        memory_gbps=round(memory, 2),
+        memory_gbps=memory,
         link=link,
         host_gbps=round(update, 2),
         pcie_gbps=round(pcie, 2),

@@ -14,8 +14,8 @@ from plait.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 RUN = """
-model: {type: gpt, vocab_size: 64, dim: 16, layers: 2, heads: 2, seq_len: 16}
-data: {type: text, path: stdlib, limit_mb: 0.1, vocab_size: 64, seq_len: 16}
+model: {type: gpt, vocab_size: 300, dim: 16, layers: 2, heads: 2, seq_len: 16}
+data: {type: text, path: stdlib, limit_mb: 0.1, vocab_size: 300, seq_len: 16}
 batch: {total: 4}
 train: {max_steps: 2}
 """
