@@ -78,6 +78,13 @@ def assert_same(found: Trace, expected: Trace, *, tolerance: float, noise: str =
 
     `noise` is part of the names of parameters whose true gradient is zero: of those there is nothing to compare.
     """
+    errors = errors_of(found, expected, noise=noise, by_norm=by_norm)
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] <= tolerance, f"{worst} differs by {errors[worst]:.2e} of its largest value"
+
+
+def errors_of(found: Trace, expected: Trace, *, noise: str = "", by_norm: bool = False) -> dict[str, float]:
+    """How far each number lies from what was expected; see `assert_same`."""
     assert found.skipped == expected.skipped
     assert found.tensors.keys() == expected.tensors.keys()
     errors = {
@@ -90,9 +97,7 @@ def assert_same(found: Trace, expected: Trace, *, tolerance: float, noise: str =
         },
     }
     # A square is twice as far off as what was squared.
-    errors = {name: error / 2 if name.endswith("exp_avg_sq") else error for name, error in errors.items()}
-    worst = max(errors, key=lambda name: errors[name])
-    assert errors[worst] <= tolerance, f"{worst} differs by {errors[worst]:.2e} of its largest value"
+    return {name: error / 2 if name.endswith("exp_avg_sq") else error for name, error in errors.items()}
 
 
 def _error(found: Tensor, expected: Tensor, *, by_norm: bool = False) -> float:
