@@ -6,9 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-import typer
-
-from plait.cli.train import _count, _show
+from plait.cli.train import _count, _show, train_with
 from plait.config import Parsed, check, parse, resolve_batch, resolve_layout
 from plait.config.draft import origin_of
 from plait.config.paths import missing_paths, missing_starts
@@ -53,7 +51,4 @@ def _run(parsed: Parsed) -> None:
 
     import_from_here()
     with make_runner(parsed) as runner:
-        runner.train()
-        stopped = (runner.stop_reason or "").startswith(("Ctrl-C", "SIGTERM"))
-        if stopped and parsed.config.checkpoint.last and runner.world.is_main:
-            typer.echo("go on with the same command and `checkpoint.resume=auto`")
+        train_with(runner)

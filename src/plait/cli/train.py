@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import typer
 
 from plait.config import Parsed, describe, parse, resolve_batch, resolve_layout
 from plait.config.complete import check_complete
 from plait.errors import ConfigError, Problem
 from plait.launch import gpu_count, launched_size, run_ranks
+
+if TYPE_CHECKING:
+    from plait.runner import Runner
 
 
 def train(
@@ -117,10 +123,19 @@ def _show(parsed: Parsed) -> None:
     Console(soft_wrap=True).print(table)
 
 
+def train_with(runner: Runner) -> None:
+    """Train, and say how to go on where somebody stopped it."""
+    from plait.runner.signals import STOPPED
+
+    runner.train()
+    if runner.stop_reason in STOPPED and runner.config.checkpoint.last and runner.world.is_main:
+        typer.echo("go on with the same command and `checkpoint.resume=auto`")
+
+
 def _run(config: str, overrides: Sequence[str]) -> None:
     from plait.cli.here import import_from_here
     from plait.runner import Runner
 
     import_from_here()
     with Runner.from_config(config, overrides) as runner:
-        runner.train()
+        train_with(runner)

@@ -18,6 +18,7 @@ from plait.ops.fp8 import scaled_product
 from plait.ops.fp8_cast import E4M3, E5M2, MULTIPLE, SMALLEST, Cast, cast, cast_plain, is_fused, peaks_of, peaks_plain
 from plait.ops.fp8_gated_kernel import gate_peaks_triton, product_triton, slopes_triton
 from plait.ops.fp8_kernel import PEAKS
+from plait.ops.swiglu import slopes_plain
 from plait.ops.triton import without_values
 
 
@@ -49,7 +50,7 @@ def gate_peaks(gate: Tensor, up: Tensor, grad: Tensor | None = None) -> Tensor:
 
 def gate_peaks_plain(gate: Tensor, up: Tensor, grad: Tensor | None = None) -> Tensor:
     """The plain twin of `gate_peaks`."""
-    return peaks_plain([_product(gate, up)] if grad is None else _slopes(gate, up, grad))
+    return peaks_plain([_product(gate, up)] if grad is None else slopes_plain(gate, up, grad)[:2])
 
 
 def cast_product(gate: Tensor, up: Tensor, peaks: Tensor) -> Cast:
@@ -105,19 +106,13 @@ def cast_slopes_plain(gate: Tensor, up: Tensor, grad: Tensor, peaks: tuple[Tenso
     """The plain twin of `cast_slopes`."""
     return Slopes(
         cast_plain([_product(gate, up)], peaks[0], E4M3, rows=False, columns=True),
-        cast_plain(_slopes(gate, up, grad), peaks[1], E5M2, dim=1, rows=rows, columns=True),
+        cast_plain(slopes_plain(gate, up, grad)[:2], peaks[1], E5M2, dim=1, rows=rows, columns=True),
     )
 
 
 def _product(gate: Tensor, up: Tensor) -> Tensor:
     wide = gate.float()
     return (wide * wide.sigmoid() * up.float()).to(gate.dtype)
-
-
-def _slopes(gate: Tensor, up: Tensor, grad: Tensor) -> list[Tensor]:
-    g, u, d = gate.float(), up.float(), grad.float()
-    s = g.sigmoid()
-    return [(d * u * s * (1.0 + g * (1.0 - s))).to(gate.dtype), (d * g * s).to(up.dtype)]
 
 
 class _Inner(torch.autograd.Function):

@@ -91,7 +91,7 @@ def slopes_of(gate: Tensor, up: Tensor, grad: Tensor, *, again: bool = False) ->
     `again`: the product too, which may take the place of `grad`.
     """
     if not _is_fused(gate, up):
-        return _slopes_plain(gate, up, grad, again=again)
+        return slopes_plain(gate, up, grad, again=again)
     if without_values(gate):
         return grad * gate, up.clone(), grad.zero_() if again else None
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
@@ -102,13 +102,15 @@ def slopes_of(gate: Tensor, up: Tensor, grad: Tensor, *, again: bool = False) ->
     return grad_gate, grad_up, grad if again else None
 
 
-def _slopes_plain(gate: Tensor, up: Tensor, grad: Tensor, *, again: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def slopes_plain(
+    gate: Tensor, up: Tensor, grad: Tensor, *, again: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The plain twin of `slopes_of`: computed in fp32 or wider, and rounded once."""
     wide = torch.promote_types(gate.dtype, torch.float32)
     g, u, d = gate.to(wide), up.to(wide), grad.to(wide)
     s = g.sigmoid()
-    silu = g * s
-    grad_gate, grad_up = d * u * (s + silu * (1.0 - s)), d * silu
-    return grad_gate.to(gate.dtype), grad_up.to(up.dtype), (silu * u).to(gate.dtype) if again else None
+    grad_gate, grad_up = d * u * s * (1.0 + g * (1.0 - s)), d * g * s
+    return grad_gate.to(gate.dtype), grad_up.to(up.dtype), (g * s * u).to(gate.dtype) if again else None
 
 
 def _programs(x: Tensor) -> int:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
-from types import FrameType, TracebackType
+from collections.abc import Callable, Mapping
+from types import FrameType, MappingProxyType, TracebackType
 from typing import Any
+
+STOPPED: Mapping[str, int] = MappingProxyType({"Ctrl-C": 128 + signal.SIGINT, "SIGTERM": 128 + signal.SIGTERM})
+"""Reasons why a run was stopped from outside, and the exit codes of whoever ends by such a signal."""
 
 
 class StopSignals:

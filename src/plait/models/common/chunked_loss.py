@@ -123,15 +123,16 @@ def keep_unscaled(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 def scale_kept(ctx: Any, grad_total: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     """The gradients of `hidden` and `weight`, from those that were saved."""
-    scaled = (
+    grads = (
         None if dtype is None or grad_total is None else times(grad, grad_total, dtype)
         for grad, dtype in zip(ctx.saved_tensors, ctx.wanted, strict=True)
     )
-    return *scaled, None, None, None, None, None
+    return *grads, None, None, None, None, None
 
 
 def times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """The product, computed in fp32 and rounded once."""
+    # On a CPU the plain form is what the operator would call; to call an operator of one's own takes a while.
     return (scaled if grad.is_cuda else scaled_plain)(grad, factor, dtype)
 
 

@@ -14,6 +14,7 @@ from plait.config.show import rows
 from plait.config.words import show
 from plait.errors import ConfigError, Problem
 from plait.posttrain.pipeline.chain import Step
+from plait.runner.signals import STOPPED
 
 DESCRIPTION = "step.yaml"
 """In the folder of a step: all of its settings, as it was started with."""
@@ -21,7 +22,7 @@ DESCRIPTION = "step.yaml"
 _FREE = frozenset({"strategy", "log", "plan", "device", "backend", "timeout_s", "checkpoint", "deterministic"})
 """Sections that may change between two attempts: they say how, not what."""
 _FREE_KEYS = frozenset({"batch.micro", "batch.accumulation", "train.stop_after"})
-_CUT_SHORT = ("failed", "stopped at step", "Ctrl-C", "SIGTERM")
+_CUT_SHORT = ("failed", "stopped at step", *STOPPED)
 """How the reasons begin for which a run ends early and is to go on."""
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 from plait.posttrain.pipeline.chain import Step
 from plait.posttrain.pipeline.folder import State, ending, newest, state_of, write_description
 from plait.posttrain.pipeline.summary import draw_report
-
-_STOPPED: Mapping[str, int] = MappingProxyType({"Ctrl-C": 130, "SIGTERM": 143})
-"""Exit codes of who is stopped by a signal: a run that ends cleanly has 0, but its pipeline is not complete."""
+from plait.runner.signals import STOPPED
 
 Start = Callable[[list[str]], int]
 """Runs a command of `plait`, given without its name, on every rank; returns its exit code."""
@@ -40,7 +37,7 @@ def run_steps(steps: Sequence[Step], start: Start, say: Callable[[str], None]) -
         code = start(command_of(step, write_description(step)))
         if (page := draw_report(step)) is not None:
             say(f"{name}: {page}")
-        if code in _STOPPED.values():
+        if code in STOPPED.values():
             say(f"{name}: was stopped; what there is lies in {step.folder}")
             return code
         if code != 0:
@@ -49,5 +46,5 @@ def run_steps(steps: Sequence[Step], start: Start, say: Callable[[str], None]) -
         if state_of(step) is not State.COMPLETE:
             reason = ending(step.folder) or "no reason is written down"
             say(f"{name}: ended early ({reason})")
-            return _STOPPED.get(reason, 1)
+            return STOPPED.get(reason, 1)  # the run itself ended cleanly, with 0
     return 0

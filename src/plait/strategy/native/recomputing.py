@@ -21,7 +21,6 @@ _SAID: dict[Way, str] = {
     "full": "everything",
     "attention": "everything but attention",
     "cheap": "what lies between products",
-    "none": "nothing",
 }
 
 
@@ -35,8 +34,8 @@ def choose_ways(
 
     ways = ways_to_recompute(module, units, example, config=config, world=world, late_gradients=late)
     counts = Counter(ways)
-    told = ", ".join(f"{counts[way]} {text}" for way, text in _SAID.items() if counts[way])
-    say(f"recompute: auto: of {len(ways)} units recompute {told}")
+    told = [f"{counts[way]} of {len(ways)} blocks recompute {text}" for way, text in _SAID.items() if counts[way]]
+    say(f"recompute: auto: {', '.join(told) or 'everything fits, and nothing is recomputed'}")
     return ways
 
 
