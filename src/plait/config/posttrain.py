@@ -160,7 +160,8 @@ class RewardConfig(Section):
 
     tokens: Literal["last", "all"] = "last"
     """Whose numbers are compared. `last`: those at the end of both answers, which are the rewards. `all`: at every
-    token from where the two part, a mean over them; it learns from fewer pairs, and is what DeepSpeed-Chat does."""
+    token from where the two part, a mean over them, as DeepSpeed-Chat does; where one has ended, its last number
+    holds on."""
     margin: NonNegativeFloat = 0.0
     """By how much the chosen one must be ahead before a pair counts as learned."""
     center: NonNegativeFloat = 0.0

@@ -7,7 +7,6 @@ import base64
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,14 @@ from plait.frontends.deepspeed.ops.lamb import FusedLamb
 from plait.frontends.deepspeed.ops.lion import FusedLion
 from plait.frontends.deepspeed.saving import state_name
 
+pytestmark = pytest.mark.usefixtures("no_group_left")
+
 CONFIG: dict[str, Any] = {
     "train_batch_size": 8,
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 1.0,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
 }
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    yield
-    if deepspeed.comm.is_initialized():
-        deepspeed.comm.destroy_process_group()
 
 
 class Net(nn.Module):

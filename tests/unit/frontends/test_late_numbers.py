@@ -5,7 +5,7 @@ The device is this CPU, made to decide by itself; a clock notes when the host as
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from plait.frontends.accelerate import Accelerator
 from plait.frontends.mmengine.logging import HistoryBuffer, MessageHub
 from plait.strategy.native import update
 from plait.strategy.native.late import Arriving
+
+pytestmark = pytest.mark.usefixtures("no_group_left")
 
 
 @pytest.fixture
@@ -40,13 +42,6 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(update, "Arriving", Noted)
     return noted
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    yield
-    if deepspeed.comm.is_initialized():
-        deepspeed.comm.destroy_process_group()
 
 
 class Net(nn.Module):

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 Fill = Callable[[nn.Module], nn.Module]
@@ -17,6 +18,14 @@ Fill = Callable[[nn.Module], nn.Module]
 def _fresh_numbers() -> None:
     """Other numbers in every run; a failing test shows the seed to repeat it with."""
     print("seed", torch.manual_seed(random.randrange(2**31)).initial_seed())
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

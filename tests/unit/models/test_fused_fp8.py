@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -98,13 +97,6 @@ def test_what_is_left_in_16_bits_frozen_or_watched_is_called() -> None:
     for each in (whole, frozen):
         each.get_submodule("blocks.1.ffn.up").weight.requires_grad_(False)
     near(gradients(frozen), gradients(whole))
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

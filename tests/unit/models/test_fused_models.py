@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -72,13 +71,6 @@ def test_models_of_transformers_train_as_before_and_nobody_elses_change(family: 
     same_training(model, fused)
     assert {type(m).__name__ for m in fused.modules()} == {type(m).__name__ for m in model.modules()}
     assert not any(type(m) in map(type, fused.modules()) for m in model.modules() if "RMSNorm" in type(m).__name__)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")
