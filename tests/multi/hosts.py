@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+DRAW = random.SystemRandom()  # names must differ between workers, also where a test before has seeded `random`
+
 
 @dataclass
 class Hosts:
@@ -27,7 +29,7 @@ class Hosts:
 
     def hostfile(self, *slots: int, names: list[str] | None = None) -> str:
         lines = [f"{host} slots={count}\n" for host, count in zip(names or self.addresses, slots, strict=True)]
-        path = self.folder / f"hosts{random.randrange(10**9)}"
+        path = self.folder / f"hosts{DRAW.randrange(10**9)}"
         path.write_text("# who takes part\n" + "".join(lines))
         return str(path)
 
@@ -60,7 +62,7 @@ def missing() -> str | None:
 
 def _no_network() -> str | None:
     """Tries what `hosts` will do: some kernels have namespaces but no bridges."""
-    name = f"pl{random.randrange(10**6)}t"
+    name = f"pl{DRAW.randrange(10**6)}t"
     steps = [
         ["ip", "netns", "add", name],
         ["ip", "link", "add", f"{name}b", "type", "bridge"],
@@ -90,9 +92,9 @@ def hosts(count: int, folder: Path, *, disk: tuple[Path, Path] | None = None) ->
     host sees at the second.
     """
     folder.mkdir(exist_ok=True)
-    net6 = f"fd{random.randrange(16, 256):x}:{random.randrange(1, 9999)}:"
-    net = f"10.{random.randrange(60, 250)}.{random.randrange(250)}"
-    prefix = f"pl{random.randrange(10**6)}n"
+    net6 = f"fd{DRAW.randrange(16, 256):x}:{DRAW.randrange(1, 9999)}:"
+    net = f"10.{DRAW.randrange(60, 250)}.{DRAW.randrange(250)}"
+    prefix = f"pl{DRAW.randrange(10**6)}n"
     bridge, names = f"{prefix}b", [f"{prefix}{index}" for index in range(count)]
     addresses = [f"{net}.{index + 1}" for index in range(count)]
     addresses6 = [f"{net6}:{index + 1}" for index in range(count)]

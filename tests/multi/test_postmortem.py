@@ -73,7 +73,7 @@ def test_a_rank_that_fails_is_named_before_its_victims(tmp_path: Path, how: str,
 def memory_group(limit: int) -> Iterator[Path]:
     """A control group that may hold so many bytes, of either version."""
     root = Path("/sys/fs/cgroup")
-    name = f"plait{random.randrange(10**9)}"
+    name = f"plait{random.SystemRandom().randrange(10**9)}"
     second = (root / "cgroup.controllers").exists()
     folder = root / name if second else root / "memory" / name
     try:
