@@ -25,9 +25,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "plain-bf16": {"autocast": True},
     "plait-bf16": {"precision": "bf16"},
     "plait-fp8": {"precision": {"compute": "bf16", "fp8": "tensorwise"}},
+    "plait-fp8-earlier": {"precision": {"compute": "bf16", "fp8": {"scales": "earlier"}}},
     "plait-fp8-rowwise": {"precision": {"compute": "bf16", "fp8": "rowwise"}},
 }
-BOUND = {"plait-bf16": 0.01, "plait-fp8": 0.05, "plait-fp8-rowwise": 0.05}
+BOUND = {"plait-bf16": 0.01, "plait-fp8": 0.05, "plait-fp8-earlier": 0.05, "plait-fp8-rowwise": 0.05}
 """By how much a loss may differ from that of plain torch in bf16."""
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
@@ -81,7 +82,8 @@ def _plait(model: Any, device: str, *, precision: Any) -> Callable[[Any, Any], A
     import plait
 
     if isinstance(precision, dict) and device == "cpu":
-        precision = {**precision, "fp8": {"recipe": precision["fp8"], "emulate": True}}
+        asked = precision["fp8"]
+        precision = {**precision, "fp8": {**(asked if isinstance(asked, dict) else {"recipe": asked}), "emulate": True}}
     engine = plait.prepare(model, optim={"type": "AdamW", **ADAM, "no_decay": []}, precision=precision, device=device)
     return lambda x, y: engine.train_step([(x, y)])
 

@@ -102,7 +102,8 @@ def plait(*, scope: str = "", precision: Any = "bf16", optimizer: str = "AdamW")
 
         wanted = dict(precision) if isinstance(precision, dict) else precision
         if "fp8" in wanted and job.device.type == "cpu":
-            wanted["fp8"] = {"recipe": wanted["fp8"], "emulate": True}
+            asked = wanted["fp8"]
+            wanted["fp8"] = {**(asked if isinstance(asked, dict) else {"recipe": asked}), "emulate": True}
         strategy: dict[str, Any] = {}
         if scope:
             strategy["compile"] = {"scope": scope, "backend": job.given.backend}
@@ -246,6 +247,8 @@ def deepspeed(stage: int) -> Callable[[Job], None]:
 
 BF16 = {"compute": "bf16", "master": False}
 FP8 = {"compute": "bf16", "fp8": "tensorwise"}
+EARLIER = {"compute": "bf16", "fp8": {"scales": "earlier", "history": 4}}
+"""As many steps find scales at once as are run before the clock starts."""
 ROWS = {
     "raw-eager": Row("raw autocast, eager", "plain", raw()),
     "raw-block": Row("raw autocast, blocks compiled", "plain", raw(scope="block")),
@@ -269,6 +272,7 @@ ROWS = {
     "plait-bf16": Row("Plait, `master: false`", "plait", plait(precision=BF16)),
     "plait-8bit": Row("Plait, AdamW8bit", "plait", plait(optimizer="AdamW8bit")),
     "plait-fp8": Row("Plait, `fp8`", "plait", plait(precision=FP8)),
+    "plait-fp8-earlier": Row("Plait, `fp8: {scales: earlier}`", "plait", plait(precision=EARLIER)),
     "plait-fp8-compile": Row("Plait, `compile: true`, `fp8`", "plait", plait(scope="auto", precision=FP8)),
     "plait-fp8-rowwise": Row(
         "Plait, `compile: true`, `fp8: rowwise`", "plait", plait(scope="auto", precision={**FP8, "fp8": "rowwise"})
@@ -278,7 +282,7 @@ LONG = ("raw-model", "fsdp2-block", "plait", "plait-fp8")
 USUAL = {
     "1b": (
         *("raw-eager", "fsdp2", "fsdp2-block", "raw-model", "accelerate", "fabric", "hf"),
-        *("plait", "plait-compile", "plait-bf16", "plait-fp8"),
+        *("plait", "plait-compile", "plait-bf16", "plait-fp8", "plait-fp8-earlier"),
     ),
     "8b": ("fsdp2", "fsdp2-block", "raw-model-bf16", "plait", "plait-compile", "plait-8bit", "plait-bf16", "plait-fp8"),
     "32k": LONG,

@@ -199,8 +199,8 @@ def fp8_ffn(given: argparse.Namespace) -> Pair:
     return Pair(_both_ways(plain, [x, *weights]), _both_ways(eight, [x, *weights]), 10 * inner + 17 * inner)
 
 
-def fp8_cast(given: argparse.Namespace) -> Pair:
-    """A tensor's scale, and its copies in 8 bits both ways."""
+def fp8_cast(given: argparse.Namespace, *, earlier: bool) -> Pair:
+    """A tensor's scale, and its copies in 8 bits both ways. `earlier`: the scale is known, the next one is noted."""
     import torch
 
     from plait.ops.fp8_cast import E4M3, cast, cast_plain, peaks_of, peaks_plain
@@ -210,11 +210,18 @@ def fp8_cast(given: argparse.Namespace) -> Pair:
     def plain() -> Any:
         return cast_plain(x, peaks_plain(x), E4M3, rows=True, columns=True)
 
-    return Pair(plain, lambda: cast(x, peaks_of(x), E4M3, rows=True, columns=True), 6 * x[0].numel())
+    known, notes = peaks_of(x).amax(0, keepdim=True), torch.zeros(1, dtype=torch.int32, device=given.device)
+
+    def fused() -> Any:
+        if earlier:
+            return cast(x, known, E4M3, rows=True, columns=True, notes=notes, saturates=True)
+        return cast(x, peaks_of(x), E4M3, rows=True, columns=True)
+
+    return Pair(plain, fused, (4 if earlier else 6) * x[0].numel())
 
 
-def fp8_slopes(given: argparse.Namespace) -> Pair:
-    """The backward pass between the products of a gated feed-forward in 8 bits."""
+def fp8_slopes(given: argparse.Namespace, *, earlier: bool) -> Pair:
+    """The backward pass between the products of a gated feed-forward in 8 bits. `earlier`: as in `fp8_cast`."""
     import torch
 
     from plait.ops.fp8_gated import cast_slopes, cast_slopes_plain, gate_peaks, gate_peaks_plain
@@ -225,7 +232,15 @@ def fp8_slopes(given: argparse.Namespace) -> Pair:
     def plain() -> Any:
         return cast_slopes_plain(*inputs, (known, gate_peaks_plain(*inputs)), rows=True)
 
-    return Pair(plain, lambda: cast_slopes(*inputs, (known, gate_peaks(*inputs)), rows=True), 17 * inputs[0].numel())
+    both = known.amax(0, keepdim=True), gate_peaks(*inputs).amax(0, keepdim=True)
+    notes = torch.zeros(2, dtype=torch.int32, device=given.device)
+
+    def fused() -> Any:
+        if earlier:
+            return cast_slopes(*inputs, both, rows=True, notes=notes, saturates=True)
+        return cast_slopes(*inputs, (known, gate_peaks(*inputs)), rows=True)
+
+    return Pair(plain, fused, (11 if earlier else 17) * inputs[0].numel())
 
 
 ROWS: dict[str, tuple[str, Callable[[argparse.Namespace], Pair]]] = {
@@ -238,8 +253,10 @@ ROWS: dict[str, tuple[str, Callable[[argparse.Namespace], Pair]]] = {
     "scaling": ("fp32 times a number, in bf16", scaling),
     "fp8": ("linear layer in fp8, tensorwise, both ways", partial(fp8, rowwise=False)),
     "fp8-ffn": ("gated feed-forward in fp8, both ways", fp8_ffn),
-    "fp8-cast": ("scale and copies in fp8", fp8_cast),
-    "fp8-slopes": ("gradients of a gate in fp8", fp8_slopes),
+    "fp8-cast": ("scale and copies in fp8", partial(fp8_cast, earlier=False)),
+    "fp8-cast-earlier": ("copies in fp8, scale known", partial(fp8_cast, earlier=True)),
+    "fp8-slopes": ("gradients of a gate in fp8", partial(fp8_slopes, earlier=False)),
+    "fp8-slopes-earlier": ("gradients of a gate in fp8, scales known", partial(fp8_slopes, earlier=True)),
     "fp8-rowwise": ("linear layer in fp8, rowwise, both ways", partial(fp8, rowwise=True)),
 }
 

@@ -1,11 +1,12 @@
-"""Looks for the fastest tiles of `plait.ops.skinny` on this GPU, for the shapes of one Llama.
+"""Looks for the fastest tiles of `plait.ops.skinny` and of the attention beside it on this GPU, for one Llama's shapes.
 
     python benchmarks/skinny.py                       # the 1B: 8, 32, 64 and 128 rows, all forms
     python benchmarks/skinny.py --rows 8,128 --forms gated,add
 
 Each candidate multiplies with many weights in turn, recorded in one CUDA graph, so that none is found in a cache: that
 is how a decoder meets them. Candidates are compiled by several processes at once; Triton keeps what they make. The last
-lines are entries for `TILES`. `torch` beside them is the plain twin: where it is faster, `None` is the better entry.
+lines are entries for `TILES`; those of attention are for `USUAL` and `CROWDED` of `plait.ops.decode_attention`. `torch`
+beside them is the plain twin: where it is faster, `None` is the better entry.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import Any
 SHAPES = {"1b": (2048, 512, 8192, 128256), "8b": (4096, 1024, 14336, 128256)}
 """Width, features of keys, width of the feed-forward, vocabulary."""
 DEVICE = "cuda"
-FORMS = ("project", "add", "gated", "wide")
+FORMS = ("project", "add", "gated", "wide", "attention")
+HEAD, SLOTS, PLACE = 64, 384, 224
+"""Width of a head, and how full the cache is in the middle of 256 new tokens."""
 SHARED = 225 * 1024
 """Bytes that the tiles of one program may take."""
 
@@ -30,6 +33,14 @@ def candidates(form: str, rows: int) -> Iterator[Any]:
     """What is worth a try."""
     from plait.ops.skinny import TILES, Tiles
 
+    if form == "attention":
+        from plait.ops.decode_attention import Looks
+
+        four = ((64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 4, 4), (128, 4, 2))
+        fewer = ((32, 2, 3), (32, 2, 4), (64, 2, 2), (64, 2, 3), (32, 1, 3), (32, 1, 4), (64, 1, 2))
+        programs = (132, 264, 528) if rows < 64 else (528,)
+        yield from (Looks(*shape, most) for shape in (*four, *fewer) for most in programs)
+        return
     padded = max(16, 1 << (rows - 1).bit_length())
     if (usual := TILES.get((form, padded))) is not None:
         yield usual
@@ -50,8 +61,11 @@ def make_call(form: str, rows: int, size: str, copies: int) -> tuple[Callable[[A
     """A function that multiplies with every copy once, by a table; and the bytes of the weights."""
     import torch
 
-    from plait.ops import skinny
+    from plait.generate.quick import MANY
+    from plait.ops import ends, skinny
 
+    if form == "attention":
+        return make_attention(rows, size, copies)
     width, kv, hidden, vocabulary = SHAPES[size]
     features = {"project": [width, kv, kv], "add": [hidden], "gated": [hidden, hidden], "wide": [vocabulary]}[form]
 
@@ -60,7 +74,7 @@ def make_call(form: str, rows: int, size: str, copies: int) -> tuple[Callable[[A
 
     counters, norm = skinny.make_counters(torch.device(DEVICE)), skinny.Norm(made(width), 1e-5)
     tokens = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
-    stream = skinny.look_up(tokens, made(4, width), norm)
+    stream = ends.look_up(tokens, made(4, width), norm)
     shapes = [[(each, width) for each in features]]
     if form == "add":  # out of attention and out of the feed-forward, as often
         shapes = [[(width, each)] for each in (hidden, width)]
@@ -68,15 +82,40 @@ def make_call(form: str, rows: int, size: str, copies: int) -> tuple[Callable[[A
     inputs = {each: made(rows, each) for each in (hidden, width)}
 
     def call(table: Any) -> None:
-        for own in weights:
+        for own, later in itertools.pairwise([*weights, weights[0]]):
+            ahead = skinny.ahead_of(form, rows, later, table=table) if rows >= MANY else None
             if form == "gated":
-                skinny.gated(stream, *own, table=table)
+                skinny.gated(stream, *own, table=table, ahead=ahead)
             elif form == "add":
-                skinny.add(stream, inputs[own[0].shape[1]], own[0], norm, counters, table=table)
+                skinny.add(stream, inputs[own[0].shape[1]], own[0], norm, counters, table=table, ahead=ahead)
             else:
-                skinny.project(stream, own, counters, table=table)
+                skinny.project(stream, own, counters, table=table, ahead=ahead)
 
     return call, sum(each.numel() * each.itemsize for own in weights for each in own)
+
+
+def make_attention(rows: int, size: str, copies: int) -> tuple[Callable[[Any], None], int]:
+    """The same for attention, by the only entry of a table; and the bytes that it reads of caches."""
+    import torch
+
+    from plait.ops.decode_attention import attend_cached, attend_cached_plain
+    from plait.ops.skinny import make_counters
+
+    width, kv, *_ = SHAPES[size]
+    counters, places = make_counters(torch.device(DEVICE)), torch.full((rows,), PLACE, device=DEVICE)
+    caches = torch.randn(copies, 2, rows, kv // HEAD, SLOTS, HEAD, device=DEVICE, dtype=torch.bfloat16)
+    table = torch.rand(2, SLOTS, HEAD // 2, device=DEVICE)
+    mixed = torch.randn(rows, width + 2 * kv, device=DEVICE, dtype=torch.bfloat16)
+
+    def call(given: Any) -> None:
+        (looks,) = given.values()
+        for keys, values in caches:
+            if looks is None:
+                attend_cached_plain(mixed, *table, keys, values, places)
+            else:
+                attend_cached(mixed, *table, keys, values, places, counters, looks=looks)
+
+    return call, caches.numel() * caches.itemsize * PLACE // SLOTS
 
 
 def table_of(form: str, rows: int, tiles: Any) -> Any:
@@ -86,8 +125,11 @@ def table_of(form: str, rows: int, tiles: Any) -> Any:
 
 def table_in_use(form: str, rows: int) -> Any:
     """What is taken as things stand."""
+    from plait.ops.decode_attention import CROWD, CROWDED, USUAL
     from plait.ops.skinny import TILES
 
+    if form == "attention":
+        return CROWDED if rows * SHAPES["1b"][1] // HEAD > CROWD else USUAL
     return TILES.get((form, max(16, 1 << (rows - 1).bit_length())))
 
 

@@ -22,10 +22,15 @@ PROMPTS = ("def __init__(self", "import os\n", "class ")
 def plait(*arguments: str, capture: bool = False) -> str:
     print(f"\n$ plait {shlex.join(arguments)}\n", flush=True)
     command = [sys.executable, "-m", "plait.cli.main", *arguments]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE if capture else None, text=True, check=False)
-    if done.returncode:
-        sys.exit(done.returncode)
-    return done.stdout or ""
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE if capture else None, text=True) as process:
+        try:
+            text, _ = process.communicate()
+        except KeyboardInterrupt:  # the command has got it too: it saves, and leaves
+            process.wait()
+            sys.exit(130)
+    if process.returncode:
+        sys.exit(process.returncode)
+    return text or ""
 
 
 def processes() -> int:

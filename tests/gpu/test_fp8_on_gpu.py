@@ -61,6 +61,25 @@ def test_casts_are_those_of_the_twin_bit_for_bit(dtype: torch.dtype, shapes: lis
         assert all(torch.equal(a, b) for a, b in zip(bits(found), bits(wanted), strict=True))
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_casts_with_peaks_of_others_cut_and_note_as_the_twin_does(dtype: torch.dtype) -> None:
+    tensors = [random(1000, width) for width in (512, 16, 144)]
+    tensors[0][7, 5], tensors[2][0, 0] = torch.inf, torch.nan
+    peaks = torch.rand(3, device=CUDA) * 100
+    notes, plain = (torch.zeros(3, dtype=torch.int32, device=CUDA) for _ in range(2))
+    given: dict[str, Any] = {"dim": 1, "rows": True, "columns": True, "saturates": True}
+    found = cast(tensors, peaks, dtype, **given, notes=notes)
+    wanted = cast_plain(tensors, peaks, dtype, **given, notes=plain)
+    assert torch.equal(notes[1], plain[1])
+    assert not notes.view(torch.float32)[[0, 2]].isfinite().any()
+    for ours, twins in ((found.rows, wanted.rows), (found.columns, wanted.columns)):
+        bad = ours.float().isnan()
+        assert torch.equal(bad, twins.float().isnan())
+        assert bad.sum() == 2
+        assert torch.equal(ours.float()[~bad], twins.float()[~bad])
+    assert torch.equal(found.inverse, wanted.inverse)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_visible(bad: float) -> None:
     x, weights = random(64, 32), [random(16, 32).requires_grad_(), random(48, 32).requires_grad_()]
@@ -86,6 +105,21 @@ def test_the_middle_of_a_feed_forward_is_that_of_the_twin(tokens: int) -> None:
             # The last bit of a sigmoid moves a number to its neighbour now and then.
             assert (found.float() != wanted.float()).sum() <= 0.01 * wanted.numel()
             assert (found.float() - wanted.float()).norm() <= 0.02 * wanted.float().norm()
+
+
+def test_the_middle_of_a_feed_forward_notes_what_its_peaks_would_be() -> None:
+    gate, up, grad = (torch.randn(1000, 272, device=CUDA).bfloat16() for _ in range(3))
+    peaks = gate_peaks(gate, up), gate_peaks(gate, up, grad)
+    notes = torch.zeros(3, dtype=torch.int32, device=CUDA)
+    low = peaks[0].max()[None] / 4, peaks[1].max().repeat(2) / 4
+    product = cast_product(gate, up, low[0], notes=notes[:1], saturates=True)
+    turned, slopes = cast_slopes(gate, up, grad, low, rows=True, notes=notes[1:], saturates=True)
+    found = notes.view(torch.float32)
+    for ours, largest in ((found[0], peaks[0].max()), (found[1:].max(), peaks[1].max())):
+        torch.testing.assert_close(ours, largest, rtol=2**-7, atol=0.0)
+    for small, limit in ((product.rows, 448), (turned.columns, 448), (slopes.rows, 57344), (slopes.columns, 57344)):
+        assert small.float().abs().max() == limit
+        assert (small.float().abs() == limit).sum() > 1
 
 
 @pytest.mark.parametrize("tokens", [512, 37])
@@ -119,7 +153,7 @@ def test_a_feed_forward_is_that_of_the_twin(tokens: int) -> None:
         assert (found - wanted).float().norm() < 0.05 * wanted.float().norm()
 
 
-def losses_of(precision: Any, **strategy: Any) -> tuple[list[float], Any]:
+def engine_of(precision: Any, **strategy: Any) -> Any:
     config = parse_sections(
         model=MODEL,
         strategy=strategy,
@@ -129,7 +163,11 @@ def losses_of(precision: Any, **strategy: Any) -> tuple[list[float], Any]:
         device="cuda",
         seed=3,
     ).config
-    engine: Any = prepare_native(config, open_world(config), say=lambda _text: None)
+    return prepare_native(config, open_world(config), say=lambda _text: None)
+
+
+def losses_of(precision: Any, **strategy: Any) -> tuple[list[float], Any]:
+    engine = engine_of(precision, **strategy)
     generator = torch.Generator().manual_seed(5)
     losses = []
     for _ in range(12):
@@ -147,3 +185,31 @@ def test_training_stays_near_bf16_with_and_without_the_fused_forms() -> None:
     assert small == pytest.approx(wide, rel=0.03)
     assert losses_of("fp8", kernels="plain")[0] == pytest.approx(wide, rel=0.03)
     assert losses_of("fp8", recompute="full")[0] == pytest.approx(small, rel=0.01)
+
+
+EARLIER = {"fp8": {"scales": "earlier", "history": 3}}
+
+
+def test_with_scales_of_earlier_steps_it_stays_as_near() -> None:
+    wide, _ = losses_of("bf16")
+    now, _ = losses_of("fp8")
+    earlier, _ = losses_of(EARLIER)
+    assert earlier != now
+    assert earlier == pytest.approx(wide, rel=0.03)
+    assert losses_of(EARLIER, kernels="plain")[0] == pytest.approx(wide, rel=0.03)
+    assert losses_of(EARLIER, recompute="full")[0] == pytest.approx(earlier, rel=0.01)
+
+
+def test_scales_of_earlier_steps_are_not_waited_for() -> None:
+    engine = engine_of(EARLIER)
+    ids = torch.randint(0, 512, (4, 257))
+    batch = {"input_ids": ids[:, :-1].contiguous().pin_memory(), "labels": ids[:, 1:].contiguous().pin_memory()}
+    for _ in range(5):  # kernels of both kinds are loaded
+        engine.train_step([batch])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [engine.train_step([batch]) for _ in range(4)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert results[-1].loss < results[0].loss

@@ -12,11 +12,13 @@ import torch
 from plait.config import parse_sections
 from plait.generate import Generator, HybridEngine, Sampling, generate
 from plait.generate.cached import CachedDecoder
-from plait.generate.graph import WARM_UP
+from plait.generate.graph import WARM_UP, record
+from plait.generate.quick import QuickStep
 from plait.models import build_model, preset
 from plait.ops.decode_attention import attend_cached
+from plait.ops.ends import At, likeliest, look_up
 from plait.ops.greedy import greedy
-from plait.ops.skinny import Norm, Stream, add, gated, look_up, make_counters, project
+from plait.ops.skinny import Norm, Stream, add, gated, make_counters, project
 from plait.strategy import prepare_manual
 from plait.world import open_world
 
@@ -124,6 +126,9 @@ def test_kernels_of_single_tokens_agree_with_float64(rows: int, dtype: torch.dty
         exact = logits.double().log_softmax(-1)
         torch.testing.assert_close(logprob.double(), exact.max(-1).values, rtol=1e-5, atol=1e-5)
         assert torch.equal(logits.gather(1, token[:, None])[:, 0], logits.max(-1).values)
+        chosen, its_logprob = likeliest(after, head, counters)
+        assert torch.equal(chosen, token)
+        torch.testing.assert_close(its_logprob, logprob, rtol=1e-5, atol=1e-5)
         keys, values = (made(rows, kv // head_dim, slots, head_dim) for _ in range(2))
         places = torch.randint(slots, (rows,), device="cuda")
         table = torch.randn(slots, head_dim // 2, device="cuda").cos(), torch.randn(slots, head_dim // 2, device="cuda")
@@ -156,6 +161,39 @@ def test_a_llama_of_sixteen_bits_takes_the_short_way_and_says_what_it_says(rows:
                 wanted = exact(torch.tensor([texts[row]], device="cuda"))[0, -1]
                 assert_near(logits[row], wanted.double())
     decoder.close()
+
+
+@pytest.mark.parametrize("rows", [8, 32, 128])
+def test_kernels_that_overlap_find_what_kernels_in_turn_find(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = preset("llama", "tiny", seq_len=512, vocab_size=20000, dim=1024, layers=4, heads=16, kv_heads=4)
+    with torch.device("cuda"):
+        model = build_model(config).bfloat16().eval()
+        start, token = torch.randint(1, 200, (rows,)), torch.randint(20000, (rows,))
+        caches = torch.randn(4, 2, rows, 4, 320, 64, dtype=torch.bfloat16)
+
+    def written(**how: Any) -> list[torch.Tensor]:
+        own, latest = caches.clone(), token.clone()
+        at, quick = At(start.clone(), torch.full_like(start, 319), start.clone()), QuickStep(model, 320, **how)
+        every, logprobs = torch.zeros(rows, 100, dtype=torch.int64, device="cuda"), torch.zeros(rows, device="cuda")
+
+        def step() -> None:
+            chosen, logprob = quick.likeliest(latest, at, [tuple(layer) for layer in own])
+            every.scatter_(1, (at.lengths - 1 - start)[:, None], chosen[:, None])
+            logprobs.add_(logprob)
+            latest.copy_(chosen)
+
+        with torch.no_grad():
+            step()
+            graph = record(step)
+            for _ in range(99):
+                graph.replay()
+        return [every, logprobs, own]
+
+    overlapping = [written(), written(ahead=16 << 20), written(early=False)]
+    monkeypatch.setattr("plait.ops.chain._CAN_WAIT", False)
+    in_turn = written(early=False)
+    for found in overlapping:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, in_turn, strict=True))
 
 
 def test_a_stream_is_recorded_too() -> None:

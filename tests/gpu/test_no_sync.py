@@ -125,6 +125,69 @@ def test_inputs_travel_while_the_device_works() -> None:
     assert not busy.query()  # the copy is done, the work before it is not
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_an_accelerate_loop_that_clips_does_not_wait(precision: str) -> None:
+    from plait.frontends.accelerate import Accelerator
+
+    accelerator = Accelerator(mixed_precision=precision)
+    net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+    own = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    model, optimizer, scheduler = accelerator.prepare(net, own, torch.optim.lr_scheduler.StepLR(own, 100))
+    batch = torch.randn(4, 8).pin_memory()
+
+    def step() -> Tensor:
+        accelerator.backward(model(batch).square().mean())
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        assert norm is not None
+        return norm
+
+    for _ in range(3):
+        step()
+    with no_waiting():
+        norms = [step() for _ in range(5)]
+    assert all(norm.shape == () and norm.device.type == "cuda" and norm > 0 for norm in norms)
+
+
+def test_a_trainer_that_clips_waits_only_where_it_logs(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    from plait.frontends.transformers import PlaitTrainer
+
+    class Watched(PlaitTrainer):  # type: ignore[misc]
+        watched = 0
+
+        def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+            if self.state.global_step >= 3:  # kernels are loaded
+                self.watched += 1
+                torch.cuda.set_sync_debug_mode("error")
+            norm: Tensor = super()._clip_grad_norm(model)
+            return norm
+
+    class Ends(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            torch.cuda.set_sync_debug_mode("default")
+
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=16,
+    )  # fmt: skip
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(64, (64, 12))]
+    args = transformers.TrainingArguments(
+        str(tmp_path), report_to="none", max_steps=8, logging_steps=4, save_strategy="no", bf16=True,
+        per_device_train_batch_size=4, max_grad_norm=0.5,
+    )  # fmt: skip
+    trainer = Watched(transformers.LlamaForCausalLM(config), args, train_dataset=data, callbacks=[Ends()])
+    try:
+        trainer.train()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert trainer.watched == 5
+    assert [entry["grad_norm"] > 0 for entry in trainer.state.log_history if "grad_norm" in entry] == [True, True]
+
+
 class Watch(Hook):
     """Lets nobody wait, between two steps that are logged."""
 

@@ -77,6 +77,17 @@ def test_a_slot_that_fails_twice_in_the_same_place_is_left_out_and_the_batch_is_
     assert_as_if_nothing_had_happened(found, undisturbed(tmp_path))
 
 
+def test_micro_batches_that_do_not_fit_are_split_and_the_batch_is_kept(tmp_path: Path) -> None:
+    words = ["--nproc_per_node", "2", VICTIM, str(tmp_path / "run"), "full3!", "1", "0"]
+    done = subprocess.run([*PLAIT, *words], env=clean(), capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    told = "plait: rank 1 ran out of GPU memory; micro-batches are split, batch.total stays"
+    assert done.stderr.count(told) == 1  # of 6, and then of 3
+    found = losses(tmp_path / "run")
+    assert {(attempt, size) for attempt, size, *_ in found} == {(1, 2)}
+    assert_as_if_nothing_had_happened(found, undisturbed(tmp_path))
+
+
 KNOWS = """
 import sys
 from plait.errors import DataError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -137,7 +138,7 @@ def train(rank: int, size: int, case: Case) -> Trace:
         mesh = init_device_mesh("cpu", (size // case.ep, case.ep), mesh_dim_names=("dp_shard", "ep"))
     model = build(case, mesh)
     params = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=0.1, foreach=False)
     trace = Trace()
     for step in data():
         targets = sum(int((labels != -100).sum()) for _, labels in step)
@@ -278,11 +279,28 @@ def answers(module: nn.Module, given: tuple[Tensor, Tensor, Tensor]) -> dict[str
     return {"result": result.detach(), "hidden": whole(given[0].grad), "weights": whole(given[2].grad)}
 
 
-def spread_answers(rank: int, size: int, kind: str, tokens: list[int], choose: Any) -> dict[str, Tensor]:
+def spread_answers(rank: int, size: int, kind: str, tokens: list[int], choose: Any, tp: int = 1) -> dict[str, Tensor]:
+    """`tp` ranks see the same tokens."""
+    axes = {axis: ranks for axis, ranks in (("ep", size // tp), ("tp", tp)) if ranks > 1}
     module = made_experts(kind)
-    apply_expert_parallel(module, init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)))
-    found = answers(module, inputs(rank, tokens[rank], choose))
+    apply_expert_parallel(module, init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes)))
+    found = answers(module, inputs(rank // tp, tokens[rank // tp], choose))
     return found | {name: whole(param.grad) for name, param in module.named_parameters()}
+
+
+def check_answers(pool: RankPool, kind: str, tokens: list[int], choose: Any, tp: int = 1) -> None:
+    found = pool.run(spread_answers, kind, tokens, choose, tp)
+    module = made_experts(kind)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for place, count in enumerate(tokens):
+        expected = answers(module, inputs(place, count, choose)) if count else {"result": torch.empty(0, 16)}
+        for mine in found[place * tp : (place + 1) * tp]:
+            for name, tensor in expected.items():
+                torch.testing.assert_close(mine[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+    for name, parameter in module.named_parameters():
+        for mine in found:
+            torch.testing.assert_close(mine[name], parameter.grad, rtol=1e-4, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("choose", [anywhere, on_the_last_rank])
@@ -291,38 +309,38 @@ def spread_answers(rank: int, size: int, kind: str, tokens: list[int], choose: A
 def test_ranks_without_tokens_and_experts_without_choices_take_part(
     two_ranks: RankPool, kind: str, tokens: list[int], choose: Any
 ) -> None:
-    found = two_ranks.run(spread_answers, kind, tokens, choose)
-    module = made_experts(kind)
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    for rank, mine in enumerate(found):
-        if tokens[rank]:
-            for name, tensor in answers(module, inputs(rank, tokens[rank], choose)).items():
-                torch.testing.assert_close(mine[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
-        else:
-            assert mine["result"].shape == (0, 16)
-    for name, parameter in module.named_parameters():
-        for mine in found:
-            torch.testing.assert_close(mine[name], parameter.grad, rtol=1e-4, atol=1e-4, msg=name)
+    check_answers(two_ranks, kind, tokens, choose)
 
 
-def test_choices_that_were_dropped_are_not_sent_and_answered_with_zeros(two_ranks: RankPool) -> None:
-    for found in two_ranks.run(spread_answers, "ours", [3, 2], nowhere):
+@pytest.mark.parametrize("choose", [anywhere, on_the_last_rank])
+@pytest.mark.parametrize("kind", ["ours", "eager", "grouped_mm"])
+def test_ranks_that_see_the_same_tokens_share_experts_and_answer_alike(
+    two_ranks: RankPool, four_ranks: RankPool, kind: str, choose: Any
+) -> None:
+    tokens = random.randrange(1, 12)
+    check_answers(two_ranks, kind, [tokens], choose, tp=2)
+    check_answers(four_ranks, kind, [0, tokens], choose, tp=2)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_choices_that_were_dropped_are_not_sent_and_answered_with_zeros(two_ranks: RankPool, tp: int) -> None:
+    for found in two_ranks.run(spread_answers, "ours", [3, 2], nowhere, tp):
         assert not any(tensor.any() for tensor in found.values())
 
 
-def frozen_and_recomputed(rank: int, size: int) -> list[bool]:
+def frozen_and_recomputed(rank: int, size: int, axis: str) -> list[bool]:
     """Nothing but the experts is trained, and the first rank's get no row: it keeps the fewest tensors."""
     module = made_experts("ours")
-    apply_expert_parallel(module, init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)))
+    apply_expert_parallel(module, init_device_mesh("cpu", (size,), mesh_dim_names=(axis,)))
     hidden, choices, weights = (tensor.detach() for tensor in inputs(rank, 4, on_the_last_rank))
     result = checkpoint(module, hidden, choices, weights, use_reentrant=False)
     result.square().sum().backward()
     return [bool(param.grad.to_local().any()) for param in module.parameters()]
 
 
-def test_recomputation_meets_on_every_rank(two_ranks: RankPool) -> None:
-    assert two_ranks.run(frozen_and_recomputed) == [[False] * 3, [True] * 3]
+@pytest.mark.parametrize("axis", ["ep", "tp"])
+def test_recomputation_meets_on_every_rank(two_ranks: RankPool, axis: str) -> None:
+    assert two_ranks.run(frozen_and_recomputed, axis) == [[False] * 3, [True] * 3]
 
 
 # ---- rows that ranks share

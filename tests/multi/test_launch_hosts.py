@@ -30,7 +30,7 @@ distributed.init_process_group("gloo")
 rank = distributed.get_rank()
 total = torch.tensor([float(rank + 1)])
 distributed.all_reduce(total)
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "MINE", "SECRET")
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "MINE", "YOURS", "SECRET")
 about = {name: os.environ.get(name) for name in names}
 about |= {"total": total.item(), "argv": sys.argv[2:], "at": os.popen("ip -o -4 addr show eth0").read().split()[3]}
 pathlib.Path(sys.argv[1], str(rank)).write_text(json.dumps(about))
@@ -107,9 +107,11 @@ def test_ranks_on_several_hosts_sum_over_gloo(
     three: Hosts, work: Path, flags: list[str], where: list[int], devices: list[str]
 ) -> None:
     (work / ".plait_env").write_text("MINE=from the file\n")
+    (work / "setup_env.sh").write_text("export YOURS=from_the_script\n")
     flags = [flag.format(*three.addresses) for flag in flags]
-    words = ["-H", three.hostfile(2, 1, 1), *three.ssh(), *flags, "sum.py", "out", "--lr", "a b"]
-    done = run(work, *words, env=environment(SECRET="stays"))
+    name, options = three.ssh()
+    words = ["-H", three.hostfile(2, 1, 1), name, f"{options} source {work}/setup_env.sh", *flags]
+    done = run(work, *words, "sum.py", "out", "--lr", "a b", env=environment(SECRET="stays"))
     assert done.returncode == 0, done.stderr
     size = len(where)
     for rank in range(size):
@@ -119,6 +121,7 @@ def test_ranks_on_several_hosts_sum_over_gloo(
         assert about["CUDA_VISIBLE_DEVICES"] == devices[rank]
         assert about["argv"] == ["--lr", "a b"]
         assert (about["MINE"], about["WORLD_SIZE"]) == ("from the file", str(size))
+        assert about["YOURS"] == "from_the_script"
         if where[rank] > 0:
             assert about["SECRET"] is None  # only what is meant to go along does
 

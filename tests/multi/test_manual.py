@@ -31,7 +31,7 @@ class Normalized(Optimizer):
 
 STAGES = ["zero0", "zero1", "zero2", "zero3"]
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "AdamW": lambda params: AdamW(params, lr=1e-2, eps=1e-3),
+    "AdamW": lambda params: AdamW(params, lr=1e-2, eps=0.1),
     "SGD": lambda params: SGD(params, lr=1e-2, momentum=0.9),
     "Adagrad": lambda params: Adagrad(params, lr=1e-2, initial_accumulator_value=0.1),
     "a class that nobody knows": lambda params: Normalized(params, {"lr": 1e-2}),

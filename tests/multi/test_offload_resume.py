@@ -33,7 +33,7 @@ def engine_of(tier: str, folder: str) -> tuple[Any, Any]:
         "model": MODEL,
         "precision": "bf16",
         "strategy": strategy,
-        "optim": {"lr": 1e-2, "eps": 1e-3},
+        "optim": {"lr": 1e-2, "eps": 0.1},
     }
     config = parse_sections(**sections).config
     world = open_world(config)

@@ -22,11 +22,6 @@ from tests.multi.ranks import RankPool
 TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
 """Of each tensor's largest value, in bf16 of its norm."""
 
-GENTLE = {"type": "AdamW", "lr": 1e-2, "eps": 0.1}
-"""For bf16, where a layer that is cut rounds other partial sums. Such an `eps` makes steps nearly proportional to
-gradients. With a small one a gradient near zero that rounding turns round makes a whole step the other way, and weights
-drift apart, which some batches answer with gradients 7 % apart, in exact arithmetic too."""
-
 
 @pytest.fixture(scope="module")
 def eight_ranks() -> Iterator[RankPool]:
@@ -58,7 +53,7 @@ def batches(micro_batches: int) -> tuple[int, list[list[Any]]]:
 @functools.cache
 def alone(sections: str, precision: str, micro_batches: int) -> Trace:
     """What one process makes of these batches; `sections` as json."""
-    return run_steps(0, 1, in_precision(json.loads(sections), precision), batches(micro_batches)[1])
+    return run_steps(0, 1, {**json.loads(sections), "precision": precision}, batches(micro_batches)[1])
 
 
 def compare(
@@ -88,16 +83,11 @@ def compare(
             assert_same(found, expected, tolerance=tolerance or TOLERANCE[precision], noise=unlike, by_norm=rounds)
 
 
-def in_precision(sections: dict[str, Any], precision: str) -> dict[str, Any]:
-    gentle = {"optim": GENTLE} if precision == "bf16" else {}
-    return {**sections, **gentle, "precision": precision}
-
-
 def run_layout(rank: int, size: int, sections: dict[str, Any], steps: Any, precisions: Sequence[str]) -> list[Trace]:
     """One run after another in one world, for ranks of which several see the same samples."""
     world = open_world(parse_sections(**sections).config)
     share, shares = world.data_rank, world.layout.data_parallel
-    return [run_steps(share, shares, in_precision(sections, each), steps, world=world) for each in precisions]
+    return [run_steps(share, shares, {**sections, "precision": each}, steps, world=world) for each in precisions]
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -153,6 +143,9 @@ V_SHAPED: dict[str, tuple[int, dict[str, Any]]] = {
     "dualpipev": (2, {"layout": {"pp": 2}, "pipeline": {"schedule": "dualpipev"}}),
     "dp2 zbv": (4, {"layout": {"pp": 2}, "pipeline": {"schedule": "zbv"}}),
     "tp2 dualpipev": (4, {"layout": {"pp": 2, "tp": 2}, "pipeline": {"schedule": "dualpipev"}}),
+    "dp2 zbv zero1": (4, {"layout": {"pp": 2}, "pipeline": {"schedule": "zbv"}, "zero": 1}),
+    "dp2 zbv zero3": (4, {"layout": {"pp": 2}, "pipeline": {"schedule": "zbv"}, "zero": 3}),
+    "dp2 zbv zero2": (4, {"layout": {"pp": 2}, "pipeline": {"schedule": "zbv"}, "zero": 2}),
 }
 
 
@@ -164,8 +157,8 @@ def test_a_rank_with_both_ends_of_a_tied_model_has_one_embedding(pools: dict[int
     compare(pools[size], sections, precisions=["bf16"])
 
 
-def test_an_embedding_that_two_stages_of_a_rank_would_shard_is_refused() -> None:
-    strategy = {**V_SHAPED["dp2 zbv"][1], "zero": 3}
+def test_an_embedding_that_two_stages_of_a_rank_would_offload_is_refused() -> None:
+    strategy = {**V_SHAPED["dp2 zbv zero3"][1], "offload": {"optimizer": "cpu"}}
     config = parse_sections(model={**MODEL, "layers": 4, "tie_embeddings": True}, strategy=strategy).config
     with fake_world(config, size=4) as world, pytest.raises(ConfigError, match=r"both hold embedding\.weight"):
         prepare_native(config, world)
@@ -195,6 +188,37 @@ def test_experts_that_are_spread_equal_one_process(pools: dict[int, RankPool], n
     size, strategy = EXPERTS[name]
     # In bf16 a token whose two best experts are nearly equal may choose the other one: only losses and norms agree.
     compare(pools[size], {"model": MOE, "strategy": strategy}, noise_in_bf16=".")
+
+
+RICH = {**MOE, "shared_experts": 1, "balance_loss": 0.3, "z_loss": 0.1, "bias_rate": 0.05}
+TIGHT = {**MOE, "capacity_factor": 1.0, "moe_every": 2, "score": "sigmoid", "ffn_dim": 32}
+UNEVEN = {**MOE, "experts": 3}
+SEQUENCE = {"tensor": {"sequence_parallel": True}}
+SHARED_EXPERTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "tp2, with a capacity": (2, TIGHT, {"layout": {"tp": 2}, "recompute": "full"}),
+    "tp2 sp": (2, RICH, {"layout": {"tp": 2}, **SEQUENCE}),
+    "tp2 ep2, with six experts": (4, {**RICH, "experts": 6}, {"layout": {"tp": 2, "ep": 2}}),
+    "tp2 ep2 sp zero3": (4, RICH, {"layout": {"tp": 2, "ep": 2}, "zero": 3, **SEQUENCE, "recompute": "full"}),
+    "tp2 ep2 sp zero1, with a capacity": (4, TIGHT, {"layout": {"tp": 2, "ep": 2}, "zero": 1, **SEQUENCE}),
+    "tp2 cp2 zero2": (4, RICH, {"layout": {"tp": 2, "cp": 2}, "zero": 2}),
+    "tp2 pp2": (4, RICH, {"layout": {"tp": 2, "pp": 2}}),
+    "tp2 dp2 zero3, with three experts": (4, UNEVEN, {"layout": {"tp": 2}, "zero": 3}),
+    "tp4, with three experts": (4, UNEVEN, {"layout": {"tp": 4}}),
+}
+"""Name → ranks, model, strategy."""
+
+
+@pytest.mark.parametrize("name", SHARED_EXPERTS)
+def test_experts_that_tensor_parallel_ranks_share_equal_one_process(pools: dict[int, RankPool], name: str) -> None:
+    size, model, strategy = SHARED_EXPERTS[name]
+    precisions = ["fp32", "bf16"] if name in ("tp2 sp", "tp2 ep2 sp zero3") else ["fp32"]
+    compare(pools[size], {"model": model, "strategy": strategy}, precisions=precisions, noise_in_bf16=".")
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_experts_on_all_three_axes_equal_one_process(eight_ranks: RankPool, zero: int) -> None:
+    strategy = {"layout": {"tp": 2, "ep": 2, "dp_shard": 2}, "zero": zero, **SEQUENCE}
+    compare(eight_ranks, {"model": RICH, "strategy": strategy}, precisions=["fp32"])
 
 
 DEEP = {**MODEL, "layers": 8}
@@ -250,3 +274,8 @@ HF: dict[str, dict[str, Any]] = {
 def test_unedited_transformers_models_equal_one_process(two_ranks: RankPool, model: str, axis: str) -> None:
     sections = {"model": {"type": "hf", "config": HF[model]}, "strategy": {"layout": {axis: 2}}}
     compare(two_ranks, sections, precisions=["fp32"])
+
+
+def test_the_experts_of_an_unedited_mixtral_are_shared_along_two_axes(four_ranks: RankPool) -> None:
+    strategy = {"layout": {"tp": 2, "ep": 2}, "zero": 3, **SEQUENCE}
+    compare(four_ranks, {"model": {"type": "hf", "config": HF["mixtral"]}, "strategy": strategy}, precisions=["fp32"])

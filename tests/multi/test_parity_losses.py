@@ -128,7 +128,7 @@ def test_fillers_count_for_nothing_and_keep_all_ranks_together(two_ranks: RankPo
 
 def own_loop(rank: int, size: int, sections: dict[str, Any], steps: list[list[MicroBatch]], accumulation: int) -> Any:
     """The same as `run_steps`, written the way people write their own loop."""
-    sections = {"seed": 3, "optim": {"type": "AdamW", "lr": 1e-2, "eps": 1e-3}, **sections}
+    sections = {"seed": 3, "optim": {"type": "AdamW", "lr": 1e-2, "eps": 0.1}, **sections}
     config = parse_sections(**sections).config
     engine = prepare_native(config, open_world(config), model=nets.Net, accumulation=accumulation)
     results = []

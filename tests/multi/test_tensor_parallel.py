@@ -113,7 +113,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def train(model: nn.Module, batches: list[list[dict[str, Tensor]]]) -> Trace:
     """Steps of AdamW over sums of losses, divided by a constant."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=0.1, foreach=False)
     trace = Trace()
     for step, micro_batches in enumerate(batches):
         loss = sum(model(**inputs).sum for inputs in micro_batches) / 10

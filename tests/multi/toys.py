@@ -138,7 +138,7 @@ def fit(
     settings: dict[str, Any] = {
         "seed": 3,
         "device": "cpu",
-        "optim": {"type": "AdamW", "lr": 1e-2, "eps": 1e-3},
+        "optim": {"type": "AdamW", "lr": 1e-2, "eps": 0.1},
         "schedule": {"type": "LinearLR", "start_factor": 1.0, "end_factor": 0.1},
         "train": {"by_epoch": True, "max_epochs": 2},
         "batch": {"total": 4},

@@ -1,7 +1,8 @@
 """A small training run that comes to harm: `victim.py WORK_DIR HOW RANK STEP [TIMEOUT] [STEPS] [BATCH] [EVERY]`.
 
 On one rank, after so many steps of the first attempt, something goes wrong. With `HOW` ending in `!` it goes wrong in
-every attempt; ending in `*3`, in the first three, each time on another rank after another number of steps.
+every attempt; ending in `*3`, in the first three, each time on another rank after another number of steps. `full3!` is
+a device on which micro-batches of more than three rows have no room.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class Net(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         how, rank, step = self.plan
         self.calls += 1
+        if how.startswith("full") and rank == RANK and len(rows) > int(how[4:]):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         if self.calls == step + 1 and rank == RANK:
             harm(how)
         return self.layer(rows).square().mean()

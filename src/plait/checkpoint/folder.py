@@ -34,9 +34,12 @@ class CheckpointFolder:
         found = [p for p in self.root.iterdir() if _STEP.match(p.name) and not p.is_symlink() and (p / NAME).exists()]
         return sorted(found, key=lambda path: (saved_at(path), path.name))
 
-    def newest(self) -> Path | None:
-        """The newest complete checkpoint; links are not trusted, a kill may have come before they moved."""
-        complete = self.complete()
+    def newest(self, before: int | None = None) -> Path | None:
+        """The newest complete checkpoint, of step `before` or earlier where that is given.
+
+        Links are not trusted: a kill may have come before they moved.
+        """
+        complete = [path for path in self.complete() if before is None or _step_of(path) <= before]
         return complete[-1] if complete else None
 
     def find(self, wanted: str) -> Path | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from plait.checkpoint.convert import Description, Kind, Source, companions, read_description, translated, with_state
 from plait.config import parse
-from plait.config.data import JsonlData, TextData
+from plait.config.data import texts
 from plait.data import load_tokenizer, tokenizer_path
 from plait.errors import CheckpointError, ConfigError, DataError, ModelError, PlaitError, Problem
 from plait.models.portable import from_transformers, to_transformers
@@ -27,7 +27,7 @@ def prepared(source: Source, to: Kind, model: str | None) -> tuple[Source, Descr
         return (_as_hf_model(source), None) if source.kind == "hf" and to == "plait" else (source, None)
     if model not in FAMILIES:
         raise ConfigError(
-            Problem("--model", f"{model!r} is no model that names are known of", f"use {' or '.join(FAMILIES)}")
+            Problem("--model", f"{model!r} is no model that names are known of", f"Use {' or '.join(FAMILIES)}.")
         )
     return _adopted(source, model), None
 
@@ -77,7 +77,7 @@ def _for_transformers(source: Source, model: str | None) -> tuple[Source, Descri
             Problem(
                 "--model",
                 f"{source.path} does not say which model it is of",
-                "give the folder of a transformers model with its config.json: the names must be those of that model",
+                "Give the folder of a transformers model with its config.json: the names must be those of that model.",
             )
         )
     folder = source.path if model is None else Path(model)
@@ -96,7 +96,7 @@ def _refuse_a_part(source: Source) -> None:
 def _description(folder: Path) -> dict[str, Any]:
     found = read_description(folder) if folder.is_dir() else None
     if found is None:
-        raise ConfigError(Problem("--model", f"{str(folder)!r} has no config.json", "give a transformers folder"))
+        raise ConfigError(Problem("--model", f"{str(folder)!r} has no config.json", "Give a transformers folder."))
     return found
 
 
@@ -123,8 +123,10 @@ def _with_tokenizer(description: Mapping[str, Any], folder: Path | None, data: A
 
 
 def _tokenizer(data: Any) -> Path | None:
-    if not isinstance(data, (TextData, JsonlData)):
+    tokenized = texts("data", data)
+    if not tokenized:
         return None
+    data = tokenized[0][1]
     if data.tokenizer is not None:
         return Path(data.tokenizer) if Path(data.tokenizer).is_file() else None
     try:

@@ -159,23 +159,23 @@ def _check(src: str | None, dst: str | None, options: Options) -> tuple[int, lis
     problems = _check_alone(options) if options.to == "yaml" else []
     if src is None or (dst is None and options.to != "yaml"):
         missing = "SRC and DST" if src is None else "DST"
-        problems.append(Problem(missing, "not given", "write `plait convert SRC DST --to …`, or --inspect PATH"))
+        problems.append(Problem(missing, "not given", "Write `plait convert SRC DST --to …`, or --inspect PATH."))
     for key, value, choices in (
         ("--to", options.to, _TARGETS),
         ("--dtype", options.dtype, tuple(_DTYPES)),
         ("--weights", options.weights, _WEIGHTS),
     ):
         if value is None:
-            problems.append(Problem(key, "not given", f"say what to write: {', '.join(choices)}"))
+            problems.append(Problem(key, "not given", f"Say what to write: {', '.join(choices)}."))
         elif value not in choices:
             problems.append(Problem(key, f"{value!r} is not known", choose(value, choices, "choice")))
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", options.shard_size.upper())
     shard_size = int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
     if shard_size <= 0:
-        problems.append(Problem("--shard-size", f"{options.shard_size!r} is no size", "write 5GB or 500MiB"))
+        problems.append(Problem("--shard-size", f"{options.shard_size!r} is no size", "Write 5GB or 500MiB."))
     if options.optimizer and options.to not in ("torch", "yaml"):
         instead = "hf has no place for it" if options.to == "hf" else "the others take it anyway"
-        problems.append(Problem("--optimizer", f"goes with `--to torch` alone; {instead}", "leave it out"))
+        problems.append(Problem("--optimizer", f"goes with `--to torch` alone; {instead}", "Leave it out."))
     return shard_size, problems
 
 
@@ -184,7 +184,9 @@ def _check_alone(options: Options) -> list[Problem]:
     words = {key: value for key, value in asdict(options).items() if key not in ("to", "overwrite")}
     return [
         Problem(
-            f"--{key.replace('_', '-')}", "goes with a checkpoint, and `--to yaml` with a configuration", "leave it out"
+            f"--{key.replace('_', '-')}",
+            "goes with a checkpoint, and `--to yaml` with a configuration",
+            "Leave it out.",
         )
         for key, value in words.items()
         if value != getattr(PLAIN, key)

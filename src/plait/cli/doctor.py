@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from plait.cli.files import write_file
 from plait.config import dialect
 from plait.errors import ConfigError, Problem
 from plait.launch.environment import report
@@ -43,7 +44,7 @@ def measure(out: str | None, folder: str) -> None:
     found = measure_hardware(folder=folder)
     _print(found.rows)
     if out is not None:
-        Path(out).write_text(dialect.dump(found.hardware.to_dict()), encoding="utf-8")
+        write_file(out, dialect.dump(found.hardware.to_dict()), "--out")
         Console(soft_wrap=True).print(f"{out}: give it to `plait plan --gpu {out}`", markup=False)
 
 

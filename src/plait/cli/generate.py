@@ -9,6 +9,7 @@ from pathlib import Path
 
 import typer
 
+from plait.cli.files import write_file
 from plait.cli.speaking import Opening, open_speaker
 from plait.errors import DataError, GenerateError
 from plait.generate.options import Sampling
@@ -78,7 +79,7 @@ def generate(
             typer.echo(f"{each}: reward {mean} over {said}")
     if html is not None:
         rows = list(figures.items())
-        Path(html).write_text(page_of(paths, [q.text for q in asked], answers, notes=notes, figures=rows), "utf-8")
+        write_file(html, page_of(paths, [q.text for q in asked], answers, notes=notes, figures=rows), "--html")
         typer.echo(f"side by side: {html}")
 
 

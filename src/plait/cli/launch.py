@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from plait.errors import WorldError
 from plait.launch.flags import flags
-from plait.launch.options import misplaced, parse_options
+from plait.launch.options import Options, misplaced, parse_options
 from plait.launch.prepare import prepare
 from plait.launch.setup import Setup, code_folder
 from plait.launch.slurm import in_allocation
@@ -42,9 +43,25 @@ def launch(words: Sequence[str]) -> None:
     elif options.preflight:
         sys.exit(0 if _checked(setup).good else 1)
     else:
+        if setup.launcher == "local":
+            _look_for_program(options)
         if setup.remote and not options.no_ssh_check:
             setup = _cleared(setup)
         sys.exit(setup.run())
+
+
+def _look_for_program(options: Options) -> None:
+    """What is not there is said once, and not by every rank."""
+    script = options.script
+    if options.module:
+        return
+    if options.no_python and shutil.which(script) is None:
+        raise WorldError(f"there is no program {script!r} here; give its path, or leave out --no_python for a script")
+    if not options.no_python and not Path(script).exists():
+        raise WorldError(
+            f"there is no script {script!r} in {Path.cwd()}; for a program or a module of Python, say so "
+            "with --no_python or --module"
+        )
 
 
 def _tune(setup: Setup) -> None:

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from plait.cli import talking
-from plait.errors import PlaitError
+from plait.errors import ConfigError, PlaitError, Problem
 
 app = typer.Typer(
     name="plait",
@@ -32,7 +32,20 @@ DryRun = Annotated[
 ]
 
 
-@app.command()
+class _Described(TyperCommand):
+    """Knows a setting that was written like an option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As ever, where every `--word` may be an option: those of a command have no dots."""
+        for word in args:
+            key, equals, value = word.lstrip("-").partition("=")
+            if word.startswith("--") and "." in key:
+                remedy = f"A setting has no dashes, and its value follows `=`: `{key}={value if equals else '…'}`."
+                raise ConfigError(Problem(f"--{key}", "no option of this command", remedy))
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=_Described)
 def train(
     config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
     overrides: Overrides = None,
@@ -53,7 +66,7 @@ def train(
     run(config, overrides or [], nproc=nproc, dry_run=dry_run, accelerate_config=accelerate_config)
 
 
-@app.command()
+@app.command(cls=_Described)
 def sft(
     config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
     overrides: Overrides = None,
@@ -66,7 +79,7 @@ def sft(
     run_phase("sft", config, overrides or [], nproc=nproc, dry_run=dry_run)
 
 
-@app.command()
+@app.command(cls=_Described)
 def reward(
     config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
     overrides: Overrides = None,
@@ -79,7 +92,7 @@ def reward(
     run_phase("reward", config, overrides or [], nproc=nproc, dry_run=dry_run)
 
 
-@app.command()
+@app.command(cls=_Described)
 def dpo(
     config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
     overrides: Overrides = None,
@@ -92,7 +105,7 @@ def dpo(
     run_phase("dpo", config, overrides or [], nproc=nproc, dry_run=dry_run)
 
 
-@app.command()
+@app.command(cls=_Described)
 def ppo(
     config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
     overrides: Overrides = None,
@@ -105,7 +118,7 @@ def ppo(
     run_phase("ppo", config, overrides or [], nproc=nproc, dry_run=dry_run)
 
 
-@app.command()
+@app.command(cls=_Described)
 def grpo(
     config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
     overrides: Overrides = None,
@@ -118,7 +131,7 @@ def grpo(
     run_phase("grpo", config, overrides or [], nproc=nproc, dry_run=dry_run)
 
 
-@app.command()
+@app.command(cls=_Described)
 def plan(
     config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
     overrides: Overrides = None,
@@ -164,7 +177,7 @@ def plan(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=_Described)
 def profile(
     config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
     overrides: Overrides = None,
@@ -182,7 +195,7 @@ def profile(
     run(config, overrides or [], steps=steps, nproc=nproc, out=out)
 
 
-@app.command()
+@app.command(cls=_Described)
 def prove(
     config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
     overrides: Overrides = None,
@@ -248,7 +261,7 @@ def report(
     run(run_dir, out, sample or [])
 
 
-@app.command()
+@app.command(cls=_Described)
 def tune(
     config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
     overrides: Overrides = None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from plait.cli.files import write_file
 from plait.config import parse, resolve_batch, resolve_layout
 from plait.config.engine import as_native
 from plait.config.layout import least_ranks
@@ -21,14 +22,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from plait.plan.hardware import Hardware
+    from plait.plan.ladder import Rung
     from plait.plan.plan import Plan
     from plait.plan.ways import Search
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 _SHOWN = 12
 """So many ways of a search are shown; the file has all."""
-
-
+_WHOLE_GIB = 10.0
+"""From here on a host's memory is shown in whole GiB."""
 _NOTABLE_S = 1e-3
 """Copies that take less are not shown: every run moves its inputs."""
 
@@ -49,7 +51,7 @@ def draw_pipeline(config: str, overrides: Sequence[str], out: str | None, *, ran
 
     picture = draw_schedule(pipeline.schedule, layout.pp, batch.accumulation, pipeline.stages_per_rank)
     path = Path(out or "schedule.svg")
-    path.write_text(picture)
+    write_file(path, picture, "--out")
     idle = theoretical_bubble(pipeline.schedule, layout.pp, batch.accumulation, pipeline.stages_per_rank)
     micro = f"{batch.accumulation} micro-batch{'' if batch.accumulation == 1 else 'es'}"
     typer.echo(f"{path}: {pipeline.schedule} over {layout.pp} ranks, {micro}, {idle:.1%} idle")
@@ -68,7 +70,6 @@ def plan_run(
     """Show what a run will take, and what to change where it does not fit; whether it fits."""
     from rich.console import Console
 
-    from plait.plan.ladder import climb
     from plait.plan.plan import make_plan
 
     asked = parse(source, overrides).config
@@ -83,36 +84,28 @@ def plan_run(
         )
     _show(console, plan, config)
     if out is not None:
-        Path(out).write_text(json.dumps(plan.to_dict(), indent=1) + "\n")
+        write_file(out, json.dumps(plan.to_dict(), indent=1) + "\n", "--out")
         console.print(f"{out}: all figures")
     if timeline is not None:
         from plait.plan.timeline import draw_timeline
 
-        Path(timeline).write_text(draw_timeline(plan))
+        write_file(timeline, draw_timeline(plan), "--timeline")
         console.print(f"{timeline}: memory over one step")
     if not plan.fits:
-        console.print("\nOne change after the other, each on top of those before:")
-        for rung in climb(config, machine, ranks=ranks):
-            words = " ".join(rung.candidate.overrides)
-            if rung.plan is None:
-                console.print(f"  {words}: {rung.reason}", highlight=False)
-            else:
-                verdict = "[green]fits[/]" if rung.fits else "too much"
-                console.print(f"  {words}: {rung.plan.needed_gib:.1f} GiB, {verdict}", highlight=False)
+        _show_ladder(console, config, machine, ranks)
     return plan.fits
 
 
 def search_run(source: str, overrides: Sequence[str], *, gpu: str | None, gpus: int | None, out: str | None) -> bool:
     """Show the fastest ways to spread a run that fit, and why the others do not; whether any does."""
-    from rich.console import Console
-
+    from plait.cli.columns import wide_console
     from plait.plan.ways import search
 
     config = parse(source, overrides).config
     machine, ranks = _machine(gpu, config), gpus or least_ranks(config.strategy)
-    console = Console(soft_wrap=True)
+    console = wide_console()
     found = search(config, machine, ranks=ranks, say=lambda text: console.print(text, style="dim"))
-    _show_search(console, found)
+    _show_search(console, found, config, ranks)
     if out is not None:
         rows = [
             {
@@ -123,7 +116,7 @@ def search_run(source: str, overrides: Sequence[str], *, gpu: str | None, gpus: 
             }
             for each in found.found
         ]
-        Path(out).write_text(json.dumps(rows, indent=1) + "\n")
+        write_file(out, json.dumps(rows, indent=1) + "\n", "--out")
         console.print(f"{out}: all {len(rows)} ways")
     return found.best is not None
 
@@ -142,14 +135,19 @@ def _show(console: Console, plan: Plan, config: RunConfig) -> None:
     axes = ", ".join(f"{axis} {size}" for axis, size in layout.sizes().items() if size > 1) or "one process"
     console.print(f"[bold]{layout.size} × {machine.name}[/]: {axes}, ZeRO {config.strategy.stage}", highlight=False)
     verdict = "[green]fits[/]" if plan.fits else "[red]does not fit[/]"
+    where = "on a device" if machine.kind == "cuda" else "for a process"
+    host = f"{plan.host_gib:.0f}" if plan.host_gib >= _WHOLE_GIB else f"{plan.host_gib:.1f}"
     console.print(
-        f"{verdict}: {plan.needed_gib:.2f} of {machine.memory_gib:.1f} GiB on a device ({plan.fullest.name}), "
-        f"{plan.host_gib:.0f} of {machine.host_memory_gib:.0f} GiB on a host",
+        f"{verdict}: {plan.needed_gib:.2f} of {machine.memory_gib:.1f} GiB {where} ({plan.fullest.name}), "
+        f"{host} of {machine.host_memory_gib:.0f} GiB on a host",
         highlight=False,
     )
-    table = Table("GiB", *(rank.name for rank in plan.ranks), box=None, pad_edge=False, header_style="bold")
+    unit, size = ("GiB", GIB) if plan.fullest.account.peak[1] >= GIB else ("MiB", MIB)
+    table = Table(unit, *(rank.name for rank in plan.ranks), box=None, pad_edge=False, header_style="bold")
     for name, values in _memory_rows(plan):
-        table.add_row(name, *(f"{value / GIB:9.2f}" if value else "" for value in values))
+        cells = [f"{value / size:9.2f}" for value in values]
+        if name.endswith(":") or any(float(cell) for cell in cells):  # nothing that would be shown as 0.00
+            table.add_row(name, *(cells if any(values) else []))
     console.print(table)
     mfu = "" if plan.mfu is None else f", {plan.mfu:.1%} of the peak"
     cost = plan.dollars_per_billion()
@@ -166,7 +164,9 @@ def _show(console: Console, plan: Plan, config: RunConfig) -> None:
     if config.train.max_steps is not None:
         console.print(f"{config.train.max_steps:,} steps take {duration(plan.seconds * config.train.max_steps)}")
     for note in plan.notes:
-        console.print(f"note: {note}", highlight=False)
+        console.print(f"note: {note}", markup=False, highlight=False)
+    if machine.kind == "cpu" and not machine.measured:
+        console.print("note: seconds are those of ordinary cores; `plait doctor --measure` finds those of this machine")
 
 
 def _memory_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
@@ -174,11 +174,13 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
     for phase in (Phase.BUILD, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP):
         yield phase, [account.peaks().get(phase, 0.0) for account in accounts]
     yield "at the peak:", [0.0] * len(accounts)
-    parts = dict.fromkeys(part for account in accounts for part in account.under("part"))
-    for part in sorted(parts, key=lambda part: -accounts[0].under("part").get(part, 0.0)):
-        yield f"  {part}", [account.under("part").get(part, 0.0) for account in accounts]
-    yield "  kept free by the allocator", [max(0.0, a.numbers["reserved"] - a.peak[1]) for a in accounts]
-    yield "  CUDA context", [plan.hardware.context_gib * GIB] * len(accounts)
+    held = [account.under("part") for account in accounts]
+    parts = dict.fromkeys(part for each in held for part in each)
+    rows = {part: [each.get(part, 0.0) for each in held] for part in sorted(parts, key=lambda p: -held[0].get(p, 0.0))}
+    rows["kept free by the allocator"] = [max(0.0, a.numbers["reserved"] - a.peak[1]) for a in accounts]
+    before = "CUDA context" if plan.hardware.kind == "cuda" else "Python and its libraries"
+    rows[before] = [plan.hardware.context_gib * GIB] * len(accounts)
+    yield from ((f"  {name}", values) for name, values in rows.items())
     yield "a checkpoint of the rank", [account.numbers["state"] for account in accounts]
 
 
@@ -201,15 +203,51 @@ def _time_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
         yield "  of that waited for", [account.updating() for account in accounts]
 
 
-def _show_search(console: Console, found: Search) -> None:
+def _show_ladder(console: Console, config: RunConfig, machine: Hardware, ranks: int) -> None:
+    """Rung by rung as they are planned; at the end what to write, or that nothing helps."""
+    from plait.plan.ladder import climb, taken_back
+
+    console.print("\nOne change after the other, each on top of those before:")
+    rungs: list[Rung] = []
+    for rung in climb(config, machine, ranks=ranks):
+        rungs.append(rung)
+        words = " ".join(rung.added.changes(config))
+        if rung.plan is None:
+            console.print(f"  {words}: {rung.reason}", markup=False, highlight=False)
+            continue
+        host = "" if rung.plan.host_gib <= machine.host_memory_gib else f" and {rung.plan.host_gib:.0f} on a host"
+        verdict = "[green]fits[/]" if rung.fits else "too much"
+        console.print(f"  {words}: {rung.plan.needed_gib:.1f} GiB{host}, {verdict}", highlight=False)
+    if not rungs or not rungs[-1].fits:
+        console.print("None of this makes it fit. `--search` looks at pipelines too; else use more devices.")
+        return
+    least = taken_back(config, machine, rungs, ranks=ranks)
+    assert least.plan is not None
+    words, needed = " ".join(least.candidate.changes(config)), least.plan.needed_gib
+    console.print(f"What it takes: {words} ({needed:.1f} GiB)", markup=False, highlight=False)
+
+
+def _show_search(console: Console, found: Search, config: RunConfig, ranks: int) -> None:
     from rich.table import Column, Table
 
-    settings = Column("settings", overflow="fold")  # whole: they are there to be copied
-    table = Table("tokens/s", "GiB", settings, "why not", box=None, pad_edge=False, header_style="bold")
-    for each in found.found[:_SHOWN]:
+    from plait.cli.columns import as_columns
+
+    shown = found.found[:_SHOWN]
+    columns = as_columns(config, [each.candidate for each in shown], ranks)
+    figures = [Column(title, justify="right", no_wrap=True) for title in ("tokens/s", "GiB")]
+    titles = [Column(title, no_wrap=True) for title in columns]
+    table = Table(*figures, *titles, "", box=None, pad_edge=False, header_style="bold")
+    for index, each in enumerate(shown):
         needed = "" if each.plan is None else f"{each.plan.needed_gib:.1f}"
-        words = " ".join(word for word in each.candidate.overrides if not word.endswith("=null")) or "as it is written"
-        table.add_row(f"{each.tokens_per_second:,.0f}", needed, words, each.reason, style=None if each.plan else "dim")
+        note = each.reason or ("" if each.candidate.settings else "as it is written")
+        cells = [column[index] for column in columns.values()]
+        about = "" if each.plan else "~"  # by the quick account
+        table.add_row(f"{about}{each.tokens_per_second:,.0f}", needed, *cells, note, style="dim" if about else None)
     console.print(table)
     if len(found.found) > _SHOWN:
         console.print(f"and {len(found.found) - _SHOWN} more; all of them with --out FILE ({found.seconds:.0f} s)")
+    if found.best is None:
+        console.print("[red]nothing fits[/]")
+        return
+    words = " ".join(found.best.candidate.changes(config)) or "nothing to change"
+    console.print(f"[bold]the first:[/] {words}", highlight=False)

@@ -56,6 +56,10 @@ def open_speaker(path: str, opening: Opening | None = None) -> Speaker:
     """Open a run, one of its checkpoints, or a Hugging Face folder, in this one process."""
     opening, place = opening or Opening(), Path(path)
     config = None
+    if not place.exists():
+        raise GenerateError(
+            f"{path} does not exist; give the work_dir of a run, a checkpoint, or a Hugging Face folder"
+        )
     if kind_of(place) == "hf":
         described = _described(place)
     else:

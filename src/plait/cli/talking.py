@@ -91,7 +91,10 @@ def generate(
 
 
 def chat(
-    path: Annotated[str, typer.Option("--path", help="A run's work_dir, a checkpoint, or a Hugging Face folder.")],
+    model: Annotated[
+        str | None, typer.Argument(help="A run's work_dir, one of its checkpoints, or a Hugging Face folder.")
+    ] = None,
+    path: Annotated[str | None, typer.Option("--path", help="The same, as DeepSpeed-Chat says it.")] = None,
     system: Annotated[str | None, typer.Option("--system", help="What the model is told before anything else.")] = None,
     tokens: NewTokens = 512,
     temperature: Temperature = 0.8,
@@ -105,11 +108,13 @@ def chat(
     dtype: Dtype = "auto",
 ) -> None:
     """Talk to a trained model in the terminal."""
+    if (model is None) == (path is None):
+        raise typer.BadParameter("name one model: `plait chat MODEL` or `plait chat --path MODEL`")
     from plait.cli.chat import chat as run
     from plait.generate.options import Sampling
 
     sampling = Sampling(tokens, temperature, top_k, top_p, repetition_penalty, tuple(stop or ()), seed)
-    run(path, sampling, _opening(adapter, tokenizer, dtype), system=system)
+    run(model or path or "", sampling, _opening(adapter, tokenizer, dtype), system=system)
 
 
 def serve(

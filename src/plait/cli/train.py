@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import typer
 
 from plait.config import Parsed, describe, parse, resolve_batch, resolve_layout
 from plait.config.complete import check_complete
+from plait.config.words import show
 from plait.errors import ConfigError, Problem
-from plait.launch import gpu_count, launched_size, run_ranks
+from plait.launch import gpu_count, launched_size, run_here
 
 if TYPE_CHECKING:
     from plait.runner import Runner
@@ -46,7 +49,7 @@ def train(
         _show(parsed)
     elif count > 1:
         command = [sys.executable, "-m", "plait.cli.main", "train", config, *overrides]
-        sys.exit(run_ranks(command, count))
+        sys.exit(run_here(command, count))
     else:
         _run(config, overrides)
 
@@ -97,7 +100,7 @@ def _count(nproc: str) -> int:
         return max(gpu_count(), 1)
     if nproc.isdecimal() and int(nproc) > 0:
         return int(nproc)
-    raise ConfigError(Problem("--nproc", f"{nproc!r} is no number of processes", "use a number from 1, or gpu"))
+    raise ConfigError(Problem("--nproc", f"{nproc!r} is no number of processes", "Write a number from 1, or gpu."))
 
 
 def _check(parsed: Parsed, ranks: int) -> None:
@@ -116,11 +119,27 @@ def _check(parsed: Parsed, ranks: int) -> None:
 def _show(parsed: Parsed) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table("setting", "value", "from", box=None, pad_edge=False, header_style="bold")
-    for path, value, origin in describe(parsed):
-        table.add_row(path, str(value), origin, style="dim" if origin == "default" else None)
-    Console(soft_wrap=True).print(table)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("setting", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    table.add_column("from", no_wrap=True)
+    settings = describe(parsed)
+    for path, value, origin in settings:
+        row = (Text(word) for word in (path, _written(value), origin))  # as text: `[…]` is no markup
+        table.add_row(*row, style="dim" if origin == "default" else None)
+    console = Console()
+    narrowest = max(len(path) for path, *_ in settings) + max(len(origin) for *_, origin in settings) + 40
+    console.width = max(console.width, narrowest)  # on a narrower screen, and in a pipe, keys would be cut
+    console.print(table, soft_wrap=True)
+
+
+def _written(value: object) -> str:
+    """A value as a file would say it."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_written, value))}]"
+    return show(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def train_with(runner: Runner) -> None:
@@ -137,5 +156,30 @@ def _run(config: str, overrides: Sequence[str]) -> None:
     from plait.runner import Runner
 
     import_from_here()
-    with Runner.from_config(config, overrides) as runner:
+    with Runner.from_config(config, overrides) as runner, _smaller_if_full(runner, ["train", config, *overrides]):
         train_with(runner)
+
+
+@contextmanager
+def _smaller_if_full(runner: Runner, words: Sequence[str]) -> Iterator[None]:
+    """Where memory is short in a step of a run of one process, start again with smaller micro-batches.
+
+    A launcher, where there is one, does the same for its ranks. The new process has this one's number, and nothing of
+    what it held.
+    """
+    from torch import OutOfMemoryError
+
+    try:
+        yield
+        return
+    except OutOfMemoryError as error:
+        ranks = runner.world.ranks
+        if runner.began is None or launched_size() is not None:
+            raise
+        reason = str(error).partition(".")[0]
+    print(f"plait: {reason}; micro-batches are split, batch.total stays", file=sys.stderr)
+    print("plait: starting again from the last checkpoint, if there is one", file=sys.stderr, flush=True)
+    runner.close()
+    sys.stdout.flush()
+    told = {"PLAIT_ATTEMPT": str(ranks.attempt + 1), "PLAIT_SPLIT": str(2 * ranks.split)}
+    os.execve(sys.executable, [sys.executable, "-m", "plait.cli.main", *words], {**os.environ, **told})

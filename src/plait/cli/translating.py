@@ -9,7 +9,8 @@ from typing import Any
 
 import typer
 
-from plait.config import dialect
+from plait.cli.files import write_file
+from plait.config import dialect, parse
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, Problem
 from plait.frontends.account import Account, Answer, Translation
@@ -32,7 +33,7 @@ def convert_config(src: str, dst: str | None, *, overwrite: bool) -> None:
     if dst is None:
         typer.echo(text, nl=False)
     else:
-        Path(dst).write_text(text, encoding="utf-8")
+        write_file(dst, text, "DST")
     if dst is not None or not sys.stdout.isatty():
         _tell(Path(src).name, name, translation.account)
     if any(translation.account.of(Answer.REFUSED)):
@@ -79,7 +80,17 @@ def _search(path: Path) -> dict[str, Any]:
 
 
 def _is_ours(config: dict[str, Any]) -> bool:
-    return bool(config) and all(key in RunConfig.model_fields for key in config)
+    from plait.frontends.deepspeed.config import KEYS
+
+    if not config or not all(key in RunConfig.model_fields for key in config):
+        return False
+    if not all(key in KEYS for key in config):
+        return True
+    try:  # `checkpoint` alone may be anybody's: what is in it tells
+        parse(config)
+    except ConfigError:
+        return False
+    return True
 
 
 def _tell(file: str, name: str, account: Account) -> None:

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
+from plait.cli.columns import as_columns, wide_console
 from plait.config import RunConfig, parse
 from plait.config.override import split_override
 from plait.config.read import read
 from plait.config.words import show
 from plait.errors import ConfigError, Problem
 from plait.tune import Candidate, Rank, Tuned, make_tune_config, rank_by_rule, tune
-from plait.tune.book import Record
 
 _ROWS = 20
 """Trials that the table shows; the files have them all."""
@@ -41,7 +41,7 @@ def search(
         given["space"] = {**given.get("space", {}), **dict(_values(text) for text in space)}
     wanted = make_tune_config(given, origin=Path(settings).name if settings else "")
     folder = out or f"{parse(config, overrides).config.work_dir.rstrip('/')}-tune"
-    console = Console(soft_wrap=True, highlight=False)
+    console = wide_console()
     try:
         found = tune(
             config,
@@ -55,7 +55,7 @@ def search(
     except KeyboardInterrupt:
         console.print(f"\nstopped; the same command goes on from what is in {folder}", markup=False)
         sys.exit(130)
-    _show(found, console)
+    _show(found, parse(config, overrides).config, wanted.nproc, console)
     if then_train:
         from plait.cli.train import train
 
@@ -75,35 +75,27 @@ def _values(text: str) -> tuple[str, list[Any]]:
     return ".".join(keys), values
 
 
-def _show(found: Tuned, console: Console) -> None:
+def _show(found: Tuned, run: RunConfig, ranks: int, console: Console) -> None:
     tried = [each for each in found.records if each.was_run]
     ordered = sorted(tried, key=lambda each: (each.value is None, -(each.value or 0.0)))
-    names = _varying(tried)
-    table = Table(*(name.rpartition(".")[2] for name in names), box=None, pad_edge=False, header_style="bold")
+    shown = ordered[:_ROWS]
+    columns = as_columns(run, [Candidate(each.settings) for each in shown], ranks)
+    table = Table(*(Column(title, no_wrap=True) for title in columns), box=None, pad_edge=False, header_style="bold")
     for title in ("tokens/s", "samples/s", "s a step", "MiB"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
     table.add_column("")
-    for record in ordered[:_ROWS]:
+    for index, record in enumerate(shown):
         outcome = record.outcome
         figures = (outcome.tokens_per_s, outcome.samples_per_s, outcome.step_time, outcome.memory_mib)
         cells = ["" if value is None else f"{value:.4g}" if value < 1000 else f"{value:.0f}" for value in figures]
-        said = "best" if record is found.best else f"{outcome.status}: {outcome.reason}" if outcome.reason else ""
-        table.add_row(*(_cell(record, name) for name in names), *cells, said)
+        remarks = ["best"] if record is found.best else []
+        remarks += [f"{outcome.status}: {outcome.reason}"] if outcome.reason else []
+        remarks += [] if record.settings else ["as it is written"]
+        table.add_row(*(column[index] for column in columns.values()), *cells, ", ".join(remarks))
     console.print(table)
     refused = len(found.records) - len(tried)
     console.print(f"{len(tried)} trials, {refused} settings refused before the start; ended: {found.why}", markup=False)
     console.print(f"{found.best_path} has the best settings; results.csv beside it has all of them", markup=False)
-
-
-def _varying(records: Sequence[Record]) -> list[str]:
-    names = list(dict.fromkeys(name for record in records for name in record.settings))
-    return [name for name in names if len({_cell(record, name) for record in records if record.settings}) > 1]
-
-
-def _cell(record: Record, name: str) -> str:
-    if not record.settings:
-        return "as written"
-    return "" if record.settings.get(name) is None else str(record.settings[name])
 
 
 def _by_plan(ranks: int) -> Rank:

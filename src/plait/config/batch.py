@@ -17,6 +17,19 @@ class ResolvedBatch:
     micro: int
     accumulation: int
 
+    def split(self, parts: int) -> ResolvedBatch:
+        """The same batch in micro-batches that are at most the `parts`-th part as large.
+
+        Raises `ConfigError` where a sample would have to be split.
+        """
+        if self.micro < parts:
+            message = f"memory was short with micro-batches of {max(2 * self.micro // parts, 1)}, and none is smaller"
+            remedy = "Write `strategy.recompute: full`, a higher `strategy.zero`, or `strategy.offload`."
+            raise ConfigError(Problem("batch.micro", message, remedy))
+        own = self.micro * self.accumulation
+        micro = next(each for each in range(self.micro // parts, 0, -1) if own % each == 0)
+        return ResolvedBatch(self.total, micro, own // micro)
+
 
 def resolve_batch(batch: BatchConfig, data_parallel_size: int, *, micro_batches: int | None = None) -> ResolvedBatch:
     """The three sizes from those given: two give the third; of one alone, or none, the others are 1 where free.
@@ -57,9 +70,9 @@ def _uneven(total: int, micro: int | None, accumulation: int | None, ranks: int)
     """`total` is not a multiple of what is known of the right-hand side."""
     known = (micro or accumulation or 1) * ranks
     name, value = ("micro", micro) if micro else ("accumulation", accumulation)
-    factors = f"{value} × {ranks}" if value else f"{ranks}"
-    words = f"{name} × data-parallel size" if value else "data-parallel size"
-    message = f"{total} ÷ ({factors}) = {total / known:g}, not a whole number (total ÷ ({words}))"
+    factors = f"({value} × {ranks})" if value else f"{ranks}"
+    words = f"({name} × data-parallel size)" if value else "data-parallel size"
+    message = f"{total} ÷ {factors} = {total / known:g}, not a whole number (total ÷ {words})"
     ways = [f"total: {each}" for each in (total // known * known, total // known * known + known) if each]
     if value and total % ranks == 0:
         ways += [f"{name}: {each}" for each in _nearest_divisors(total // ranks, value)]

@@ -17,7 +17,7 @@ def check_complete(parsed: Parsed, *, require_length: bool) -> None:
     config = parsed.config
     check(config, has_val=config.val_data is not None, require_length=require_length, origins=parsed.origins)
     absent = [role for role in ("model", "data") if getattr(config, role) is None]
-    problems = [Problem(role, "there is none", f"add a section `{role}` with a `type`") for role in absent]
+    problems = [Problem(role, "there is none", f"Add a section `{role}` with a `type`.") for role in absent]
     problems += [replace(each, origin=origin_of(each.path, parsed.origins)) for each in missing_paths(config)]
     if problems:
         raise ConfigError(problems)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from plait.config.base import NonNegativeInt, PathText, PositiveInt, RefusedError, Section
+from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, RefusedError, Section
 
 SMALLEST_BPE = 257
 """Vocabulary of a byte-level BPE without any merge: the bytes and the end token."""
@@ -104,7 +104,45 @@ class ImportedData(_Loading):
     args: dict[str, Any] = Field(default_factory=dict)
 
 
-DataConfig = Annotated[
+DataSource = Annotated[
     TokensData | TextData | JsonlData | ImageFolderData | Cifar10Data | ImportedData,
     Field(discriminator="type"),
 ]
+
+
+class MixtureData(_Loading):
+    """Several sources at once, each with its share of every epoch."""
+
+    type: Literal["mixture"] = "mixture"
+    sources: Annotated[Many[DataSource], Field(min_length=2)]
+    """Each as it would be described alone, without `shuffle`, `workers`, `pin_memory` and `drop_last`."""
+    weights: Many[PositiveFloat] = ()
+    """Shares of the sources, one number for each. Absent: as many samples as each has."""
+    samples: PositiveInt | None = None
+    """Samples in an epoch. Absent: as many as the sources have together."""
+
+    @property
+    def seq_len(self) -> int:
+        """That of the sources, where they have one."""
+        for source in self.sources:
+            if hasattr(source, "seq_len"):
+                return source.seq_len
+        raise AttributeError("seq_len")
+
+
+DataConfig = Annotated[
+    TokensData | TextData | JsonlData | ImageFolderData | Cifar10Data | ImportedData | MixtureData,
+    Field(discriminator="type"),
+]
+
+
+def leaves(path: str, data: DataConfig | None) -> list[tuple[str, DataSource]]:
+    """What is read in the end, with the place where it is described: the sources of a mixture, or the one there is."""
+    if isinstance(data, MixtureData):
+        return [(f"{path}.sources.{index}", source) for index, source in enumerate(data.sources)]
+    return [] if data is None else [(path, data)]
+
+
+def texts(path: str, data: DataConfig | None) -> list[tuple[str, TextData | JsonlData]]:
+    """Those of them that are tokenized. They share one tokenizer, which is that of the first."""
+    return [(place, source) for place, source in leaves(path, data) if isinstance(source, TextData | JsonlData)]

@@ -100,7 +100,8 @@ def _unknown_key(error: _Error) -> tuple[str, str]:
     hints = [foreign] if (foreign := plait_key(key)) else []
     if not hints and (meant := nearest(key, keys)):
         hints.append(f"Did you mean `{meant}`?")
-    homes = dict.fromkeys(tree.homes(key, RunConfig))
+    # Beside the answer to another framework's word, a key that is only called the same would lead astray.
+    homes = {} if foreign else dict.fromkeys(tree.homes(key, RunConfig))
     here = dotted(error.keys[:-1])
     kind = _tag(error.section)
     if here in homes:

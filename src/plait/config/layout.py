@@ -66,12 +66,11 @@ def resolve_layout(strategy: StrategyConfig, *, size: int, local_size: int) -> L
     layout = Layout(others["pp"], replicate, shard, others["ep"], others["cp"], others["tp"])
     if layout.size != size:
         axes = {axis: n for axis, n in layout.sizes().items() if n > 1 or axis.startswith("dp_")}
-        message = (
-            f"{' × '.join(axes)} = {' × '.join(map(str, axes.values()))} = {layout.size}, but there are {size} ranks"
-        )
-        remedy = f"start {layout.size} processes, or leave one of dp_replicate and dp_shard out to let it take the rest"
+        ranks = "there is 1 rank" if size == 1 else f"there are {size} ranks"
+        message = f"{' × '.join(axes)} = {' × '.join(map(str, axes.values()))} = {layout.size}, but {ranks}"
+        remedy = f"Start {layout.size} processes, or leave one of dp_replicate and dp_shard out: it takes the rest."
         if size % model:
             named = " × ".join(f"{axis} {n}" for axis, n in others.items() if n > 1)
-            remedy = f"{named} needs a multiple of {model} processes, for example {size // model * model or model}"
+            remedy = f"Start a multiple of {model} processes for {named}, for example {size // model * model or model}."
         raise ConfigError(Problem("strategy.layout", message, remedy))
     return layout

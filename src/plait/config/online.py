@@ -13,6 +13,16 @@ ONLINE = ("ppo", "grpo")
 """The phases in which the model writes its own examples."""
 
 
+class VllmConfig(Section):
+    """vLLM as the one who writes: every rank has an engine of its own, in its own process."""
+
+    memory: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Share of the device's memory that it may take, its copy of the weights included. Absent: its cache has room for
+    `rollout.max_rows` answers as long as they may be."""
+    eager: bool | None = None
+    """Compute step by step, without compiling and recording: starts sooner, writes slower. Absent: so on a CPU."""
+
+
 class RolloutConfig(Section):
     """How answers are made: so many prompts at a time, from the model as it is at that moment."""
 
@@ -29,9 +39,11 @@ class RolloutConfig(Section):
     """Choose among the likeliest tokens that together have this probability."""
     stop: Many[str] = ()
     """Texts that end an answer, besides the template's own end."""
-    mode: Literal["auto", "gathered", "sharded", "trainer"] = "auto"
-    """Who writes: whole weights gathered on every rank, the model as it is sharded, or the trainer's forward pass
-    without a cache. `auto`: gathered where that fits."""
+    mode: Literal["auto", "gathered", "sharded", "trainer", "vllm"] = "auto"
+    """Who writes: whole weights gathered on every rank, the model as it is sharded, the trainer's forward pass without
+    a cache, or vLLM with whole weights on every rank. `auto`: gathered where that fits, else sharded."""
+    vllm: VllmConfig = Field(default_factory=VllmConfig)
+    """What is particular to `mode: vllm`."""
     max_rows: PositiveInt = 128
     """Prompts that a rank answers at once."""
     verify_every: PositiveInt = 16

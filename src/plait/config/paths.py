@@ -6,7 +6,16 @@ import glob
 from collections.abc import Iterator
 from pathlib import Path
 
-from plait.config.data import Cifar10Data, DataConfig, ImageFolderData, JsonlData, TextData, TokensData
+from plait.config.data import (
+    Cifar10Data,
+    DataConfig,
+    ImageFolderData,
+    JsonlData,
+    MixtureData,
+    TextData,
+    TokensData,
+    leaves,
+)
 from plait.config.model import HFConfig
 from plait.config.run import RunConfig
 from plait.config.words import nearest
@@ -49,6 +58,9 @@ def missing_starts(config: RunConfig) -> list[Problem]:
 
 def _of_data(role: str, source: DataConfig | None) -> Iterator[Problem]:
     match source:
+        case MixtureData():
+            for place, each in leaves(role, source):
+                yield from _of_data(place, each)
         case TextData(path="stdlib"):
             pass
         case TextData() | JsonlData():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
@@ -33,6 +33,12 @@ class Fp8Config(Shorthand):
     """Patterns of the layers' names."""
     skip: Many[str] = ()
     """Patterns of names to leave in bf16."""
+    scales: Literal["now", "earlier"] = "now"
+    """Where a tensor's scale comes from: its own numbers, or those of earlier steps, which spares a reading of it."""
+    history: PositiveInt = 16
+    """Steps whose largest numbers `scales: earlier` looks at. As many steps, the first ones, find scales at once."""
+    headroom: Annotated[float, Field(ge=1.0)] = 2.0
+    """How many times larger than those a number may be, with `scales: earlier`, before it is cut."""
     emulate: bool = False
     """Round in the same way and multiply in fp32: for devices without such products. Slow."""
 

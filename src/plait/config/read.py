@@ -20,6 +20,8 @@ def read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(source, Mapping):
         return dict(source)
     path = Path(source)
+    if path.is_dir():
+        raise ConfigError(Problem(str(path), "this is a folder", _inside(path)))
     if path.suffix.lower() not in ENDINGS:
         remedy = f"A run description is a file ending in {listed(ENDINGS, 'or')}."
         raise ConfigError(Problem(str(path), f"the ending {show(path.suffix)} says no known format", remedy))
@@ -49,12 +51,16 @@ def _neighbours(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f"The folder {folder} does not exist either."
+    stems = {each.stem: each.name for each in sorted(folder.iterdir()) if each.suffix.lower() in ENDINGS}
+    meant = nearest(path.stem, stems)  # without the ending, which makes any two names look alike
+    return (f"Did you mean `{stems[meant]}`? " if meant else "") + _inside(folder)
+
+
+def _inside(folder: Path) -> str:
     names = sorted(each.name for each in folder.iterdir() if each.suffix.lower() in ENDINGS)
     if not names:
         return f"The folder {folder.resolve()} has no run description at all."
-    meant = nearest(path.name, names)
-    few = names if len(names) <= 8 else [*names[:8], "…"]
-    return (f"Did you mean `{meant}`? " if meant else "") + f"The folder has {', '.join(few)}."
+    return f"The folder has {', '.join(names) if len(names) <= 8 else ', '.join(names[:8]) + ' and more'}."
 
 
 def _parse(path: Path, text: str) -> Any:

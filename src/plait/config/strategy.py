@@ -193,6 +193,8 @@ class StrategyConfig(Shorthand):
         word = value.lower().replace("-", "").replace("_", "")
         if word in ("dp", "dataparallel", "nn.dataparallel"):
             raise RefusedError(DATA_PARALLEL_ANSWER, "Write 'ddp': the same maths, one process a device.")
+        if word in ("deepspeed", "colossalai"):
+            raise RefusedError(f"{value!r} is an engine", f"Write `strategy: {{engine: {word}, zero: 2}}`.")
         if word not in SHORTHANDS:
             raise RefusedError(f"unknown strategy {value!r}", choose(value, SHORTHANDS, "word"))
         return SHORTHANDS[word]

@@ -107,6 +107,22 @@ class EarlyStopConfig(Section):
     min_delta: Annotated[float, Field(ge=0.0)] = 0.0
 
 
+class RollbackConfig(Section):
+    """Where the loss leaps and stays up, go back to a checkpoint, and on with the data that come next."""
+
+    type: Literal["rollback"] = "rollback"
+    metric: Literal["loss", "grad_norm"] = "loss"
+    """What is watched, at every step."""
+    threshold: PositiveFloat = 8.0
+    """A spike lies so many times the usual spread above the median of the last `window` steps."""
+    window: Annotated[int, Field(ge=4)] = 100
+    """Nothing is judged before half of them are known."""
+    patience: PositiveInt = 3
+    """Spikes in a row that it takes: one alone may be the batch, and not the model."""
+    most: PositiveInt = 5
+    """How often; the next time ends the run."""
+
+
 class ImportedHook(Section):
     """A hook of the user's own."""
 
@@ -116,4 +132,4 @@ class ImportedHook(Section):
     priority: NonNegativeInt = 50
 
 
-HookConfig = Annotated[EmaConfig | EarlyStopConfig | ImportedHook, Field(discriminator="type")]
+HookConfig = Annotated[EmaConfig | EarlyStopConfig | RollbackConfig | ImportedHook, Field(discriminator="type")]

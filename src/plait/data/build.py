@@ -12,8 +12,10 @@ from plait.config.data import (
     ImageFolderData,
     ImportedData,
     JsonlData,
+    MixtureData,
     TextData,
     TokensData,
+    texts,
 )
 from plait.data.corpus import prepare_corpus
 from plait.data.packing import PackedTokens
@@ -44,19 +46,31 @@ def build_dataset(config: DataConfig, *, training: bool, seed: int, tokenizer: s
             return Cifar10(config.path, split=config.split, augment=augment, seed=seed)
         case ImportedData():
             return _imported(config)
+        case MixtureData():
+            from plait.data.mixture import Mixture
+
+            tokenizer = _shared(config, tokenizer)
+            sources = [
+                build_dataset(each, training=training, seed=seed, tokenizer=tokenizer) for each in config.sources
+            ]
+            return Mixture(sources, config.weights, config.samples, seed=seed, shuffle=training)
 
 
 def prepare(config: DataConfig, *, tokenizer: str | Path | None = None) -> None:
     """Do the work that is done once and kept, so that the other ranks find it done. May be called by all."""
-    if isinstance(config, (TextData, JsonlData)):
-        prepare_corpus(config, tokenizer)
+    shared = _shared(config, tokenizer)
+    for _, text in texts("data", config):
+        prepare_corpus(text, shared)
 
 
 def tokenizer_path(config: DataConfig | None) -> Path | None:
     """The `tokenizer.json` that belongs to text data; None for data without one."""
-    if isinstance(config, (TextData, JsonlData)):
-        return prepare_corpus(config).tokenizer
-    return None
+    return next((prepare_corpus(text).tokenizer for _, text in texts("data", config)), None)
+
+
+def _shared(config: DataConfig, tokenizer: str | Path | None) -> str | Path | None:
+    """The tokenizer of text that names none: in a mixture, that of its first text unless another one is given."""
+    return tokenizer_path(config) if isinstance(config, MixtureData) and tokenizer is None else tokenizer
 
 
 def _packed(config: TokensData | TextData | JsonlData, path: Path) -> PackedTokens:
@@ -66,6 +80,7 @@ def _packed(config: TokensData | TextData | JsonlData, path: Path) -> PackedToke
         document_mask=config.document_mask,
         split=config.split,
         val_fraction=config.val_fraction,
+        source=config.path,
     )
 
 

@@ -7,6 +7,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from plait.errors import DataError
+
 
 def cache_root(setting: str | None) -> Path:
     """The folder that was asked for, or `plait` in the user's cache folder."""
@@ -17,19 +19,23 @@ def cached(root: Path, name: str, build: Callable[[Path], None]) -> Path:
     """The folder ``root/name``, filled by ``build`` if it does not exist yet.
 
     It appears complete or not at all. Processes that build it at the same time do not disturb each other:
-    the first to finish wins, and since a name stands for its content, the others lose nothing.
+    the first to finish wins, and since a name stands for its content, the others lose nothing. Raises `DataError`
+    where nothing can be written there.
     """
     entry = root / name
     if entry.is_dir():
         return entry
     draft = root / f".{name}.{uuid.uuid4().hex}.tmp"
-    draft.mkdir(parents=True)
     try:
+        draft.mkdir(parents=True)
         build(draft)
         draft.rename(entry)
-    except OSError:
+    except OSError as error:
         if not entry.is_dir():
-            raise
+            reason = error.strerror or str(error)
+            raise DataError(
+                f"tokens cannot be kept in {root}: {reason}; name another folder as `data.cache`"
+            ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return entry

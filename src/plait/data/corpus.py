@@ -61,13 +61,14 @@ def prepare_corpus(config: TextData | JsonlData, tokenizer: str | Path | None = 
         else:
             made = load_tokenizer(given)
         made.save(corpus.tokenizer)
-        write_documents(corpus.tokens, source.documents(), made, masked=source.has_prompts)
+        if write_documents(corpus.tokens, source.documents(), made, masked=source.has_prompts) == 0:
+            raise DataError(f"{config.path} has no text in it; give a file or folder that has")
 
     return Corpus(cached(cache_root(config.cache), name, build))
 
 
-def write_documents(path: Path, documents: Iterable[Document], tokenizer: TextTokenizer, *, masked: bool) -> None:
-    """Tokenize documents into a token file, each with the end token behind it."""
+def write_documents(path: Path, documents: Iterable[Document], tokenizer: TextTokenizer, *, masked: bool) -> int:
+    """Tokenize documents into a token file, each with the end token behind it; how many there were."""
     writer = TokenWriter(path, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.digest, masked=masked)
     with writer:
         for group in _groups(documents):
@@ -78,8 +79,7 @@ def write_documents(path: Path, documents: Iterable[Document], tokenizer: TextTo
                     [*prompt, *text, tokenizer.end],
                     [0] * len(prompt) + [1] * (len(text) + 1) if masked else None,
                 )
-        if writer.documents == 0:
-            raise DataError("the source has no text in it")
+    return writer.documents
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -101,14 +101,15 @@ class Loader:
         seed: int,
         workers: int | None = None,
         pin_memory: bool | None = None,
+        split: bool = False,
     ) -> Loader:
         """Load what a torch DataLoader describes, in this package's rank-free order.
 
-        ``batch.micro`` must be the DataLoader's batch size (see `plait.data.adopt.adopt`).
+        ``batch.micro`` must be the DataLoader's batch size (see `plait.data.adopt.adopt`), or less with ``split``.
         ``workers`` and ``pin_memory`` are the DataLoader's own unless given here.
         """
         parts = adopt(loader)
-        if batch.micro != parts.micro:
+        if batch.micro != parts.micro and not (split and batch.micro < parts.micro):
             raise DataError(
                 f"batch.micro is {batch.micro}, but the DataLoader's batch_size is {parts.micro}: "
                 "they mean the same thing, leave one out or make them equal"

@@ -28,6 +28,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
     has no label, and ``positions`` (from 0 in each document, and at the start of a sequence) and
     ``document_ids`` (from 0 in each sequence) say what may attend to what. Tokens that the file marks as
     given (a prompt) are never labels. What is left at the end, less than a sequence, is not used.
+    ``source`` is what messages call it: the text that the tokens were made of, and not a file of the cache.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         document_mask: bool = True,
         split: Split = "all",
         val_fraction: float = 0.05,
+        source: str | None = None,
     ) -> None:
         self.tokens = tokens
         self.seq_len = seq_len
@@ -56,8 +58,9 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         # Without a document mask the very last token would still need a label.
         self._length = (self._count - (not document_mask)) // seq_len
         if self._length < 1:
+            part = "" if split == "all" else f"split {split!r} of "
             raise DataError(
-                f"{tokens.path}: split {split!r} has {self._count} tokens, less than one sequence of "
+                f"{part}{source or tokens.path} has {self._count} tokens, less than one sequence of "
                 f"seq_len {seq_len}: make seq_len smaller, or give more text"
             )
 

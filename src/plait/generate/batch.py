@@ -12,6 +12,7 @@ from plait.generate.choose import chances, choose
 from plait.generate.decoder import Decoder
 from plait.generate.graph import Recorded
 from plait.generate.options import Completion, Sampling
+from plait.ops.note import Book, note
 
 CHECK_EVERY = 16
 """Tokens between two looks at which rows are done; each look waits for the device."""
@@ -62,16 +63,21 @@ class Answers:
                 row[torch.tensor(prompt, device=row.device)] = True
         chance = chances(sampling.seed, self.keys, self.counts) if sampling.temperature else None
         token, logprob = choose(logits, chance, sampling, self._seen)
-        place = torch.where(self.done, self.width, self.counts)[:, None]
-        self.tokens.scatter_(1, place, token[:, None])
-        self.logprobs.scatter_(1, place, logprob[:, None])
-        self.counts.add_(~self.done)
         if self._seen is not None:
             self._seen.scatter_(1, token[:, None], True)
-        if sampling.stop_tokens:
-            self.stopped.logical_or_((token[:, None] == self._stops).any(1) & ~self.done)
-        self.done.logical_or_(self.stopped | (self.counts >= self.limits))
-        self.token.copy_(token)
+        self.note(token, logprob)
+
+    def note(self, token: Tensor, logprob: Tensor) -> None:
+        """Write each row's next token down. Changes tensors in place only."""
+        state = (self.token, self.tokens, self.logprobs, self.counts, self.limits, self.done, self.stopped)
+        note(token, logprob, Book(*state, self._stops))
+
+    def go_on(self, decoder: Decoder) -> None:
+        """One step: what the model says to the last tokens, and the choice of the next."""
+        if self._sampling.is_greedy:
+            self.note(*decoder.likeliest(self.token))
+        else:
+            self.take(decoder.step(self.token))
 
     def keep(self, rows: Tensor) -> Answers:
         """These rows alone."""
@@ -133,19 +139,20 @@ def answering(
     `agree` is for ranks that have to take every step together.
     """
     live = Answers(prompts, keys, limits, sampling, device)
-    longest, numbers = live.width, torch.arange(len(prompts), device=device)
+    shortest, longest, numbers = min(limits), live.width, torch.arange(len(prompts), device=device)
     finished: dict[int, Completion] = {}
     try:
         live.take(decoder.begin(prompts, limits))
         recorded = graphs and decoder.capturable
-        step = Recorded(lambda: live.take(decoder.step(live.token)), on=recorded)
+        step = Recorded(lambda: live.go_on(decoder), on=recorded, is_warm=lambda: decoder.is_warm(sampling))
         for length in count(1):
             # Ranks that go together must look at the same moments, however long their own rows are.
             if length % check_every == 0 or (agree is None and length >= longest):
                 if decode is not None and sampling.stop_texts:
                     live.end_by_text(decode)
                 yield live
-                rows = (~live.done).nonzero().squeeze(1)
+                # Where nothing stops a row before its limit, nobody has to wait for the device to say so.
+                rows = numbers if not sampling.stop and length < shortest else (~live.done).nonzero().squeeze(1)
                 goes_on = len(rows) > 0
                 if not (goes_on if agree is None else agree(goes_on)):
                     break

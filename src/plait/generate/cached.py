@@ -12,7 +12,7 @@ for single tokens, only prompts go this one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from plait.generate.decoder import Call, Decoder, lengths_of, padded
 from plait.generate.quick import QuickStep, fused, takes_model
 from plait.models.common.attention import Attention
+from plait.ops.ends import At
 
 SLOTS = 64
 """The cache is a multiple of so many tokens long: kernels that take a mask want its rows aligned."""
@@ -36,7 +37,7 @@ class Cache:
 
     def __init__(self, lengths: Tensor, ends: Tensor, dtype: torch.dtype) -> None:
         self.slots = -(-int(ends.max()) // SLOTS) * SLOTS
-        self.lengths, self._last = lengths, ends - 1
+        self.at = At(lengths, ends - 1, torch.empty_like(lengths))
         self.numbers = torch.arange(len(lengths), device=lengths.device)
         self.reading: slice | None = None
         """Rows whose prompts are being read; else, each row gets one token."""
@@ -44,17 +45,14 @@ class Cache:
         self.mask = torch.zeros(len(lengths), self.slots, device=lengths.device, dtype=dtype)
         self.mask.masked_fill_(places >= lengths[:, None], float("-inf"))
 
-    def places(self) -> Tensor:
-        """Where the next token of each row belongs."""
-        return torch.minimum(self.lengths, self._last)
-
-    def open(self, places: Tensor) -> None:
+    def open(self) -> None:
         """Let each row see its next token."""
-        self.mask.scatter_(1, places[:, None], 0.0)
+        self.at.advance()
+        self.mask.scatter_(1, self.at.places[:, None], 0.0)
 
     def keep(self, rows: Tensor) -> None:
         """Forget the others."""
-        self.lengths, self._last, self.mask = self.lengths[rows], self._last[rows], self.mask[rows]
+        self.at, self.mask = At(*(each[rows] for each in self.at)), self.mask[rows]
         self.numbers = self.numbers[: len(rows)]
 
 
@@ -65,7 +63,6 @@ class Remembering:
         self._attend = attend
         self._cache = cache
         self.keys = self.values = torch.empty(0)
-        self.places = torch.empty(0)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dropout: float = 0.0
@@ -74,14 +71,14 @@ class Remembering:
         cache = self._cache
         if cache.reading is not None:
             if not self.keys.numel():
-                room = (len(cache.lengths), k.shape[1], cache.slots, k.shape[3])
+                room = (len(cache.numbers), k.shape[1], cache.slots, k.shape[3])
                 self.keys, self.values = k.new_zeros(room), v.new_zeros(room)
             for kept, read in ((self.keys, k), (self.values, v)):
                 kept[cache.reading, :, : k.shape[2]] = read
             answer: Tensor = self._attend(q, k, v, mask, dropout)
             return answer
-        self.keys[cache.numbers, :, self.places] = k[:, :, 0]
-        self.values[cache.numbers, :, self.places] = v[:, :, 0]
+        self.keys[cache.numbers, :, cache.at.places] = k[:, :, 0]
+        self.values[cache.numbers, :, cache.at.places] = v[:, :, 0]
         # The queries of a group stand in for tokens of one head: no key or value is repeated for them.
         batch, heads, _, width = q.shape
         grouped = q.reshape(batch, k.shape[1], -1, width)
@@ -123,6 +120,7 @@ class CachedDecoder(Decoder):
         self._cache: Cache | None = None
         self._quick: QuickStep | None = None
         self._last: Tensor | None = None
+        self._warm: set[Hashable] = set()
         self._hook: Any = None
         self._head: Any = model.head
         # A mixture may look at sizes that are data, and what calls a sharded model gathers weights: neither can be
@@ -156,24 +154,37 @@ class CachedDecoder(Decoder):
 
     def step(self, tokens: Tensor) -> Tensor:
         """One token to each row, at its own end."""
-        cache = self._cache
-        assert cache is not None, "begin comes first"
-        places = cache.places()
+        cache = self._begun()
         if self._quick is not None:
-            quick = self._quick(tokens, places, ((layer.keys, layer.values) for layer in self._layers))
-            cache.lengths.add_(1)
-            return quick
-        cache.open(places)
-        for layer in self._layers:
-            layer.places = places
-        logits: Tensor = self._call(input_ids=tokens[:, None], positions=places[:, None])
-        cache.lengths.add_(1)
+            return self._quick(tokens, cache.at, self._caches())
+        cache.open()
+        logits: Tensor = self._call(input_ids=tokens[:, None], positions=cache.at.places[:, None])
         return logits[:, 0]
+
+    def likeliest(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """One token to each row, at its own end; where the short way is known, no logits are written."""
+        if self._quick is None:
+            return super().likeliest(tokens)
+        return self._quick.likeliest(tokens, self._begun().at, self._caches())
+
+    def is_warm(self, way: Hashable) -> bool:
+        """Whether steps of this size and way were taken before."""
+        cache = self._begun()
+        kind = (len(cache.numbers), cache.slots, way)
+        known = kind in self._warm
+        self._warm.add(kind)
+        return known
+
+    def _begun(self) -> Cache:
+        assert self._cache is not None, "begin comes first"
+        return self._cache
+
+    def _caches(self) -> list[tuple[Tensor, Tensor]]:
+        return [(layer.keys, layer.values) for layer in self._layers]
 
     def keep(self, rows: Tensor) -> None:
         """Forget the others."""
-        assert self._cache is not None, "begin comes first"
-        self._cache.keep(rows)
+        self._begun().keep(rows)
         for layer in self._layers:
             layer.keep(rows)
 

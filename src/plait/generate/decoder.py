@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from plait.ops.greedy import greedy
 from plait.world import is_sharded
 
 Call = Callable[..., Any]
@@ -31,6 +32,17 @@ class Decoder(ABC):
 
         A row that has no room left stays as long as it is; what is said about it then has no meaning.
         """
+
+    def likeliest(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Like `step`, but returns the likeliest tokens that come next, and their log-probabilities in fp32."""
+        return greedy(self.step(tokens))
+
+    def is_warm(self, way: Hashable) -> bool:
+        """Whether steps of this size and way were taken before, so that nothing has to be set up for the next.
+
+        To be asked before a step: it counts as taken from then on.
+        """
+        return False
 
     @abstractmethod
     def keep(self, rows: Tensor) -> None:

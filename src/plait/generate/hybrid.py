@@ -1,36 +1,42 @@
 """Answers from a policy that is in training, however it is spread.
 
-[Note: three ways to write]
+[Note: ways to write]
 `gathered`: every rank collects the whole weights once, in the format that is computed in, and writes alone with them;
 all ranks share out the prompts, those along `tp` included. `sharded`: the model stays as it is and gathers its weights
 layer by layer for every token, as in training; for models of which no rank could hold the whole. `trainer`: no cache
 of keys and values at all, each token by the trainer's own forward pass; slow, and beyond doubt. What an answer is does
-not depend on the way nor on the number of ranks, up to rounding.
+not depend on these ways nor on the number of ranks, up to rounding. `vllm`: as `gathered`, but the whole weights go to
+an engine of vLLM on every rank, which draws from random numbers of its own; see [Note: what vLLM is asked for].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Literal
 
 import torch
 from torch import nn
 
+from plait.config.online import VllmConfig
 from plait.config.run import RunConfig
 from plait.errors import GenerateError
 from plait.generate.batch import Decode
 from plait.generate.generator import Generator, context_of, vocabulary_of
 from plait.generate.guard import TOLERANCES, Comparison, compare_logprobs, require_agreement
 from plait.generate.options import Completion, Sampling, check_prompts
-from plait.generate.replica import Replica
+from plait.generate.renamed import Weights
+from plait.generate.replica import Replica, whole_weights
 from plait.generate.room import cache_bytes, fits
+from plait.generate.vllm import VllmWriter
 from plait.models import build_model
 from plait.precision import make_policy
 from plait.strategy.native.manual import ManualEngine
 
-Mode = Literal["auto", "gathered", "sharded", "trainer"]
+Mode = Literal["auto", "gathered", "sharded", "trainer", "vllm"]
+Merge = Callable[[nn.Module, Weights], Weights]
+"""From a model and its whole weights to those of a model without adapters."""
 
 
 class HybridEngine:
@@ -49,16 +55,19 @@ class HybridEngine:
         decode: Decode | None = None,
         context: int | None = None,
         graphs: bool = True,
+        vllm: VllmConfig | None = None,
+        merge: Merge | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
         """Get ready; nothing is gathered yet.
 
         `build` makes the module that is in training, without values; absent: the one that `config.model` describes.
-        `max_rows` is how many prompts a rank answers at once; `decode` is for stop texts.
+        `max_rows` is how many prompts a rank answers at once; `decode` is for stop texts. `vllm` and `merge` are for
+        mode vllm, which knows the models of `transformers` and no adapters.
         """
         self.engine = engine
         self.mode: Mode = mode
-        """How it writes; see [Note: three ways to write]. `auto` takes `gathered` where that fits, else `sharded`."""
+        """How it writes; see [Note: ways to write]. `auto` takes `gathered` where that fits, else `sharded`."""
         self.on_mismatch = on_mismatch
         policy = make_policy(config.precision)
         self.tolerance = TOLERANCES[policy.compute] if tolerance is None else tolerance
@@ -72,6 +81,8 @@ class HybridEngine:
         self._graphs = graphs
         self._say = say
         self._made: Replica | None = None
+        self._vllm_options, self._merge = vllm, merge
+        self._vllm: VllmWriter | None = None
         layout = engine.world.layout
         if layout.pp > 1 or layout.cp > 1:
             axis = "pp" if layout.pp > 1 else "cp"
@@ -91,14 +102,15 @@ class HybridEngine:
         check_prompts(prompts, vocabulary=vocabulary_of(self.engine.model), context=self._context)
         world = self.engine.world
         mode = self._decide(prompts, sampling)
-        alone = mode == "gathered"
+        alone = mode in ("gathered", "vllm")
         part, parts = (world.rank, world.size) if alone else (world.data_rank, world.layout.data_parallel)
         mine = range(len(prompts))[part::parts]
         most = len(range(len(prompts))[::parts])  # of any rank
+        width = max(most, 1) if mode == "vllm" else self._max_rows  # it fills its rows up itself
         found: dict[int, Completion] = {}
-        with self._gathered() if alone else self._spread(mode) as writer:
-            for first in range(0, most, self._max_rows):
-                rows = mine[first : first + self._max_rows]
+        with self._writing(mode) as writer:
+            for first in range(0, most, width):
+                rows = mine[first : first + width]
                 if rows or not alone:
                     asked = rows or range(1)  # a rank without work helps those who share the model with it
                     answers = writer.generate([prompts[i] for i in asked], sampling, keys=[keys[i] for i in asked])
@@ -150,6 +162,36 @@ class HybridEngine:
                 build = partial(build_model, self._config.model)
             self._made = Replica(build, self._dtype, self.engine.world.device)
         return self._made
+
+    def _writing(self, mode: Mode) -> AbstractContextManager[Generator | VllmWriter]:
+        if mode == "vllm":
+            return self._elsewhere()
+        return self._gathered() if mode == "gathered" else self._spread(mode)
+
+    @contextmanager
+    def _elsewhere(self) -> Iterator[VllmWriter]:
+        engine = self.engine
+        if self._vllm is None:
+            if self._config.model is None:
+                raise GenerateError(
+                    "vLLM builds its model by the section `model`, and the run has none: use another mode"
+                )
+            self._vllm = VllmWriter(
+                self._config.model,
+                engine.world,
+                dtype=self._dtype,
+                context=self._context,
+                rows=self._max_rows,
+                options=self._vllm_options,
+                decode=self._decode,
+                say=self._say,
+            )
+        weights: Weights = whole_weights(engine, self._dtype)
+        self._vllm.load(weights if self._merge is None else self._merge(engine.model, weights))
+        try:
+            yield self._vllm
+        finally:
+            self._vllm.rest()
 
     @contextmanager
     def _gathered(self) -> Iterator[Generator]:

@@ -51,6 +51,11 @@ class Sampling:
                 raise GenerateError(f"{name}={getattr(self, name)!r} cannot be; it is {remedy}")
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken as the model has it."""
+        return self.temperature == 0.0 and self.repetition_penalty == 1.0
+
+    @property
     def stop_tokens(self) -> tuple[int, ...]:
         """Those of `stop` that are tokens."""
         return tuple(each for each in self.stop if isinstance(each, int))

@@ -20,8 +20,10 @@ from plait.models.common.rope import rotary_table, rotate_both
 from plait.models.fused import FusedAttention, FusedLlamaBlock, FusedRMSNorm, FusedSwiGLU, fuse, rotate_together
 from plait.models.llama.block import LlamaBlock, SwiGLU
 from plait.models.llama.model import Llama
+from plait.ops.chain import AHEAD, Ahead
 from plait.ops.decode_attention import attend_cached, takes
-from plait.ops.skinny import Norm, add, gated, look_up, make_counters, project
+from plait.ops.ends import At, likeliest, look_up
+from plait.ops.skinny import EARLY, Norm, Stream, add, ahead_of, gated, make_counters, project
 from plait.ops.triton import has_kernels
 
 _PARTS = (LlamaBlock, Attention, SwiGLU, nn.RMSNorm)
@@ -29,6 +31,8 @@ _FUSED = (FusedLlamaBlock, FusedAttention, FusedSwiGLU, FusedRMSNorm)
 _KNOWN = frozenset((Llama, nn.ModuleList, nn.Embedding, nn.Linear, LMHead, *_PARTS, *_FUSED))
 _DTYPES = (torch.bfloat16, torch.float32)
 """fp16 is not among them: see [Note: a stream carries its norm]."""
+MANY = 33
+"""Rows from which a kernel's programs keep those of the next one out; with fewer, both have room."""
 
 
 def takes_model(model: nn.Module) -> bool:
@@ -73,33 +77,72 @@ def fused(model: nn.Module) -> Iterator[None]:
 class QuickStep:
     """The step of one batch: what it needs beside weights and cache. Reads the live weights each time."""
 
-    def __init__(self, model: nn.Module, slots: int) -> None:
-        """`model`: one that `takes_model` takes; `slots`: places of the cache."""
+    def __init__(self, model: nn.Module, slots: int, *, ahead: int | None = None, early: bool = EARLY) -> None:
+        """`model`: one that `takes_model` takes; `slots`: places of the cache.
+
+        `ahead` are the bytes of [Note: looking ahead], 0 for none; absent: `AHEAD` for `MANY` rows. `early` is for
+        [Note: early loads].
+        """
         self._model = cast(Llama, model)
+        self._ahead, self._early = ahead, early
         config, device = self._model.config, self._model.embedding.weight.device
         self._counters = make_counters(device)
         table = rotary_table(torch.arange(slots, device=device)[None], config.dim // config.heads, config.rope_base)
         self._cos, self._sin = (each[0, 0] for each in table)
 
-    def __call__(self, tokens: Tensor, places: Tensor, caches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """Logits (rows, vocabulary) behind one token for each row, at its place.
+    def __call__(self, tokens: Tensor, at: At, caches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """Logits (rows, vocabulary) behind one token for each row, at its next place.
 
         A layer's cache is its keys and its values, and has those of the new tokens afterwards.
         """
-        model, counters = self._model, self._counters
+        stream = self._through(tokens, at, caches)
+        return project(stream, [self._head()], self._counters, early=self._early)
+
+    def likeliest(self, tokens: Tensor, at: At, caches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """The likeliest token behind one token for each row, and its log-probability; otherwise like a call."""
+        stream = self._through(tokens, at, caches)
+        return likeliest(stream, self._head(), self._counters)
+
+    def _through(self, tokens: Tensor, at: At, caches: Iterable[tuple[Tensor, Tensor]]) -> Stream:
+        model, counters, early = self._model, self._counters, self._early
         blocks: list[Any] = list(model.blocks)
         norms = [_norm(norm) for block in blocks for norm in (block.attention_norm, block.ffn_norm)]
         norms.append(_norm(model.norm))
-        stream = look_up(tokens, model.embedding.weight, norms[0])
+        mixers = [[each.weight for each in (b.attention.q, b.attention.k, b.attention.v)] for b in blocks]
+
+        usual = AHEAD if len(tokens) >= MANY else 0
+        budget = usual if self._ahead is None else self._ahead
+
+        def next_is(form: str, *weights: Tensor) -> Ahead | None:
+            return ahead_of(form, len(tokens), weights, budget=budget) if budget else None
+
+        stream = look_up(tokens, model.embedding.weight, norms[0], at=at, ahead=next_is("project", *mixers[0]))
         for layer, (block, (keys, values)) in enumerate(zip(blocks, caches, strict=True)):
-            attention, ffn = block.attention, block.ffn
-            mixed = project(stream, [each.weight for each in (attention.q, attention.k, attention.v)], counters)
-            y = attend_cached(mixed, self._cos, self._sin, keys, values, places, counters)
-            stream = add(stream, y, attention.out.weight, norms[2 * layer + 1], counters)
-            y = gated(stream, ffn.gate.weight, ffn.up.weight)
-            stream = add(stream, y, ffn.down.weight, norms[2 * layer + 2], counters)
-        head = model.embedding.weight if model.head.weight is None else model.head.weight
-        return project(stream, [head], counters)
+            out, gate, up, down = (
+                p.weight for p in (block.attention.out, block.ffn.gate, block.ffn.up, block.ffn.down)
+            )
+            seen = (each.flatten(2).flatten(0, 1) for each in (keys, values))
+            later = ("project", *mixers[layer + 1]) if layer + 1 < len(blocks) else ("wide", self._head())
+            mixed = project(stream, mixers[layer], counters, ahead=next_is("cache", *seen), early=early)
+            y = attend_cached(
+                mixed,
+                self._cos,
+                self._sin,
+                keys,
+                values,
+                at.places,
+                counters,
+                ahead=next_is("add", out),
+                early=early,
+            )
+            stream = add(stream, y, out, norms[2 * layer + 1], counters, ahead=next_is("gated", gate, up), early=early)
+            y = gated(stream, gate, up, ahead=next_is("add", down), early=early)
+            stream = add(stream, y, down, norms[2 * layer + 2], counters, ahead=next_is(*later), early=early)
+        return stream
+
+    def _head(self) -> Tensor:
+        own: Tensor | None = self._model.head.weight
+        return self._model.embedding.weight if own is None else own
 
 
 def _norm(module: Any) -> Norm:

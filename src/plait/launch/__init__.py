@@ -6,6 +6,7 @@ from plait.launch.job import Job, Node, Place
 from plait.launch.local import gpu_count, launched_size, run_ranks
 from plait.launch.ports import free_port
 from plait.launch.records import Record
+from plait.launch.reform import run_here
 
 __all__ = [
     "Job",
@@ -16,6 +17,7 @@ __all__ = [
     "free_port",
     "gpu_count",
     "launched_size",
+    "run_here",
     "run_ranks",
     "tell",
 ]

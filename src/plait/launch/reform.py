@@ -13,9 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from plait.launch.job import Job, Node
+from plait.launch.local import run_job
 from plait.launch.outcome import Outcome
+from plait.launch.ports import free_port
 from plait.launch.postmortem import TOLD, Finding, find
 from plait.launch.records import causes
+from plait.spec.phase import Phase
 
 GRACE_S = 2.0
 """How long ranks may take to leave once one has failed. They wait for it, and cannot finish a step."""
@@ -23,6 +26,8 @@ PROBE_S = 10.0
 """How often a host that is away is asked whether it is back."""
 WAIT_S = 600.0
 """How long to wait for hosts where too few are left."""
+
+_COMPUTING = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP)
 
 Slot = tuple[str, int]
 Reach = Callable[[str, Sequence[str]], list[str]]
@@ -45,6 +50,8 @@ class Crew:
     sizes: tuple[int, ...] = ()
     """Numbers of ranks that fit the run; none: any does."""
     size: int = 0
+    split: int = 1
+    """Into how many parts each micro-batch is split, since larger ones did not fit into memory."""
     _probes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _next: float = 0.0
 
@@ -120,12 +127,36 @@ def run_again_and_again(crew: Crew, once: Callable[[Job, Callable[[], bool]], Ou
         crew.close()
 
 
+def run_here(command: Sequence[str], count: int) -> int:
+    """Run a command once for each rank on this host; again where there was too little memory for micro-batches.
+
+    Any other failure ends it. Returns the exit code of the last attempt.
+    """
+    nodes, split, attempt = (Node("localhost", tuple(range(count))),), 1, 0
+    while True:
+        job = Job(tuple(command), nodes, port=free_port(), environment=_told(attempt, count, split))
+        outcome = run_job(job, 0, patience=None)
+        if outcome.code == 0 or outcome.interrupted or not causes(outcome.records):
+            return outcome.code
+        found = find(outcome.records, hung=outcome.hung)
+        if not _wants_smaller_batches(found):
+            return outcome.code
+        split, attempt = 2 * split, attempt + 1
+        _say_smaller(found)
+        _say("starting again from the last checkpoint, if there is one")
+
+
+def _told(attempt: int, most: int, split: int) -> dict[str, str]:
+    """What the ranks of an attempt are told in their environment; `world/ranks.py` reads it."""
+    return {"PLAIT_ATTEMPT": str(attempt), "PLAIT_MOST_RANKS": str(most), "PLAIT_SPLIT": str(split)}
+
+
 def _job(crew: Crew, attempt: int) -> Job:
     """The job with those who can take part in this attempt."""
     nodes = _cut(crew.nodes(), crew.fitting(crew.available))
     crew.size = sum(len(node.slots) for node in nodes)
     most = sum(len(node.slots) for node in crew.job.nodes)
-    told = {"PLAIT_ATTEMPT": str(attempt), "PLAIT_MOST_RANKS": str(most)}
+    told = _told(attempt, most, crew.split)
     return replace(crew.job, nodes=nodes, environment={**crew.job.environment, **told})
 
 
@@ -161,6 +192,10 @@ class _Past:
         if self._done > self._restarts:
             return f"{self._restarts} new beginnings are all that --max_restarts allows"
         found = find(outcome.records, hung=outcome.hung)
+        if _wants_smaller_batches(found):
+            crew.split *= 2
+            _say_smaller(found)
+            return None
         place, last = _place(found), self._last
         self._last = place
         if place is None or last is None or place[:2] != last[:2]:
@@ -172,6 +207,17 @@ class _Past:
         crew.bad.add(place[2])
         _say(f"slot {slot} of {host} failed twice in the same place and is left out")
         return None
+
+
+def _wants_smaller_batches(found: Finding) -> bool:
+    """Whether memory was short while a Runner computed: only there are micro-batches, and only it can split them."""
+    beat = found.records[0].evidence.beat if found.records else None
+    return found.verdict.full and beat is not None and bool(beat.sizes) and beat.phase in _COMPUTING
+
+
+def _say_smaller(found: Finding) -> None:
+    what = found.verdict.what.partition(":")[0]
+    _say(f"rank {found.records[0].place.rank} {what}; micro-batches are split, batch.total stays")
 
 
 def _place(found: Finding) -> tuple[str, int, Slot] | None:

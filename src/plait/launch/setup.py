@@ -22,7 +22,7 @@ from plait.launch.outcome import Outcome
 from plait.launch.pdsh import pdsh_command, pdsh_end
 from plait.launch.ports import free_port
 from plait.launch.reform import GRACE_S, Crew, run_again_and_again
-from plait.launch.ssh import Ssh, node_words, shell_line
+from plait.launch.ssh import Ssh, node_words, options_and_first, shell_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class Setup:
     def reach(self, node: int, words: Sequence[str]) -> list[str]:
         """The command that runs `words` on one of the hosts. This host needs no ssh, unless it is forced."""
         host = self.job.nodes[node].host
+        arguments, first = options_and_first(self.options.launcher_args if self.launcher == "ssh" else ())
+        line = shell_line(words, folder=self.job.folder, environment=self.job.environment, first=first)
         if not self.options.force_multi and is_this_host(host):
-            return list(words)
-        arguments = self.options.launcher_args if self.launcher == "ssh" else ()
-        line = shell_line(words, folder=self.job.folder, environment=self.job.environment)
+            return ["sh", "-c", line] if first else list(words)
         return Ssh(self.options.ssh_port, arguments).command(host, line)
 
     def commands(self) -> list[Command]:

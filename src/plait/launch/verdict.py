@@ -43,6 +43,8 @@ class Verdict:
     """It only noticed that another one was gone or late."""
     outside: bool = False
     """Somebody else ended it, for reasons that are not the run's."""
+    full: bool = False
+    """There was not enough memory where it computes: smaller micro-batches may fit."""
 
 
 def judge(record: Record) -> Verdict:
@@ -70,7 +72,8 @@ def _of_signal(record: Record, number: int) -> Verdict:
     name, found = signal_name(number), record.evidence
     if number == signal.SIGKILL and found.oom_kills:
         limit = "" if found.limit is None else f" of the {found.limit / _GIB:.1f} GiB that its container may have"
-        return Verdict(f"was killed by the kernel: the host ran out of memory{limit}", _LESS_HOST_MEMORY)
+        what = f"was killed by the kernel: the host ran out of memory{limit}"
+        return Verdict(what, _LESS_HOST_MEMORY, full=_computes_on_host(record))
     if number == signal.SIGKILL:
         return Verdict(
             "was ended by SIGKILL, and not for want of memory: the kernel counts no such kill",
@@ -91,14 +94,19 @@ def _of_exception(record: Record, exception: str) -> Verdict:
     text = "\n".join(record.tail)
     shown = exception if len(exception) < 300 else f"{exception[:300]} …"
     if _GPU_FULL.search(exception) and not _HOST_FULL.search(exception):
-        return Verdict(f"ran out of GPU memory: {shown}", _LESS_GPU_MEMORY)
+        return Verdict(f"ran out of GPU memory: {shown}", _LESS_GPU_MEMORY, full=True)
     if _HOST_FULL.search(exception):
-        return Verdict(f"was refused host memory: {shown}", _LESS_HOST_MEMORY)
+        return Verdict(f"was refused host memory: {shown}", _LESS_HOST_MEMORY, full=_computes_on_host(record))
     if _CUT_OFF.search(exception):
         return Verdict(f"lost the connection to another rank: {shown}", victim=True)
     if _TIMED_OUT.search(exception) and "distributed" in text:
         return Verdict(f"waited too long for another rank: {shown}", victim=True)
     return Verdict(f"raised {shown}", "its last lines show where")
+
+
+def _computes_on_host(record: Record) -> bool:
+    beat = record.evidence.beat
+    return beat is not None and beat.gpu_peak == 0
 
 
 def exception_in(lines: Sequence[str]) -> str:

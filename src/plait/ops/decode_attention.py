@@ -10,25 +10,40 @@ Rows that are long, in a batch that is small, are read by several programs each;
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from plait.ops.chain import chain_options
+from plait.ops.chain import Ahead, ahead_options, chain_options, is_chained
 from plait.ops.rotate import rotate_plain
 from plait.ops.triton import HAS_TRITON, has_kernels, on_device_of
 
-TOKENS = 64
-"""Places of the cache that a program looks at at a time."""
-PROGRAMS = 528
-"""Rows are split until there are about so many programs: four for each part of a large device."""
+
+class Looks(NamedTuple):
+    """How a program goes along a row."""
+
+    tokens: int
+    """Places of the cache that it looks at at a time."""
+    warps: int
+    stages: int
+    programs: int = 528
+    """Rows are split until there are about so many: four for each part of a large device."""
+
+
+USUAL, CROWDED = Looks(tokens=64, warps=4, stages=3), Looks(tokens=32, warps=4, stages=4)
+"""Six programs of the first kind fit into each part of an H200 and eight of the second, which go in smaller steps."""
+CROWD = 6 * 132
+"""More programs than this would have to wait for others."""
+EARLY = True
+"""Whether the places are read, and what they lead to is asked for, before the wait of [Note: chained kernels]."""
 
 if HAS_TRITON:
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    from plait.ops.chain import follow
+    from plait.ops.chain import NO_KEYS, ask_for, follow, look_ahead
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _turned(x, at, half, c, s):  # type: ignore[no-untyped-def]
@@ -37,7 +52,12 @@ if HAS_TRITON:
         other = tl.load(x + (at + half) % (2 * half)).to(tl.float32)
         return (value * c + tl.where(at < half, -other, other) * s).to(x.dtype.element_ty)
 
-    @triton.jit(do_not_specialize=["splits"])  # type: ignore[untyped-decorator,misc,unused-ignore]
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def _share(place, splits, tokens):  # type: ignore[no-untyped-def]
+        """How often a program looks, where so many share what lies before a place."""
+        return tl.maximum(tl.cdiv(tl.cdiv(place, tokens), splits), 1)
+
+    @triton.jit(do_not_specialize=["splits", *NO_KEYS])  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _kernel(  # type: ignore[no-untyped-def]
         mixed,
         cos,
@@ -52,20 +72,54 @@ if HAS_TRITON:
         slots,
         scale,
         splits,
+        ahead_first,
+        ahead_second,
+        ahead_third,
+        ahead_n_first,
+        ahead_n_second,
+        ahead_n_third,
+        ahead_width,
+        ahead_stride,
+        ahead_part_bits,
+        ahead_line_bits,
         group: tl.constexpr,
         padded: tl.constexpr,
         width: tl.constexpr,
         tokens: tl.constexpr,
         chained: tl.constexpr,
+        early: tl.constexpr,
+        looks: tl.constexpr,
     ):
         """One program for a group of heads of a row, and a part of its places."""
+        row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+        base = (row * kv_heads + head) * slots * width
+        if early:
+            place = tl.load(places + row, cache_modifier=".cg").to(tl.int32)
+            if chained:  # what the row has had so far is there
+                token = part * _share(place, splits, tokens) * tokens + tl.arange(0, tokens)
+                ask_for(keys + base, tl.minimum(token, place), 0, width, width, (width + 63) // 64)
+                ask_for(values + base, tl.minimum(token, place), 0, width, width, (width + 63) // 64)
+        if looks:
+            look_ahead(
+                ahead_first,
+                ahead_second,
+                ahead_third,
+                ahead_n_first,
+                ahead_n_second,
+                ahead_n_third,
+                ahead_width,
+                ahead_stride,
+                ahead_part_bits,
+                ahead_line_bits,
+                tl.program_id(0) + tl.num_programs(0) * (head + kv_heads * part),
+                tl.num_programs(0) * kv_heads * splits,
+            )
         if chained:
             follow()
-        row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-        place = tl.load(places + row).to(tl.int32)
-        blocks = tl.cdiv(place, tokens)
-        each = tl.maximum(tl.cdiv(blocks, splits), 1)
-        parts = tl.maximum(tl.cdiv(blocks, each), 1)
+        if not early:
+            place = tl.load(places + row).to(tl.int32)
+        each = _share(place, splits, tokens)
+        parts = tl.maximum(tl.cdiv(tl.cdiv(place, tokens), each), 1)
         if part >= parts:
             return
         at, query = tl.arange(0, width), tl.arange(0, padded)
@@ -74,11 +128,10 @@ if HAS_TRITON:
         c = tl.load(cos + place * half + at % half)
         s = tl.load(sin + place * half + at % half)
         # Queries beyond the group are copies of its last one; nobody asks for what they find.
-        real = tl.minimum(query, group - 1)
-        q = _turned(own + (head * group + real)[:, None] * width, at[None, :], half, c[None, :], s[None, :])
+        own_query = tl.minimum(query, group - 1)
+        q = _turned(own + (head * group + own_query)[:, None] * width, at[None, :], half, c[None, :], s[None, :])
         k_new = _turned(own + (group * kv_heads + head) * width, at, half, c, s)
         v_new = tl.load(own + ((group + 1) * kv_heads + head) * width + at)
-        base = (row * kv_heads + head) * slots * width
         score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
         is_first = part == 0
         if is_first:
@@ -118,15 +171,22 @@ if HAS_TRITON:
                 most = tl.full((padded,), float("-inf"), dtype=tl.float32)
                 total = tl.zeros((padded,), dtype=tl.float32)
                 found = tl.zeros((padded, width), dtype=tl.float32)
-                for one in range(parts):
-                    theirs = first + one * size
-                    peak = tl.load(theirs + padded * width + query, cache_modifier=".cg")
-                    now = tl.maximum(most, peak)
-                    fade, weight = tl.exp2(most - now), tl.exp2(peak - now)
-                    total = total * fade
-                    total += weight * tl.load(theirs + padded * (width + 1) + query, cache_modifier=".cg")
-                    found = found * fade[:, None]
-                    found += weight[:, None] * tl.load(theirs + spot, cache_modifier=".cg")
+                for begin in range(0, parts, 2):  # two at once: each would be waited for in turn
+                    number = begin + tl.arange(0, 2)
+                    real = (number < parts)[:, None]
+                    theirs = first + (number * size + padded * width)[:, None] + query[None, :]
+                    peaks = tl.load(theirs, mask=real, other=float("-inf"), cache_modifier=".cg")
+                    sums = tl.load(theirs + padded, mask=real, other=0.0, cache_modifier=".cg")
+                    pieces = tl.load(
+                        first + (number * size)[:, None, None] + spot[None, :, :],
+                        mask=real[:, :, None],
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    now = tl.maximum(most, tl.max(peaks, 0))
+                    fade, weights = tl.exp2(most - now), tl.exp2(peaks - now[None, :])
+                    total = total * fade + tl.sum(sums * weights, 0)
+                    found = found * fade[:, None] + tl.sum(pieces * weights[:, :, None], 0)
                     most = now
                 tl.store(counter, 0)
         if last:
@@ -141,13 +201,24 @@ def takes(head_dim: int, dtype: torch.dtype) -> bool:
 
 
 def attend_cached(
-    mixed: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, places: Tensor, counters: Tensor
+    mixed: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    places: Tensor,
+    counters: Tensor,
+    *,
+    looks: Looks | None = None,
+    ahead: Ahead | None = None,
+    early: bool = EARLY,
 ) -> Tensor:
     """What each row's new token finds, (rows, heads * head_dim); its key and value are in the cache afterwards.
 
     `mixed` (rows, features) has the queries of all heads, then keys, then values; the tables (positions, head_dim / 2)
     are fp32. The caches are (rows, kv heads, slots, head_dim), and `places` (rows) where the new tokens belong: all
-    before that is seen. `counters` are `make_counters` of `skinny`.
+    before that is seen. `counters` are `make_counters` of `skinny`. In a chain, a kernel must lie between what wrote
+    the places and this: that of `mixed`.
     """
     rows, kv_heads, slots, width = keys.shape
     fits = rows * kv_heads <= len(counters) and keys.is_contiguous() and values.is_contiguous()
@@ -156,7 +227,8 @@ def attend_cached(
     heads = mixed.shape[1] // width - 2 * kv_heads
     group = heads // kv_heads
     padded = max(16, 1 << (group - 1).bit_length())
-    splits = min(-(-slots // TOKENS), max(1, PROGRAMS // (rows * kv_heads)))
+    looks = looks or (CROWDED if rows * kv_heads > CROWD else USUAL)
+    splits = min(-(-slots // looks.tokens), max(1, looks.programs // (rows * kv_heads)))
     out = mixed.new_empty(rows, heads * width)
     size = rows * kv_heads * splits * padded * (width + 2) if splits > 1 else 1
     partial = torch.empty(size, dtype=torch.float32, device=mixed.device)
@@ -175,13 +247,15 @@ def attend_cached(
             slots,
             math.log2(math.e) / math.sqrt(width),
             splits,
+            **ahead_options(mixed, ahead),
             group=group,
             padded=padded,
             width=width,
-            tokens=TOKENS if mixed.itemsize == 2 else 32,
-            num_warps=4,
-            num_stages=3,
-            **chain_options(mixed),
+            tokens=looks.tokens if mixed.itemsize == 2 else 32,
+            early=early,
+            num_warps=looks.warps,
+            num_stages=looks.stages,
+            **chain_options(is_chained(mixed)),
         )
     return out
 

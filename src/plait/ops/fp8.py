@@ -1,8 +1,8 @@
 """Linear layers whose three matrix products are computed from 8-bit numbers.
 
 [Note: numbers in 8 bits] Eight bits hold few numbers in a narrow range, so a tensor is stretched to that range first:
-it is multiplied by a scale, found from its largest number each time, and rounded; the product is divided by both
-scales. What the optimizer and the other layers see stays in 16 bits.
+it is multiplied by a scale, found from its largest number, and rounded; the product is divided by both scales. What
+the optimizer and the other layers see stays in 16 bits.
 
 - `tensorwise`: one scale for a tensor. Activations and weights are e4m3, gradients, which vary more, e5m2.
 - `rowwise`: one scale for each row that is summed over, so a large number costs its own row only; all are e4m3. In the
@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from plait.ops.fp8_cast import E4M3, E5M2, MULTIPLE, cast, peaks_of, rounded, scale_of
+from plait.ops.fp8_cast import E4M3, E5M2, MULTIPLE, cast, rounded, scale_of
+from plait.ops.fp8_earlier import AT_ONCE, GRADIENT, INPUT, WEIGHT, Earlier
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, rowwise: bool, emulated: bool) -> Tensor:
@@ -39,16 +40,25 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, rowwise: bool,
 
 
 def fp8_linears(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, rowwise: bool, emulated: bool
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    rowwise: bool,
+    emulated: bool,
+    earlier: Earlier = AT_ONCE,
 ) -> tuple[Tensor, ...]:
-    """`fp8_linear` for layers that have one input; see [Note: layers of one input]."""
+    """`fp8_linear` for layers that have one input; see [Note: layers of one input].
+
+    `earlier` is what is known of each layer, for `tensorwise` that is not compiled.
+    """
     flat = x.flatten(0, -2)
     outputs: tuple[Tensor, ...]
     if rowwise or torch.compiler.is_compiling():
         outputs = tuple(_Linear.apply(flat, weight, rowwise, emulated) for weight in weights)  # type: ignore[no-untyped-call]
     else:
         keeps = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-        outputs = _Linears.apply(flat, keeps, emulated, *weights)  # type: ignore[no-untyped-call]
+        outputs = _Linears.apply(flat, keeps, emulated, earlier, *weights)  # type: ignore[no-untyped-call]
     shaped = [y.view(*x.shape[:-1], y.shape[-1]) for y in outputs]
     return tuple(y if bias is None else y + bias for y, bias in zip(shaped, biases, strict=True))
 
@@ -70,14 +80,16 @@ class _Linears(torch.autograd.Function):
     """The products of linear layers that have one input, with one scale a tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, keeps: bool, emulated: bool, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, keeps: bool, emulated: bool, earlier: Earlier, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
         x = x.contiguous()
-        small = cast([x], peaks_of([x]), E4M3, rows=True, columns=keeps)
-        peaks = peaks_of(weights)
-        stacked = cast(weights, peaks, E4M3, rows=True, columns=False)
+        small = earlier.cast(INPUT, [x], earlier.peaks_of(INPUT, [x]), rows=True, columns=keeps)
+        peaks = earlier.peaks_of(WEIGHT, weights)
+        stacked = earlier.cast(WEIGHT, weights, peaks, rows=True, columns=False)
         # Weights are rounded again on the way back: a sharded one is not here all the time, and its copy would be.
         ctx.save_for_backward(small.columns, small.inverse, peaks, *weights)
-        ctx.emulated = emulated
+        ctx.emulated, ctx.earlier = emulated, earlier
         inverses = small.inverse, stacked.inverse
         return tuple(
             scaled_product(small.rows, part.t(), inverses, x.dtype, fast=True, emulated=emulated)
@@ -87,13 +99,15 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         columns, inverse, peaks, *weights = ctx.saved_tensors
-        needs_x, _, _, *needed = ctx.needs_input_grad
+        needs_x, _, _, _, *needed = ctx.needs_input_grad
+        earlier: Earlier = ctx.earlier
         grad_x: Tensor | None = None
         grad_weights: list[Tensor | None] = [None] * len(weights)
         grads = tuple(grad.contiguous() for grad in grads)
-        small = cast(grads, peaks_of(grads), E5M2, dim=1, rows=needs_x, columns=any(needed))
+        grad_peaks = earlier.peaks_of(GRADIENT, grads)
+        small = earlier.cast(GRADIENT, grads, grad_peaks, dim=1, rows=needs_x, columns=any(needed))
         if needs_x:
-            stacked = cast(weights, peaks, E4M3, rows=False, columns=True)
+            stacked = cast(weights, peaks, E4M3, rows=False, columns=True, saturates=earlier.saturates)
             inverses = small.inverse, stacked.inverse
             b = stacked.columns.t()
             grad_x = scaled_product(small.rows, b, inverses, grads[0].dtype, fast=False, emulated=ctx.emulated)
@@ -102,7 +116,7 @@ class _Linears(torch.autograd.Function):
             whole = scaled_product(small.columns, columns.t(), inverses, dtype, fast=False, emulated=ctx.emulated)
             parts = whole.split_with_sizes([len(weight) for weight in weights])
             grad_weights = [part if wanted else None for part, wanted in zip(parts, needed, strict=True)]
-        return grad_x, None, None, *grad_weights
+        return grad_x, None, None, None, *grad_weights
 
 
 class _Linear(torch.autograd.Function):

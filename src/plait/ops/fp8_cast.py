@@ -70,19 +70,32 @@ def peaks_plain(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def cast(
-    tensors: Sequence[Tensor], peaks: Tensor, dtype: torch.dtype, *, dim: int = 0, rows: bool, columns: bool
+    tensors: Sequence[Tensor],
+    peaks: Tensor,
+    dtype: torch.dtype,
+    *,
+    dim: int = 0,
+    rows: bool,
+    columns: bool,
+    notes: Tensor | None = None,
+    saturates: bool = False,
 ) -> Cast:
-    """These matrices, put together along `dim`, in 8 bits with one scale; `peaks` are from `peaks_of`."""
+    """These matrices, put together along `dim`, in 8 bits with one scale; `peaks` are from `peaks_of`.
+
+    `saturates`: peaks of other tensors, and numbers beyond them are cut. `notes`, int32, are the bits of numbers that
+    are raised to the largest of these: one for each matrix, or all for the only one.
+    """
     if not is_fused(tensors[0]):
-        return cast_plain(tensors, peaks, dtype, dim=dim, rows=rows, columns=columns)
+        return cast_plain(tensors, peaks, dtype, dim=dim, rows=rows, columns=columns, notes=notes, saturates=saturates)
     sizes = [x.shape[dim] for x in tensors]
     other, total = tensors[0].shape[1 - dim], sum(sizes)
     height, width = (other, total) if dim else (total, other)
     by_row = tensors[0].new_empty((height, width) if rows else 0, dtype=dtype)
     by_column = tensors[0].new_empty((width, height + -height % MULTIPLE) if columns else 0, dtype=dtype)
     inverse = peaks.new_empty(())
+    noted: Sequence[Tensor | None] = [None] * len(tensors) if notes is None else notes.chunk(len(tensors))
     start = 0
-    for x, size in zip(tensors, sizes, strict=True):
+    for x, size, places in zip(tensors, sizes, noted, strict=True):
         # Only one matrix alone, or several side by side, may be in need of padding.
         room = size if len(tensors) > 1 or dim else by_column.shape[-1]
         row_part = by_row.narrow(dim, start, size) if rows else None
@@ -91,20 +104,41 @@ def cast(
         if without_values(x):
             _move(x, row_part, column_part)
         else:
-            cast_triton(x.contiguous(), peaks, row_part, column_part, inverse, SMALLEST)
+            cast_triton(
+                x.contiguous(), peaks, row_part, column_part, inverse, SMALLEST, notes=places, saturates=saturates
+            )
     return Cast(by_row, by_column, inverse)
 
 
 def cast_plain(
-    tensors: Sequence[Tensor], peaks: Tensor, dtype: torch.dtype, *, dim: int = 0, rows: bool, columns: bool
+    tensors: Sequence[Tensor],
+    peaks: Tensor,
+    dtype: torch.dtype,
+    *,
+    dim: int = 0,
+    rows: bool,
+    columns: bool,
+    notes: Tensor | None = None,
+    saturates: bool = False,
 ) -> Cast:
     """The plain twin of `cast`."""
+    if notes is not None:
+        note_plain(tensors, notes)
     scale = _scale(peaks.amax(), dtype)
-    small = rounded(torch.cat(tuple(tensors), dim), scale, dtype)
+    whole = torch.cat(tuple(tensors), dim)
+    if saturates:  # what is not finite must not be cut to something that is
+        whole = whole.where(whole.isfinite(), torch.nan)
+    small = rounded(whole, scale, dtype)
     none = small.new_empty(0)
     # Bytes, because not every operation knows these formats.
     turned = F.pad(small.view(torch.uint8).t(), (0, -len(small) % MULTIPLE)).contiguous().view(dtype)
     return Cast(small if rows else none, turned if columns else none, scale.reciprocal())
+
+
+def note_plain(tensors: Sequence[Tensor], notes: Tensor) -> None:
+    """Raise notes, the bits of numbers, to the largest absolute value of each tensor, or of the only one."""
+    seen = notes.view(torch.float32)
+    seen.copy_(torch.maximum(seen, peaks_plain(tensors)))
 
 
 def _move(x: Tensor, rows: Tensor | None, columns: Tensor | None) -> None:

@@ -1,7 +1,7 @@
 """The Triton forms of `fp8_gated`: what lies between the products of a gated feed-forward is never written in 16 bits.
 
-It is computed twice, once for its largest number and once for its copies in 8 bits. Either time only its inputs are
-read, and all else stays on the chip.
+It is computed twice, once for its largest number and once for its copies in 8 bits; once only with a scale of earlier
+steps. Each time only its inputs are read, and all else stays on the chip.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if HAS_TRITON:
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    from plait.ops.fp8_kernel import scale_from
+    from plait.ops.fp8_kernel import fitted, note, scale_from
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _as_stored(value, like):  # type: ignore[no-untyped-def]
@@ -62,10 +62,13 @@ if HAS_TRITON:
         peak_count,
         rows,
         inverse,
+        notes,
         height,
         width,
         smallest,
         limit,
+        note_count: tl.constexpr,
+        saturates: tl.constexpr,
         peak_block: tl.constexpr,
         tall: tl.constexpr,
         wide: tl.constexpr,
@@ -79,8 +82,9 @@ if HAS_TRITON:
         g = tl.load(gate + here, mask=inside, other=0.0).to(tl.float32)
         u = tl.load(up + here, mask=inside, other=0.0).to(tl.float32)
         scale = scale_from(peaks, peak_count, smallest, limit, inverse, peak_block)
-        product = _as_stored(g * tl.sigmoid(g) * u, gate) * scale
-        tl.store(rows + here, product.to(rows.dtype.element_ty), mask=inside)
+        product = _as_stored(g * tl.sigmoid(g) * u, gate)
+        tl.store(rows + here, fitted(product, scale, limit, saturates).to(rows.dtype.element_ty), mask=inside)
+        note(product, notes, note_count)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _slopes_kernel(  # type: ignore[no-untyped-def]
@@ -88,6 +92,7 @@ if HAS_TRITON:
         up,
         grad,
         product_peaks,
+        product_peak_count,
         peaks,
         peak_count,
         product_columns,
@@ -95,6 +100,7 @@ if HAS_TRITON:
         columns,
         product_inverse,
         inverse,
+        notes,
         height,
         width,
         padded,
@@ -102,11 +108,16 @@ if HAS_TRITON:
         product_limit,
         limit,
         has_rows: tl.constexpr,
+        note_count: tl.constexpr,
+        saturates: tl.constexpr,
         peak_block: tl.constexpr,
         tall: tl.constexpr,
         wide: tl.constexpr,
     ):
-        """One program a tile: the product turned over, and the gradients of both sides, side by side, both ways."""
+        """One program a tile: the product turned over, and the gradients of both sides, side by side, both ways.
+
+        `note_count`: so many notes for each of these gradients.
+        """
         across = tl.cdiv(width, wide)
         down = (tl.program_id(0) // across).to(tl.int64) * tall + tl.arange(0, tall)
         right = (tl.program_id(0) % across).to(tl.int64) * wide + tl.arange(0, wide)
@@ -118,12 +129,16 @@ if HAS_TRITON:
         u = tl.load(up + here, mask=inside, other=0.0).to(tl.float32)
         d = tl.load(grad + here, mask=inside, other=0.0).to(tl.float32)
         s = tl.sigmoid(g)
-        scale = scale_from(product_peaks, peak_count, smallest, product_limit, product_inverse, peak_block)
-        product = (_as_stored(g * s * u, gate) * scale).to(product_columns.dtype.element_ty)
-        tl.store(product_columns + turned, tl.trans(product), mask=room)
+        scale = scale_from(product_peaks, product_peak_count, smallest, product_limit, product_inverse, peak_block)
+        product = fitted(_as_stored(g * s * u, gate), scale, product_limit, saturates)
+        tl.store(product_columns + turned, tl.trans(product.to(product_columns.dtype.element_ty)), mask=room)
         scale = scale_from(peaks, peak_count, smallest, limit, inverse, peak_block)
-        of_gate = (_as_stored(d * u * s * (1.0 + g * (1.0 - s)), gate) * scale).to(columns.dtype.element_ty)
-        of_up = (_as_stored(d * g * s, gate) * scale).to(columns.dtype.element_ty)
+        slope = _as_stored(d * u * s * (1.0 + g * (1.0 - s)), gate)
+        note(slope, notes, note_count)
+        of_gate = fitted(slope, scale, limit, saturates).to(columns.dtype.element_ty)
+        slope = _as_stored(d * g * s, gate)
+        note(slope, notes + note_count, note_count)
+        of_up = fitted(slope, scale, limit, saturates).to(columns.dtype.element_ty)
         below = padded.to(tl.int64) * width
         tl.store(columns + turned, tl.trans(of_gate), mask=room)
         tl.store(columns + turned + below, tl.trans(of_up), mask=room)
@@ -151,8 +166,21 @@ def gate_peaks_triton(gate: Tensor, up: Tensor, grad: Tensor | None) -> Tensor:
     return peaks
 
 
-def product_triton(gate: Tensor, up: Tensor, peaks: Tensor, rows: Tensor, inverse: Tensor, smallest: float) -> None:
-    """Write the product of contiguous matrices in 8 bits into `rows`, and what it is to be multiplied by."""
+def product_triton(
+    gate: Tensor,
+    up: Tensor,
+    peaks: Tensor,
+    rows: Tensor,
+    inverse: Tensor,
+    smallest: float,
+    *,
+    notes: Tensor | None,
+    saturates: bool,
+) -> None:
+    """Write the product of contiguous matrices in 8 bits into `rows`, and what it is to be multiplied by.
+
+    `notes` and `saturates` are those of `fp8_cast.cast`.
+    """
     height, width = gate.shape
     with on_device_of(gate):
         _product_kernel[(_programs(height, width),)](
@@ -162,10 +190,13 @@ def product_triton(gate: Tensor, up: Tensor, peaks: Tensor, rows: Tensor, invers
             len(peaks),
             rows,
             inverse,
+            peaks if notes is None else notes,
             height,
             width,
             smallest,
             torch.finfo(rows.dtype).max,
+            note_count=0 if notes is None else len(notes),
+            saturates=saturates,
             peak_block=room_for(peaks),
             tall=_TALL,
             wide=_WIDE,
@@ -184,11 +215,13 @@ def slopes_triton(
     columns: Tensor,
     inverses: tuple[Tensor, Tensor],
     smallest: float,
+    notes: Tensor | None,
+    saturates: bool,
 ) -> None:
     """Write the product, turned over, and the gradients of both sides, turned over and, with `rows`, as they lie.
 
     Pairs are for the product first, then for the gradients. What is turned over may be longer than `gate` is high: what
-    is left is zero.
+    is left is zero. `notes` are two, of the gradients.
     """
     height, width = gate.shape
     padded = product.shape[1]
@@ -197,12 +230,15 @@ def slopes_triton(
             gate,
             up,
             grad,
-            *peaks,
+            peaks[0],
             len(peaks[0]),
+            peaks[1],
+            len(peaks[1]),
             product,
             columns if rows is None else rows,
             columns,
             *inverses,
+            peaks[0] if notes is None else notes,
             height,
             width,
             padded,
@@ -210,7 +246,9 @@ def slopes_triton(
             torch.finfo(product.dtype).max,
             torch.finfo(columns.dtype).max,
             has_rows=rows is not None,
-            peak_block=room_for(peaks[0]),
+            note_count=0 if notes is None else 1,
+            saturates=saturates,
+            peak_block=max(map(room_for, peaks)),
             tall=_TALL,
             wide=_WIDE,
             num_warps=8,

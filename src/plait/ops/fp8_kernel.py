@@ -1,6 +1,7 @@
 """The Triton forms of `fp8_cast`: a tensor is read once for its largest number, and once for both copies in 8 bits.
 
-The second reading begins where the first one ended, in what the cache still holds.
+The second reading begins where the first one ended, in what the cache still holds. With a scale of earlier steps there
+is one reading, which also notes the largest number; see [Note: scales of earlier steps] in `fp8_earlier`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from plait.ops.triton import HAS_TRITON, on_device_of
 
 PEAKS = 256
 """At most so many programs look for a tensor's largest number; each leaves what it found. Two for a multiprocessor."""
+FEW = 4
+"""Layers that are computed together, at most; each has a peak from earlier steps."""
 READ = 16384
 """Numbers that such a program reads at a time."""
 _TALL, _WIDE = 128, 64
@@ -50,6 +53,26 @@ if HAS_TRITON:
         return scale
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def fitted(value, scale, limit, saturates: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The numbers as they are to be rounded; with `saturates` they may be larger than those the scale was made for.
+
+        These are cut to the range. What is not finite must not be: it becomes NaN, which both formats have.
+        """
+        scaled = value * scale
+        if saturates:
+            cut = tl.minimum(tl.maximum(scaled, -limit), limit)
+            scaled = tl.where(tl.abs(value) < float("inf"), cut, float("nan"))
+        return scaled
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def note(value, notes, count: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Raise so many notes to the largest absolute value of a tile; bits, as in `_peak_kernel`."""
+        if count > 0:
+            largest = tl.max(tl.max(tl.abs(value).to(tl.int32, bitcast=True), 1), 0)
+            for at in tl.static_range(count):
+                tl.atomic_max(notes + at, largest, sem="relaxed")
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _cast_kernel(  # type: ignore[no-untyped-def]
         x,
         peaks,
@@ -57,6 +80,7 @@ if HAS_TRITON:
         rows,
         columns,
         inverse,
+        notes,
         height,
         width,
         padded,
@@ -66,6 +90,8 @@ if HAS_TRITON:
         limit,
         has_rows: tl.constexpr,
         has_columns: tl.constexpr,
+        note_count: tl.constexpr,
+        saturates: tl.constexpr,
         peak_block: tl.constexpr,
         tall: tl.constexpr,
         wide: tl.constexpr,
@@ -77,8 +103,9 @@ if HAS_TRITON:
         inside = (down < height)[:, None] & (right < width)[None, :]
         value = tl.load(x + down[:, None] * width + right[None, :], mask=inside, other=0.0).to(tl.float32)
         scale = scale_from(peaks, peak_count, smallest, limit, inverse, peak_block)
-        # Above the limit it is by its last bit at most, which rounding takes away.
-        scaled = value * scale
+        # By a scale of its own it is above the limit by its last bit at most, which rounding takes away.
+        scaled = fitted(value, scale, limit, saturates)
+        note(value, notes, note_count)
         if has_rows:
             small = scaled.to(rows.dtype.element_ty)
             tl.store(rows + down[:, None] * rows_stride + right[None, :], small, mask=inside)
@@ -104,17 +131,28 @@ def programs_for(numbers: int, block: int) -> int:
 
 
 def room_for(peaks: Tensor) -> int:
-    """A power of two that peaks fit into; the same for tensors of all sizes, so that a kernel is compiled once."""
-    return int(max(PEAKS, triton.next_power_of_2(len(peaks))))
+    """A power of two that peaks fit into: one for those of earlier steps, and one for tensors of all sizes.
+
+    A kernel is compiled for each.
+    """
+    return FEW if len(peaks) <= FEW else int(max(PEAKS, triton.next_power_of_2(len(peaks))))
 
 
 def cast_triton(
-    x: Tensor, peaks: Tensor, rows: Tensor | None, columns: Tensor | None, inverse: Tensor, smallest: float
+    x: Tensor,
+    peaks: Tensor,
+    rows: Tensor | None,
+    columns: Tensor | None,
+    inverse: Tensor,
+    smallest: float,
+    *,
+    notes: Tensor | None,
+    saturates: bool,
 ) -> None:
     """Write a contiguous matrix in 8 bits into `rows` and, turned over, into `columns`.
 
     Both may be parts of larger ones. `columns` may be longer than `x` is high: what is left is zero. `inverse` is given
-    what the numbers are to be multiplied by.
+    what the numbers are to be multiplied by, and all `notes` are raised to the largest one.
     """
     height, width = x.shape
     room = rows if columns is None else columns
@@ -129,6 +167,7 @@ def cast_triton(
             room if rows is None else rows,
             room,
             inverse,
+            peaks if notes is None else notes,
             height,
             width,
             padded,
@@ -138,6 +177,8 @@ def cast_triton(
             torch.finfo(room.dtype).max,
             has_rows=rows is not None,
             has_columns=columns is not None,
+            note_count=0 if notes is None else len(notes),
+            saturates=saturates,
             peak_block=room_for(peaks),
             tall=_TALL,
             wide=_WIDE,

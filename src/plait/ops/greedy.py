@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from plait.ops.chain import chain_options
 from plait.ops.triton import HAS_TRITON, has_kernels, on_device_of
 
 _BLOCK = 4096
@@ -12,6 +15,8 @@ _BLOCK = 4096
 if HAS_TRITON:
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    from plait.ops.chain import follow
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _pieces_kernel(logits, most, which, sums, vocabulary, block: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -30,9 +35,11 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _whole_kernel(  # type: ignore[no-untyped-def]
-        most, which, sums, token, logprob, vocabulary, pieces, block: tl.constexpr
+        most, which, sums, token, logprob, vocabulary, pieces, block: tl.constexpr, chained: tl.constexpr
     ):
         """One program a row."""
+        if chained:
+            follow()
         row, at = tl.program_id(0).to(tl.int64), tl.arange(0, block)
         inside = at < pieces
         peaks = tl.load(most + row * pieces + at, mask=inside, other=float("-inf"))
@@ -46,21 +53,54 @@ if HAS_TRITON:
         tl.store(logprob + row, -tl.log(tl.sum(part * tl.exp(shift), 0)))
 
 
+class Pieces(NamedTuple):
+    """What is known of logits after one pass over them, (rows, pieces) each."""
+
+    most: Tensor
+    """The largest of a piece, fp32."""
+    which: Tensor
+    """The first token that has it, int32."""
+    sums: Tensor
+    """Of the exponentials of all, beside the largest, fp32."""
+    vocabulary: int
+
+    @classmethod
+    def empty(cls, rows: int, pieces: int, vocabulary: int, device: torch.device) -> Pieces:
+        """Room for them."""
+        most, sums = (torch.empty(rows, pieces, dtype=torch.float32, device=device) for _ in range(2))
+        return cls(most, torch.empty(rows, pieces, dtype=torch.int32, device=device), sums, vocabulary)
+
+    def likeliest(self, *, chained: bool = False) -> tuple[Tensor, Tensor]:
+        """The first of the likeliest tokens of each row, and its log-probability in fp32."""
+        rows, pieces = self.most.shape
+        token = torch.empty(rows, dtype=torch.int64, device=self.most.device)
+        logprob = torch.empty(rows, dtype=torch.float32, device=self.most.device)
+        block = triton.next_power_of_2(pieces)
+        with on_device_of(token):
+            _whole_kernel[(rows,)](
+                self.most,
+                self.which,
+                self.sums,
+                token,
+                logprob,
+                self.vocabulary,
+                pieces,
+                block=block,
+                num_warps=max(1, min(8, block // 256)),
+                **chain_options(chained),
+            )
+        return token, logprob
+
+
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The first of the likeliest tokens of each row (rows, vocabulary), and its log-probability in fp32."""
     if not _is_fused(logits):
         return greedy_plain(logits)
     rows, vocabulary = logits.shape
-    pieces = -(-vocabulary // _BLOCK)
-    most, sums = (torch.empty(rows, pieces, dtype=torch.float32, device=logits.device) for _ in range(2))
-    which = torch.empty(rows, pieces, dtype=torch.int32, device=logits.device)
-    token = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    logprob = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    pieces = Pieces.empty(rows, -(-vocabulary // _BLOCK), vocabulary, logits.device)
     with on_device_of(logits):
-        _pieces_kernel[(rows, pieces)](logits, most, which, sums, vocabulary, block=_BLOCK, num_warps=8)
-        block = triton.next_power_of_2(pieces)
-        _whole_kernel[(rows,)](most, which, sums, token, logprob, vocabulary, pieces, block=block, num_warps=1)
-    return token, logprob
+        _pieces_kernel[pieces.most.shape](logits, *pieces, block=_BLOCK, num_warps=8)
+    return pieces.likeliest()
 
 
 def greedy_plain(logits: Tensor) -> tuple[Tensor, Tensor]:

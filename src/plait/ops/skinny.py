@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from plait.ops import skinny_kernel as kernels
-from plait.ops.chain import chain_options
+from plait.ops.chain import AHEAD, Ahead, ahead_options, chain_options, is_chained
 from plait.ops.rms_norm import rms_norm
 from plait.ops.swiglu import product_of
 from plait.ops.triton import has_kernels, on_device_of
@@ -53,6 +53,10 @@ class Stream(NamedTuple):
     def normed(self) -> Tensor:
         """The norm itself."""
         return rms_norm(self.x, *self.norm)
+
+    def readable(self) -> tuple[Tensor, Tensor | None]:
+        """What is multiplied, and sums of squares where the norm is not done yet."""
+        return (self.normed(), None) if self.gained is None else (self.gained, self.squares)
 
 
 class Tiles(NamedTuple):
@@ -92,6 +96,8 @@ TILES: Table = MappingProxyType(
 """For each form and number of rows, found on an H200 by `benchmarks/skinny.py`. Nothing: torch's own operations."""
 WIDE = 16384
 """From so many features on there are tiles enough for any device."""
+EARLY = True
+"""See [Note: early loads] in `skinny_kernel`."""
 
 
 def make_counters(device: torch.device) -> Tensor:
@@ -99,29 +105,23 @@ def make_counters(device: torch.device) -> Tensor:
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
-def look_up(tokens: Tensor, embedding: Tensor, norm: Norm) -> Stream:
-    """The rows of an embedding that the tokens name."""
-    if not _suits(embedding, embedding) or len(tokens) > MOST_ROWS:
-        return Stream(F.embedding(tokens, embedding), norm)
-    rows, width = len(tokens), embedding.shape[1]
-    x, gained = (embedding.new_empty(rows, width) for _ in range(2))
-    squares = torch.empty(1, rows, dtype=torch.float32, device=x.device)
-    with on_device_of(x):
-        kernels.lookup_kernel[(rows,)](
-            tokens, embedding, norm.weight, x, gained, squares, width, block=_power(width), num_warps=8
-        )
-    return Stream(x, norm, gained, squares)
-
-
-def project(stream: Stream, weights: Sequence[Tensor], counters: Tensor, *, table: Table = TILES) -> Tensor:
+def project(
+    stream: Stream,
+    weights: Sequence[Tensor],
+    counters: Tensor,
+    *,
+    table: Table = TILES,
+    ahead: Ahead | None = None,
+    early: bool = EARLY,
+) -> Tensor:
     """The norm of the stream times each weight (features, width), side by side."""
     form = "wide" if sum(map(len, weights)) >= WIDE else "project"
-    tiles = _tiles(form, stream.x, weights, table)
+    tiles = tiles_for(form, stream.x, weights, table)
     if tiles is None:
         return project_plain(stream, weights)
-    x, squares = (stream.normed(), None) if stream.gained is None else (stream.gained, stream.squares)
+    x, squares = stream.readable()
     out = x.new_empty(len(x), sum(map(len, weights)))
-    _launch(x, squares, stream.norm.eps, weights, tiles, counters, out)
+    _launch(x, squares, stream.norm.eps, weights, tiles, counters, out, ahead=ahead, early=early)
     return out
 
 
@@ -131,15 +131,28 @@ def project_plain(stream: Stream, weights: Sequence[Tensor]) -> Tensor:
     return torch.cat([F.linear(x, weight) for weight in weights], dim=1)
 
 
-def add(stream: Stream, y: Tensor, weight: Tensor, norm: Norm, counters: Tensor, *, table: Table = TILES) -> Stream:
-    """The stream plus `y` (rows, features) times a weight (width, features), in front of its next norm."""
-    tiles = _tiles("add", y, [weight], table)
+def add(
+    stream: Stream,
+    y: Tensor,
+    weight: Tensor,
+    norm: Norm,
+    counters: Tensor,
+    *,
+    table: Table = TILES,
+    ahead: Ahead | None = None,
+    early: bool = EARLY,
+) -> Stream:
+    """The stream plus `y` (rows, features) times a weight (width, features), in front of its next norm.
+
+    In a chain, a kernel must lie between what wrote the stream and this: that of `y`.
+    """
+    tiles = tiles_for("add", y, [weight], table)
     if tiles is None:
         return add_plain(stream, y, weight, norm)
     x, gained = (torch.empty_like(stream.x) for _ in range(2))
     squares = torch.empty(-(-len(weight) // tiles.n), len(x), dtype=torch.float32, device=x.device)
     after = Stream(x, norm, gained, squares)
-    _launch(y, None, 0.0, [weight], tiles, counters, x, stream.x, after)
+    _launch(y, None, 0.0, [weight], tiles, counters, x, stream.x, after, ahead=ahead, early=early)
     return after
 
 
@@ -148,12 +161,20 @@ def add_plain(stream: Stream, y: Tensor, weight: Tensor, norm: Norm) -> Stream:
     return Stream(stream.x + F.linear(y, weight), norm)
 
 
-def gated(stream: Stream, gate: Tensor, up: Tensor, *, table: Table = TILES) -> Tensor:
+def gated(
+    stream: Stream,
+    gate: Tensor,
+    up: Tensor,
+    *,
+    table: Table = TILES,
+    ahead: Ahead | None = None,
+    early: bool = EARLY,
+) -> Tensor:
     """`silu(x gateᵀ) * (x upᵀ)`, of the stream's norm and weights (features, width)."""
-    tiles = _tiles("gated", stream.x, (gate, up), table)
+    tiles = tiles_for("gated", stream.x, (gate, up), table)
     if tiles is None:
         return gated_plain(stream, gate, up)
-    x, squares = (stream.normed(), None) if stream.gained is None else (stream.gained, stream.squares)
+    x, squares = stream.readable()
     (rows, width), features = x.shape, len(gate)
     out = x.new_empty(rows, features)
     with on_device_of(x):
@@ -168,13 +189,15 @@ def gated(stream: Stream, gate: Tensor, up: Tensor, *, table: Table = TILES) -> 
             features,
             0 if squares is None else len(squares),
             stream.norm.eps,
+            **ahead_options(x, ahead),
             is_normed=squares is not None,
-            block_m=_padded(rows),
+            block_m=padded(rows),
             block_n=tiles.n,
-            block_k=_depth(tiles, x),
+            block_k=depth_of(tiles, x),
+            early=early,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
-            **chain_options(x),
+            **chain_options(is_chained(x)),
         )
     return out
 
@@ -195,12 +218,13 @@ def _launch(
     out: Tensor,
     residual: Tensor | None = None,
     after: Stream | None = None,
+    *,
+    ahead: Ahead | None,
+    early: bool,
 ) -> None:
     assert len(weights) <= MOST_WEIGHTS
-    (rows, width), block_m, block_k = x.shape, _padded(len(x)), _depth(tiles, x)
-    count, split = sum(-(-len(weight) // tiles.n) for weight in weights), 1
-    while 2 * split * count <= min(tiles.programs, COUNTERS) and 4 * split * block_k <= width:
-        split *= 2
+    (rows, width), block_m, block_k = x.shape, padded(len(x)), depth_of(tiles, x)
+    count, split = _shares(tiles, weights, block_k)
     partial = torch.empty(count * split * block_m * tiles.n if split > 1 else 1, dtype=torch.float32, device=x.device)
     spare = MOST_WEIGHTS - len(weights)
     with on_device_of(x):
@@ -222,39 +246,63 @@ def _launch(
             *[0] * spare,
             0 if squares is None else len(squares),
             eps,
+            **ahead_options(x, ahead),
             is_normed=squares is not None,
             adds=after is not None,
             split=split,
             block_m=block_m,
             block_n=tiles.n,
             block_k=block_k,
+            early=early,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
-            **chain_options(x),
+            **chain_options(is_chained(x)),
         )
 
 
-def _tiles(form: str, x: Tensor, weights: Sequence[Tensor], table: Table) -> Tiles | None:
+def ahead_of(form: str, rows: int, weights: Sequence[Tensor], *, table: Table = TILES, budget: int = AHEAD) -> Ahead:
+    """What the next kernel begins with, by its form, the number of rows and its weights (features, width)."""
+    tiles = table.get((form, padded(min(rows, MOST_ROWS))))
+    if tiles is None:
+        return Ahead(weights, budget=budget)
+    width, depth = weights[0].shape[1], depth_of(tiles, weights[0])
+    split = _shares(tiles, weights, depth)[1]
+    return Ahead(weights, split, -(-width // (depth * split)) * depth, budget)
+
+
+def _shares(tiles: Tiles, weights: Sequence[Tensor], depth: int) -> tuple[int, int]:
+    """How many tiles there are, and how many programs share one."""
+    count, split = sum(-(-len(weight) // tiles.n) for weight in weights), 1
+    while 2 * split * count <= min(tiles.programs, COUNTERS) and 4 * split * depth <= weights[0].shape[1]:
+        split *= 2
+    return count, split
+
+
+def tiles_for(form: str, x: Tensor, weights: Sequence[Tensor], table: Table) -> Tiles | None:
     """None where torch's own operations are to do it."""
-    if not _suits(x, *weights) or (x.itemsize > 2 and len(x) > MOST_ROWS_WIDE):
+    if not suits(x, *weights) or (x.itemsize > 2 and len(x) > MOST_ROWS_WIDE):
         return None
-    return table.get((form, _padded(len(x))))
+    return table.get((form, padded(len(x))))
 
 
-def _suits(x: Tensor, *weights: Tensor) -> bool:
+def suits(x: Tensor, *weights: Tensor) -> bool:
+    """Whether kernels can multiply an input with such weights."""
     if not has_kernels(x) or x.dtype == torch.float64 or not x.is_contiguous():
         return False
     return all(w.dtype == x.dtype and w.is_contiguous() and w.data_ptr() % 16 == 0 for w in weights)
 
 
-def _padded(rows: int) -> int:
-    return max(16, _power(rows))
+def padded(rows: int) -> int:
+    """Rows of a tile."""
+    return max(16, power_of(rows))
 
 
-def _power(number: int) -> int:
+def power_of(number: int) -> int:
+    """The least power of two that is no less."""
     return 1 << (number - 1).bit_length()
 
 
-def _depth(tiles: Tiles, x: Tensor) -> int:
+def depth_of(tiles: Tiles, x: Tensor) -> int:
+    """Numbers that are added up at a time."""
     # What is multiplied one by one would be long code for deep tiles.
     return tiles.k if x.itemsize == 2 else 32

@@ -56,7 +56,7 @@ def ways_to_recompute(
             Problem(
                 "strategy.recompute.mode",
                 "'auto' needs one micro-batch to measure, and there is none",
-                "pass example=… to plait.prepare, or set full, every or selective",
+                "Pass example=… to plait.prepare, or set full, every or selective.",
             )
         )
     found = count_activations(module, units, example, config, world.device)

@@ -54,7 +54,7 @@ def _check_backend(name: str) -> None:
             Problem(
                 "strategy.compile.backend",
                 f"torch knows no compiler backend {name!r}",
-                f"there are: {', '.join(torch.compiler.list_backends())}",
+                f"There are: {', '.join(torch.compiler.list_backends())}.",
             )
         ) from None
 

@@ -94,7 +94,7 @@ def operations(words: Sequence[str]) -> frozenset[Any]:
                     Problem(
                         "strategy.recompute.save_ops",
                         f"torch has no operation {word!r}",
-                        "use names of torch.ops.aten, such as mm, addmm, bmm, or scaled_dot_product_attention",
+                        "Use names of torch.ops.aten, such as mm, addmm, bmm, or scaled_dot_product_attention.",
                     )
                 )
             found.update(getattr(packet, overload) for overload in packet.overloads())

@@ -34,7 +34,7 @@ def tile_layers(model: nn.Module, config: TilesConfig) -> list[str]:
         found = {name: module for name, module in model.named_modules() if name and fnmatchcase(name, pattern)}
         if not found:
             names = [name for name, _ in model.named_modules() if name][:20]
-            problems.append(Problem(_PATH, f"{pattern!r} fits no module", f"there are: {', '.join(names)}, …"))
+            problems.append(Problem(_PATH, f"{pattern!r} fits no module", f"There are: {', '.join(names)}, …"))
         chosen |= found
     if problems:
         raise ConfigError(problems)

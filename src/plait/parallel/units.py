@@ -54,7 +54,7 @@ def _by_class_or_name(model: nn.Module, wrap: WrapConfig) -> list[Unit]:
                 Problem(
                     f"strategy.wrap.{'names' if hits & set(wrap.names) else 'classes'}",
                     f"{name!r} is a {type(module).__name__}, which holds modules and has no forward of its own",
-                    f"name what it holds: `{name}.*`",
+                    f"Name what it holds: `{name}.*`.",
                 )
             )
     for key, words in (("classes", wrap.classes), ("names", wrap.names)):
@@ -65,7 +65,7 @@ def _by_class_or_name(model: nn.Module, wrap: WrapConfig) -> list[Unit]:
                     Problem(
                         f"strategy.wrap.{key}",
                         f"{word!r} matches no module",
-                        f"there are: {', '.join(known)}",
+                        f"There are: {', '.join(known)}.",
                     )
                 )
     if problems:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel
+
 from plait.config import RunConfig, check, dialect, parse
 
 
@@ -28,6 +30,10 @@ class Candidate:
         """As they would be typed after `plait train run.yaml`."""
         return [f"{key}={written(value)}" for key, value in self.settings.items()]
 
+    def changes(self, run: RunConfig) -> list[str]:
+        """The overrides without those that the run says already: what a person has to write."""
+        return [f"{key}={written(value)}" for key, value in self.settings.items() if not _says(run, key, value)]
+
     def applied_to(self, run: RunConfig) -> RunConfig:
         """The run with these settings; a `ConfigError` where that is none.
 
@@ -36,6 +42,16 @@ class Candidate:
         changed = parse(run.model_dump(mode="json", exclude_unset=True), self.overrides).config
         check(changed, has_val=changed.val_data is not None, require_length=False)
         return changed
+
+
+def _says(run: RunConfig, key: str, value: Any) -> bool:
+    """Whether a run has this value there; what lies inside lists and free sections is not looked at."""
+    found: Any = run
+    for part in key.split("."):
+        if not isinstance(found, BaseModel) or part not in type(found).model_fields:
+            return False
+        found = getattr(found, part)
+    return bool(found == value)
 
 
 def written(value: Any) -> str:

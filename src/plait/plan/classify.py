@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from plait.ops.blockwise import Packed
+from plait.parallel.offload.collect import StreamedGradients
 from plait.plan.recorder import Recorder
 from plait.spec.phase import Phase
 from plait.strategy.native.engine import NativeEngine
+from plait.strategy.native.offloaded import OffloadedViews
 from plait.world import is_sharded
 from plait.world.patch import replaced
 
@@ -79,6 +81,10 @@ class Owners:
                 yield "gradients", engine.views.gradient_of(name)
         for each in self._gathering:
             yield from _gathered(each)
+        if isinstance(engine.views, OffloadedViews):
+            yield "optimizer", engine.views.store.stand_in
+        if isinstance(engine.gradients, StreamedGradients):
+            yield from (("gradients", tensor) for tensor in engine.gradients.sums.values())
 
 
 def classify(recorder: Recorder, engine: NativeEngine) -> dict[str, int]:

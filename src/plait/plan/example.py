@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from plait.config.data import Cifar10Data, ImageFolderData, JsonlData, TextData, TokensData
+from plait.config.data import Cifar10Data, ImageFolderData, JsonlData, TextData, TokensData, leaves
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, Problem
 
@@ -14,7 +14,7 @@ from plait.errors import ConfigError, Problem
 def example_of(config: RunConfig, micro: int) -> Any:
     """What the model is called with, for `micro` samples of `config.data`; without data, tokens where the model says
     how many it takes. To be called in a fake world: nothing in it has values."""
-    data = config.data
+    data = next((source for _, source in leaves("data", config.data)), None)
     if isinstance(data, TextData | JsonlData | TokensData):
         return _tokens(micro, data.seq_len, documents=data.document_mask)
     if isinstance(data, ImageFolderData | Cifar10Data):

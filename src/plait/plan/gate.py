@@ -15,7 +15,7 @@ from plait.config.run import RunConfig
 from plait.errors import ConfigError, PlaitError, Problem, in_one_line
 from plait.plan.expectation import Forecast
 from plait.plan.hardware import Hardware, find_hardware, hardware_here
-from plait.plan.ladder import climb
+from plait.plan.ladder import climb, taken_back
 from plait.plan.plan import Plan, make_plan
 from plait.plan.shares import SHARE, with_ratio
 from plait.plan.ways import search
@@ -31,7 +31,7 @@ def best_settings(config: RunConfig, ranks: int) -> tuple[list[str], str] | str:
     known = machine.kind == "cuda" or machine.measured
     rate = f"{best.plan.tokens_per_second:,.0f} tokens/s, " if known else ""
     words = f"{rate}{best.plan.needed_gib:.1f} GiB; {len(found.found)} ways in {found.seconds:.0f} s"
-    return best.candidate.overrides, words
+    return best.candidate.changes(config), words
 
 
 def best_ratio(config: RunConfig, ranks: int) -> list[str] | str:
@@ -111,8 +111,9 @@ def _refusal(config: RunConfig, plan: Plan, machine: Hardware, ranks: int, optio
     else:
         what = f"a host would need {plan.host_gib:.0f} GiB, and has {machine.host_memory_gib:.0f}"
     remedy = "Nothing on the ladder makes it fit here: use more devices, or a smaller model."
-    for rung in climb(config, machine, ranks=ranks, **options):
-        if rung.fits and rung.plan is not None:
-            remedy = f"With `{' '.join(rung.candidate.overrides)}` it needs {rung.plan.needed_gib:.1f} GiB."
-            break
+    rungs = list(climb(config, machine, ranks=ranks, **options))
+    if rungs and rungs[-1].fits:
+        least = taken_back(config, machine, rungs, ranks=ranks, **options)
+        assert least.plan is not None
+        remedy = f"With `{' '.join(least.candidate.changes(config))}` it needs {least.plan.needed_gib:.1f} GiB."
     return ConfigError(Problem("strategy", what, f"{remedy} `plan=warn` starts it all the same."))

@@ -80,7 +80,9 @@ def _from_few(
     account = short.account.stretched(longer.account, times)
     account = account.repeated(lengths.micro_batches / lengths.least_micro_batches)
     account = _completed(account, longer.account)
-    return replace(longer, account=account, flops_per_token=None, trail=[])  # those of the short model
+    # What both say holds for any length; a count of layers is that of the short model, as are FLOPs and trail.
+    notes = [note for note in longer.notes if note in short.notes]
+    return replace(longer, account=account, flops_per_token=None, trail=[], notes=notes)
 
 
 def _from_few_micro_batches(

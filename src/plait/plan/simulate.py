@@ -16,6 +16,7 @@ import torch
 
 from plait.config.batch import resolve_batch
 from plait.config.layout import Layout
+from plait.config.optim import AdamW8bitConfig
 from plait.config.run import RunConfig
 from plait.parallel.offload.activations import activations_on_host
 from plait.parallel.offload.store import Offload
@@ -132,6 +133,7 @@ def simulate(
         numbers["micro_batches"] = batch.accumulation
         if isinstance(engine.views, OffloadedViews):
             numbers |= _update(engine.views.store, config, hardware, world.layout)
+            numbers["state"] += _states_away(engine.views.store, config)
         if config.strategy.offload.params == "nvme":
             on_link = numbers.get(f"link.in.{EACH}", 0.0) * hardware.pcie_gbps
             numbers[f"link.files.{EACH}"] = on_link * min(ranks, hardware.per_host) / hardware.disk_gbps
@@ -180,6 +182,13 @@ def _update(store: Offload, config: RunConfig, hardware: Hardware, layout: Layou
     away = Away(on_host, in_files, back)
     work = host_work(away, config, hardware, layout, state=store.options.state_bytes, wide=wide)
     return work.to_dict(mode_of(config, layout, hardware.kind))
+
+
+def _states_away(store: Offload, config: RunConfig) -> float:
+    """What a checkpoint has of optimizer states that are not on the device, and that a plan does not make."""
+    away = sum(bucket.numel for bucket in store.buckets if bucket.span.home != "device")
+    wide = isinstance(config.optim, AdamW8bitConfig)  # moments in 8 bits are saved in fp32
+    return away * (8.0 if wide else store.options.state_bytes)
 
 
 def _look_at_peaks(recorder: Recorder, engine: NativeEngine) -> dict[str, dict[str, int]]:

@@ -32,6 +32,11 @@ class Space:
     """At most so many micro-batch sizes."""
 
 
+def that_can_pay(kind: str, dimensions: tuple[str, ...] = DIMENSIONS) -> tuple[str, ...]:
+    """Dimensions without those that can win nothing: where the device is the host, nothing is kept off it."""
+    return tuple(each for each in dimensions if each != "offload" or kind == "cuda")
+
+
 def candidates(run: RunConfig, space: Space) -> list[Candidate]:
     """The run as it is written, then every combination of the values to try. Some may turn out to make no run."""
     dims: list[list[Settings]] = [
@@ -71,20 +76,21 @@ def _offload(run: RunConfig, space: Space) -> list[Settings]:
     Where the run says more of it than where things live, it stays as it is written.
     """
     offload = run.strategy.offload
-    said = offload.model_fields_set - {"optimizer", "params", "activations"}
+    said = offload.model_fields_set - {"optimizer", "params", "activations", "path"}
     if said or not _wanted("offload", space, "strategy.offload"):
         return [{}]
     if isinstance(run.optim, AdafactorConfig | LambConfig | MuonConfig):
         return [{}]  # these look at whole parameters
-    home, weights, share = (f"strategy.offload.{key}" for key in ("optimizer", "params", "ratio"))
+    home, weights, share, folder = (f"strategy.offload.{key}" for key in ("optimizer", "params", "ratio", "path"))
     stays: Settings = {weights: "none"} if offload.params != "none" else {}
-    nothing: Settings = {home: "none", **stays} if offload.on else {}
+    no_files: Settings = {folder: None} if offload.path is not None else {}
+    nothing: Settings = {home: "none", **stays, **no_files} if offload.on else {}
     clear: Settings = {} if run.strategy.sharding is None else {"strategy.sharding": None}
     return [
         nothing,
-        {home: "cpu", share: "auto", **stays},
+        {home: "cpu", share: "auto", **stays, **no_files},
         {home: "nvme", share: "auto", **stays},
-        {home: "cpu", **clear, "strategy.zero": 3, weights: "cpu"},
+        {home: "cpu", **clear, "strategy.zero": 3, weights: "cpu", **no_files},
     ]
 
 

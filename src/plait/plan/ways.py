@@ -24,7 +24,7 @@ from plait.plan.plan import GIB, Plan, make_plan
 from plait.plan.quick import Quick, quick_look
 from plait.plan.shares import SHARE, with_share
 from plait.plan.simulate import MakeExample
-from plait.plan.space import Space, candidates
+from plait.plan.space import Space, candidates, that_can_pay
 
 _AWAY = 0.03
 """What keeps something off the device must be faster by this share: so far off may a plan be, and the host has a part
@@ -84,8 +84,7 @@ def search(
 ) -> Search:
     """Look at every way to spread a run, and closely at the `close` best, for about so many seconds."""
     start = time.monotonic()
-    tiers = ("offload",) if hardware.kind == "cuda" else ()
-    space = space or Space(ranks, ("zero", "layout", "recompute", "micro", *tiers))
+    space = space or Space(ranks, that_can_pay(hardware.kind, ("zero", "layout", "recompute", "micro", "offload")))
     legal, refused = _legal(candidates(config, space), config, ranks)
     say(f"{len(legal)} ways to spread the run, {len(refused)} more that no run can have")
     looked = quick_look(legal, hardware, ranks, make_example)
@@ -115,7 +114,7 @@ def search(
         promising = []
     fits = sorted((each for each in simulated if not each.reason), key=lambda each: -each.worth)
     fails = [each for each in simulated if each.reason]
-    why = "not simulated: the search's time was up" if late else "not simulated: slower by the quick account"
+    why = "not simulated: the search's time was up" if late else "not simulated: behind by the quick account"
     rest = [replace(each, reason=why) for each in promising]
     return Search((*fits, *rest, *fails, *large, *refused), time.monotonic() - start)
 
@@ -181,11 +180,15 @@ def _simulated(found: Found, hardware: Hardware, ranks: int, make_example: MakeE
     return replace(found, plan=plan, reason=reason)
 
 
+def _too_large(quick: Quick, hardware: Hardware) -> bool:
+    return quick.needed_gib > hardware.memory_gib or quick.host_gib > hardware.host_memory_gib
+
+
 def in_expected_order(config: RunConfig, found: Sequence[Candidate], hardware: Hardware, ranks: int) -> list[Candidate]:
     """Candidates as the quick account expects them to be: fastest first, then those that are too large."""
     legal, _ = _legal(found, config, ranks)
     looked = quick_look(legal, hardware, ranks, example_of)
     pairs = zip(legal, looked, strict=True)
     known = [(replace(each, quick=quick), quick) for each, quick in pairs if not isinstance(quick, str)]
-    known.sort(key=lambda pair: (pair[1].needed_gib > hardware.memory_gib, -pair[0].worth))
+    known.sort(key=lambda pair: (_too_large(pair[1], hardware), -pair[0].worth))
     return [each.candidate for each, _ in known]

@@ -88,6 +88,7 @@ def draw_calibration(scores: Sequence[PairScore], path: Path) -> None:
     right.hist([score.chosen - score.rejected for score in scores], bins=30)
     right.axvline(0.0, color="0.4", linestyle="--")
     right.set(xlabel="chosen − rejected", ylabel="pairs")
+    right.yaxis.get_major_locator().set_params(integer=True)  # there are no half pairs
     figure.suptitle(f"{len(scores)} pairs")
     figure.savefig(path, dpi=120)
 

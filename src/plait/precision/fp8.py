@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeGuard
 
@@ -13,9 +13,11 @@ from plait.config.precision import Fp8Config
 from plait.errors import ConfigError, ModelError, Problem
 from plait.ops.fp8 import fp8_linears
 from plait.ops.fp8_cast import MULTIPLE
+from plait.ops.fp8_earlier import AT_ONCE, Earlier
 from plait.ops.fp8_gated import fp8_feed_forward
 from plait.ops.linears import is_untouched
 from plait.ops.swiglu import swiglu
+from plait.precision.earlier import EarlierScales
 
 
 class Fp8Linear(nn.Linear):
@@ -23,6 +25,10 @@ class Fp8Linear(nn.Linear):
 
     rowwise: bool
     emulated: bool
+    scales: EarlierScales | None = None
+    """What is known from earlier steps; without it, scales are found at once."""
+    row: int
+    """This layer's number there."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The same as the plain layer's, up to rounding."""
@@ -39,7 +45,14 @@ def through_fp8(x: Tensor, layers: Sequence[Fp8Linear]) -> tuple[Tensor, ...]:
     dtype = _format(x, layers[0])
     weights = [layer.weight.to(dtype) for layer in layers]
     biases = [None if layer.bias is None else layer.bias.to(dtype) for layer in layers]
-    return fp8_linears(x.to(dtype), weights, biases, rowwise=layers[0].rowwise, emulated=layers[0].emulated)
+    return fp8_linears(
+        x.to(dtype),
+        weights,
+        biases,
+        rowwise=layers[0].rowwise,
+        emulated=layers[0].emulated,
+        earlier=_earlier(x, layers),
+    )
 
 
 def feed_forward_fp8(x: Tensor, gate: Fp8Linear, up: Fp8Linear, down: Fp8Linear) -> Tensor:
@@ -50,7 +63,14 @@ def feed_forward_fp8(x: Tensor, gate: Fp8Linear, up: Fp8Linear, down: Fp8Linear)
         return down(swiglu(*through_fp8(x, (gate, up))))  # type: ignore[no-any-return]
     dtype = _format(x, gate)
     weights = (layer.weight.to(dtype) for layer in layers)
-    return fp8_feed_forward(x.to(dtype), *weights, emulated=gate.emulated)
+    return fp8_feed_forward(x.to(dtype), *weights, emulated=gate.emulated, earlier=_earlier(x, layers))
+
+
+def _earlier(x: Tensor, layers: Sequence[Fp8Linear]) -> Earlier:
+    scales = layers[0].scales
+    if scales is None or not layers[0].training:  # what is evaluated may be unlike what the scales are from
+        return AT_ONCE
+    return scales.of([layer.row for layer in layers], x)
 
 
 def _format(x: Tensor, layer: Fp8Linear) -> torch.dtype:
@@ -59,15 +79,15 @@ def _format(x: Tensor, layer: Fp8Linear) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
 
 
-def apply_fp8(blocks: Iterable[tuple[str, nn.Module]], config: Fp8Config, device: torch.device) -> list[str]:
-    """Make linear layers inside these blocks multiply in 8 bits; returns their names.
+def apply_fp8(blocks: Iterable[tuple[str, nn.Module]], config: Fp8Config, device: torch.device) -> dict[str, Fp8Linear]:
+    """Make linear layers inside these blocks multiply in 8 bits; returns them by name.
 
     Embedding and head are outside of blocks, and stay as they are; of a model without blocks, which comes under the
     name "", the last linear layer does. A layer changes its class in place, so no parameter changes its name. Layers
     whose sizes are no multiples of 16, and frozen ones, are left alone.
     """
     if config.recipe == "none":
-        return []
+        return {}
     if not config.emulate:
         _require(device)
     found: dict[str, nn.Linear] = {}
@@ -83,11 +103,25 @@ def apply_fp8(blocks: Iterable[tuple[str, nn.Module]], config: Fp8Config, device
             f"that are multiples of {MULTIPLE} and a name that `modules` and `skip` let through. Name the blocks with "
             "strategy.wrap, or write precision: bf16"
         )
-    for module in chosen.values():
+    layers: dict[str, Fp8Linear] = {}
+    for name, module in chosen.items():
         module.__class__ = Fp8Linear
         assert isinstance(module, Fp8Linear)
         module.rowwise, module.emulated = config.recipe == "rowwise", config.emulate
-    return list(chosen)
+        layers[name] = module
+    return layers
+
+
+def scale_by_earlier_steps(
+    layers: Mapping[str, Fp8Linear], config: Fp8Config, device: torch.device
+) -> EarlierScales | None:
+    """Let layers take their scales from earlier steps, where `config` wants that; returns what has to be kept."""
+    if not layers or config.scales != "earlier":
+        return None
+    scales = EarlierScales(list(layers), history=config.history, headroom=config.headroom, device=device)
+    for row, layer in enumerate(layers.values()):
+        layer.scales, layer.row = scales, row
+    return scales
 
 
 def _wanted(name: str, config: Fp8Config) -> bool:

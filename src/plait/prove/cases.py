@@ -10,6 +10,7 @@ from plait.config import Layout, ResolvedBatch, RunConfig, parse_sections, resol
 from plait.config.depth import LAYER_KEYS, depth_of, with_depth
 from plait.config.layout import least_ranks
 from plait.config.model import HFConfig
+from plait.config.strategy import StrategyConfig
 from plait.errors import ConfigError, Problem
 from plait.launch import gpu_count
 
@@ -22,7 +23,7 @@ class Cases:
     """Two run descriptions that must do the same."""
 
     reference: RunConfig
-    """One process, nothing recomputed, nothing compiled."""
+    """One process, nothing recomputed, compiled or offloaded."""
     candidate: RunConfig
     layout: Layout
     batch: ResolvedBatch
@@ -93,8 +94,22 @@ def _parsed(sections: Mapping[str, Any]) -> RunConfig:
     return parse_sections(**sections).config
 
 
+def besides(strategy: StrategyConfig) -> list[str]:
+    """What a strategy does besides spreading the run over ranks, each in a word or two."""
+    offload = strategy.offload
+    said = {
+        f"engine {strategy.engine}": strategy.engine != "native",
+        f"recompute {strategy.recompute.mode}": strategy.recompute.mode != "none",
+        "compile": strategy.compile.enabled,
+        f"offload {offload.optimizer}": offload.on,
+        f"weights in {'host memory' if offload.params == 'cpu' else 'files'}": offload.params != "none",
+        "offloaded activations": offload.activations != "none",
+        "tiles": bool(strategy.tiles.names),
+    }
+    return [words for words, is_so in said.items() if is_so]
+
+
 def _refuse_what_is_one_process(config: RunConfig, layout: Layout) -> None:
-    strategy = config.strategy
-    if layout.size == 1 and strategy.recompute.mode == "none" and not strategy.compile.enabled:
-        message = "one rank, nothing recomputed, nothing compiled: that is the reference itself"
+    if layout.size == 1 and not besides(config.strategy):
+        message = "one rank, nothing recomputed, compiled or offloaded: that is the reference itself"
         raise ConfigError(Problem("strategy", message, "Give `--ranks 2`, or a strategy that spreads something."))

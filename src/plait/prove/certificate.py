@@ -109,6 +109,8 @@ class Certificate:
             tensors = len({each.name for each in self.findings if each.is_tensor and not each.is_noise})
             worst = self.worst
             margin = "" if worst is None else f"; closest to its tolerance: {worst}"
+            if worst is not None and worst.deviation == 0:
+                margin = ", without any deviation"
             return f"PASS  {subject} is one process: {tensors} tensors agree after each of {steps} steps{margin}"
         lines = [f"FAIL  {subject} is not one process"]
         tensor = self.first_tensor

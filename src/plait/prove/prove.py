@@ -12,7 +12,7 @@ from plait.config import Layout, RunConfig, parse, to_dict
 from plait.config.complete import check_complete
 from plait.errors import ConfigError, Problem, TrainingError
 from plait.launch import run_ranks
-from plait.prove.cases import Cases, make_cases
+from plait.prove.cases import Cases, besides, make_cases
 from plait.prove.certificate import Certificate, Check, judge
 from plait.prove.job import NUDGED, TRACE, Job, Trace
 from plait.prove.page import write_page
@@ -75,14 +75,12 @@ def _run(job: Job, ranks: int, who: str) -> None:
 
 
 def name_of(config: RunConfig, layout: Layout) -> str:
-    """A strategy in a few words: `zero3 on 2 ranks`, `zero1, pp 2, tp 2 on 8 ranks`."""
+    """A strategy in a few words: `zero3 on 2 ranks`, `zero1, pp 2, tp 2, offload cpu on 8 ranks`."""
     stage = config.strategy.stage
     axes = [f"{axis} {size}" for axis, size in layout.sizes().items() if size > 1 and not axis.startswith("dp_")]
     word = [f"zero{stage}" if stage else "ddp"] if layout.data_parallel > 1 or stage else []
-    extras = [f"recompute {config.strategy.recompute.mode}"] if config.strategy.recompute.mode != "none" else []
-    extras += ["compile"] if config.strategy.compile.enabled else []
     count = f"{layout.size} rank{'s' if layout.size > 1 else ''}"
-    return f"{', '.join([*word, *axes, *extras])} on {count}"
+    return f"{', '.join([*word, *axes, *besides(config.strategy)])} on {count}"
 
 
 def certify(cases: Cases, rounding: Rounding, reference: Trace, nudged: Trace, candidate: Trace) -> Certificate:
@@ -91,7 +89,7 @@ def certify(cases: Cases, rounding: Rounding, reference: Trace, nudged: Trace, c
     assert config.model is not None
     facts = {
         "candidate": name_of(config, cases.layout),
-        "reference": "one process, nothing sharded, recomputed or compiled",
+        "reference": "one process, nothing sharded, recomputed, compiled or offloaded",
         "model": config.model.type,
         "optimizer": config.optim.type,
         "precision": f"{config.precision.compute} compute, {config.precision.reduce} reduction",

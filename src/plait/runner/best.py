@@ -24,7 +24,7 @@ class Best:
         if self.metric not in metrics:
             raise ConfigError(
                 Problem(
-                    self._path, f"{self.metric!r} is not measured", f"validation gives: {', '.join(sorted(metrics))}"
+                    self._path, f"{self.metric!r} is not measured", f"Validation gives: {', '.join(sorted(metrics))}."
                 )
             )
         value = metrics[self.metric]

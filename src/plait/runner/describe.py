@@ -64,9 +64,13 @@ def describe_run(runner: Runner) -> dict[str, Any]:
     }
 
 
-def write_report(path: Path, ended: dict[str, Any]) -> None:
-    """Keep how a run ended beside its log."""
-    path.write_text(json.dumps(ended, indent=1) + "\n")
+def write_report(path: Path, ended: dict[str, Any]) -> str | None:
+    """Keep how a run ended beside its log. What went wrong is returned: the run's own end is of more weight."""
+    try:
+        path.write_text(json.dumps(ended, indent=1) + "\n")
+    except OSError as error:
+        return f"{path.name} was not written: {error.strerror}"
+    return None
 
 
 def _segment(stage: int | None, layout: Layout) -> str:

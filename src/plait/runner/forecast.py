@@ -32,6 +32,9 @@ class Foresight:
         config, ranks = self._runner.config, detect_ranks()
         if config.plan.gate == "off" or ranks.rank != 0 or dist.is_initialized():
             return
+        if ranks.split > 1:
+            self._found = "micro-batches are smaller than written, since those did not fit into memory"
+            return
         options = {"model": model, "loss_function": loss_function}
         if data is not None:
             micro = self._micro(ranks, data)

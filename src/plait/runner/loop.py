@@ -47,6 +47,11 @@ class _LoopState:
         self.before: StepResult | None = None
         """What the step before did; see `_wants_to_stop`."""
 
+    def count_again(self) -> int | None:
+        """At which step the run ends, now that fewer are done than were."""
+        self.total = self.runner.total_steps
+        return self.total
+
     def finished(self) -> bool:
         """Whether the run has come to its end."""
         done_epochs = self.max_epochs is not None and self.runner.epoch >= self.max_epochs
@@ -81,6 +86,7 @@ def _train_steps(runner: Runner, state: _LoopState) -> bool:
         loaded = perf_counter()
         for hook in before:
             hook(runner)
+        runner.began = engine.steps, runner.epoch, runner.step_in_epoch
         result = train_step(micro_batches)
         step = engine.steps
         runner.step_in_epoch += 1
@@ -92,6 +98,8 @@ def _train_steps(runner: Runner, state: _LoopState) -> bool:
         mark = now
         for hook in after:
             hook(runner, result)
+        if engine.steps != step:  # one of them went back to a checkpoint
+            step, total = engine.steps, state.count_again()
         runner.tick(step)
         poll()
         if logs:

@@ -23,6 +23,7 @@ from plait.checkpoint import (
 from plait.errors import CheckpointError
 from plait.runner.frozen import check_left_out
 from plait.spec import EventKind
+from plait.strategy.native.building import SMALLER_RANGE
 from plait.world import on_main, restore_rng_state, rng_state
 
 if TYPE_CHECKING:
@@ -38,14 +39,25 @@ _SAME_STATE = frozenset({"AdamW", "AdamW8bit"})
 def resume(runner: Runner, saver: Saver) -> Path | None:
     """Continue from the checkpoint that `checkpoint.resume` names; returns it, or None if there is none."""
     found = _find(runner, saver)
-    if found is None:
-        return None
-    checkpoint, fetch = found
+    return None if found is None else _take_up(runner, saver, *found)
+
+
+def go_back(runner: Runner, saver: Saver, path: Path) -> None:
+    """Take up a checkpoint of this very run, in the middle of it."""
+    found = _find_one(runner, saver, str(path))
+    assert found is not None  # a path that is named is there, or an error says that it is not
+    _take_up(runner, saver, *found)
+
+
+def _take_up(runner: Runner, saver: Saver, checkpoint: Checkpoint, fetch: Fetch) -> Path:
     state, engine, world = checkpoint.manifest.state, runner.engine, runner.world
     patterns = _patterns(runner, checkpoint)
     _refuse_another_optimizer(checkpoint.folder, state, runner.config.optim.type)
-    engine.allocate_optimizer_state(_fitting_entries(checkpoint, engine.state_tensors(), patterns))
     tensors = engine.state_tensors()
+    wanted = _fitting_entries(checkpoint, tensors, patterns)
+    if lacking := {name: entry for name, entry in wanted.items() if f"optim.{name}" not in tensors}:
+        engine.allocate_optimizer_state(lacking)
+        tensors = engine.state_tensors()
     if "frozen" in state:
         left_out = check_left_out(checkpoint.folder, state["frozen"], engine, saver.writer.channel)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
@@ -69,6 +81,9 @@ def resume(runner: Runner, saver: Saver) -> Path | None:
     if "engine" in state:
         engine.restore(state["engine"])
     _set_position(runner, state)
+    saved = state.get("config", {}).get("precision", {}).get("compute")
+    if saved == "bf16" and runner.config.precision.compute == "fp16":
+        runner.warn(SMALLER_RANGE)
     if saver.best is not None:
         saver.best.value = state.get("best")
     return checkpoint.folder

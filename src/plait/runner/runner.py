@@ -8,10 +8,11 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from plait.config import Parsed, RunConfig, check, parse, parse_sections, to_yaml
+from plait.config import Parsed, RunConfig, check, parse, parse_sections
 from plait.errors import ConfigError, Problem, TrainingError
 from plait.monitor import Monitor, build_monitor
 from plait.plan.hardware import find_hardware
@@ -22,9 +23,11 @@ from plait.runner.forecast import Foresight
 from plait.runner.hooks import Hook, HookTable, build_hooks
 from plait.runner.loop import train_loop
 from plait.runner.metrics import Metric
+from plait.runner.place import WorkDir
 from plait.runner.saving import Saver
 from plait.runner.signals import StopSignals
 from plait.runner.sources import batch_of, is_section, make_loader
+from plait.runner.suspects import whose
 from plait.spec import Event, EventKind, Phase
 from plait.strategy import Engine, Length, prepare_engine
 from plait.world import World, on_main, open_world
@@ -100,10 +103,11 @@ class Runner:
             )  # a wrong name is an error, not a missing plan
         check(self.config, has_val=self.has("val_data"), require_length=False, origins=parsed.origins)
         if model is None and self.config.model is None:
-            raise ConfigError(Problem("model", "there is none", "give a module, or a section with a type"))
+            raise ConfigError(Problem("model", "there is none", "Give a module, or a section with a type."))
         if model is not None and not callable(model):  # a module is callable too
             message = f"a {type(model).__name__} is no model"
-            raise ConfigError(Problem("model", message, "give a module, a function that makes one, or a section"))
+            raise ConfigError(Problem("model", message, "Give a module, a function that makes one, or a section."))
+        self._work_dir = WorkDir(self.config.work_dir)
         self._model = model
         self._loss_fn = loss_fn
         self._collate = collate_fn
@@ -117,6 +121,8 @@ class Runner:
         """Epochs that are complete."""
         self.step_in_epoch = 0
         """Steps in the epoch that is not."""
+        self.began: tuple[int, int, int] | None = None
+        """Steps, epoch and step in it, when the latest step began."""
         self.stop_reason: str | None = None
         self.figures: dict[str, float] = {}
         """What hooks have measured of the latest step; told with the next line of the log."""
@@ -165,14 +171,16 @@ class Runner:
         config, world = self.config, self.world
         self.foresight.agree()
         world.heartbeat.belongs_to(str(Path(config.work_dir).absolute()))
-        self.batch = batch_of(config, world.layout.data_parallel, self._objects.get("data"))
-        world.heartbeat.can_go_on_with(possible_sizes(config, world.ranks, self._objects.get("data"), self.batch))
+        data, split = self._objects.get("data"), world.ranks.split
+        self.batch = batch_of(config, world.layout.data_parallel, data, split=split)
+        world.heartbeat.can_go_on_with(possible_sizes(config, world.ranks, data, self.batch))
         self.loader = self._loader("data")
         self.steps_per_epoch: int | None = None if self.loader is None else self.loader.steps_per_epoch
-        on_main(world, self._make_work_dir)
+        on_main(world, self._work_dir.make)
         self._monitor = build_monitor(config.log, Path(config.work_dir), world.rank)
         weakref.finalize(self, self._monitor.close).atexit = False  # few scripts close a Runner
         self._engine = engine = self._prepare()
+        engine.whose = partial(whose, self)
         self._model = None
         self.enter(Phase.LOAD)
         self.resumed_from = self.saver.resume()
@@ -192,16 +200,6 @@ class Runner:
             example=self._example(),
             say=self.warn,
         )
-
-    def _make_work_dir(self, *, training: bool = False) -> None:
-        work_dir = Path(self.config.work_dir)
-        try:
-            work_dir.mkdir(parents=True, exist_ok=True)
-            if training:
-                (work_dir / "config.yaml").write_text(to_yaml(self.config))
-        except OSError as error:
-            message = f"{str(work_dir)!r} cannot be written to: {error.strerror}"
-            raise ConfigError(Problem("work_dir", message, "Choose another one.")) from error
 
     def _example(self) -> Any:
         strategy = self.config.strategy
@@ -238,15 +236,15 @@ class Runner:
     def train(self) -> None:
         """Train to the end, from the start or from the checkpoint that `checkpoint.resume` names."""
         if not self.has("data"):
-            raise ConfigError(Problem("data", "there is nothing to train on", "give data, or a section `data`"))
+            raise ConfigError(Problem("data", "there is nothing to train on", "Give data, or a section `data`."))
         if self.config.train.max_steps is None and self.config.train.max_epochs is None:
-            raise ConfigError(Problem("train", "there is no end", "set train.max_steps or train.max_epochs"))
+            raise ConfigError(Problem("train", "there is no end", "Set train.max_steps or train.max_epochs."))
         if self._engine is None or self._engine.steps == 0:
             self.saver.refuse_to_overwrite()
         engine = self.engine
         if self.has("val_data"):
             self._eval_loader("val_data")  # what is wrong with it shows now, not after the first epoch
-        on_main(self.world, lambda: self._make_work_dir(training=True))
+        on_main(self.world, lambda: self._work_dir.take(self.config))
         self.stop_reason = None
         self.emit(EventKind.RUN_START, **describe_run(self))
         self.foresight.tell()
@@ -256,6 +254,9 @@ class Runner:
             with StopSignals(self.stop):
                 train_loop(self)
                 reason = self.stop_reason or "finished"
+                if engine.steps == first and reason == "finished" and self.world.is_main:
+                    text = f"nothing was left to do at step {first}: raise `train.max_steps` or `max_epochs` to go on"
+                    self.emit(EventKind.MESSAGE, level="info", text=text)
                 measured = self._measured()
                 if self.config.checkpoint.last:
                     self.saver.save(last=True)
@@ -266,9 +267,10 @@ class Runner:
         finally:
             seconds = time.perf_counter() - start
             ended = {"reason": reason, "seconds": seconds, "steps": engine.steps - first, **measured}
+            if self.world.is_main and (lost := write_report(Path(self.config.work_dir) / "report.json", ended)):
+                self.emit(EventKind.MESSAGE, level="warning", text=lost)
             self.emit(EventKind.RUN_END, **ended)
-            if self.world.is_main:
-                write_report(Path(self.config.work_dir) / "report.json", ended)
+            self._work_dir.let_go()
 
     def _measured(self) -> dict[str, Any]:
         """What is known of a run at its end; every rank must ask."""
@@ -291,7 +293,7 @@ class Runner:
     def _measure(self, role: str, kind: EventKind) -> dict[str, float]:
         if not self.has(role):
             raise ConfigError(
-                Problem(role, "there are no data to measure on", f"give {role}, or a section of that name")
+                Problem(role, "there are no data to measure on", f"Give {role}, or a section of that name.")
             )
         self.engine.agree_on_buffers()
         self._eval_loader(role)  # made before the clock starts

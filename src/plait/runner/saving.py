@@ -15,7 +15,7 @@ from plait.errors import CheckpointError
 from plait.runner.best import Best
 from plait.runner.frozen import FrozenPart
 from plait.runner.hooks import Hook
-from plait.runner.resuming import resume
+from plait.runner.resuming import go_back, resume
 from plait.spec import EventKind, Phase
 from plait.world import on_main, rng_state
 
@@ -214,4 +214,24 @@ class Saver:
         path = resume(self._runner, self)
         if path is not None and path.parent.resolve() == self.folder.root.resolve():
             self._saved_step = self._runner.step
+        return path
+
+    def go_back(self, before: int) -> Path | None:
+        """Take up the checkpoint that was saved last at step `before` or earlier; None if there is none.
+
+        The place in the data stays. That is saved at once, so that a run which ends now does not meet the same data
+        again. Every rank must call it.
+        """
+        runner = self._runner
+        runner.engine.settle()
+        self.wait()
+        path = on_main(runner.world, lambda: self.folder.newest(before))
+        if path is None:
+            return None
+        place = runner.epoch, runner.step_in_epoch
+        runner.enter(Phase.LOAD)
+        go_back(runner, self, path)
+        runner.set_position(*place, samples=runner.batch.total)
+        self._saved_step = None
+        self.save()
         return path

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from plait.config import ResolvedBatch, RunConfig, resolve_batch
-from plait.config.data import DataConfig, JsonlData, TextData
+from plait.config.data import DataConfig, texts
 from plait.config.train import BatchConfig
 from plait.data import Loader, adopt, build_dataset, is_stream, prepare, tokenizer_path
 from plait.data.collate import stack
@@ -22,10 +22,11 @@ def is_section(value: Any) -> bool:
     return isinstance(value, Mapping) and "type" in value
 
 
-def batch_of(config: RunConfig, data_parallel: int, given: Any) -> ResolvedBatch:
+def batch_of(config: RunConfig, data_parallel: int, given: Any, *, split: int = 1) -> ResolvedBatch:
     """The batch sizes on so many ranks that see different samples.
 
-    A DataLoader's own batch size is the micro-batch where the section does not say.
+    A DataLoader's own batch size is the micro-batch where the section does not say. `split`: into how many parts
+    micro-batches are split.
     """
     section = config.batch
     if (
@@ -35,7 +36,11 @@ def batch_of(config: RunConfig, data_parallel: int, given: Any) -> ResolvedBatch
     ):
         section = BatchConfig(total=section.total, micro=adopt(given).micro, accumulation=section.accumulation)
     micro_batches = config.strategy.pipeline.micro_batches
-    return resolve_batch(section, data_parallel, micro_batches=micro_batches)
+    batch = resolve_batch(section, data_parallel, micro_batches=micro_batches)
+    if split > 1 and config.strategy.engine != "native":
+        message = f"memory was short with {batch.micro}, and the engine {config.strategy.engine} is told once"
+        raise ConfigError(Problem("batch.micro", message, "Write a smaller one."))
+    return batch.split(split)
 
 
 def make_loader(
@@ -72,7 +77,7 @@ def make_loader(
         if not training:
             micro = adopt(given).micro
             common["batch"] = ResolvedBatch(micro * world.layout.data_parallel, micro, 1)
-        return Loader.from_dataloader(given, **common)
+        return Loader.from_dataloader(given, split=world.ranks.split > 1, **common)
     return Loader(
         given,
         shuffle=training and not is_stream(given),
@@ -107,7 +112,7 @@ def _described(role: str, section: DataConfig, config: RunConfig, world: World) 
 def _prepare(role: str, section: DataConfig, config: RunConfig) -> Path | None:
     """Tokenize, where there is something to tokenize; returns the tokenizer that the training data share."""
     tokenizer = None
-    if role != "data" and isinstance(section, TextData | JsonlData) and section.tokenizer is None:
+    if role != "data" and any(text.tokenizer is None for _, text in texts(role, section)[:1]):
         tokenizer = tokenizer_path(config.data)
         if tokenizer is None:
             message = "there is none, and the training data have none to share"

@@ -103,6 +103,8 @@ class Engine(ABC):
     """Optimizer steps so far, skipped ones included."""
     on_phase: Callable[[Phase], None]
     """Is told what this rank begins to do."""
+    whose: Callable[[int], str] = staticmethod(lambda step: "")
+    """Says which samples a step had that went wrong, as the end of a sentence; nothing where nobody knows."""
 
     @abstractmethod
     def train_step(self, micro_batches: Sequence[Any]) -> StepResult:

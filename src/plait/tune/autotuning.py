@@ -40,6 +40,7 @@ class Translated:
 
 _TUNERS = {"gridsearch": "grid", "random": "random", "model_based": "model"}
 _METRICS = {"throughput": "throughput", "latency": "step_time", "flops": "throughput"}
+_FAST = ("zero", "micro")
 _PARTS = ("forward", "backward", "step")
 _NO_MEANING = {
     "arg_mappings": "a trial gets its settings through the run description, not through a script's arguments",
@@ -70,7 +71,7 @@ def translate_autotuning(section: Mapping[str, Any], *, nproc: int = 1) -> Trans
     section is silent, DeepSpeed's defaults are taken for what it searches, Plait's for the rest.
     """
     settings: dict[str, Any] = {"nproc": nproc, "tuner": "grid", "trials": 50, "early_stop": 5}
-    settings |= {"warmup": 2, "steps": 5, "micro_count": 3, "dimensions": _dimensions(True)}
+    settings |= {"warmup": 2, "steps": 5, "micro_count": 3, "dimensions": _FAST}
     account: list[Account] = []
     problems: list[Problem] = []
     for key, value in section.items():
@@ -124,13 +125,10 @@ def _enabled(value: Any) -> tuple[dict[str, Any], Account]:
 
 
 def _fast(value: Any) -> tuple[dict[str, Any], Account]:
-    found = _dimensions(_flag("fast", value))
-    return {"dimensions": found}, Account("fast", "mapped", f"dimensions: {', '.join(found)}")
-
-
-def _dimensions(fast: bool) -> tuple[str, ...]:
     """Fast, DeepSpeed varies the stage and the micro-batch; otherwise all that it knows, as here all that we know."""
-    return ("zero", "micro") if fast else ("zero", "layout", "recompute", "compile", "micro")
+    if _flag("fast", value):
+        return {"dimensions": _FAST}, Account("fast", "mapped", f"dimensions: {', '.join(_FAST)}")
+    return {"dimensions": None}, Account("fast", "mapped", "dimensions: all that can pay on the machine")
 
 
 def _metric(value: Any) -> tuple[dict[str, Any], Account]:

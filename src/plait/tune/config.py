@@ -17,7 +17,7 @@ from plait.config.base import Many, NonNegativeInt, PositiveInt, Section
 from plait.config.words import choose, show
 from plait.errors import ConfigError, Problem
 
-Dimension = Literal["zero", "layout", "recompute", "compile", "micro"]
+Dimension = Literal["zero", "layout", "recompute", "compile", "offload", "micro"]
 
 
 class TuneConfig(Section):
@@ -43,8 +43,8 @@ class TuneConfig(Section):
     """End after so many measured trials in a row without a better one."""
     seed: NonNegativeInt = 0
     """Of the shuffling."""
-    dimensions: Many[Dimension] = ("zero", "layout", "recompute", "compile", "micro")
-    """What is varied besides `space`; the global batch stays what it is."""
+    dimensions: Many[Dimension] | None = None
+    """What is varied besides `space`; the global batch stays what it is. Absent: all that can pay on this machine."""
     micro_min: PositiveInt = 1
     """Smallest micro-batch that is tried."""
     micro_max: PositiveInt = 1024

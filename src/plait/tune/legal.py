@@ -19,7 +19,7 @@ def check_run(source: str, overrides: Sequence[str]) -> Parsed:
 def effective(source: str, overrides: Sequence[str], ranks: int) -> str:
     """What the settings come to on `ranks` ranks, as text that is equal where two runs would be.
 
-    Raises `ConfigError` where they make no run.
+    With one copy of the model, every ZeRO stage is the same. Raises `ConfigError` where they make no run.
     """
     config = parse(source, overrides).config
     check(config, has_val=config.val_data is not None, require_length=True)
@@ -31,6 +31,7 @@ def effective(source: str, overrides: Sequence[str], ranks: int) -> str:
 
         check_pipeline(strategy.pipeline, layout.pp, batch.accumulation)
     data = config.model_dump(mode="json")
-    data["strategy"] |= {"zero": strategy.stage, "sharding": None, "layout": layout.sizes()}
+    alone = layout.replicas == 1 and strategy.engine == "native"
+    data["strategy"] |= {"zero": 0 if alone else strategy.stage, "sharding": None, "layout": layout.sizes()}
     data["batch"] = [batch.total, batch.micro, batch.accumulation]
     return json.dumps(data, sort_keys=True)

@@ -7,20 +7,24 @@ from collections.abc import Callable, Sequence
 
 from plait.config import RunConfig
 from plait.plan.candidate import Candidate
-from plait.plan.space import Space
+from plait.plan.space import Space, that_can_pay
 from plait.tune.config import TuneConfig
 
 Rank = Callable[[RunConfig, Sequence[Candidate]], Sequence[Candidate]]
 """Candidates in the order in which they are expected to be fast. One that is left out is tried last."""
 
+_HOMES = ("optimizer", "params")
+_FAR = {"none": 0, "cpu": 1, "nvme": 2}
 _RECOMPUTE_COST = {"none": 0, "every": 1, "selective": 1, "auto": 1, "full": 2}
 
 
 def space_of(run: RunConfig, tune: TuneConfig) -> Space:
-    """What is varied: as asked, without compiling where that cannot work."""
+    """What is varied: as asked, or all that can pay here; without compiling where that cannot work."""
+    kind = _kind(run)
+    dimensions = that_can_pay(kind) if tune.dimensions is None else tune.dimensions
     return Space(
         tune.nproc,
-        tuple(each for each in tune.dimensions if each != "compile" or _can_compile(run)),
+        tuple(each for each in dimensions if each != "compile" or _can_compile(kind)),
         tune.space,
         tune.micro_min,
         tune.micro_max,
@@ -28,14 +32,20 @@ def space_of(run: RunConfig, tune: TuneConfig) -> Space:
     )
 
 
-def _can_compile(run: RunConfig) -> bool:
+def _kind(run: RunConfig) -> str:
+    """The device that trials run on."""
+    import torch
+
+    return "cuda" if run.device in ("auto", "cuda") and torch.cuda.is_available() else "cpu"
+
+
+def _can_compile(kind: str) -> bool:
     import torch
 
     from plait.config.strategy import CompileConfig
     from plait.parallel.compiling import why_not
 
-    there = run.device in ("auto", "cuda") and torch.cuda.is_available()
-    return why_not(CompileConfig(), torch.device("cuda" if there else "cpu")) is None
+    return why_not(CompileConfig(), torch.device(kind)) is None
 
 
 def in_order(run: RunConfig, found: Sequence[Candidate], tune: TuneConfig, rank: Rank) -> list[Candidate]:
@@ -51,14 +61,16 @@ def in_order(run: RunConfig, found: Sequence[Candidate], tune: TuneConfig, rank:
 
 
 def rank_by_rule(run: RunConfig, found: Sequence[Candidate]) -> list[Candidate]:
-    """What costs nothing to know: little recomputing, few cuts of the model, large micro-batches, low stages."""
+    """What costs nothing to know: all on the device, little recomputing, few cuts, large micro-batches, low stages."""
 
     def cost(candidate: Candidate) -> tuple[float, ...]:
         settings, strategy = candidate.settings, run.strategy
+        homes = [settings.get(f"strategy.offload.{key}", getattr(strategy.offload, key)) for key in _HOMES]
         cut = [settings.get(f"strategy.layout.{axis}", getattr(strategy.layout, axis)) for axis in ("tp", "pp")]
         recompute = settings.get("strategy.recompute.mode", strategy.recompute.mode)
         micro = settings.get("batch.micro") or run.batch.micro or 1
         return (
+            float(sum(_FAR.get(str(home), 0) for home in homes)),
             _RECOMPUTE_COST.get(str(recompute), 1),
             float(cut[0] * cut[1]),
             -float(micro),

@@ -106,7 +106,7 @@ def _measure(
         left = end - time.monotonic()
         if left <= 0:
             return f"{config.minutes:g} minutes are over"
-        say(f"trial {len(book.trials) + 1}: {' '.join(candidate.overrides) or 'as it is written'}")
+        say(f"trial {len(book.trials) + 1}: {' '.join(candidate.changes(run)) or 'as it is written'}")
         changed, folder = [*overrides, *candidate.overrides], book.trial_folder(candidate)
         outcome = run_trial(source, changed, run, config, folder, limit_s=min(config.trial_seconds, left))
         if outcome.status == "timeout" and left < config.trial_seconds:
@@ -128,8 +128,9 @@ def _told(outcome: Outcome) -> str:
 
 
 def _write_best(book: Book, source: str, overrides: Sequence[str], record: Record) -> None:
-    chosen = Candidate(record.settings).overrides
-    text = to_yaml(parse(source, [*overrides, *chosen]).config)
+    candidate, run = Candidate(record.settings), parse(source, overrides).config
+    chosen = candidate.changes(run)
+    text = to_yaml(parse(source, [*overrides, *candidate.overrides]).config)
     head = [f"# {Path(source).name}, with the best settings that `plait tune` measured: {_told(record.outcome)}"]
     head += [f"#   {each}" for each in chosen] or ["#   (as it was written)"]
     replace_file(book.folder / "best.yaml", "\n".join([*head, "", text]))

@@ -31,6 +31,8 @@ class Ranks:
     """How often the launcher has started these ranks anew after a failure."""
     most: int = 0
     """With how many ranks it may start them anew; 0: it will not."""
+    split: int = 1
+    """Into how many parts micro-batches are split, since larger ones did not fit into memory before."""
 
 
 def detect_ranks(env: Mapping[str, str] | None = None) -> Ranks:
@@ -54,7 +56,8 @@ def _detect(env: Mapping[str, str]) -> Ranks:
     for names in _MPI_FLAVOURS:
         if names[0] in env:
             return _from_mpi(env, names)
-    return Ranks(0, 1, 0, 1, "none")
+    attempt, split = _integer(env, "PLAIT_ATTEMPT", 0), _integer(env, "PLAIT_SPLIT", 1)
+    return Ranks(0, 1, 0, 1, "none", attempt=attempt, split=split)
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -83,6 +86,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Ranks:
         port=_integer(env, "MASTER_PORT", _DEFAULT_PORT),
         attempt=_integer(env, "PLAIT_ATTEMPT", _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)),
         most=_integer(env, "PLAIT_MOST_RANKS", 0),
+        split=_integer(env, "PLAIT_SPLIT", 1),
     )
 
 

@@ -78,16 +78,23 @@ class World:
         replica = self.coordinate("dp_replicate") * layout.dp_shard + self.coordinate("dp_shard")
         return replica * layout.ep + self.coordinate("ep")
 
-    def submesh(self, *axes: str) -> DeviceMesh | None:
-        """The ranks that differ from this one along these axes only, as one axis; None where it is alone there."""
-        wanted = [axis for axis in self.layout.sizes() if axis in axes and self.layout.sizes()[axis] > 1]
+    def mesh_of(self, *axes: str) -> DeviceMesh | None:
+        """The ranks that differ from this one along these axes only; None where it is alone there.
+
+        The mesh has those of the axes, outermost first, that have more than one rank.
+        """
+        wanted = tuple(axis for axis, size in self.layout.sizes().items() if axis in axes and size > 1)
         if not wanted:
             return None
         assert self.mesh is not None
-        if len(wanted) == 1:
-            return self.mesh[wanted[0]]
-        part = self.mesh[tuple(wanted)]
-        return part._flatten("_".join(wanted))
+        return self.mesh[wanted]
+
+    def submesh(self, *axes: str) -> DeviceMesh | None:
+        """The same ranks as one axis."""
+        found = self.mesh_of(*axes)
+        if found is None or found.ndim == 1:
+            return found
+        return found._flatten("_".join(found.mesh_dim_names or ()))
 
     def sharding_mesh(self, *axes: str) -> DeviceMesh:
         """For `fully_shard`: the ranks along these axes share one copy; with several copies, an axis of those first."""

@@ -75,6 +75,8 @@ def test_generate_says_what_it_cannot_use(
 ) -> None:
     assert call(monkeypatch, trained[0].folder, "generate", "cache") == 2
     assert "no complete checkpoint at" in capsys.readouterr().err
+    assert call(monkeypatch, trained[0].folder, "generate", "nowhere") == 2
+    assert "nowhere does not exist" in capsys.readouterr().err
 
 
 def test_report_draws_one_page(
@@ -85,6 +87,17 @@ def test_report_draws_one_page(
     assert "<svg" in (trained[0].folder / "page.html").read_text()
     assert call(monkeypatch, trained[0].folder, "report", "cache") == 2
     assert "is not the work_dir of a run" in capsys.readouterr().err
+    assert call(monkeypatch, trained[0].folder, "report", "run", "--out", "page.html/page.html") == 2
+    assert "page.html/page.html cannot be written: " in capsys.readouterr().err
+    assert call(monkeypatch, trained[0].folder, "report", "run", "--sample", "nowhere.txt") == 2
+    assert "--sample: 'nowhere.txt' cannot be read: No such file" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_said_with_the_option_that_named_it(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, trained[0].folder, "generate", "run", "--tokens", "1", "--html", "run/config.yaml/a") == 2
+    assert "--html: 'run/config.yaml/a' cannot be written: Not a directory" in capsys.readouterr().err
 
 
 def test_doctor_shows_what_is_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

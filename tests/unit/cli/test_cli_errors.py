@@ -17,9 +17,15 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "misspelt key": ({"optin": {"lr": 1e-3}}, ["train", "FILE", *TWO], ["optin", "did you mean `optim`", "FILE"]),
     "misspelt override": ({}, ["train", "FILE", "strategy.zerro=3", *TWO], ["strategy.zerro", "`zero`", "override"]),
     "missing file": ({}, ["train", "nowhere.yaml", *TWO], ["nowhere.yaml", "no such file"]),
+    "a folder": ({}, ["train", ".", *TWO], ["this is a folder", "broken.yaml"]),
+    "a setting with dashes": ({}, ["train", "FILE", "--optim.lr=3e-4"], ["--optim.lr", "`optim.lr=3e-4`"]),
+    "an engine's name": ({}, ["train", "FILE", "strategy=deepspeed"], ["an engine", "{engine: deepspeed, zero: 2}"]),
+    "missing script": ({}, ["launch", "--nproc_per_node", "2", "train.py"], ["no script 'train.py'"]),
+    "missing program": ({}, ["launch", "--nproc_per_node=2", "--no_python", "no-such"], ["no program 'no-such'"]),
+    "two models": ({}, ["chat", "one", "--path", "other"], ["name one model"]),
     "broken file": ({}, ["train", "broken.yaml", *TWO], ["broken.yaml:2:", "^"]),
     "wrong dtype": ({"precision": "bf61"}, ["train", "FILE", *TWO], ["precision", "bf61", "bf16"]),
-    "uneven batch": ({"batch": {"total": 3}}, ["train", "FILE", *TWO], ["batch", "3 ÷ (2)", "`total: 4`"]),
+    "uneven batch": ({"batch": {"total": 3}}, ["train", "FILE", *TWO], ["batch", "3 ÷ 2", "`total: 4`"]),
     "missing data": (
         {"data": {"type": "text", "path": "copus.txt", "vocab_size": 300, "seq_len": 16}},
         ["train", "FILE", *TWO],
@@ -122,6 +128,9 @@ def test_a_dry_run_shows_every_setting_and_where_it_came_from(answers: dict[str,
     assert rows["model.dim"] == ["16", "dry_run.yaml"]
     assert rows["optim.weight_decay"] == ["0.01", "default"]
     assert rows["data.path"] == ["corpus.txt", "dry_run.yaml"]
+    assert rows["optim.betas"] == ["[0.9,", "0.999]", "default"]
+    assert rows["schedule"] == ["null", "default"]
+    assert rows["precision.scaler.consecutive_hysteresis"] == ["false", "default"]  # whole, in a pipe too
 
 
 def test_nothing_is_written_by_any_of_them(answers: dict[str, Any], where: Any) -> None:

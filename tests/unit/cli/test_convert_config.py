@@ -116,3 +116,15 @@ def test_what_is_no_configuration_of_others_is_refused(plait: Any, source: Path,
     code, out, err = plait(source, "--to", "yaml")
     assert (code, out) == (2, "")
     assert "zero_optimization" in err
+
+
+def test_a_section_that_both_have_is_told_by_what_is_in_it(plait: Any, tmp_path: Path) -> None:
+    path = tmp_path / "some.json"
+    path.write_text(json.dumps({"checkpoint": {"use_node_local_storage": True}}))
+    code, out, _ = plait(path, "--to", "yaml")
+    assert code == 0
+    assert yaml.safe_load(out)["checkpoint"] == {"node_local": True}
+    path.write_text(json.dumps({"checkpoint": {"node_local": True}}))
+    code, _, err = plait(path, "--to", "yaml")
+    assert code == 2
+    assert "is a run description already" in err

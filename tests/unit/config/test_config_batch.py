@@ -82,5 +82,17 @@ def test_an_uneven_batch_shows_the_division_and_the_nearest_sizes():
 
 def test_a_total_smaller_than_the_ranks_is_uneven():
     problem = failure(8, total=3)
-    assert "3 ÷ (8) = 0.375" in problem.message
+    assert "3 ÷ 8 = 0.375" in problem.message
     assert problem.remedy == "Write `total: 8`."
+
+
+@given(sizes, sizes, sizes, sizes)
+def test_split_micro_batches_are_small_enough_and_the_batch_is_kept(micro, accumulation, ranks, parts):
+    batch = ResolvedBatch(micro * accumulation * ranks, micro, accumulation)
+    if parts > micro:
+        with pytest.raises(ConfigError, match=r"batch.micro: memory was short with micro-batches of \d+, and none"):
+            batch.split(parts)
+        return
+    found = batch.split(parts)
+    assert found.micro <= micro / parts
+    assert found.micro * found.accumulation * ranks == found.total == batch.total

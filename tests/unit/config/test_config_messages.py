@@ -75,6 +75,10 @@ class TestUnknownKeys:
         assert "`micro` belongs in `batch`" in problems({"train": {"micro": 1}})["train.micro"].remedy
         assert "the top level" in problems({"train": {"seed": 1}})["train.seed"].remedy
 
+    def test_another_frameworks_word_has_one_answer(self):
+        """`strategy.offload` has a key of this name as well, which nobody means who writes a section."""
+        assert problems({"optimizer": {"lr": 1}})["optimizer"].remedy == "In Plait this is `optim`."
+
     def test_a_key_of_another_type_is_said_to_be_one(self):
         found = problems({"optim": {"type": "SGD", "betas": [0.9, 0.95]}})
         assert "other types of `optim`, not of SGD" in found["optim.betas"].remedy

@@ -169,10 +169,10 @@ def test_an_unknown_ending_names_the_known_ones(failure):
     assert ".toml" in failure("run.ini", "").remedy
 
 
-def test_a_folder_cannot_be_read(tmp_path):
+def test_a_folder_is_no_run_description(tmp_path):
     folder = tmp_path / "run.yaml"
     folder.mkdir()
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="this is a folder"):
         read(folder)
 
 

@@ -94,3 +94,12 @@ def test_two_sizes_that_disagree_are_both_named() -> None:
         Loader.from_dataloader(DataLoader(data, batch_size=5), rank=0, ranks=1, batch=ResolvedBatch(2, 2, 1), seed=0)
     with pytest.raises(DataError, match="from_dataloader"):
         Loader(DataLoader(data), rank=0, ranks=1, batch=ResolvedBatch(2, 2, 1), seed=0, shuffle=False)
+
+
+def test_micro_batches_that_are_split_have_the_samples_of_whole_ones() -> None:
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    whole = Loader.from_dataloader(loader, rank=0, ranks=1, batch=ResolvedBatch(4, 4, 1), seed=5)
+    split = Loader.from_dataloader(loader, rank=0, ranks=1, batch=ResolvedBatch(4, 1, 4), seed=5, split=True)
+    for one, four in zip(whole.epoch(0), split.epoch(0), strict=True):
+        assert len(four) == 4
+        assert torch.equal(one[0].inputs[0], torch.cat([micro.inputs[0] for micro in four]))

@@ -110,9 +110,16 @@ def test_a_given_tokenizer_is_used_for_another_text(tmp_path: Path) -> None:
 def test_a_failed_build_leaves_no_entry(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("  \n")
     config = TextData(path=str(tmp_path / "a.txt"), vocab_size=260, cache=str(tmp_path / "cache"))
-    with pytest.raises(DataError, match="no text"):
+    with pytest.raises(DataError, match=r"a\.txt has no text"):
         prepare_corpus(config)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("to be or not to be")
+    config = TextData(path=str(tmp_path / "a.txt"), vocab_size=260, cache=str(tmp_path / "a.txt"))
+    with pytest.raises(DataError, match=r"cannot be kept in .*a\.txt: Not a directory.*`data\.cache`"):
+        prepare_corpus(config)
 
 
 def _build_slowly(root: Path, barrier: object, number: int) -> None:

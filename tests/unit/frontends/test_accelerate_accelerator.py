@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from plait.errors import CheckpointError, ConfigError, ModelError, TrainingError
@@ -21,6 +23,8 @@ from plait.frontends.accelerate import (
 from plait.frontends.accelerate.packing import pack, unpack
 from plait.frontends.accelerate.utils import (
     DistributedDataParallelKwargs,
+    DummyOptim,
+    DummyScheduler,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     TorchDynamoPlugin,
@@ -92,13 +96,76 @@ def test_plugins_say_what_a_file_would() -> None:
             {"mixed_precision": "fp16", "deepspeed_plugin": DeepSpeedPlugin({"bf16": {"enabled": True}})},
             "bf16 in another place",
         ),
-        ({"deepspeed_plugin": DeepSpeedPlugin({"optimizer": {"type": "AdamW"}})}, "torch.optim"),
     ],
 )
 def test_what_it_cannot_do_is_an_error_with_a_remedy(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as error:
         Accelerator(cpu=True, **options)
     assert words in str(error.value)
+
+
+DESCRIBED = {
+    "optimizer": {"type": "SGD", "params": {"lr": "auto", "momentum": 0.5, "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "warmup_type": "linear",
+            "total_num_steps": "auto",
+        },
+    },
+    "gradient_clipping": 0,
+}
+
+
+def test_a_deepspeed_configuration_makes_what_stands_ins_stand_for(tmp_path: Path) -> None:
+    file, yaml = tmp_path / "ds.json", tmp_path / "accelerate.yaml"
+    file.write_text(json.dumps(DESCRIBED))
+    yaml.write_text(
+        f"distributed_type: DEEPSPEED\nuse_cpu: true\ndeepspeed_config: {{deepspeed_config_file: {file}}}\n"
+    )
+    accelerator = Accelerator(config_file=yaml)
+    assert "optimizer" in accelerator.state.deepspeed_plugin.deepspeed_config  # as scripts ask, to choose
+    model, _ = small()
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "weight_decay": 0.0}]
+    optimizer = DummyOptim(groups, lr=0.25, weight_decay=0.5)
+    scheduler = DummyScheduler(optimizer, total_num_steps=6, warmup_num_steps=2)
+    scheduler, optimizer, prepared = accelerator.prepare(scheduler, optimizer, model)
+    assert isinstance(optimizer.optimizer, torch.optim.SGD)
+    assert [(group["momentum"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.5), (0.5, 0.0)]
+    rates = []
+    for _ in range(6):
+        accelerator.backward(prepared(torch.ones(2, 3)).square().mean())
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    assert rates == pytest.approx([0.0, 0.0, 0.125, 0.25, 0.1875, 0.125])
+    accelerator.save_state(tmp_path / "state")
+    scheduler.step()
+    accelerator.load_state(tmp_path / "state")
+    assert scheduler.get_last_lr() == pytest.approx([0.0625, 0.0625])
+
+
+def test_an_optimizer_is_described_or_made_and_not_both() -> None:
+    model, optimizer = small()
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(DESCRIBED))
+    with pytest.raises(ConfigError, match="DummyOptim of plait"):
+        accelerator.prepare(model, optimizer)
+    made = accelerator.prepare(DummyOptim(model.parameters(), lr=0.5))
+    with pytest.raises(ConfigError, match="DummyScheduler of plait"):
+        accelerator.prepare(StepLR(made.optimizer, 1))
+    own = accelerator.prepare(DummyScheduler(made, lr_scheduler_callable=lambda one: StepLR(one, 1, 0.5)))
+    assert isinstance(own.scheduler, StepLR)
+    plain = Accelerator(cpu=True)
+    model, optimizer = small()
+    with pytest.raises(ConfigError, match="a DummyOptim stands for it"):
+        plain.prepare(model, DummyOptim(model.parameters()))
+    prepared = plain.prepare(optimizer)
+    with pytest.raises(ConfigError, match="lr_scheduler_callable"):
+        plain.prepare(DummyScheduler(prepared))
 
 
 def test_a_loop_that_would_train_nothing_is_told() -> None:
@@ -223,6 +290,57 @@ def test_scripts_find_what_they_ask_for(caplog: pytest.LogCaptureFixture) -> Non
     logger.info("once")
     logger.info("everywhere, %s", "in turn", main_process_only=False, in_order=True)
     assert caplog.messages == ["once", "everywhere, in turn"]
+
+
+def test_what_accelerate_launch_says_is_heeded_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # Accelerate itself leaves that behind: nobody has launched us
+    assert Accelerator(cpu=True).mixed_precision == "no"
+    said = {"MIXED_PRECISION": "bf16", "USE_CPU": "True", "GRADIENT_ACCUMULATION_STEPS": "4", "USE_FSDP": "false"}
+    for name, value in said.items():
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    accelerator = Accelerator()
+    assert (accelerator.mixed_precision, accelerator.device.type) == ("bf16", "cpu")
+    assert accelerator.gradient_accumulation_steps == 4
+    assert Accelerator(gradient_accumulation_steps=2).gradient_accumulation_steps == 2
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    with pytest.raises(ConfigError, match=r"asks for FSDP and torch.compile .*\n.*config_file"):
+        Accelerator()
+    assert Accelerator(sections={"strategy": "zero2"}).config.strategy.stage == 2
+
+
+def test_names_lie_where_scripts_import_them_from() -> None:
+    import plait.frontends.accelerate as accelerate
+
+    assert all(getattr(accelerate, name) is not None for name in accelerate.__all__)
+    state = accelerate.PartialState(cpu=True)
+    assert (state.num_processes, state.is_main_process, state.device.type) == (1, True, "cpu")
+    accelerator = Accelerator(cpu=True)
+    assert (accelerator.split_batches, accelerator.even_batches) == (False, True)
+    loader = accelerator.prepare(DataLoader(list(range(6)), batch_size=2))
+    assert [batch.tolist() for batch in accelerate.skip_first_batches(loader, 2)] == [[4, 5]]
+
+
+def test_a_loop_starts_again_with_smaller_batches_where_memory_is_short() -> None:
+    from plait.frontends.accelerate.utils import find_executable_batch_size
+
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=16)
+    def train(batch_size: int, fits: int, name: str = "") -> str:
+        tried.append(batch_size)
+        if batch_size > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if not name:
+            raise RuntimeError("another matter")
+        return name
+
+    assert train(5, name="done") == "done"
+    assert tried == [16, 8, 4]
+    with pytest.raises(RuntimeError, match="another matter"):
+        train(16)
+    with pytest.raises(TrainingError, match="not even 1"):
+        train(0)
 
 
 def test_states_travel_without_pickle() -> None:

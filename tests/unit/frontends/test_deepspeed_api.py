@@ -407,3 +407,33 @@ def test_an_optimizer_of_another_kind_does_not_take_a_checkpoint(tmp_path: Path)
         other.load_checkpoint(tmp_path)
     other.load_checkpoint(tmp_path, load_optimizer_states=False)
     assert torch.equal(other.module.up.weight, engine.module.up.weight)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "Adam"])
+def test_an_optimizer_of_the_file_takes_groups_of_the_script(kind: str) -> None:
+    params = {"lr": 0.1, **({"momentum": 0.9} if kind == "SGD" else {})}
+    config = {"train_batch_size": 4, "gradient_clipping": 0, "optimizer": {"type": kind, "params": params}}
+    net, plain = Net(), Net()
+    plain.load_state_dict(net.state_dict())
+    made: Any = {"SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad, "Adam": torch.optim.AdamW}[kind]
+    own = made(groups(plain), **params, weight_decay=0.0)  # DeepSpeed's default
+    engine = deepspeed.initialize(model=net, model_parameters=groups(net), config=config)[0]
+    assert [group["lr"] for group in engine.optimizer.param_groups] == [0.1, 0.01]
+    for _ in range(3):
+        x, y = torch.randn(4, 6), torch.randint(3, (4,))
+        engine.backward(engine(x, y))
+        engine.step()
+        own.zero_grad()
+        plain(x, y).backward()
+        own.step()
+    torch.testing.assert_close(net.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def groups(net: Net) -> list[dict[str, Any]]:
+    return [{"params": list(net.up.parameters())}, {"params": list(net.down.parameters()), "lr": 0.01}]
+
+
+@pytest.mark.parametrize("precision", [{}, {"fp16": {"enabled": True, "initial_scale_power": 8}}], ids=["fp32", "fp16"])
+def test_the_loss_scale_is_on_the_optimizer_from_the_start(precision: dict[str, Any]) -> None:
+    optimizer: Any = deepspeed.initialize(model=Net(), config={**CONFIG, **precision})[1]
+    assert (optimizer.cur_scale, optimizer.overflow) == (256.0 if precision else 1.0, False)

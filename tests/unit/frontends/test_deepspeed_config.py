@@ -120,6 +120,36 @@ def test_a_key_in_the_wrong_place_is_told_where_it_belongs() -> None:
     assert "`fp16`" in found["zero_optimization.loss_scale"]
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("max_grad_norm", "gradient_clipping"),
+        ("learning_rate", "optimizer.params.lr"),
+        ("micro_batch_size_per_gpu", "train_micro_batch_size_per_gpu"),
+        ("zero_stage", "zero_optimization.stage"),
+    ],
+)
+def test_a_word_of_another_framework_is_told_deepspeeds(key: str, meant: str) -> None:
+    assert f"`{meant}`" in problems({key: 1})[key]
+
+
+def test_a_word_that_many_sections_have_belongs_in_none_of_them() -> None:
+    assert "belongs" not in problems({"tensor_parallel": {"enabled": False}})["tensor_parallel.enabled"]
+
+
+def test_a_key_of_another_schedule_is_told_whose_it_is() -> None:
+    given = {"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 9, "warmup_num_steps": 3}}}
+    assert problems(given).keys() == {"scheduler.params.total_num_steps"}
+    assert "WarmupDecayLR and WarmupCosineLR have it" in problems(given)["scheduler.params.total_num_steps"]
+
+
+def test_switches_may_be_written_as_texts() -> None:
+    written = {"fp16": {"enabled": "true"}, "bf16": {"enabled": "False"}, "zero_optimization": {"stage": 2}}
+    meant = {"fp16": {"enabled": True}, "bf16": {"enabled": False}, "zero_optimization": {"stage": 2}}
+    assert translate(written).sections == translate(meant).sections
+    assert "overlap_comm" in next(iter(problems({"zero_optimization": {"overlap_comm": "yes"}})))
+
+
 def test_objects_of_the_script_are_taken_as_well(tmp_path: Path) -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": tmp_path}}
     config = {"zero_optimization": zero, "steps_per_print": float("inf"), "torch_autocast": {"enabled": True}}
@@ -338,7 +368,7 @@ def test_a_search_is_reached() -> None:
 
 
 def test_comments_written_as_keys_are_no_typos() -> None:
-    found = translate({"_comment": "mine", "//": "also", "comment": 1})
+    found = translate({"_comment": "mine", "//": "also", "comment": 1, "_read_the_docs": "there"})
     assert all(answer is Answer.UNNEEDED for key, answer in answers(found).items() if key != "gradient_clipping")
 
 

@@ -6,6 +6,7 @@ The device is this CPU, made to decide by itself; a clock notes when the host as
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import plait.frontends.deepspeed as deepspeed
 from plait.frontends.accelerate import Accelerator
@@ -139,6 +141,54 @@ def test_a_prepared_scheduler_steps_without_waiting(waits: list[int]) -> None:
     assert waits == [0, 1]
     assert not prepared[1].step_was_skipped
     assert prepared[2].get_last_lr() == [0.125]
+
+
+class Unseen(TorchDispatchMode):
+    """Whoever makes a number of a tensor on the device would have to wait for it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host looked"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["the device decides", "the host decides"])
+def test_clipping_gives_torchs_norm_and_torchs_update_without_a_look_at_it(waits: list[int], late: bool) -> None:
+    accelerator = Accelerator(cpu=True)
+    ours, theirs = Net(), Net()
+    theirs.load_state_dict(ours.state_dict())
+    model, optimizer = accelerator.prepare(ours, torch.optim.AdamW(ours.parameters(), lr=0.1, eps=1e-3))
+    plain = torch.optim.AdamW(theirs.parameters(), lr=0.1, eps=1e-3)
+    optimizer.engine.updater.stays_on_device = late
+    for most in (1e-3, 0.3, 1e3, float("inf")):
+        inputs = batch()
+        with Unseen() if late else nullcontext():
+            accelerator.backward(model(*inputs))
+            norm = accelerator.clip_grad_norm_(model.parameters(), most)
+            optimizer.step()
+            optimizer.zero_grad()
+        theirs(*inputs).backward()
+        expected = nn.utils.clip_grad_norm_(theirs.parameters(), most)
+        plain.step()
+        plain.zero_grad()
+        assert isinstance(norm, Tensor)
+        torch.testing.assert_close(norm, expected)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-6)
+    assert waits == ([0, 1, 2] if late else [])
+
+
+def test_a_norm_that_was_asked_for_is_not_taken_for_one_of_later_gradients() -> None:
+    accelerator = Accelerator(cpu=True)
+    net = Net()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    before = net.layer.weight.detach().clone()
+    inputs = batch()
+    accelerator.backward(model(*inputs))
+    first = accelerator.clip_grad_norm_(model.parameters(), 1e-4)
+    accelerator.backward(model(*inputs) * 9)
+    second = accelerator.clip_grad_norm_(model.parameters(), 1e-4)
+    torch.testing.assert_close(second, 10 * first)
+    optimizer.step()
+    assert (net.layer.weight - before).norm() < 1.1e-4
 
 
 def test_a_history_asks_for_a_number_when_the_next_one_comes_or_somebody_looks() -> None:

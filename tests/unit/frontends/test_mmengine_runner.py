@@ -215,6 +215,45 @@ def test_the_best_and_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     assert (state["epoch"], state["step_in_epoch"]) == (scores.index(max(scores)) + 1, 0)
 
 
+def test_a_run_that_goes_on_knows_the_best_of_the_validation_after_its_checkpoint(tmp_path: Path) -> None:
+    def run(scores: list[float], epochs: int, **options: Any) -> Any:
+        hook = {"type": "CheckpointHook", "interval": 1, "save_best": "accuracy"}
+        given = settings(
+            tmp_path,
+            train_cfg={"by_epoch": True, "max_epochs": epochs},
+            default_hooks={"checkpoint": hook},
+            val_evaluator=Told(scores),
+        )
+        runner = Runner(**given, **options)
+        runner.train()
+        return runner
+
+    def best() -> list[str]:
+        return sorted(path.name for path in tmp_path.glob("best_accuracy_*"))
+
+    run([10.0, 30.0], 2)
+    assert best() == ["best_accuracy_epoch_2"]
+    runner = run([20.0, 40.0], 4, resume=True)  # 20 is better than what the checkpoint of epoch 2 knows, and no best
+    assert runner.message_hub.get_info("best_score") == 40.0
+    assert best() == ["best_accuracy_epoch_4"]
+    runner = run([5.0], 3, resume=True, load_from=str(tmp_path / "epoch_2"))  # what came later has not happened
+    assert runner.message_hub.get_info("best_score") == 10.0
+
+
+class Told(BaseMetric):
+    """Says what it is told, validation by validation."""
+
+    def __init__(self, scores: list[float]) -> None:
+        super().__init__()
+        self._scores = list(scores)
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results.append(0)
+
+    def compute_metrics(self, results: Any) -> dict[str, float]:
+        return {"accuracy": self._scores.pop(0)}
+
+
 def test_weights_are_loaded_from_here_and_from_files_of_torch(tmp_path: Path) -> None:
     trained = Runner(**settings(tmp_path / "a"))
     trained.train()

@@ -13,6 +13,7 @@ from torch import nn
 from plait.config.model import GptConfig, LlamaConfig, MoeConfig
 from plait.generate import Generator, Sampling, cached, generate
 from plait.generate.cached import CachedDecoder
+from plait.generate.graph import WARM_UP, Recorded
 from plait.generate.quick import QuickStep, takes_model
 from plait.models import build_model
 from plait.models.fused import fuse
@@ -141,3 +142,52 @@ def test_prompts_are_read_in_parts_and_the_model_is_as_before(
         assert parts.tokens == completion.tokens
         torch.testing.assert_close(torch.tensor(parts.logprobs), torch.tensor(completion.logprobs), rtol=0, atol=1e-5)
     assert [(type(part), vars(part).get("rotate"), vars(part).get("attend")) for part in model.modules()] == kinds
+
+
+def test_a_step_is_set_up_once_for_each_size_and_way(always: list[QuickStep]) -> None:
+    decoder = CachedDecoder(make(), torch.device("cpu"))
+    asked: list[bool] = []
+    with torch.no_grad():
+        for prompts in ([[1], [2]], [[3], [4]], [[5] * 80, [6]]):  # the last ones need a longer cache
+            decoder.begin(prompts, [6, 6])
+            asked += [decoder.is_warm(Sampling(6)), decoder.is_warm(Sampling(6, top_k=3))]
+        decoder.keep(torch.tensor([1]))
+        asked.append(decoder.is_warm(Sampling(6)))
+    decoder.close()
+    assert asked == [False, False, True, True, False, False, False]
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_step_is_recorded_when_it_is_set_up(monkeypatch: pytest.MonkeyPatch, warm: bool) -> None:
+    done: list[str] = []
+
+    class Recording:
+        def replay(self) -> None:
+            done.append("repeated")
+
+    monkeypatch.setattr("plait.generate.graph.record", lambda _: Recording())
+    step = Recorded(lambda: done.append("done"), on=True, is_warm=lambda: warm)
+    for _ in range(2):
+        done.clear()
+        for _ in range(4):
+            step()
+        first = 0 if warm else WARM_UP
+        assert done == ["done"] * first + ["repeated"] * (4 - first)
+        step.forget()
+
+
+def test_the_likeliest_token_is_that_of_the_logits(always: list[QuickStep]) -> None:
+    model, prompts = make().eval(), some_prompts(3)
+    decoders = [CachedDecoder(each, torch.device("cpu")) for each in (model, deepcopy(model))]
+    with torch.no_grad():
+        for decoder in decoders:
+            decoder.begin(prompts, [5] * 3)
+        tokens = torch.randint(VOCABULARY, (3,))
+        for _ in range(4):
+            chosen, logprobs = decoders[0].likeliest(tokens)
+            logits = decoders[1].step(tokens)
+            assert torch.equal(chosen, logits.argmax(1))
+            torch.testing.assert_close(logprobs, logits.log_softmax(1).max(1).values)
+            tokens = chosen
+    for decoder in decoders:
+        decoder.close()

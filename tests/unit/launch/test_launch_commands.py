@@ -55,6 +55,17 @@ def test_ssh_goes_to_every_host_with_the_job_on_stdin(place: Path) -> None:
         assert job.environment["NCCL_DEBUG"] == "INFO"
 
 
+@pytest.mark.parametrize("launcher", ["ssh", "pdsh"])
+def test_what_each_host_is_to_do_first_is_told_from_options(place: Path, launcher: str) -> None:
+    words = ("-H", "hosts", "--launcher", launcher, "--launcher_args")
+    command = setup(*words, "-x y source env.sh", "t.py").commands()[0]
+    assert " ".join(command.argv).count("-x y") == 1
+    assert shlex.split(command.argv[-1])[:7] == ["cd", str(place), "&&", ".", "./env.sh", "&&", "exec"]
+    command = setup(*words, "module load 'cuda 12'", "t.py").commands()[0]
+    assert "module load 'cuda 12' && exec" in command.argv[-1]
+    assert "module" not in command.argv
+
+
 def test_pdsh_runs_one_line_everywhere_and_doubles_its_percent_signs() -> None:
     (command,) = setup("-H", "hosts", "--launcher", "pdsh", "t.py", "50%").commands()
     assert command.argv[:3] == ("pdsh", "-S", "-R")

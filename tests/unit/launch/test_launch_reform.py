@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -108,6 +110,37 @@ def test_there_are_no_more_new_beginnings_than_allowed(capsys: pytest.CaptureFix
     code, jobs = attempts(crew(2), *stages, restarts=3)
     assert (code, len(jobs)) == (137, 4)
     assert "3 new beginnings are all that --max_restarts allows" in capsys.readouterr().err
+
+
+def full(*, phase: Phase = Phase.BACKWARD, sizes: Sequence[int] = (2, 4)) -> Once:
+    """An attempt in which a GPU has too little memory until micro-batches are a fourth of what they were."""
+
+    def once(job: Job, join: Callable[[], bool]) -> Outcome:
+        found, fits = records(job, step=0, sizes=sizes), job.environment["PLAIT_SPLIT"] == "4"
+        for record in found:
+            beat = record.evidence.beat
+            assert beat is not None
+            record.evidence = Evidence(replace(beat, phase=phase))
+            if not fits and record.place.rank == 1:
+                record.tail.append("torch.OutOfMemoryError: CUDA out of memory.")
+            note_end(record, int(not fits and record.place.rank == 1), by_us=False)
+        return Outcome(int(not fits), found)
+
+    return once
+
+
+def test_a_rank_without_memory_gets_smaller_micro_batches_and_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    code, jobs = attempts(crew(4), full())
+    assert code == 0
+    assert [job.environment["PLAIT_SPLIT"] for job in jobs] == ["1", "2", "4"]
+    assert [job.size for job in jobs] == [4, 4, 4]
+    assert "rank 1 ran out of GPU memory; micro-batches are split, batch.total stays" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("elsewhere", [{"phase": Phase.BUILD}, {"sizes": ()}], ids=["no batch yet", "no Runner"])
+def test_where_smaller_micro_batches_cannot_help_nothing_is_split(elsewhere: dict[str, Any]) -> None:
+    _, jobs = attempts(crew(4), full(**elsewhere), restarts=1)
+    assert [job.environment["PLAIT_SPLIT"] for job in jobs] == ["1", "1"]
 
 
 def lost(host: str) -> Once:

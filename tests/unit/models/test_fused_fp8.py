@@ -17,7 +17,8 @@ from plait.config.model import HFConfig, LlamaConfig
 from plait.config.precision import Fp8Config
 from plait.models import build_model
 from plait.models.fused import fuse
-from plait.precision import apply_fp8
+from plait.ops.fp8_earlier import WEIGHT
+from plait.precision import apply_fp8, scale_by_earlier_steps
 from plait.precision.fp8 import Fp8Linear
 from plait.precision.together import spoken_for
 
@@ -30,6 +31,7 @@ HF: dict[str, Any] = {
     "num_key_value_heads": 2,
     "intermediate_size": 48,
 }
+CPU = torch.device("cpu")
 TOKENS = torch.randint(50, (2, 11))
 
 
@@ -97,6 +99,32 @@ def test_what_is_left_in_16_bits_frozen_or_watched_is_called() -> None:
     for each in (whole, frozen):
         each.get_submodule("blocks.1.ffn.up").weight.requires_grad_(False)
     near(gradients(frozen), gradients(whole))
+
+
+@pytest.mark.parametrize("family", ["own", "llama"])
+def test_layers_together_note_what_each_would_alone(family: str) -> None:
+    if family != "own":
+        pytest.importorskip("transformers")
+    config = LlamaConfig(**SMALL) if family == "own" else HFConfig(config={"model_type": family, **HF})
+    model = build_model(config).bfloat16()
+    wanted = Fp8Config(recipe="tensorwise", emulate=True, scales="earlier", history=1)
+    states = []
+    for each, fused in ((model, False), (copy.deepcopy(model), True)):
+        scales = scale_by_earlier_steps(apply_fp8(blocks_of(each), wanted, CPU), wanted, CPU)
+        assert scales is not None
+        if fused:
+            fuse(each)
+        for _ in range(2):  # the second time with the scales of the first
+            gradients(each)
+            scales.after_step(None)
+        states.append(scales.state())
+    alone, together = states
+    assert len(alone) == 2 * 7
+    assert list(together) == list(alone)
+    for name, numbers in alone.items():
+        found, expected = torch.tensor(together[name]), torch.tensor(numbers)
+        assert torch.equal(found[WEIGHT], expected[WEIGHT])
+        torch.testing.assert_close(found, expected, rtol=0.2, atol=0.0)
 
 
 @pytest.mark.usefixtures("one_rank")

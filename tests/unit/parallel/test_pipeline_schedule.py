@@ -117,7 +117,7 @@ def test_1f1b_holds_no_more_micro_batches_than_there_are_stages_to_come() -> Non
     [("interleaved_1f1b", 4, 9, 10), ("interleaved_zb", 2, 5, 6), ("dualpipev", 2, 3, 4), ("1f1b", 4, 0, 1)],
 )
 def test_a_number_that_cannot_work_is_refused_with_the_nearest(word: str, ranks: int, count: int, nearest: int) -> None:
-    with pytest.raises(ConfigError, match=f"the nearest number that works is {nearest}"):
+    with pytest.raises(ConfigError, match=f"The nearest number that works is {nearest}"):
         check_micro_batches(word, ranks, count)
     assert is_legal(word, ranks, nearest)
 

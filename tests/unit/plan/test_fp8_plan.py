@@ -14,7 +14,7 @@ H100 = find_hardware("h100")
 DIM, TOKENS = 128, 64 * 32
 
 
-def account(precision: str, layers: int, **strategy: Any) -> Any:
+def account(precision: Any, layers: int, **strategy: Any) -> Any:
     sizes = {"vocab_size": 256, "dim": DIM, "layers": layers, "heads": 4, "ffn_dim": 256, "seq_len": 32}
     given = {"model": {"type": "llama", **sizes}, "batch": {"micro": 64}, "precision": precision}
     return simulate(parse_sections(**given, strategy=strategy).config, H100, ranks=1).account
@@ -33,3 +33,11 @@ def test_recomputing_does_not_make_the_last_product_of_a_block_again() -> None:
     plain, again = (account("fp8", 2, recompute=mode).total("flops") for mode in ("none", "full"))
     forward = account("bf16", 2, recompute="full").total("flops") - account("bf16", 2).total("flops")
     assert again - plain == forward
+
+
+def test_scales_of_earlier_steps_spare_readings_and_nothing_else() -> None:
+    now, earlier = account("fp8", 2), account({"fp8": {"scales": "earlier"}}, 2)
+    assert earlier.total("flops") == now.total("flops")
+    for phase in ("forward", "backward"):
+        assert earlier.total("compute", phase, "memory") < 0.75 * now.total("compute", phase, "memory")
+        assert earlier.total("compute", phase, "matmul") == now.total("compute", phase, "matmul") > 0

@@ -48,6 +48,30 @@ def alone(config: RunConfig) -> Layout:
     return resolve_layout(config.strategy, size=1, local_size=1)
 
 
+@pytest.mark.parametrize("optim", ["AdamW", "AdamW8bit"])
+def test_a_checkpoint_is_as_large_wherever_its_state_lives(optim: str) -> None:
+    def state(offload: Any) -> float:
+        config = run_of({"offload": offload}, model=SMALL, batch={"micro": 1}, optim={"type": optim})
+        return plan_rank(config, H100, ranks=1).account.numbers["state"]
+
+    here = state({})
+    for offload in ("cpu", "nvme", {"optimizer": "cpu", "ratio": 0.5}):
+        assert state(offload) == pytest.approx(here, rel=1e-3)
+
+
+def test_gradients_that_wait_for_the_last_micro_batch_are_called_so() -> None:
+    config = run_of({"offload": "cpu"}, model=SMALL, batch={"micro": 1, "accumulation": 2})
+    account = plan_rank(config, H100, ranks=1, detailed=True, exact=True).account
+    assert account.under("at.backward")["gradients"] >= account.numbers["parameters"] * 4
+
+
+def test_on_a_cpu_states_that_are_offloaded_are_the_optimizers() -> None:
+    config = run_of({"offload": "cpu"}, model=SMALL, batch={"micro": 1}, precision="fp32")
+    account = plan_rank(config, find_hardware("cpu"), ranks=1, detailed=True, exact=True).account
+    assert account.under("part")["optimizer"] == pytest.approx(account.numbers["parameters"] * 8, rel=0.01)
+    assert "kernel workspaces" not in account.under("part")
+
+
 def test_an_update_takes_as_long_as_the_memory_it_passes_over() -> None:
     config, numbers = run_of({"offload": "cpu"}), random.randint(10**8, 10**9)
     work = host_work(Away(numbers, 0, numbers), config, H100, alone(config), state=8.0, wide=False)

@@ -14,6 +14,7 @@ from plait.strategy import prepare, prepare_native
 from plait.world import open_world
 
 LLAMA = {"type": "llama", "vocab_size": 64, "dim": 32, "layers": 2, "heads": 4, "ffn_dim": 64, "seq_len": 32}
+EARLIER = {"scales": "earlier", "history": 3}
 
 
 def losses_of(precision: Any, steps: int = 30, **strategy: Any) -> tuple[list[float], Any]:
@@ -32,10 +33,10 @@ def losses_of(precision: Any, steps: int = 30, **strategy: Any) -> tuple[list[fl
     return losses, engine.model
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_it_learns_as_bf16_does(recipe: str) -> None:
+@pytest.mark.parametrize("fp8", [{"recipe": "tensorwise"}, {"recipe": "rowwise"}, EARLIER], ids=str)
+def test_it_learns_as_bf16_does(fp8: dict[str, Any]) -> None:
     plain, _ = losses_of("bf16")
-    small, model = losses_of({"fp8": {"recipe": recipe, "emulate": True}})
+    small, model = losses_of({"fp8": {**fp8, "emulate": True}})
     assert plain[-1] < 0.7 * plain[0]
     assert small != plain
     assert small == pytest.approx(plain, rel=0.05)
@@ -72,6 +73,9 @@ def test_without_a_fitting_layer_or_device_it_is_refused() -> None:
     [
         ({"precision": {"compute": "fp16", "fp8": "rowwise"}}, "stand beside bf16"),
         ({"precision": {"fp8": {"recipe": "none", "emulate": True}}}, "no effect"),
+        ({"precision": {"fp8": {"history": 4}}}, "scales` is now"),
+        ({"precision": {"fp8": {"recipe": "rowwise", "scales": "earlier"}}}, "one number a tensor"),
+        ({"precision": {"fp8": EARLIER}, "strategy": {"compile": True}}, "at once"),
         ({"precision": "fp8", "strategy": {"layout": {"tp": 2}}}, "tp"),
         ({"precision": "fp8", "strategy": {"engine": "deepspeed"}}, "formats of its own"),
     ],

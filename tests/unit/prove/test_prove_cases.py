@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from plait.config import RunConfig, parse_sections
+from plait.config.offload import OffloadConfig
 from plait.errors import ConfigError
 from plait.prove.cases import default_ranks, make_cases
+from plait.prove.prove import name_of
 from plait.prove.tolerance import rounding_of
 
 GPT = {"type": "gpt", "vocab_size": 300, "dim": 16, "layers": 6, "heads": 2, "seq_len": 16}
@@ -72,9 +74,23 @@ def test_what_is_the_reference_itself_is_refused() -> None:
         make_cases(run(strategy="single"))
 
 
-def test_one_rank_that_recomputes_can_be_proved() -> None:
-    strategy = {"recompute": "full", "layout": {"dp_replicate": 1, "dp_shard": 1}}
-    assert make_cases(run(strategy=strategy)).layout.size == 1
+@pytest.mark.parametrize(
+    ("technique", "name"),
+    [
+        ({"recompute": "full"}, "recompute full on 1 rank"),
+        ({"offload": "cpu"}, "offload cpu on 1 rank"),
+        (
+            {"zero": 3, "offload": {"optimizer": "nvme", "params": "cpu"}},
+            "zero3, offload nvme, weights in host memory on 1 rank",
+        ),
+        ({"offload": {"activations": "all"}}, "offloaded activations on 1 rank"),
+        ({"tiles": {"names": ["blocks.*.ffn"]}}, "tiles on 1 rank"),
+    ],
+)
+def test_one_rank_that_does_more_than_the_reference_can_be_proved_and_is_named(technique: Any, name: str) -> None:
+    cases = make_cases(run(strategy={**technique, "layout": {"dp_replicate": 1, "dp_shard": 1}}))
+    assert name_of(cases.candidate, cases.layout) == name
+    assert cases.reference.strategy.offload == OffloadConfig()
 
 
 def test_a_layout_that_leaves_nothing_to_shard_is_said() -> None:

@@ -42,6 +42,11 @@ def test_runs_that_agree_pass() -> None:
     assert found.verdict().startswith("PASS  ddp on 2 ranks is one process: 5 tensors agree after each of 3 steps")
 
 
+def test_the_largest_deviation_is_named_where_there_is_one() -> None:
+    assert certificate(trace()).verdict().endswith("after each of 3 steps, without any deviation")
+    assert "; closest to its tolerance: step " in certificate(trace(1e-7)).verdict()
+
+
 def test_the_first_difference_is_the_earliest_step_and_there_the_first_layer() -> None:
     candidate = trace()
     for step, name in ((2, "optim.blocks.1.w.m"), (3, "model.embed.weight"), (2, "model.blocks.1.w")):

@@ -232,6 +232,58 @@ def test_ranks_that_share_experts_send_tokens(size: int, recompute: str) -> None
     assert played.second.bytes == theory + gradients + all_reduced(LOSS + NORM, size)
 
 
+@pytest.mark.parametrize(
+    ("size", "sequence", "recompute", "beside"),
+    [
+        (8, False, "none", 0),
+        (64, False, "full", 1),
+        (1024, False, "none", 1),
+        (8, True, "full", 1),
+        (64, True, "none", 1),
+        (1024, True, "full", 0),
+    ],
+)
+def test_tensor_parallel_ranks_share_what_is_sent_to_experts(
+    size: int, sequence: bool, recompute: str, beside: int
+) -> None:
+    tp, ep = 4, size // 4
+    model = llama(type="moe", experts=1024, expert_dim=32, top_k=8, ffn_dim=None, shared_experts=beside, seq_len=64)
+    strategy = {
+        "layout": {"tp": tp, "ep": ep},
+        "recompute": recompute,
+        "tensor": {"sequence_parallel": sequence},
+    }
+    again = recompute == "full"
+    sent = expert_bytes(
+        tokens=MICRO * ROWS * 64,
+        dim=64,
+        itemsize=2,
+        top_k=8,
+        experts=1024,
+        ep=ep,
+        tp=tp,
+        mixtures=2,
+        micro_batches=MICRO,
+        recomputed=2 if again else 0,
+    )
+    summed = tensor_traffic(
+        tokens=ROWS * 64,
+        dim=64,
+        layers=2,
+        sequence=sequence,
+        itemsize=2,
+        recompute=again,
+        shared=norms(model) if sequence else 0,
+        mixtures=2,
+        top_k=8,
+        beside=bool(beside),
+    )
+    played = play(size, strategy, model, precision="bf16")
+    dense = [shape for name, shape in zip(parameters(model), cut(model, tp), strict=True) if ".experts." not in name]
+    gradients = data_traffic(stage=0, shapes=dense, shards=ep)
+    assert played.second.bytes == sent + MICRO * summed.sent(tp) + gradients + all_reduced(LOSS + NORM, size)
+
+
 # ---- pipeline parallel
 
 

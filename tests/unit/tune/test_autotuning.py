@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from plait.config import parse
 from plait.errors import ConfigError
+from plait.plan.space import that_can_pay
 from plait.tune import translate_autotuning
 from plait.tune.autotuning import KEYS
+from plait.tune.order import space_of
 
 ASK_DEEPSPEED = """
 import json
@@ -54,13 +57,21 @@ def test_the_section_of_the_gpt2_example_is_a_search() -> None:
         ("min_train_micro_batch_size_per_gpu", 2, "micro_min", 2),
         ("num_tuning_micro_batch_sizes", 6, "micro_count", 6),
         ("mp_size", 2, "space", {"strategy.layout.tp": (2,)}),
-        ("fast", False, "dimensions", ("zero", "layout", "recompute", "compile", "micro")),
+        ("fast", True, "dimensions", ("zero", "micro")),
     ],
 )
 def test_a_key_reaches_the_search(key: str, value: Any, name: str, expected: Any) -> None:
     found = translate_autotuning({key: value})
     assert getattr(found.config, name) == expected
     assert [each.key for each in found.account] == [key]
+
+
+def test_a_search_that_is_not_fast_varies_all_that_can_pay_offload_too() -> None:
+    found = translate_autotuning({"fast": False}, nproc=2)
+    assert found.account[0].words == "dimensions: all that can pay on the machine"
+    run = parse({"model": {"type": "gpt"}, "batch": {"total": 8}, "device": "cpu"}).config
+    assert {"zero", "layout", "recompute", "micro"} <= set(space_of(run, found.config).dimensions)
+    assert "offload" in that_can_pay("cuda")
 
 
 def test_the_folder_and_what_is_in_it() -> None:

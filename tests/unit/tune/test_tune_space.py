@@ -61,6 +61,35 @@ def test_a_model_that_is_not_known_is_not_cut() -> None:
     assert not any("strategy.layout.tp" in each.settings for each in spaces(4, run))
 
 
+def homes(run: dict[str, Any], *dimensions: Any) -> set[tuple[str, str]]:
+    """Where the optimizer and the weights of each candidate live, by its settings and the run's own."""
+    found = [parse(run, each.overrides).config.strategy for each in spaces(2, run, dimensions=dimensions)]
+    assert all(strategy.stage == 3 for strategy in found if strategy.offload.params != "none")
+    return {(strategy.offload.optimizer, strategy.offload.params) for strategy in found}
+
+
+ON_THE_DEVICE, IN_MEMORY, IN_FILES, WEIGHTS_TOO = ("none", "none"), ("cpu", "none"), ("nvme", "none"), ("cpu", "cpu")
+
+
+def test_every_tier_of_offload_is_tried_whatever_the_run_is_written_with() -> None:
+    every = {ON_THE_DEVICE, IN_MEMORY, IN_FILES, WEIGHTS_TOO}
+    assert homes(RUN, "zero", "offload") == every
+    for written in ("cpu", {"optimizer": "nvme", "path": "files"}, {"optimizer": "cpu", "params": "cpu"}):
+        assert homes({**RUN, "strategy": {"zero": 3, "offload": written}}, "offload") == every
+
+
+def test_an_offload_that_says_more_than_where_things_live_stays_as_it_is_written() -> None:
+    run = {**RUN, "strategy": {"offload": {"optimizer": "cpu", "ratio": 0.25}}}
+    assert homes(run, "offload") == {IN_MEMORY}
+    assert homes({**RUN, "optim": {"type": "Muon"}}, "offload") == {ON_THE_DEVICE}  # which looks at whole parameters
+
+
+def test_where_the_device_is_the_host_tiers_are_tried_only_when_asked_for() -> None:
+    run = {**RUN, "device": "cpu"}
+    assert not any(key.startswith("strategy.offload") for each in spaces(2, run) for key in each.settings)
+    assert IN_MEMORY in homes(run, "offload")
+
+
 def test_a_key_of_the_users_own_is_not_varied_by_a_dimension() -> None:
     space = {"strategy.zero": (3,), "strategy.layout.tp": (2,), "batch.micro": (1, 3), "optim.lr": (0.1, 0.2)}
     found = [each.settings for each in spaces(4, space=space, dimensions=("zero", "layout", "micro")) if each.settings]
@@ -89,6 +118,8 @@ def test_settings_that_come_to_the_same_run_are_equal(tmp_path: Path) -> None:
     same = ["strategy=zero3"], ["strategy=fsdp"], ["strategy.zero=3", "strategy.layout.dp_shard=4"]
     assert len({effective(str(path), overrides, 4) for overrides in same}) == 1
     assert effective(str(path), ["strategy=zero2"], 4) != effective(str(path), ["strategy=zero3"], 4)
+    cut = "strategy.layout.tp=4"  # one copy of the model: a stage has nothing to share out
+    assert effective(str(path), ["strategy.zero=0", cut], 4) == effective(str(path), ["strategy.zero=3", cut], 4)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +146,12 @@ def test_the_order_is_the_tuners() -> None:
 
 
 def test_without_a_plan_the_cheap_ones_come_first() -> None:
-    first = rank_by_rule(parse(RUN).config, spaces(4)[1:])[0].settings
+    found = spaces(4, dimensions=("zero", "layout", "recompute", "offload", "micro"))[1:]
+    ordered = [each.settings for each in rank_by_rule(parse(RUN).config, found)]
+    first, last = ordered[0], ordered[-1]
     assert (first["strategy.recompute.mode"], first["strategy.layout.tp"], first["batch.micro"]) == ("none", 1, 12)
+    assert "strategy.offload.optimizer" not in first
+    assert "strategy.offload.optimizer" in last
 
 
 @pytest.mark.parametrize(

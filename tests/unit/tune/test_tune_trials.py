@@ -17,7 +17,7 @@ import pytest
 
 from plait.config import parse
 from plait.errors import ConfigError, TrainingError
-from plait.tune import Outcome, TuneConfig, Tuned, tune
+from plait.tune import Candidate, Outcome, TuneConfig, Tuned, tune
 from plait.tune.book import Book, Record
 
 KIND = "hooks.0.args.kind"
@@ -158,6 +158,23 @@ def test_a_search_ends_when_trials_are_spent_or_no_longer_better(bench: Any) -> 
     assert parse(spent.best_path).config.seed == 2
     stuck = tune(source, [], config.model_copy(update={"early_stop": 2}), out="out")
     assert stuck.why == "2 trials in a row were no better"
+
+
+def test_tiers_of_offload_are_measured_on_ranks(bench: Any) -> None:
+    files = {"zero": 3, "offload": {"optimizer": "nvme", "params": "cpu"}}
+    source = bench.describe(strategy=files, batch={"total": 8})
+    wanted = {"strategy.offload.optimizer": "cpu", "strategy.offload.ratio": "auto"}
+    config = TuneConfig(steps=4, warmup=1, dimensions=("offload",), nproc=2, trials=2)
+
+    def host_memory_first(_run: Any, found: Any) -> list[Any]:
+        return [each for each in found if wanted.items() <= each.settings.items()]
+
+    said: list[str] = []
+    found = tune(source, [], config, out="out", rank=host_memory_first, say=said.append)
+    assert [record.outcome.status for record in found.records] == ["ok", "ok"], found.records
+    assert said[3].startswith("trial 2: strategy.offload.optimizer=cpu strategy.offload.ratio=auto"), said
+    best = parse(found.best_path).config.strategy.offload
+    assert best == parse(source, Candidate(found.best.settings).overrides).config.strategy.offload
 
 
 def test_ranks_are_measured_together_and_one_that_is_killed_is_found(bench: Any) -> None:

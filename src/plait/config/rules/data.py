@@ -7,21 +7,51 @@ from collections.abc import Iterator
 from plait.config.data import (
     SMALLEST_BPE,
     Cifar10Data,
-    DataConfig,
+    DataSource,
     ImageFolderData,
     ImportedData,
     JsonlData,
+    MixtureData,
     TextData,
+    leaves,
+    texts,
 )
 from plait.config.model import GptConfig, LlamaConfig
 from plait.config.rules.facts import Facts, idle
 from plait.errors import Problem
 
+_ROLES = ("data", "val_data", "test_data")
 
-def _sources(facts: Facts) -> Iterator[tuple[str, DataConfig]]:
-    for path in ("data", "val_data", "test_data"):
-        if (source := getattr(facts.config, path)) is not None:
-            yield path, source
+
+def _sources(facts: Facts) -> Iterator[tuple[str, DataSource]]:
+    for path in _ROLES:
+        yield from leaves(path, getattr(facts.config, path))
+
+
+def sources_of_a_mixture_fit_together(facts: Facts) -> Iterator[Problem]:
+    """Samples of all of them stand in one batch, and one tokenizer made their tokens."""
+    for path in _ROLES:
+        mixture = getattr(facts.config, path)
+        if not isinstance(mixture, MixtureData):
+            continue
+        if mixture.weights and len(mixture.weights) != len(mixture.sources):
+            message = f"{len(mixture.weights)} numbers for {len(mixture.sources)} sources"
+            yield Problem(f"{path}.weights", message, "Write one for each source, in their order.")
+        for place, source in leaves(path, mixture):
+            names, reason = ("shuffle", "workers", "pin_memory", "drop_last"), f"`{path}` as a whole is loaded"
+            yield from idle(place, source, names, reason, f"Write it beside `{path}.sources`.")
+            length = getattr(source, "seq_len", None)
+            if length is not None and length != mixture.seq_len:
+                message = f"{length}, but sequences of the first source have {mixture.seq_len}"
+                yield Problem(f"{place}.seq_len", message, f"Write `seq_len: {mixture.seq_len}`.")
+        tokenized = texts(path, mixture)
+        for place, text in tokenized[1:]:
+            first = tokenized[0]
+            if text.tokenizer not in (None, first[1].tokenizer):
+                message = f"{text.tokenizer!r}, but the tokenizer of the mixture is that of `{first[0]}`"
+                yield Problem(f"{place}.tokenizer", message, "Leave it out, or name the same one in both.")
+            elif text.tokenizer is None:
+                yield from idle(place, text, ("vocab_size",), f"the tokenizer is that of `{first[0]}`", "Leave it out.")
 
 
 def own_tokenizer_has_its_own_size(facts: Facts) -> Iterator[Problem]:
@@ -55,18 +85,20 @@ def sequences_fit_the_model(facts: Facts) -> Iterator[Problem]:
 
 def trained_vocabulary_fits_the_model(facts: Facts) -> Iterator[Problem]:
     """A token that the model has no embedding for cannot be looked up. Validation takes the training tokenizer."""
-    model, source = facts.config.model, facts.config.data
-    if not isinstance(model, (GptConfig, LlamaConfig)) or not isinstance(source, (TextData, JsonlData)):
+    model, tokenized = facts.config.model, texts("data", facts.config.data)
+    if not isinstance(model, (GptConfig, LlamaConfig)) or not tokenized:
         return
+    path, source = tokenized[0]
     if source.tokenizer is None and source.vocab_size > model.vocab_size:
         message = f"{source.vocab_size} tokens, but the model knows {model.vocab_size} (`model.vocab_size`)"
-        remedy = f"Write `data.vocab_size: {model.vocab_size}`."
+        remedy = f"Write `{path}.vocab_size: {model.vocab_size}`."
         if model.vocab_size < SMALLEST_BPE:
             remedy = f"Give the model {SMALLEST_BPE} or more, one for each byte and one for the end."
-        yield Problem("data.vocab_size", message, remedy)
+        yield Problem(f"{path}.vocab_size", message, remedy)
 
 
 RULES = (
+    sources_of_a_mixture_fit_together,
     own_tokenizer_has_its_own_size,
     val_fraction_needs_a_split,
     sequences_fit_the_model,

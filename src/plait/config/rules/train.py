@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from plait.config.online import ONLINE
 from plait.config.optim import SGDConfig
 from plait.config.rules.facts import Facts, idle
-from plait.config.train import EarlyStopConfig
+from plait.config.train import EarlyStopConfig, RollbackConfig
 from plait.config.words import show
 from plait.errors import Problem
 
@@ -59,6 +60,24 @@ def measuring_needs_validation_data(facts: Facts) -> Iterator[Problem]:
             yield Problem(f"hooks.{index}", f"early_stop watches validations, and {reason}", remedy)
 
 
+def going_back_needs_checkpoints(facts: Facts) -> Iterator[Problem]:
+    """There must be one to go back to, also where the newest was written after the loss had leapt."""
+    config = facts.config
+    for index, hook in enumerate(config.hooks):
+        if not isinstance(hook, RollbackConfig):
+            continue
+        path = f"hooks.{index}"
+        if config.checkpoint.every is None:
+            message = "rollback goes back to a checkpoint, and `checkpoint.every` is not set"
+            yield Problem(path, message, "Write `checkpoint.every`, or leave the hook out.")
+        elif config.checkpoint.keep < 2:
+            message = "rollback may need the checkpoint before the newest, and `checkpoint.keep` is 1"
+            yield Problem(path, message, "Write `checkpoint.keep: 2`, or more.")
+        if config.phase in ONLINE:
+            message = f"rollback goes on with the data that come next, and those of {config.phase} are the model's own"
+            yield Problem(path, message, "Leave it out.")
+
+
 def nesterov_needs_momentum(facts: Facts) -> Iterator[Problem]:
     """Nesterov's step looks ahead along the momentum."""
     optim = facts.config.optim
@@ -99,6 +118,7 @@ RULES = (
     counting_fits_the_length,
     one_way_to_clip,
     measuring_needs_validation_data,
+    going_back_needs_checkpoints,
     nesterov_needs_momentum,
     warmup_start_needs_warmup,
     wandb_project_needs_wandb,

@@ -8,27 +8,49 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from plait.frontends.accelerate.accelerator import Accelerator
     from plait.frontends.accelerate.config import translate
+    from plait.frontends.accelerate.loader import skip_first_batches
+    from plait.frontends.accelerate.memory import find_executable_batch_size
     from plait.frontends.accelerate.plugins import (
+        AutocastKwargs,
         DataLoaderConfiguration,
         DeepSpeedPlugin,
+        DistributedDataParallelKwargs,
+        DistributedType,
         FullyShardedDataParallelPlugin,
         GradientAccumulationPlugin,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
         ParallelismConfig,
         ProjectConfiguration,
     )
+    from plait.frontends.accelerate.process import PartialState
 
 __all__ = [
     "Accelerator",
+    "AutocastKwargs",
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
     "FullyShardedDataParallelPlugin",
+    "GradScalerKwargs",
     "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
     "ParallelismConfig",
+    "PartialState",
     "ProjectConfiguration",
+    "find_executable_batch_size",
+    "skip_first_batches",
     "translate",
 ]
 
-_HOMES = {"Accelerator": "accelerator", "translate": "config"}
+_HOMES = {
+    "Accelerator": "accelerator",
+    "PartialState": "process",
+    "find_executable_batch_size": "memory",
+    "skip_first_batches": "loader",
+    "translate": "config",
+}
 
 
 def __getattr__(name: str) -> Any:

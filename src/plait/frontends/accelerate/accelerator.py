@@ -68,13 +68,14 @@ class Accelerator(Keeping):
                 each.syncs = value
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
-        """Clip the global norm in the step that follows; returns the norm before. Does nothing while accumulating."""
+        """Clip the global norm in the step that follows; returns the norm before, on the device, without waiting for
+        it. Does nothing while accumulating."""
         if norm_type != 2:
             raise TrainingError(f"clip_grad_norm_ takes the 2-norm here, not norm_type={norm_type}")
         if not self.sync_gradients:
             return None
         engine = self._engine_of(parameters)
-        return None if engine is None else torch.tensor(engine.clip_grad_norm(max_norm), device=self.device)
+        return None if engine is None else engine.clip_grad_norm(float(max_norm))
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each element in the step that follows."""

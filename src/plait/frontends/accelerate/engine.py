@@ -38,6 +38,7 @@ class LoopEngine(ManualEngine):
             self._gradients.before_backward(last=last)
         self._reduced = last
         self._complete = False
+        self.updater.forget_norm()
 
     def end_backward(self, loss: Tensor) -> None:
         """The backward pass is over."""
@@ -65,6 +66,7 @@ class LoopEngine(ManualEngine):
         self.views.clear_gradients()
         self._kept, self._losses = [], []
         self._reduced = self._complete = False
+        self.updater.forget_norm()
 
     def clip_grad_value(self, value: float) -> None:
         """Clip each element in the `step` that follows."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from plait.errors import ModelError, TrainingError
+from plait.errors import ModelError
 from plait.frontends.accelerate import saving, weights
-from plait.frontends.accelerate.loader import PreparedLoader
+from plait.frontends.accelerate.loader import PreparedLoader, skip_first_batches
 from plait.frontends.accelerate.preparing import Preparing
 
 
@@ -87,14 +87,7 @@ class Keeping(Preparing):
 
         Without a number: as many as the loaded state had seen, with whatever number of ranks it was saved.
         """
-        if num_batches is None:
-            num_batches, rest = divmod(dataloader.resume_at, dataloader.total_batch_size)
-            if rest:
-                raise TrainingError(
-                    f"the state had seen {dataloader.resume_at} samples of this pass, which is no whole number of "
-                    f"rounds of {dataloader.total_batch_size}: give num_batches"
-                )
-        return dataloader.without_first(num_batches)
+        return skip_first_batches(dataloader, num_batches)
 
     # ---- trackers
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from plait.errors import ConfigError, DataError, Problem
+from plait.errors import ConfigError, DataError, Problem, TrainingError
 from plait.frontends.accelerate.gradients import GradientState
 from plait.frontends.accelerate.prepared import apply
 from plait.frontends.accelerate.sharing import (
@@ -300,3 +300,15 @@ def seed_sampler(loader: DataLoader[Any], *, ranks: int, seedable: bool, data_se
         # Of its own, so that drawing an order leaves dropout's numbers alone.
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+
+
+def skip_first_batches(dataloader: PreparedLoader, num_batches: int | None = 0) -> PreparedLoader:
+    """The pass that a prepared loader is in, without its first batches; see `Accelerator.skip_first_batches`."""
+    if num_batches is None:
+        num_batches, rest = divmod(dataloader.resume_at, dataloader.total_batch_size)
+        if rest:
+            raise TrainingError(
+                f"the state had seen {dataloader.resume_at} samples of this pass, which is no whole number of "
+                f"rounds of {dataloader.total_batch_size}: give num_batches"
+            )
+    return dataloader.without_first(num_batches)

@@ -170,6 +170,17 @@ class DeepSpeedPlugin:
         section = {words.get(name, name): value for name, value in given.items() if value is not None}
         return {"distributed_type": "DEEPSPEED", "deepspeed_config": section or {"zero_stage": 2}}
 
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """The DeepSpeed configuration itself, which scripts look into."""
+        from plait.frontends.accelerate.parts import deepspeed_config
+        from plait.frontends.deepspeed.config import read_config
+
+        if self.hf_ds_config is not None:
+            return read_config(self.hf_ds_config)
+        section: dict[str, Any] = self.as_config()["deepspeed_config"]
+        return deepspeed_config(section)
+
 
 @dataclass
 class ParallelismConfig:

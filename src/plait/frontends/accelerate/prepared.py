@@ -114,6 +114,8 @@ class PreparedOptimizer(Optimizer):
         self.models = list(models)
         self.last: StepResult | None = None
         """What the last step did."""
+        self.stands_for: Any = optimizer
+        """What the script gave for it."""
         self._gradients = gradients
 
     @property
@@ -209,14 +211,15 @@ class PreparedScheduler:
             self.scheduler.step(*args, **kwargs)
             return
         if not self._gradients.sync_gradients:
-            if self._gradients.adjust_scheduler:
+            if self._gradients.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
                 self.scheduler._step_count += 1
             return
         if any(optimizer.overflowed for optimizer in self.optimizers):
             return
         for _ in range(self._times):
             # OneCycleLR refuses to go beyond its end, and a last batch that is not full would take it there.
-            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", self.scheduler._step_count):
+            done = getattr(self.scheduler, "_step_count", 0)
+            if done <= getattr(self.scheduler, "total_steps", done):
                 self.scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from plait.errors import ConfigError, ModelError, Problem
+from plait.frontends.accelerate.dummies import DummyOptim, DummyScheduler, make_optimizer, make_scheduler, refuse_two
 from plait.frontends.accelerate.engine import Joint, build_engine
 from plait.frontends.accelerate.gather import Gatherer
 from plait.frontends.accelerate.gradients import GradientState
@@ -28,11 +29,14 @@ from plait.frontends.accelerate.plugins import (
 )
 from plait.frontends.accelerate.prepared import PreparedModel, PreparedOptimizer, PreparedScheduler
 from plait.frontends.accelerate.process import Processes
-from plait.frontends.accelerate.settings import build_config
+from plait.frontends.accelerate.settings import build_config, heed_launcher, plugin_of
 from plait.frontends.accelerate.sharing import Share
 from plait.frontends.accelerate.tracking import Trackers, choose_trackers
+from plait.frontends.deepspeed.described import Recipe
+from plait.frontends.deepspeed.runtime.lr_schedules import Scheduler
 from plait.precision import make_policy
 from plait.world import World, open_world
+from plait.world.launched import told_by_accelerate
 
 
 class Preparing(Processes):
@@ -67,6 +71,12 @@ class Preparing(Processes):
             dynamo_plugin = TorchDynamoPlugin(backend=dynamo_backend)
         plugins = [each for each in (fsdp_plugin, deepspeed_plugin, parallelism_config, dynamo_plugin) if each]
         handlers = list(kwargs_handlers or ())
+        if config_file is None:
+            told = heed_launcher(told_by_accelerate(), answered=bool(plugins or sections))
+            mixed_precision = mixed_precision or told.get("mixed_precision")
+            cpu = cpu or told.get("cpu", False)
+            if gradient_accumulation_steps == 1 and gradient_accumulation_plugin is None:
+                gradient_accumulation_steps = told.get("gradient_accumulation_steps", 1)
         self.config, self.account = build_config(
             config_file,
             plugins,
@@ -94,7 +104,9 @@ class Preparing(Processes):
             self.project_configuration.set_directories(project_dir)
         folder = self.project_configuration.logging_dir
         self._trackers = Trackers(*choose_trackers(log_with), None if folder is None else Path(folder), self.world)
-        self.fsdp_plugin, self.deepspeed_plugin = fsdp_plugin, deepspeed_plugin
+        self.fsdp_plugin = fsdp_plugin
+        self.deepspeed_plugin = deepspeed_plugin or plugin_of(config_file)
+        self._recipe = Recipe(self.deepspeed_plugin.deepspeed_config if self.deepspeed_plugin else {})
         self._models: list[PreparedModel] = []
         self._optimizers: list[PreparedOptimizer] = []
         self._schedulers: list[PreparedScheduler] = []
@@ -118,6 +130,16 @@ class Preparing(Processes):
         """What scripts ask the state for, the accelerator knows: `num_processes`, `device`, `mixed_precision`, …"""
         return self
 
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch is that of all ranks together."""
+        return bool(self.dataloader_config.split_batches)
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last round of batches is filled up."""
+        return bool(self.dataloader_config.even_batches)
+
     # ---- what is prepared
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
@@ -131,12 +153,12 @@ class Preparing(Processes):
             if isinstance(each, nn.Module):
                 found[id(each)] = self._wrapped(each)
         for each, placed in zip(objects, placements, strict=True):
-            if isinstance(each, Optimizer):
+            if isinstance(each, (Optimizer, DummyOptim)):
                 found[id(each)] = self.prepare_optimizer(each)
             elif isinstance(each, DataLoader):
                 found[id(each)] = self.prepare_data_loader(each, device_placement=placed)
         for each in objects:
-            if isinstance(each, (LRScheduler, ReduceLROnPlateau)):
+            if isinstance(each, (LRScheduler, ReduceLROnPlateau, Scheduler, DummyScheduler)):
                 found[id(each)] = self.prepare_scheduler(each)
         for each in found.values():
             if isinstance(each, PreparedModel):
@@ -157,11 +179,15 @@ class Preparing(Processes):
         self._models.append(prepared)
         return prepared
 
-    def prepare_optimizer(self, optimizer: Optimizer, **_: Any) -> Optimizer:
+    def prepare_optimizer(self, optimizer: Optimizer | DummyOptim, **_: Any) -> Optimizer:
         """An optimizer; spreads the models whose parameters it has."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if isinstance(optimizer, DummyOptim):
+            params = optimizer.parameters
+        else:
+            refuse_two(self._recipe, "optimizer")
+            params = [param for group in optimizer.param_groups for param in group["params"]]
         owners = [model for model in self._models if model.owns(params)]
         if not owners:
             raise ModelError(
@@ -176,11 +202,15 @@ class Preparing(Processes):
         joint = len(owners) > 1
         module = Joint([owner.module for owner in owners]) if joint else owners[0].module
         modes = [owner.module.training for owner in owners]
+        dummy = optimizer
+        if isinstance(optimizer, DummyOptim):
+            optimizer = make_optimizer(self._recipe, optimizer, module)
         engine = build_engine(self.config, self.world, module, optimizer, self.print)
         for index, (owner, mode) in enumerate(zip(owners, modes, strict=True)):
             owner.bind(engine, index if joint else None)
             owner.train(mode)
         prepared = PreparedOptimizer(optimizer, owners, self.gradient_state)
+        prepared.stands_for = dummy
         self._optimizers.append(prepared)
         return prepared
 
@@ -214,8 +244,19 @@ class Preparing(Processes):
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """A scheduler that steps once for each batch of the loader as it was written."""
-        mine = [each for each in self._optimizers if scheduler.optimizer in (each, each.optimizer)]
+        mine = [
+            each
+            for each in self._optimizers
+            if any(scheduler.optimizer is one for one in (each, each.optimizer, each.stands_for))
+        ]
         times = 1 if self.dataloader_config.split_batches else self.world.layout.data_parallel
+        if isinstance(scheduler, (Scheduler, DummyScheduler)):  # DeepSpeed's count updates
+            if isinstance(scheduler, DummyScheduler):
+                own = (mine or self._optimizers)[0].optimizer
+                scheduler = make_scheduler(self._recipe, scheduler, own, ranks=times)
+            times = 1
+        else:
+            refuse_two(self._recipe, "scheduler")
         prepared = PreparedScheduler(
             scheduler,
             mine or self._optimizers,

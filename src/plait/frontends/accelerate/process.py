@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.world import World
+from plait.config import parse_sections
+from plait.world import World, open_world
 
 Function = Callable[..., Any]
 
@@ -139,6 +140,13 @@ class Processes:
         if raised:
             self._triggered = False
         return raised
+
+
+class PartialState(Processes):
+    """Who this process is, for scripts that ask before they make an `Accelerator`, or without one."""
+
+    def __init__(self, cpu: bool = False) -> None:
+        super().__init__(open_world(parse_sections(**({"device": "cpu"} if cpu else {})).config))
 
 
 def _only(here: bool, function: Function) -> Function:

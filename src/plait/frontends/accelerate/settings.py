@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from plait.config import RunConfig, check, parse_sections
 from plait.config.read import read
 from plait.errors import ConfigError, Problem
 from plait.frontends.accelerate.config import translate
-from plait.frontends.accelerate.plugins import FullyShardedDataParallelPlugin, GradScalerKwargs
+from plait.frontends.accelerate.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradScalerKwargs
 from plait.frontends.account import Account, Answer, Translation
 
-_MADE_BY_SCRIPT = (("optim", "optimizer", "torch.optim optimizer"), ("schedule", "scheduler", "torch scheduler"))
+_DESCRIBED = ("optim", "schedule")
+"""What a script may have made as a DeepSpeed configuration describes it: see `dummies`."""
 _IDLE = frozenset({"log", "checkpoint", "work_dir", "hooks", "plan"})
 
 
@@ -56,19 +58,55 @@ def build_config(
     return config, found.account
 
 
+_ASKED = {
+    "USE_FSDP": "FSDP",
+    "USE_DEEPSPEED": "DeepSpeed",
+    "USE_MEGATRON_LM": "Megatron-LM",
+    "USE_PARALLELISM_CONFIG": "a parallelism_config",
+}
+
+
+def heed_launcher(told: Mapping[str, str], *, answered: bool) -> dict[str, Any]:
+    """Arguments of an `Accelerator` that `accelerate launch` has for it.
+
+    The few that are one word each are taken. Whole sections come in a variable for each key, and are refused, unless
+    the script has `answered` how it is to be spread.
+    """
+    asked = [word for name, word in _ASKED.items() if told.get(name, "").lower() in ("true", "1", "yes")]
+    if told.get("DYNAMO_BACKEND", "no").lower() != "no":
+        asked.append("torch.compile")
+    if asked and not answered:
+        message = f"asks for {' and '.join(asked)} in variables that are not read here"
+        remedy = "Write Accelerator(config_file=…) with the file that it reads."
+        raise ConfigError(Problem("accelerate launch", message, remedy))
+    found: dict[str, Any] = {}
+    if told.get("MIXED_PRECISION", "no") != "no":
+        found["mixed_precision"] = told["MIXED_PRECISION"]
+    if told.get("USE_CPU", "").lower() in ("true", "1", "yes"):
+        found["cpu"] = True
+    if told.get("GRADIENT_ACCUMULATION_STEPS", "1").isdigit():
+        found["gradient_accumulation_steps"] = int(told.get("GRADIENT_ACCUMULATION_STEPS", "1"))
+    return found
+
+
+def plugin_of(file: str | Path | None) -> DeepSpeedPlugin | None:
+    """The plugin that Accelerate makes of a file which asks for DeepSpeed."""
+    words = read(file) if file is not None else {}
+    if words.get("distributed_type") != "DEEPSPEED":
+        return None
+    section = words.get("deepspeed_config") or {}
+    names = {"deepspeed_config_file": "hf_ds_config", "deepspeed_moe_layer_cls_names": "transformer_moe_cls_names"}
+    given = {names.get(name, name): value for name, value in section.items() if value not in (None, "none")}
+    known = {each.name for each in fields(DeepSpeedPlugin)}
+    return DeepSpeedPlugin(**{name: value for name, value in given.items() if name in known})
+
+
 def _for_a_script(found: Translation) -> dict[str, Any]:
     """The sections that say something about a loop of the user's own; of the others the account tells."""
-    problems = [
-        Problem(f"deepspeed_config: {word}", "the script makes it itself", f"Leave it out, and make a {maker}.")
-        for section, word, maker in _MADE_BY_SCRIPT
-        if section in found.sections
-    ]
-    if problems:
-        raise ConfigError(problems)
     for section in _IDLE & found.sections.keys():
         text = "a script logs and saves by itself"
         found.account.add(Answer.UNNEEDED, f"(section {section})", found.sections[section], text)
-    return {section: value for section, value in found.sections.items() if section not in _IDLE}
+    return {section: value for section, value in found.sections.items() if section not in (*_IDLE, *_DESCRIBED)}
 
 
 def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

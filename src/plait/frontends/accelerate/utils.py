@@ -9,6 +9,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from plait.frontends.accelerate.dummies import DummyOptim, DummyScheduler
+from plait.frontends.accelerate.memory import find_executable_batch_size
 from plait.frontends.accelerate.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -30,6 +32,8 @@ __all__ = [
     "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "DummyOptim",
+    "DummyScheduler",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
@@ -38,6 +42,7 @@ __all__ = [
     "ProjectConfiguration",
     "TorchDynamoPlugin",
     "broadcast_object_list",
+    "find_executable_batch_size",
     "gather_object",
     "set_seed",
 ]

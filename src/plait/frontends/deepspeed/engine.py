@@ -80,13 +80,6 @@ class DeepSpeedEngine(EngineFacts):
         if self._every and self.global_steps % self._every == 0:
             self._say([f"[Rank 0] {progress.progress_line(self.global_steps, self.skipped_steps, self.optimizer)}"])
 
-    def _show_scale(self, *, skipped: bool) -> None:
-        """Scripts look for these on the optimizer."""
-        if self._native.scaler is not None and self.optimizer is not None:
-            shown: Any = self.optimizer
-            shown.cur_scale = shown.loss_scale = self.cur_scale
-            shown.overflow = skipped
-
     def _say(self, lines: list[str]) -> None:
         if self.global_rank == 0:
             print("\n".join(lines), flush=True)

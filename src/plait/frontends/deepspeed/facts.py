@@ -66,6 +66,7 @@ class EngineFacts(Around):
         monitor = progress.open_monitor(parts.raw, world.rank)
         self._latest = LatestStep(parts.optimizer, parts.lr_scheduler, monitor)
         weakref.finalize(self, self._latest.close)  # few scripts call `destroy`
+        self._show_scale(skipped=False)
 
     @property
     def skipped_steps(self) -> int:
@@ -156,6 +157,13 @@ class EngineFacts(Around):
     def cur_scale(self) -> float:
         """The loss scale of the coming step; 1 where losses are not scaled."""
         return 1.0 if self._native.scaler is None else self._native.scaler.scale
+
+    def _show_scale(self, *, skipped: bool) -> None:
+        """Scripts look for these on the optimizer, from the start and in every format."""
+        if self.optimizer is not None:
+            shown: Any = self.optimizer
+            shown.cur_scale = shown.loss_scale = self.cur_scale
+            shown.overflow = skipped
 
     def get_lr(self) -> list[float]:
         """Each group's rate in the coming update."""

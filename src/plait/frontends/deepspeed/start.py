@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from plait.config import RunConfig, check, parse_sections, resolve_batch
-from plait.config.optim import AdagradConfig
 from plait.errors import ConfigError, ModelError, Problem
 from plait.frontends.account import Account, Answer, Translation
 from plait.frontends.deepspeed.comm import init_distributed
 from plait.frontends.deepspeed.config import read_config, translate
+from plait.frontends.deepspeed.described import Parameters, as_groups, over_groups
 from plait.frontends.deepspeed.engine import DeepSpeedEngine
 from plait.frontends.deepspeed.facts import Parts
 from plait.frontends.deepspeed.link import link_parameters
@@ -25,12 +25,11 @@ from plait.frontends.deepspeed.loader import DeepSpeedDataLoader
 from plait.frontends.deepspeed.pipe import PipelineModule
 from plait.frontends.deepspeed.runtime.lr_schedules import Scheduler
 from plait.frontends.deepspeed.scaler import DeepSpeedScaler
-from plait.optim import OptimizerSource, OwnRates, ViewGroup, build_optimizer
+from plait.optim import OptimizerSource, OwnRates
 from plait.strategy import ManualEngine, prepare_native
 from plait.world import World, open_world, restore_rng_state, rng_state
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
-Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 
 _HERE = ("steps_per_print", "wall_clock_breakdown", "dataloader_drop_last", "output_path", "job_name")
 """Keys that the engine itself honours, whatever a described run would make of them."""
@@ -194,25 +193,7 @@ def _optimizer_for(model: Any, optimizer: Any, parameters: Parameters | None, ru
     plain = not any(isinstance(each, Mapping) for each in given)
     if plain and {id(each) for each in given if each.requires_grad} == {id(param) for param in trained}:
         return None
-    return _over_groups(model, given if not plain else [{"params": given}], run)
-
-
-def _over_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]], run: RunConfig) -> Optimizer:
-    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
-    views = []
-    for group in groups:
-        params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        params = [param for param in params if param.requires_grad]
-        if strangers := [param for param in params if param not in names]:
-            shape = tuple(strangers[0].shape)
-            raise ModelError(f"model_parameters has a tensor of shape {shape} that is no parameter of the model")
-        options = {key: value for key, value in group.items() if key != "params"}
-        if params:
-            views.append(ViewGroup([names[param] for param in params], params, options))
-    optim = run.optim
-    if isinstance(optim, AdagradConfig):  # its fused step is not for every device, and the model is yet to be moved
-        optim = optim.model_copy(update={"implementation": "foreach"})
-    return build_optimizer(optim, views)
+    return over_groups(model, as_groups(given), run.optim)
 
 
 def _scheduler_for(given: Any, optimizer: Optimizer | None, run: RunConfig) -> Any:

@@ -1,25 +1,27 @@
 """The Hugging Face Trainer, spread by Plait: `from plait.frontends.transformers import PlaitTrainer`.
 
-Needs `transformers` and `accelerate`; loaded on first use.
+`TrainingArguments` are those of `transformers`, for runs with `deepspeed=`. Both need `transformers` and
+`accelerate`, and are loaded on first use.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from plait.frontends.transformers.trainer import PlaitTrainer
+    from plait.frontends.transformers.trainer import PlaitTrainer, TrainingArguments
 
-__all__ = ["PlaitTrainer"]
+__all__ = ["PlaitTrainer", "TrainingArguments"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
     from plait.errors import MissingExtraError
 
     try:
-        from plait.frontends.transformers.trainer import PlaitTrainer
+        return getattr(import_module(f"{__name__}.trainer"), name)
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith("plait"):
             raise
-        raise MissingExtraError(missing.name or "transformers", "PlaitTrainer", "hf") from missing
-    return PlaitTrainer
+        raise MissingExtraError(missing.name or "transformers", name, "hf") from missing

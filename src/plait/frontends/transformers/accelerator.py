@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -140,8 +139,8 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
             model.syncs = before
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip the global norm in the step that follows; returns the norm before."""
-        return torch.tensor(self.engine.clip_grad_norm(float(max_norm)))
+        """Clip the global norm in the step that follows; returns the norm before, on the device."""
+        return self.engine.clip_grad_norm(float(max_norm))
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

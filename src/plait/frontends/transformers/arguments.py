@@ -14,19 +14,18 @@ from plait.frontends.accelerate.plugins import (
     TorchDynamoPlugin,
 )
 from plait.frontends.accelerate.settings import build_config
-from plait.frontends.account import Account
+from plait.frontends.account import Account, Answer
 
 _TRAINERS = {
-    "optimizer": "learning_rate, optim, weight_decay",
-    "scheduler": "lr_scheduler_type, warmup_steps",
+    "train_batch_size": "per_device_train_batch_size",
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "steps_per_print": "logging_steps",
+    "wall_clock_breakdown": "the Trainer's own times",
 }
-_COUNTED_BY_TRAINER = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "steps_per_print",
-)
+"""Keys of a DeepSpeed configuration that the Trainer itself sees to, and by which argument."""
+_MADE = ("optimizer", "scheduler")
 
 
 def config_of(args: Any, sections: Mapping[str, Any] | None) -> tuple[RunConfig, Account]:
@@ -58,7 +57,7 @@ def config_of(args: Any, sections: Mapping[str, Any] | None) -> tuple[RunConfig,
         own.setdefault("timeout_s", float(args.ddp_timeout))
     if args.tf32 and args.mixed_precision == "no":
         own.setdefault("precision", "tf32")
-    return build_config(
+    config, account = build_config(
         None,
         plugins,
         handlers,
@@ -66,16 +65,28 @@ def config_of(args: Any, sections: Mapping[str, Any] | None) -> tuple[RunConfig,
         cpu=args.use_cpu,
         sections=own,
     )
+    for key, value in deepspeed_of(args).items():
+        if key in _TRAINERS:
+            account.add(Answer.MAPPED, key, value, f"the Trainer sees to it: {_TRAINERS[key]}")
+        elif key in _MADE:
+            account.add(Answer.HONOURED, key, value, "made as DeepSpeed makes it, in the Trainer's loop")
+    return config, account
+
+
+def deepspeed_of(args: Any) -> dict[str, Any]:
+    """The DeepSpeed configuration of a Trainer, its open values filled from the arguments; empty without one."""
+    return dict(args.hf_deepspeed_config.config) if args.deepspeed else {}
+
+
+def refuse_mismatches(args: Any) -> None:
+    """Where configuration and arguments say different things, name both."""
+    if args.deepspeed and args.hf_deepspeed_config.mismatches:
+        found = [each.removeprefix("- ") for each in dict.fromkeys(args.hf_deepspeed_config.mismatches)]
+        message = f"it disagrees with TrainingArguments: {'; '.join(found)}"
+        raise ConfigError(Problem("deepspeed", message, "Write 'auto' there, or the same value."))
 
 
 def _deepspeed(args: Any) -> dict[str, Any]:
     """DeepSpeed's configuration without what the Trainer itself does, batch sizes and clipping for example."""
-    config = dict(args.hf_deepspeed_config.config)
-    problems = [
-        Problem(f"deepspeed.{key}", "the Trainer makes it from its own arguments", f"Leave it out; set {words}.")
-        for key, words in _TRAINERS.items()
-        if key in config
-    ]
-    if problems:
-        raise ConfigError(problems)
-    return {key: value for key, value in config.items() if key not in _COUNTED_BY_TRAINER}
+    refuse_mismatches(args)
+    return {key: value for key, value in deepspeed_of(args).items() if key not in (*_TRAINERS, *_MADE)}

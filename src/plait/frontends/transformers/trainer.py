@@ -11,14 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.errors import CheckpointError, ConfigError, ModelError, Problem
+from plait.frontends.accelerate.prepared import PreparedOptimizer
 from plait.frontends.accelerate.weights import whole
+from plait.frontends.deepspeed.described import Recipe
 from plait.frontends.transformers import checkpoints
 from plait.frontends.transformers.accelerator import TrainerAccelerator
-from plait.frontends.transformers.arguments import config_of
+from plait.frontends.transformers.arguments import config_of, deepspeed_of, refuse_mismatches
 
 _trainer: Any = import_module("transformers.trainer")  # barely typed, and not everywhere installed
 _FOLDER = "plait"
 """Beside the weights in a checkpoint of the Trainer: the whole state, as any run of Plait's has it."""
+
+
+class TrainingArguments(_trainer.TrainingArguments):  # type: ignore[misc]
+    """`transformers.TrainingArguments` that do not make DeepSpeed itself cut the models that are loaded from now on.
+
+    With `deepspeed=` at stage 3, those of `transformers` have `from_pretrained` do so.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.deepspeed:
+            import_module("transformers.integrations.deepspeed").unset_hf_deepspeed_config()
 
 
 class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
@@ -32,7 +47,9 @@ class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
     def __init__(self, *args: Any, sections: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._sections = sections
         self._given: dict[str, Any] = {}
+        self._recipe = Recipe({})
         super().__init__(*args, **kwargs)
+        _refuse_cut(self.model)
         if self.accelerator.world.layout.tp > 1 and vars(self)["compute_loss_func"] is None:
             self.compute_loss_func = loss_outside(self.model)
 
@@ -48,6 +65,7 @@ class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and put one of Plait's in its place."""
         config, self.account = config_of(self.args, self._sections)
+        self._recipe = Recipe(deepspeed_of(self.args))
         fsdp, self.args.fsdp_plugin_args = self.args.fsdp_plugin_args, None  # the plugin would ask for FSDP's own way
         try:
             super().create_accelerator_and_postprocess()
@@ -63,6 +81,34 @@ class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
         """How many ranks see the same data."""
         layout = self.accelerator.world.layout
         return int(layout.size // layout.data_parallel)
+
+    # ---- what a DeepSpeed configuration describes
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """The Trainer's optimizer; or, as with DeepSpeed, the one of its configuration, over all that is trained."""
+        if self._recipe.has_optimizer:
+            given = vars(self)["optimizer"]
+            if given is None:
+                bare = self.accelerator.unwrap_model(self.model if model is None else model)
+                self.optimizer = self._recipe.optimizer(bare, bare.parameters())
+            elif not isinstance(given, PreparedOptimizer):
+                raise _given_twice("optimizer")
+        return super().create_optimizer(model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The Trainer's schedule, or the one of a DeepSpeed configuration."""
+        if not self._recipe.has_schedule:
+            return super().create_scheduler(num_training_steps, optimizer)
+        if vars(self)["lr_scheduler"] is not None:
+            raise _given_twice("scheduler")
+        theirs = self.args.hf_deepspeed_config
+        theirs.fill_match("scheduler.params.total_num_steps", num_training_steps, "num_training_steps (calculated)")
+        warmup = max(1, self.args.get_warmup_steps(num_training_steps))
+        theirs.fill_match("scheduler.params.warmup_num_steps", warmup, "warmup_steps")
+        refuse_mismatches(self.args)
+        self.lr_scheduler = Recipe(deepspeed_of(self.args)).schedule(self.optimizer if optimizer is None else optimizer)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
 
     # ---- the model in use
 
@@ -82,10 +128,11 @@ class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
         norm: Tensor = self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
         return norm
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> float:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
         if grad_norm is None:
             grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
-        return float(grad_norm)
+        assert grad_norm is not None
+        return grad_norm  # the Trainer makes a number of it where it logs
 
     # ---- checkpoints
 
@@ -111,12 +158,30 @@ class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        if not (Path(checkpoint) / _FOLDER).is_dir():
+            raise CheckpointError(
+                f"{checkpoint} was not written by PlaitTrainer, so there is no optimizer state to go on from. Load its "
+                "weights with from_pretrained, and train without resume_from_checkpoint"
+            )
         checkpoints.load(self.accelerator, Path(checkpoint) / _FOLDER)
         state = torch.load(Path(checkpoint) / _trainer.SCHEDULER_NAME, weights_only=True)
         self.lr_scheduler.load_state_dict(state)
 
     def _load_best_model(self) -> None:
         checkpoints.load(self.accelerator, Path(self.state.best_model_checkpoint) / _FOLDER, weights_only=True)
+
+
+def _refuse_cut(model: nn.Module) -> None:
+    if any(hasattr(param, "ds_id") for param in model.parameters()):
+        raise ModelError(
+            "DeepSpeed has cut this model as it was loaded. Take TrainingArguments from plait.frontends.transformers, "
+            "or load the model before they are made"
+        )
+
+
+def _given_twice(word: str) -> ConfigError:
+    message = "the configuration describes one, and `optimizers` has one too"
+    return ConfigError(Problem(f"deepspeed.{word}", message, "Leave out one of the two."))
 
 
 def loss_outside(model: nn.Module) -> Any:

@@ -73,12 +73,19 @@ class Moe(Llama):
             nn.init.zeros_(buffer)
 
     def tensor_plan(self) -> dict[str, str]:
-        """How ranks share its layers: those of a Llama as there; a mixture's work they all do."""
+        """How ranks share its layers: those of a Llama as there, and so what all tokens of a mixture see.
+
+        Its other experts are shared by expert parallelism, over these ranks too.
+        """
         feed_forward: dict[str, str] = {}
         for layer in range(self.config.layers):
-            words = {"": "whole_sequence"} if is_mixture(self.config, layer) else DENSE
+            words = self._mixture_plan() if is_mixture(self.config, layer) else DENSE
             feed_forward |= {f"blocks.{layer}.ffn{part}": word for part, word in words.items()}
         return decoder_plan(feed_forward)
+
+    def _mixture_plan(self) -> dict[str, str]:
+        shared = {f".shared{part}": word for part, word in DENSE.items()} if self.config.shared_experts else {}
+        return {"": "whole_sequence", **shared}
 
     @torch.no_grad()
     def after_step(self, group: dist.ProcessGroup | None, *, updated: bool | Tensor = True) -> None:

@@ -87,7 +87,8 @@ class Router(nn.Module):
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, index, True)
         penalty = self._penalty(logits, scores, chosen)
         if self.load is not None:
-            penalty = _Tally.apply(penalty, chosen.sum(1), self.load)  # type: ignore[no-untyped-call]
+            # Of a row that ranks share, a part without targets counts as well: its gradient is the sum over the row.
+            penalty = penalty + self.sum_over_row(_Tally.apply(_nothing(scores), chosen.sum(1), self.load))  # type: ignore[no-untyped-call]
         if self.training and self.capacity_factor is not None:
             index = self._drop(index, chosen)
         return Routing(index.flatten(0, 1), weights.flatten(0, 1), penalty)
@@ -96,8 +97,7 @@ class Router(nn.Module):
         """What each row is charged for uneven load and for large logits."""
         rows, tokens, experts = scores.shape
         if not self.training or not (self.balance_loss or self.z_loss):
-            # Zeros, but not constants: their gradient tells which rows count.
-            return scores[:, :0].sum((1, 2))
+            return _nothing(scores)
         shares = scores / scores.sum(-1, keepdim=True)
         squares = logits.logsumexp(-1, keepdim=True).square()
         sums = torch.cat([chosen.sum(1).float(), shares.sum(1), squares.sum(1)], 1)
@@ -123,7 +123,7 @@ def balance(routers: list[Router], loads: Tensor) -> None:
 
 
 class _Tally(torch.autograd.Function):
-    """The penalties as they are. Going back, the rows that count are added to the load."""
+    """Part of the penalties, as it is. Going back, the rows that count are added to the load."""
 
     @staticmethod
     def forward(ctx: Any, penalty: Tensor, counts: Tensor, load: Tensor) -> Tensor:
@@ -138,6 +138,11 @@ class _Tally(torch.autograd.Function):
         (counts,) = ctx.saved_tensors
         ctx.load.add_((counts * (grad != 0)[:, None]).sum(0))
         return grad, None, None
+
+
+def _nothing(scores: Tensor) -> Tensor:
+    """Zeros (rows,), but not constants: their gradient tells which rows count."""
+    return scores[:, :0].sum((1, 2))
 
 
 def _as_it_is(sums: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def apply_context_parallel(module: nn.Module, where: DeviceMesh | dist.ProcessGr
     that splits heads, on the meta device or not. All attention has to be causal self-attention.
     """
     if kind not in KINDS:
-        raise ConfigError(Problem("strategy.context.kind", f"there is no kind {kind!r}", f"use {', '.join(KINDS)}"))
+        raise ConfigError(Problem("strategy.context.kind", f"there is no kind {kind!r}", f"Use {', '.join(KINDS)}."))
     line = Line.of(where)
     if line.size == 1:
         return

@@ -9,6 +9,9 @@ any others; of the experts each holds its own. So the two kinds of parameters ha
 | of `expert_modules`  | `Shard(0)`, here      | dp_replicate, dp_shard (and cp), without ep               |
 | all others           | nothing               | dp_replicate, dp_shard, ep (and cp)                       |
 
+Over `tp` experts are spread in the same way, where other parameters are as a tensor plan says; see
+[Note: experts are cut over tp too].
+
 An expert's gradient over the tokens of all ep ranks is complete where the expert is, since the tokens came to
 it. `fully_shard` has to be called on each of the `expert_modules` with the mesh without ep (even if that has
 one rank), before the block around it is sharded over the mesh with ep.
@@ -20,12 +23,14 @@ import inspect
 from collections.abc import Callable
 from typing import TypeGuard
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from plait.errors import ConfigError, ModelError, Problem
 from plait.parallel.expert.dispatch import spread_forward
+from plait.parallel.expert.seats import Seats
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -37,23 +42,35 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if _holds_experts(module)}
 
 
-def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, *, stage: bool = False) -> dict[str, nn.Module]:
-    """Spread the experts of a model over the ranks of a 1-D mesh, in place; returns the modules that hold them.
+def apply_expert_parallel(
+    model: nn.Module, mesh: DeviceMesh, *, alike: Callable[[str], bool] | None = None, stage: bool = False
+) -> dict[str, nn.Module]:
+    """Spread the experts of a model over the ranks of a mesh, in place; returns the modules of which ranks have parts.
 
-    Their parameters become `DTensor`s, `Shard(0)` on the mesh, and keep their names. The modules' forward sends
-    rows to the experts they chose and brings the answers back; what an expert computes is the module's own code.
+    The mesh has the axis `ep`, whose ranks see different tokens, or `tp`, whose ranks see the same, or both. Experts'
+    parameters become `DTensor`s, `Shard(0)` on all of its ranks as one axis, and keep their names. The modules' forward
+    sends rows to the experts they chose and brings the answers back; what an expert computes is the module's own code.
+    Input and answer are the same on all ranks of `tp`. `alike` names modules whose work these ranks do alike.
+
     Works on the meta device and on real ones, where the parameters must be equal on all ranks already. A `stage` is
     a part of a model that `check_experts` has seen whole; it may have no experts.
     """
-    assert mesh.ndim == 1, "experts are spread over one axis"
-    if not stage:
-        check_experts(model, mesh.size())
-    found = expert_modules(model)
-    for module in found.values():
+    axes = mesh.mesh_dim_names or ()
+    if not stage and "ep" in axes:
+        check_experts(model, mesh.size(axes.index("ep")))
+    found = {}
+    for name, module in expert_modules(model).items():
+        over: DeviceMesh | None = mesh
+        if "tp" in axes and (not _can_be_spread(module) or _is_placed(module) or (alike is not None and alike(name))):
+            over = mesh["ep"] if "ep" in axes else None
+        if over is None:
+            continue  # all ranks do its work, or share it as a tensor plan says
+        seats = Seats.on(over, int(module.num_experts))  # type: ignore[arg-type]
         compute = type(module).forward
-        for name, param in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, _own_experts(param, mesh))
-        module.forward = spread_forward(module, compute, mesh)
+        for key, param in list(module.named_parameters(recurse=False)):
+            module.register_parameter(key, _own_experts(param, seats))
+        module.forward = spread_forward(module, compute, seats)
+        found[name] = module
     return found
 
 
@@ -65,9 +82,33 @@ def expert_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
     """
 
     def place(param: nn.Parameter) -> Shard | None:
-        return next((Shard(dim) for dim in range(1, param.ndim) if param.shape[dim] % ranks == 0), None)
+        dim = next((dim for dim in range(1, param.ndim) if param.shape[dim] % ranks == 0), None)
+        if isinstance(param, DTensor):
+            _check_shards(param.shape, param.device_mesh.size(), ranks, even=dim is not None)
+        return None if dim is None else Shard(dim)
 
     return place
+
+
+def _check_shards(shape: torch.Size, over: int, ranks: int, *, even: bool) -> None:
+    """Refuse stacks over `over` ranks that `fully_shard` cannot cut over `ranks` more; `even`: by rows or columns."""
+    experts = shape[0]
+    if not _reaches_all(experts, over):
+        *fewer, most = (str(n) for n in range(1, over) if _reaches_all(experts, n))
+        fit = f"{', '.join(fewer)} or {most}" if fewer else most
+        message = f"{experts} experts over {over} ranks (ep × tp) leave some without any, which ZeRO cannot shard"
+        raise ConfigError(Problem("strategy.layout.tp", message, f"Use {fit} ranks for ep × tp, or zero: 0."))
+    if experts % over and not even:
+        # Torch describes what is cut twice along one dim rightly only where the first cut was even.
+        message = f"{experts} experts are cut unevenly over {over} ranks (ep × tp), so ZeRO has to cut inside of each, "
+        message += f"and no dim of {tuple(shape[1:])} divides by {ranks}"
+        remedy = f"Make model.expert_dim a multiple of {ranks}, or model.experts one of {over}."
+        raise ConfigError(Problem("strategy.layout.dp_shard", message, remedy))
+
+
+def _reaches_all(experts: int, ranks: int) -> bool:
+    """Whether even shares, one after the other, leave something for the last rank."""
+    return (ranks - 1) * -(-experts // ranks) < experts
 
 
 def _holds_experts(module: nn.Module) -> TypeGuard[nn.Module]:
@@ -93,21 +134,29 @@ def check_experts(model: nn.Module, ranks: int) -> None:
             message = f"{experts} experts ÷ {ranks} ranks = {experts / ranks:g}, not a whole number (in {name})"
             raise ConfigError(Problem("strategy.layout.ep", message, f"what divides {experts}: {fit}"))
         where = f"{name or 'the model'} ({type(module).__name__})"
-        if any(isinstance(param, DTensor) for param in module.parameters(recurse=False)):
+        if _is_placed(module):
             raise ModelError(
                 f"the experts of {where} are sharded already: spread them over ep once, and before tensor parallelism "
                 "or fully_shard gets to them"
             )
-        if len(inspect.signature(type(module).forward).parameters) != 4:  # with the module itself
+        if not _can_be_spread(module):
             raise ModelError(
                 f"the experts of {where} cannot be spread over ranks: its forward does not take hidden states, chosen "
                 "experts and their weights. Set strategy.layout.ep: 1"
             )
 
 
-def _own_experts(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    share = param.shape[0] // mesh.size()
-    first = mesh.get_local_rank() * share
-    own = param.detach()[first : first + share].clone()  # a view would keep the others' memory
-    whole = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+def _can_be_spread(module: nn.Module) -> bool:
+    """Whether a module's forward takes hidden states, chosen experts and their weights."""
+    return len(inspect.signature(type(module).forward).parameters) == 4  # with the module itself
+
+
+def _is_placed(module: nn.Module) -> bool:
+    """Whether its parameters are on a mesh already."""
+    return any(isinstance(param, DTensor) for param in module.parameters(recurse=False))
+
+
+def _own_experts(param: nn.Parameter, seats: Seats) -> nn.Parameter:
+    own = param.detach()[seats.of_rank()].clone()  # a view would keep the others' memory
+    whole = DTensor.from_local(own, seats.mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.stride())
     return nn.Parameter(whole, requires_grad=param.requires_grad)

@@ -8,17 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from plait.parallel.expert.exchange import exchange, exchange_counts
+from plait.parallel.expert.exchange import exchange, exchange_counts, for_own_part, total
+from plait.parallel.expert.seats import Seats
 from plait.world import is_sharded
 
 
-def spread_forward(module: nn.Module, compute: Callable[..., Tensor], mesh: DeviceMesh) -> Callable[..., Tensor]:
-    """A forward for `module` whose experts are spread over `mesh`; `compute` is the forward of its class.
+def spread_forward(module: nn.Module, compute: Callable[..., Tensor], seats: Seats) -> Callable[..., Tensor]:
+    """A forward for `module` whose experts have these `seats`; `compute` is the forward of its class.
 
     [Note: every rank makes the whole journey]
     Ranks choose differently, and still all of them take part in every exchange, forward and backward: a rank
@@ -26,15 +25,17 @@ def spread_forward(module: nn.Module, compute: Callable[..., Tensor], mesh: Devi
     of zeros. Nothing is skipped, so nobody waits for a rank that had nothing to do.
     """
     signature = inspect.signature(compute)
-    group, ranks = mesh.get_group(), mesh.size()
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         _, hidden, index, weights = signature.bind(module, *args, **kwargs).args
-        journey = _Journey(index, int(module.num_experts), ranks, group)  # type: ignore[arg-type]
+        if seats.tp is not None:
+            hidden, weights = for_own_part(hidden, seats.tp), for_own_part(weights, seats.tp)
+        journey = _Journey(index, seats)
         rows = journey.there(_in_compute_dtype(hidden))
         answers = journey.back(_answers(module, compute, rows, journey))
         weighted: Tensor = answers * weights[..., None]
-        return weighted.sum(1).to(hidden.dtype)
+        answer = weighted.sum(1).to(hidden.dtype)
+        return answer if seats.tp is None else total(answer, seats.tp)
 
     # The sizes of an exchange are data, so a compiled block is interrupted here.
     interrupting: Callable[..., Tensor] = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
@@ -44,17 +45,18 @@ def spread_forward(module: nn.Module, compute: Callable[..., Tensor], mesh: Devi
 class _Journey:
     """The way of one forward's rows: each choice of each token is a row, which goes to its expert and returns."""
 
-    def __init__(self, index: Tensor, experts: int, ranks: int, group: dist.ProcessGroup) -> None:
-        """`index` (tokens, top_k) are the chosen experts; `experts` itself stands for a choice that was dropped."""
-        self._group = group
+    def __init__(self, index: Tensor, seats: Seats) -> None:
+        """`index` (tokens, top_k) are the chosen experts; their number itself stands for a choice that was dropped."""
+        self._group = seats.ep
         self._shape = index.shape
-        chosen, self._order = index.flatten().sort(stable=True)
-        bounds = torch.searchsorted(chosen, torch.arange(experts + 1, device=index.device))
-        sent = bounds.diff().view(ranks, -1)
-        received = exchange_counts(sent, group)
-        self._sent, self._received = _on_host(sent, received, index.numel())
-        share = torch.arange(experts // ranks, device=index.device).repeat(ranks)
-        self.experts = share.repeat_interleave(received.flatten(), output_size=sum(self._received))
+        ranks, share = seats.senders, seats.share
+        chosen, self._order = seats.own(index).flatten().sort(stable=True)
+        bounds = torch.searchsorted(chosen, torch.arange(ranks * share + 1, device=index.device))
+        sent = bounds.diff().view(ranks, share)
+        received = sent if self._group is None else exchange_counts(sent, self._group)
+        self._sent, self._received = _on_host(sent, received, index.numel() // seats.sharers)
+        own = torch.arange(share, device=index.device).repeat(ranks)
+        self.experts = own.repeat_interleave(received.flatten(), output_size=sum(self._received))
         """For each row that arrives, which of this rank's experts it is for."""
 
     def there(self, hidden: Tensor) -> Tensor:
@@ -62,12 +64,14 @@ class _Journey:
         tokens, top_k = self._shape
         # Repeated, then reordered: both have a gradient that adds up in a fixed order.
         rows = hidden[:, None].expand(-1, top_k, -1).reshape(tokens * top_k, hidden.shape[1])
-        return exchange(rows.index_select(0, self._order[: sum(self._sent)]), self._received, self._sent, self._group)
+        rows = rows.index_select(0, self._order[: sum(self._sent)])
+        return rows if self._group is None else exchange(rows, self._received, self._sent, self._group)
 
     def back(self, answers: Tensor) -> Tensor:
-        """The answers to this rank's tokens (tokens, top_k, dim); zeros for choices that were dropped."""
+        """The answers to this rank's tokens (tokens, top_k, dim); zeros for choices that were dropped or not sent."""
         tokens, top_k = self._shape
-        answers = exchange(answers, self._sent, self._received, self._group)
+        if self._group is not None:
+            answers = exchange(answers, self._sent, self._received, self._group)
         if dropped := len(self._order) - len(answers):
             answers = F.pad(answers, (0, 0, 0, dropped))
         places = torch.arange(len(self._order), device=answers.device)

@@ -30,6 +30,18 @@ def sum_over_ranks(sums: Tensor, group: dist.ProcessGroup) -> Tensor:
     return result
 
 
+def for_own_part(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A tensor that all ranks have alike, and of which each uses some: gradients are summed."""
+    result: Tensor = _Spread.apply(whole, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def total(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over ranks, which all of them use alike: the gradient is every rank's own."""
+    result: Tensor = _Total.apply(part, group)  # type: ignore[no-untyped-call]
+    return result
+
+
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -55,6 +67,27 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _all_reduce(grad, ctx.group), None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grad, ctx.group), None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _all_reduce(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:

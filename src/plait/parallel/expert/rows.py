@@ -15,8 +15,9 @@ from plait.parallel.expert.exchange import sum_over_ranks
 def share_rows(model: nn.Module, mesh: DeviceMesh) -> None:
     """Tell the routers of a model that each row of a batch lies in parts on the ranks of a 1-D mesh, in place.
 
-    Their balance and z loss are then those of the whole row, on each of its ranks. It takes one small sum a
-    router and forward, and one backward; none where there is no such loss.
+    Their balance and z loss are then those of the whole row, on each of its ranks, and a row's choices count as load
+    wherever its targets are. For each of the two, where there is such a loss or a bias that balances, it takes one
+    small sum a router and forward, and one backward.
     """
     assert mesh.ndim == 1, "rows are cut along one axis"
     for module in model.modules():

@@ -47,7 +47,7 @@ def offload_activations(units: Sequence[Unit], wanted: str | Sequence[str], devi
         if not any(fnmatchcase(unit.name, pattern) for unit in units):
             names = ", ".join(unit.name for unit in units[:20]) or "none"
             problem = f"{pattern!r} fits no unit of the model"
-            raise ConfigError(Problem("strategy.offload.activations", problem, f"there are: {names}"))
+            raise ConfigError(Problem("strategy.offload.activations", problem, f"There are: {names}."))
     chosen = [unit for unit in units if any(fnmatchcase(unit.name, pattern) for pattern in patterns)]
     luggage = _Luggage(device)
     for index, unit in enumerate(chosen):

@@ -37,7 +37,8 @@ class StreamedGradients:
         self._inner = inner
         self._outbox = outbox
         self._sum_dtype = sum_dtype
-        self._sums: dict[int, Tensor] = {}
+        self.sums: dict[int, Tensor] = {}
+        """Of earlier micro-batches, by parameter."""
         self._last = True
 
     def listen(self, params: Sequence[nn.Parameter]) -> None:
@@ -53,13 +54,13 @@ class StreamedGradients:
 
     def receive(self, index: int, grad: Tensor) -> None:
         """One micro-batch's gradient of one parameter, this rank's part."""
-        before = self._sums.pop(index, None)
+        before = self.sums.pop(index, None)
         if before is not None:
             grad = before.add_(grad)
         if self._last:
             self._outbox.take(index, grad)
         else:
-            self._sums[index] = grad if before is not None else grad.to(self._sum_dtype(grad), copy=True)
+            self.sums[index] = grad if before is not None else grad.to(self._sum_dtype(grad), copy=True)
 
     def before_backward(self, *, last: bool) -> None:
         """Prepare for one micro-batch; on the `last` one gradients leave the device."""
@@ -72,8 +73,8 @@ class StreamedGradients:
         if self._inner is not None:
             self._inner.finish()
         with torch.no_grad():
-            for index in list(self._sums):
-                self._outbox.take(index, self._sums.pop(index))
+            for index in list(self.sums):
+                self._outbox.take(index, self.sums.pop(index))
             self._outbox.fill_in(self._sum_dtype)
 
     def after_forward_alone(self) -> None:

@@ -91,8 +91,8 @@ class Offload:
         if in_files and not self.lanes.fake:
             assert options.folder is not None
             self._passage = Passage(in_files, options.folder, say)
-        # A plan makes no states; on a CPU their memory counts all the same.
-        self._stand_in = torch.empty(int(self._states_on_host()) if self.lanes.fake else 0, dtype=torch.uint8)
+        self.stand_in = torch.empty(int(self._states_on_host()) if self.lanes.fake else 0, dtype=torch.uint8)
+        """A plan makes no states; on a CPU their memory counts all the same."""
         self.outbox = Outbox(self.buckets, self.lanes, sets=2 if options.delayed else 1)
         self._updates = Updates(self.buckets, self.lanes, self._passage, delayed=options.delayed)
         if stream is not None:

@@ -23,7 +23,7 @@ def balance(costs: Sequence[float], stages: int) -> Bounds:
             Problem(
                 "strategy.layout.pp",
                 f"{stages} pipeline stages, but the model has {layers} layers to share out",
-                f"use at most {layers} stages (ranks × stages_per_rank)",
+                f"Use at most {layers} stages (ranks × stages_per_rank).",
             )
         )
     before = [0.0, *accumulate(costs)]
@@ -69,13 +69,13 @@ def cut_at(names: Sequence[str], layers: Sequence[str], stages: int) -> Bounds:
         raise ConfigError(problems)
     starts = found if found[:1] == [0] else [0, *found]
     if any(later <= earlier for earlier, later in pairwise(starts)):
-        raise ConfigError(Problem(key, f"{list(names)} is not in the order of the layers", f"it is {_listed(layers)}"))
+        raise ConfigError(Problem(key, f"{list(names)} is not in the order of the layers", f"It is {_listed(layers)}."))
     if len(starts) != stages:
         raise ConfigError(
             Problem(
                 key,
                 f"{list(names)} cuts the layers into {len(starts)} stages, but there are {stages}",
-                f"name {stages - 1} layers, the first of each stage but the first stage",
+                f"Name {stages - 1} layers, the first of each stage but the first stage.",
             )
         )
     return (*starts, len(layers))

@@ -98,7 +98,7 @@ def find_schedule(word: str) -> Schedule:
     """The schedule of a word, or an error that lists the words."""
     if word not in SCHEDULES:
         raise ConfigError(
-            Problem("strategy.pipeline.schedule", f"{word!r} is no schedule", f"there are: {', '.join(SCHEDULES)}")
+            Problem("strategy.pipeline.schedule", f"{word!r} is no schedule", f"There are: {', '.join(SCHEDULES)}.")
         )
     return SCHEDULES[word]
 
@@ -165,7 +165,7 @@ def check_micro_batches(word: str, ranks: int, micro_batches: int) -> None:
         Problem(
             "strategy.pipeline.micro_batches",
             f"{micro_batches} micro-batches over {ranks} ranks: {why}",
-            f"the nearest number that works is {nearest_legal(word, ranks, micro_batches)}",
+            f"The nearest number that works is {nearest_legal(word, ranks, micro_batches)}.",
         )
     )
 

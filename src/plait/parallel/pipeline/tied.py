@@ -29,6 +29,8 @@ class TiedWeights:
         self._rank = dist.get_rank(group)
         self.holders = {name: holders for stage in stages for name, holders in stage.tied.items()}
         """Name → stages that hold it, in order; the first owns it."""
+        here = {name: [index for index in holders if index in self._stages] for name, holders in self.holders.items()}
+        self._copies = [(name, first, copy) for name, (first, *copies) in here.items() for copy in copies]
 
     def sum(self, find: Find | None = None) -> None:
         """Make every holder's tensor the sum over all holders, in place; to be called by all ranks, once a step.
@@ -44,6 +46,18 @@ class TiedWeights:
             total = torch.stack(parts).sum(0) if len(parts) > 2 else parts[0] + parts[1]
             for tensor in own.values():
                 tensor.copy_(total)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Let a second tensor of a weight on this rank follow the first: its values, and no gradient of its own.
+
+        For an optimizer and a checkpoint that know the first alone, whose gradient `sum` makes that of both. To be
+        called before a pass.
+        """
+        for name, first, copy in self._copies:
+            source, target = (self._stages[index].module.get_parameter(name) for index in (first, copy))
+            _local(target).copy_(_local(source))
+            target.grad = None
 
     @torch.no_grad()
     def equalize(self) -> None:

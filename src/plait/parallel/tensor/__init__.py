@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism: the ranks share each layer's work."""
 
-from plait.parallel.tensor.apply import apply_tensor_parallel, words_of
+from plait.parallel.tensor.apply import apply_tensor_parallel, stays_whole, words_of
 from plait.parallel.tensor.async_tp import why_no_async
 from plait.parallel.tensor.parameters import sharding_dim
 from plait.parallel.tensor.plan import WORDS, read_plan
@@ -14,6 +14,7 @@ __all__ = [
     "check_sequence",
     "read_plan",
     "sharding_dim",
+    "stays_whole",
     "tensor_traffic",
     "why_no_async",
     "words_of",

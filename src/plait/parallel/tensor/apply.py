@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -59,7 +59,7 @@ def apply_tensor_parallel(
             Problem(
                 PLAN_KEY,
                 f"{', '.join(loose)} shares its tensor with a layer of the plan, and has no word itself",
-                "give both the same kind of word, such as vocab_embedding and vocab_head",
+                "Give both the same kind of word, such as vocab_embedding and vocab_head.",
             )
         )
     if any(words[name] == "vocab_head" and is_linear(module.get_submodule(name)) for name in words):
@@ -79,6 +79,28 @@ def words_of(module: nn.Module, plan: Mapping[str, str] | None = None, *, stage:
         f"nothing says how the ranks share the layers of a {type(module).__name__}: give it a method `tensor_plan()`, "
         f"write a plan as {PLAN_KEY}, or use layout.tp: 1"
     )
+
+
+def stays_whole(
+    module: nn.Module, plan: Mapping[str, str] | None = None, *, sequence: bool = False, stage: bool = False
+) -> Callable[[str], bool]:
+    """Whether a plan keeps experts, by the name of what holds them, whole on purpose, so that all ranks have them all.
+
+    That is `replicate`, for the module or for one around it. Experts that ranks share must see the same tokens on each
+    of them, so where `sequence` splits these the answer is an error. To be asked for before the plan is applied.
+    """
+    words = words_of(module, plan, stage=stage)
+
+    def answer(name: str) -> bool:
+        def within(word: str) -> bool:
+            return words.get(name) == word or outer(name, words, word) is not None
+
+        if not within("replicate") and sequence and within("block") and not within("whole_sequence"):
+            message = f"{name!r} holds experts, which need all tokens, in a block where the sequence is split"
+            raise ConfigError(Problem(PLAN_KEY, message, "Give the mixture around them the word `whole_sequence`."))
+        return within("replicate")
+
+    return answer
 
 
 def _style(

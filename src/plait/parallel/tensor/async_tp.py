@@ -33,7 +33,9 @@ def enable_async(mesh: DeviceMesh, *, sequence: bool) -> None:
     """
     reason = why_no_async(mesh.device_type, sequence=sequence)
     if reason is not None:
-        raise ConfigError(Problem(ASYNC_KEY, f"async tensor parallelism cannot work here: {reason}", "set it to false"))
+        raise ConfigError(
+            Problem(ASYNC_KEY, f"async tensor parallelism cannot work here: {reason}", "Set it to false.")
+        )
     import torch._inductor.config as inductor
 
     inductor._micro_pipeline_tp = True

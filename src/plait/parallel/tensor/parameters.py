@@ -100,7 +100,7 @@ def sharding_dim(param: Tensor, shards: int) -> int:
             SIZE_KEY,
             f"a parameter of shape {tuple(param.shape)} is shared unevenly by {size} ranks, so it cannot be sharded "
             f"further by rows, and its other dim does not divide by {shards}",
-            f"make the vocabulary {-(-rows // size) * size} words large, or use another dp_shard",
+            f"Make the vocabulary {-(-rows // size) * size} words large, or use another dp_shard.",
         )
     )
 

@@ -66,7 +66,9 @@ def read_plan(model: nn.Module, plan: Mapping[str, str], *, stage: bool = False)
     for name, words in found.items():
         if len(set(words.values())) > 1:
             said = " and ".join(f"{pattern!r} says {word}" for pattern, word in words.items())
-            problems.append(Problem(PLAN_KEY, f"two patterns disagree about {name!r}: {said}", "let one of them match"))
+            problems.append(
+                Problem(PLAN_KEY, f"two patterns disagree about {name!r}: {said}", "Let one of them match.")
+            )
     if problems:
         raise ConfigError(problems)
     return {name: next(iter(found[name].values())) for name in names if name in found}
@@ -85,7 +87,7 @@ def check_sequence_plan(words: Mapping[str, str]) -> None:
             Problem(
                 SEQUENCE_KEY,
                 "the tensor plan names no `block`, so nothing says where the sequence may be split",
-                "give the repeated layers the word `block` and their norms the word `sequence`",
+                "Give the repeated layers the word `block` and their norms the word `sequence`.",
             )
         )
 

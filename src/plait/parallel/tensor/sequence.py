@@ -28,13 +28,13 @@ class Region(Style):
         """Each rank has a summand of the gradients in here, so nothing may be left to do whole work."""
         if self.site.split and self._gathers() and drops(self.site.module):
             message = f"{self.site.name!r} puts features together again and draws random numbers (dropout)"
-            return [Problem(SEQUENCE_KEY, message, "set dropout to 0, or leave sequence parallelism off")]
+            return [Problem(SEQUENCE_KEY, message, "Set dropout to 0, or leave sequence parallelism off.")]
         names = [key for key, part in self.site.module.named_modules() if part._parameters]
         forgotten = [name for key in names if (name := f"{self.site.name}.{key}".rstrip(".")) not in self._known()]
         if not forgotten:
             return []
         message = f"{', '.join(map(repr, forgotten))}: layers of the region {self.site.name!r} without a word"
-        return [Problem(PLAN_KEY, message, "give each of them a word; `inner` keeps parameters whole")]
+        return [Problem(PLAN_KEY, message, "Give each of them a word; `inner` keeps parameters whole.")]
 
     def _gathers(self) -> bool:
         """Whether all ranks do the same work in between, and so must drop the same."""
@@ -112,7 +112,7 @@ class WholeSequence(Style):
         """Its ranks would drop different elements of the same activations."""
         if self.site.split and drops(self.site.module):
             message = f"{self.site.name!r} works on the whole sequence and draws random numbers (dropout, jitter)"
-            return [Problem(SEQUENCE_KEY, message, "set them to 0, or leave sequence parallelism off")]
+            return [Problem(SEQUENCE_KEY, message, "Set them to 0, or leave sequence parallelism off.")]
         return []
 
     def place(self) -> None:

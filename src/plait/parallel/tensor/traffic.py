@@ -35,6 +35,9 @@ def tensor_traffic(
     shared: int = 0,
     exchanged: int = 0,
     vocabulary: bool = True,
+    mixtures: int = 0,
+    top_k: int = 0,
+    beside: bool = False,
 ) -> Traffic:
     """What one forward and backward pass over `tokens` tokens brings, for layers of two regions each.
 
@@ -51,7 +54,11 @@ def tensor_traffic(
       4 bytes each. These are, with `sequence`, the blocks' norms and the biases of row-parallel layers; and keys and
       values with fewer heads than ranks;
     - `exchanged`: parameters of fused projections that this rank has: all-to-all itemsize bytes each, forward (again
-      with `recompute`) and backward.
+      with `recompute`) and backward;
+    - `mixtures` of the layers have experts in place of their second region: all-reduce 2 A as there, and 4 bytes for
+      each of the `top_k` weights of a token, whose gradient is summed. With `sequence` a mixture sees all tokens: to
+      the all-reduces comes all-gather 2 A, and there is no reduce-scatter. Shared experts `beside` the others are a
+      region more, on all tokens: all-reduce 2 A, and with `recompute` A, for the sum of the others.
 
     The number of ranks does not appear: `Traffic.sent` brings it in.
     """
@@ -61,9 +68,11 @@ def tensor_traffic(
     all_gather = reduce_scatter = 0
     if sequence:
         all_gather = (4 + 2 * again) * layers * place + 2 * place
-        reduce_scatter = (4 + again) * layers * place
+        reduce_scatter = ((4 + again) * layers - 2 * mixtures) * place
+        all_reduce += 2 * mixtures * place
     else:
         all_reduce += (4 + again) * layers * place
+    all_reduce += mixtures * (4 * top_k * tokens + (2 + again) * beside * place)
     if vocabulary:
         all_reduce += 2 * place + 12 * tokens
     return Traffic(all_reduce, all_gather, reduce_scatter, (2 + again) * exchanged * itemsize)

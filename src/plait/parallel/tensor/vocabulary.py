@@ -129,4 +129,4 @@ def _too_few_words(style: Style, words: int) -> list[Problem]:
     if part_of(words, size, size - 1)[1] > 0:
         return []
     message = f"{size} ranks cannot share the {words} words of {style.site.name!r}: some would have none"
-    return [Problem(SIZE_KEY, message, "use fewer ranks for it")]
+    return [Problem(SIZE_KEY, message, "Use fewer ranks for it.")]

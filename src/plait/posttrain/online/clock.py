@@ -10,10 +10,11 @@ PARTS = ("writing", "judging", "asking", "learning")
 
 
 class Clock:
-    """Seconds of each part, summed up since the run began."""
+    """Seconds of each part, and the tokens of all answers, summed up since the run began."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.tokens = 0
 
     @contextmanager
     def count(self, part: str) -> Iterator[None]:
@@ -27,4 +28,5 @@ class Clock:
     def __str__(self) -> str:
         whole = sum(self.seconds.values()) or 1.0
         shares = (f"{part} {seconds:.1f} s ({seconds / whole:.0%})" for part, seconds in self.seconds.items())
-        return f"where the time went: {', '.join(shares)}"
+        rate = self.tokens / (self.seconds["writing"] or 1.0)
+        return f"where the time went: {', '.join(shares)}; answers were written at {rate:,.0f} tokens/s"

@@ -115,7 +115,7 @@ def count_beside(config: RunConfig, layout: Layout) -> Beside:
                 judge = _weights(config, layout, make_value_model(described_in(path, config), path, lambda _: Judging))
     rows = min(rollout.max_rows, -(-online.answers // layout.size))
     cache = 0 if rollout.mode == "trainer" else cache_bytes(policy, rows=rows, tokens=longest(config), dtype=compute)
-    whole = _numbers(policy) * compute.itemsize if rollout.mode == "gathered" else 0
+    whole = _numbers(policy) * compute.itemsize if rollout.mode in ("gathered", "vllm") else 0
     reference = _weights(config, layout, policy) if online.reference == "start" else 0.0
     return Beside(reference, judge, critic, float(cache + whole), _at_rest(config, layout, policy))
 

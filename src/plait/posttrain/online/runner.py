@@ -23,6 +23,7 @@ from plait.posttrain.online.experience import Experience
 from plait.posttrain.online.foresight import OnlineForesight
 from plait.posttrain.online.hooks import Critic, Rollouts
 from plait.posttrain.online.loader import ExperienceLoader, Mixture
+from plait.posttrain.online.merging import merged_weights
 from plait.posttrain.online.rollout import Roller
 from plait.posttrain.online.scoring import FunctionScorer, ModelScorer, Rules, Scorer, find_function
 from plait.posttrain.online.settings import Online
@@ -77,6 +78,8 @@ class OnlineRunner(PhaseRunner):
             max_rows=rollout.max_rows,
             decode=data.tokenizer.decode,
             context=context,
+            vllm=rollout.vllm,
+            merge=None if config.lora is None else merged_weights,
             say=self.warn,
         )
         section = config.posttrain or PosttrainConfig()

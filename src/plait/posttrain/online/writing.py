@@ -50,6 +50,7 @@ class Writer:
         """An answer to each prompt, on every rank. Together with the seed, a key decides what is drawn."""
         with self.clock.count("writing"):
             found = self._generate([prompt.tokens for prompt in prompts], sampling, keys, verify=verify)
+        self.clock.tokens += sum(len(each.tokens) for each in found)
         with self.clock.count("judging"):
             answers = [self._answer(prompt, each) for prompt, each in zip(prompts, found, strict=True)]
             rewards = torch.tensor(self._scorer.judge(answers), dtype=torch.float32)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.config import Parsed, RunConfig
-from plait.config.data import JsonlData, TextData
+from plait.config.data import texts
 from plait.config.model import HFConfig
 from plait.config.paths import starts_of
 from plait.data import tokenizer_path
@@ -77,7 +77,7 @@ def _begin_with(writer: Step, config: RunConfig, origins: Mapping[str, str]) -> 
             yield f"lora.adapter={writer.folder / 'adapter'}"
     else:
         yield f"posttrain.start={writer.folder}"
-    if isinstance(made.data, TextData | JsonlData) and not _said(origins, "posttrain.tokenizer"):
+    if texts("data", made.data) and not _said(origins, "posttrain.tokenizer"):
         yield f"posttrain.tokenizer={tokenizer_path(made.data)}"
 
 

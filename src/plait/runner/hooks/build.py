@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from plait.config.profile import ProfileConfig
-from plait.config.train import EarlyStopConfig, EmaConfig, HookConfig, ImportedHook
+from plait.config.train import EarlyStopConfig, EmaConfig, HookConfig, ImportedHook, RollbackConfig
 from plait.errors import ConfigError, Problem
 from plait.runner.hooks.base import Hook
 from plait.runner.hooks.early_stop import EarlyStop
 from plait.runner.hooks.ema import Ema
+from plait.runner.hooks.rollback import Rollback
 
 
 def build_hooks(configs: Sequence[HookConfig], profile: ProfileConfig | None = None) -> list[Hook]:
@@ -21,6 +22,8 @@ def build_hooks(configs: Sequence[HookConfig], profile: ProfileConfig | None = N
             hooks.append(Ema(config))
         elif isinstance(config, EarlyStopConfig):
             hooks.append(EarlyStop(config))
+        elif isinstance(config, RollbackConfig):
+            hooks.append(Rollback(config))
         else:
             hooks.append(_import(config, f"hooks.{index}.target"))
     if profile is not None:
@@ -36,11 +39,11 @@ def _import(config: ImportedHook, path: str) -> Hook:
         hook = getattr(import_module(module), attribute)(**config.args)
     except (ImportError, AttributeError, TypeError) as error:
         raise ConfigError(
-            Problem(path, f"{config.target!r} cannot be used: {error}", "write it as package.module:HookClass")
+            Problem(path, f"{config.target!r} cannot be used: {error}", "Write it as package.module:HookClass.")
         ) from error
     if not isinstance(hook, Hook):
         raise ConfigError(
-            Problem(path, f"{config.target!r} made a {type(hook).__name__}", "derive it from plait.runner.Hook")
+            Problem(path, f"{config.target!r} made a {type(hook).__name__}", "Derive it from plait.runner.Hook.")
         )
     hook.priority = config.priority
     return hook

@@ -137,7 +137,8 @@ class ForeignEngine(SteppingEngine):
             return  # an overflow is part of the search for a scale, which ends by itself
         self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
         if skipped:
-            self._say(f"step {self.steps} skipped on every rank: its loss or gradient is not finite")
+            whose = self.whose(self.steps)
+            self._say(f"step {self.steps} skipped on every rank: its loss or gradient is not finite{whose}")
         if self._skips_in_a_row >= self._guard.max_skips:
             scale = "" if scaler is None else f", at loss scale {scaler['scale']:g}"
             raise NonFiniteError(

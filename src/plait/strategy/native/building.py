@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +60,35 @@ def _initializer_of(module: nn.Module) -> Initializer | None:
             "modules have no reset_parameters. Add init_weights(module) to the model, or build it on a real device"
         )
     return initializer
+
+
+def warn_of_smaller_range(config: RunConfig, module: nn.Module, say: Callable[[str], None]) -> None:
+    """Say that weights which were trained in bf16 are about to be computed with in fp16."""
+    if config.precision.compute == "fp16" and "bfloat16" in (_stored_dtype(config), _own_dtype(module)):
+        say(SMALLER_RANGE)
+
+
+SMALLER_RANGE = (
+    "the weights were trained in bf16, and precision is fp16, which ends at 65504: what such a model computes may lie "
+    "beyond, and the loss scale then falls to its minimum; write precision: bf16 where the device has it"
+)
+
+
+def _stored_dtype(config: RunConfig) -> str | None:
+    """What a folder of `transformers` says of its weights."""
+    if config.model is None or config.model.type != "hf" or config.model.path is None or not config.model.pretrained:
+        return None
+    try:
+        stored = json.loads((Path(config.model.path) / "config.json").read_text())
+    except (OSError, ValueError):
+        return None  # who reads the weights says what is wrong
+    found = stored.get("dtype", stored.get("torch_dtype"))
+    return found if isinstance(found, str) else None
+
+
+def _own_dtype(module: nn.Module) -> str | None:
+    first = next(module.parameters(), None)
+    return None if first is None else str(first.dtype).removeprefix("torch.")
 
 
 def load_pretrained_into(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError, TrainingError
 from plait.parallel.replicate import average_buffers
-from plait.precision import Policy
+from plait.precision import EarlierScales, Policy
 from plait.spec import Phase
 from plait.strategy.base import Evaluation, StepResult
 from plait.strategy.native import state
@@ -66,6 +66,7 @@ class NativeEngine(SteppingEngine):
         compiled: Sequence[nn.Module],
         cut: Callable[[Any], Any] | None = None,
         staged: StagedSteps | None = None,
+        scales: EarlierScales | None = None,
         say: Say,
     ) -> None:
         self.model = model
@@ -77,6 +78,7 @@ class NativeEngine(SteppingEngine):
         self._gradients = gradients
         self._loss_function = loss_function
         self._staged = staged
+        self._scales = scales
         # Ranks along `tp` compute the same losses; they are counted once. In a pipeline, the last stage has them.
         self._counts = world.coordinate("tp") == 0 and (staged is None or staged.pipeline.has_last)
         self._normalizer = LossNormalizer(world.everyone, world.device, counts=self._counts)
@@ -168,6 +170,8 @@ class NativeEngine(SteppingEngine):
         self.views.clear_gradients()
         for after_step in self._after_step:
             after_step(self._peers, updated=self.updater.updated)
+        if self._scales is not None:
+            self._scales.after_step(self._peers)
         self.steps += 1
         if result.late:  # the one before, now that the device has this one to do
             self.settle()
@@ -192,7 +196,7 @@ class NativeEngine(SteppingEngine):
             return  # an overflow is part of the search for a scale, which ends by itself
         culprits = self.world.gather(find_culprit(self.model, self.views, done.again, done.norms))
         self._after_forward_alone()
-        blame = str(min(culprits))
+        blame = f"{min(culprits)}{self.whose(done.step)}"
         self._say(f"step {done.step} skipped on every rank: not finite, first seen in {blame}")
         self.updater.count_skip(True, blame)
 
@@ -252,6 +256,11 @@ class NativeEngine(SteppingEngine):
         """This rank's part of a pipeline, where there is one."""
         return None if self._staged is None else self._staged.pipeline
 
+    @property
+    def gradients(self) -> Gradients | None:
+        """What collects the gradients of a step; None where autograd's own are all there is."""
+        return self._gradients
+
     # ---- state
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -271,11 +280,18 @@ class NativeEngine(SteppingEngine):
         """The state that is numbers, not tensors. Every rank must ask."""
         self.settle()
         scaler = self.updater.scaler
-        return {
+        found = {
             "steps": self.steps,
             "skips_in_a_row": self.updater.skips_in_a_row,
             "scaler": None if scaler is None else scaler.state(),
         }
+        return found if self._scales is None else {**found, "fp8": self._fp8_state(self._scales)}
+
+    def _fp8_state(self, scales: EarlierScales) -> dict[str, Any]:
+        """What scales of 8-bit numbers are made from. Gradients are as large as their divisor lets them be."""
+        parts = [scales.state()] if self.world.layout.pp == 1 else self.world.gather(scales.state())
+        peaks = {name: numbers for part in parts for name, numbers in part.items()}
+        return {"divisor": self._normalizer.divisor, "peaks": peaks}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`."""
@@ -284,6 +300,11 @@ class NativeEngine(SteppingEngine):
         self.updater.skips_in_a_row = int(state["skips_in_a_row"])
         if self.updater.scaler is not None and state["scaler"] is not None:
             self.updater.scaler.restore(state["scaler"])
+        if self._scales is not None:
+            fp8 = state.get("fp8") or {"divisor": None, "peaks": {}}
+            self._scales.restore(fp8["peaks"])
+            if fp8["divisor"] is not None:
+                self._normalizer.expect(fp8["divisor"])
 
     def parameter_count(self) -> tuple[int, int]:
         """How many numbers the whole model has, and how many of them are trained."""

@@ -11,24 +11,27 @@ from plait.config.run import RunConfig
 from plait.ops.triton import has_kernels
 from plait.parallel import compiling
 from plait.parallel.units import Unit
-from plait.precision import apply_fp8
+from plait.precision import Fp8Linear, apply_fp8
 from plait.strategy.native.forward import Say
 
 
-def use_fp8(module: nn.Module, units: Sequence[Unit], config: RunConfig, device: torch.device, say: Say) -> None:
-    """Let linear layers multiply in 8 bits where `precision.fp8` wants that; see `precision.fp8`."""
+def use_fp8(
+    module: nn.Module, units: Sequence[Unit], config: RunConfig, device: torch.device, say: Say
+) -> dict[str, Fp8Linear]:
+    """Let linear layers multiply in 8 bits where `precision.fp8` wants that; see `precision.fp8`. Returns them."""
     wanted = config.precision.fp8
     layers = apply_fp8([(unit.name, unit.module) for unit in units] or [("", module)], wanted, device)
     if not layers:
-        return
+        return {}
     say(f"fp8 ({wanted.recipe}): {len(layers)} linear layers multiply in 8 bits, the rest is bf16")
     if config.strategy.compile.enabled or wanted.emulate:
-        return
+        return layers
     slow = "finding scales and rounding take more time than the products save"
     if wanted.recipe == "rowwise":
         say(f"fp8 (rowwise) without strategy.compile: {slow}")
     elif not has_kernels(torch.empty(0, device=device)):
         say(f"fp8 without the package triton and without strategy.compile: {slow}")
+    return layers
 
 
 def use_kernels(module: nn.Module, config: RunConfig, device: torch.device, say: Say) -> None:

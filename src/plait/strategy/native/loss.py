@@ -138,6 +138,11 @@ class LossNormalizer:
         if len(self._parts) == micro_batches and not self._exact:
             self._start_sum()
 
+    @property
+    def divisor(self) -> float | None:
+        """What gradients are divided by before the count is known; None where nobody had to choose."""
+        return self._divisor
+
     def expect(self, count: float) -> None:
         """Take a guess at the step's targets, where a rank may not see any; the same on every rank."""
         if self._divisor is None:

@@ -102,8 +102,11 @@ class ManualEngine(NativeEngine):
         """Backward passes since the last step."""
         return len(self._losses)
 
-    def clip_grad_norm(self, max_norm: float) -> float:
-        """Complete the step's gradients and clip them in the `step` that follows; returns their norm before."""
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Complete the step's gradients and clip them in the `step` that follows; returns their norm before.
+
+        A number on the device, as torch's own function gives it. Whoever prints it waits for it, the step does not.
+        """
         self._finish_gradients()
         self.updater.clip_norm = max_norm
         return self.updater.measure_norm()

@@ -38,8 +38,8 @@ from plait.parallel.replicate import GradientBuckets
 from plait.parallel.single import OwnGradients
 from plait.parallel.tiles import tile_layers
 from plait.parallel.units import Unit, find_units
-from plait.precision import FP32_MODULES, LossScaler, Policy, make_policy
-from plait.strategy.native.building import ModelSource, build_module, load_pretrained_into
+from plait.precision import FP32_MODULES, Fp8Linear, LossScaler, Policy, make_policy, scale_by_earlier_steps
+from plait.strategy.native.building import ModelSource, build_module, load_pretrained_into, warn_of_smaller_range
 from plait.strategy.native.engine import Gradients, NativeEngine
 from plait.strategy.native.forward import Say
 from plait.strategy.native.fusing import use_fp8, use_kernels
@@ -103,6 +103,7 @@ def prepare_native(
     choose_attention(strategy.attention, device)
 
     module, initializer = build_module(config, model)
+    warn_of_smaller_range(config, module, say)
     if initializer is None and world.everyone is not None:
         materialize.copy_from_main(module, world.everyone, device)
     adopted = None if optimizer is None else _adopt(optimizer, module, say)
@@ -114,8 +115,9 @@ def prepare_native(
     parts = [stage.module for stage in stages] or [module]
     spread = [spread_axes(part, config, world, stage=bool(stages)) for part in parts]
     all_units = [find_units(part, strategy.wrap) for part in parts]
+    eight: dict[str, Fp8Linear] = {}
     for part, units in zip(parts, all_units, strict=True):
-        use_fp8(part, units, config, device, say)
+        eight |= use_fp8(part, units, config, device, say)
         use_kernels(part, config, device, say)
     # Loops of other kinds may look at gradients, and sum as many of them as they like.
     leaves = engine is NativeEngine and adopted is None and accumulation == 1 and not stages
@@ -203,6 +205,7 @@ def prepare_native(
         compiled=compiled,
         cut=spread[0][0],
         staged=staged,
+        scales=scale_by_earlier_steps(eight, config.precision.fp8, device),
         say=say,
     )
 
@@ -329,7 +332,7 @@ def _offloading(config: RunConfig, world: World, policy: Policy, say: Say, *, el
 
 def _is_expert(param: nn.Parameter) -> bool:
     """Whether a parameter is one of the experts that ranks share out among them."""
-    return is_sharded(param) and "ep" in (param.device_mesh.mesh_dim_names or ())
+    return is_sharded(param) and any(name in ("ep", "ep_tp") for name in param.device_mesh.mesh_dim_names or ())
 
 
 def _measure_norm(views: Views, world: World, stages: Sequence[Stage]) -> None:
@@ -340,7 +343,8 @@ def _measure_norm(views: Views, world: World, stages: Sequence[Stage]) -> None:
         views.norm_group = world.group("dp_shard", "cp") if spread else None
         return
     views.norm_group = world.everyone
-    elsewhere = {name for stage in stages for name in stage.tied if not stage.owns(name)}
+    here = {stage.index for stage in stages}
+    elsewhere = {name for stage in stages for name, holders in stage.tied.items() if holders[0] not in here}
     views.norm_weights = [
         0.0 if name in elsewhere else _parts(param) * layout.pp / layout.size
         for name, param in zip(views.names, views.params, strict=True)

@@ -33,7 +33,7 @@ _ONE_MESSAGE = 25 << 20
 def split_stages(module: nn.Module, config: RunConfig, world: World, example: Any, *, sharded: bool) -> list[Stage]:
     """This rank's stages of a pipeline; none where there is no pipeline. The module is reduced to the last of them.
 
-    `sharded`: each of them will be sharded, so they cannot have a tensor in common.
+    `sharded`: each of them will be sharded, so a weight that two of them hold is a tensor of each.
     """
     group = world.group("pp")
     if group is None:
@@ -62,13 +62,9 @@ def split_stages(module: nn.Module, config: RunConfig, world: World, example: An
     )
     stages = make_stages(plan, world.coordinate("pp"), one_copy=not sharded)
     twice = [name for stage in stages for name, holders in stage.tied.items() if _here(holders, stages) > 1]
-    if twice:
-        message = (
-            f"{options.schedule} puts two stages on one rank that both hold {twice[0]}, and ZeRO shards each alone"
-        )
-        remedy = (
-            "Use zero: 0, another schedule, such as interleaved_1f1b, or an embedding and a head that are not tied."
-        )
+    if twice and config.strategy.offload.on:
+        message = f"{options.schedule} puts two stages on one rank that both hold {twice[0]}, which offload knows once"
+        remedy = "Leave strategy.offload out, or use another schedule, such as interleaved_1f1b."
         raise ConfigError(Problem("strategy.pipeline.schedule", message, remedy))
     return stages
 
@@ -115,7 +111,7 @@ def shard_part(
         strategy.stage, strategy.reshard_after_forward, strategy.forward_prefetch, strategy.backward_prefetch
     )
     shared = None
-    if world.layout.ep > 1:
+    if world.layout.ep * world.layout.tp > 1:
         from plait.parallel.expert import expert_placement
 
         # Made on every rank: a stage of a pipeline may have no experts, where another has some.
@@ -191,13 +187,15 @@ def spread_axes(
 ) -> tuple[Cut | None, list[nn.Module]]:
     """Spread layers, sequences and experts over ranks; returns what cuts a micro-batch, and what holds experts."""
     strategy = config.strategy
-    tensor, context, expert = (world.submesh(axis) for axis in ("tp", "cp", "ep"))
+    tensor, context = world.submesh("tp"), world.submesh("cp")
     cut: Cut | None = None
     experts: list[nn.Module] = []
+    alike = None
     if tensor is not None:
-        from plait.parallel.tensor import apply_tensor_parallel
+        from plait.parallel.tensor import apply_tensor_parallel, stays_whole
 
         options = strategy.tensor
+        alike = stays_whole(module, options.plan or None, sequence=options.sequence_parallel, stage=stage)
         apply_tensor_parallel(
             module,
             tensor,
@@ -216,8 +214,9 @@ def spread_axes(
         named = "positions" if "positions" in inspect.signature(module.forward).parameters else "position_ids"
         rank, size = world.coordinate("cp"), world.layout.cp
         cut = partial(split_batch, rank=rank, size=size, kind=kind, positions_as=named)
-    if expert is not None:
+    shared = world.mesh_of("ep", "tp")
+    if shared is not None:
         from plait.parallel.expert import apply_expert_parallel
 
-        experts = list(apply_expert_parallel(module, expert, stage=stage).values())
+        experts = list(apply_expert_parallel(module, shared, alike=alike, stage=stage).values())
     return cut, experts

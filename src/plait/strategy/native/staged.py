@@ -23,13 +23,13 @@ class StageSet(nn.Module):
         self.parts = nn.ModuleList(parts)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of all stages; one that two of them hold comes once."""
-        seen = set[int]()
+        """The parameters of all stages; one that two of them hold comes once, as the first has it."""
+        seen = set[str]()
         for part in self.parts:
             for name, param in part.named_parameters(*args, **kwargs):
-                if id(param) not in seen:
+                if name not in seen:
                     yield name, param
-                seen.add(id(param))
+                seen.add(name)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """The buffers of all stages."""
@@ -38,7 +38,8 @@ class StageSet(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Of all stages."""
-        return {name: value for part in self.parts for name, value in part.state_dict(*args, **kwargs).items()}
+        backwards = list(self.parts)[::-1]  # what two of them hold is the first one's
+        return {name: value for part in backwards for name, value in part.state_dict(*args, **kwargs).items()}
 
 
 class StagedSteps:
@@ -70,6 +71,7 @@ class StagedSteps:
         def before_backward(stage: Stage, last: bool) -> None:
             self._collectors[stage.index].before_backward(last=last)
 
+        self.pipeline.tied.refresh()
         self.pipeline.step(ready, loss_of, before_backward if self._collectors else None)
         if not self.pipeline.has_last:
             normalizer.add_nothing()
@@ -80,6 +82,7 @@ class StagedSteps:
 
     def answer(self, ready: Any) -> Any:
         """What the model says to one micro-batch, where the last stage is; None elsewhere."""
+        self.pipeline.tied.refresh()
         answers = self.pipeline.forward([ready])
         return answers[0] if answers else None
 

@@ -58,8 +58,9 @@ class Updater:
         self._bare_step = bare_step(optimizer)
         self._publishes = isinstance(optimizer, OnePassAdam) and optimizer.publishes
         self._weights: Tensor | None = None
-        self._measured: float | None = None
-        """The norm of this step's gradients, scaled as they are, where it was asked for already."""
+        self._measured: Tensor | float | None = None
+        """The norm of this step's gradients, scaled as they are, where it was asked for already; on the device, where
+        that decides."""
         self.updated: bool | Tensor = True
         """Whether the latest step changed the weights; on the device, where that decided it."""
         self.norms: Tensor | None = None
@@ -70,10 +71,22 @@ class Updater:
         """Whether the optimizer scales gradients as it reads them. Clipping by value comes between the two."""
         return self._fused and self.clip_value is None
 
-    def measure_norm(self) -> float:
-        """The norm of the step's gradients, unscaled; they must be complete."""
-        self._measured = self._norm(self._views.gather_gradients())
-        return self._measured * (1.0 if self.scaler is None else 1.0 / self.scaler.scale)
+    @property
+    def _device_decides(self) -> bool:
+        return self.stays_on_device and self._folds_scale
+
+    def measure_norm(self) -> Tensor:
+        """The norm of the step's gradients, unscaled; they must be complete.
+
+        On the device, and nobody waits for it where the device decides what becomes of the step.
+        """
+        grads = self._views.gather_gradients()
+        scale = 1.0 if self.scaler is None else 1.0 / self.scaler.scale
+        if self._device_decides:
+            self._measured = self._norm_on_device(grads)
+            return (self._measured * scale).float()
+        self._measured = self._norm(grads)
+        return torch.full((), self._measured * scale, dtype=torch.float32, device=self._device)
 
     def forget_norm(self) -> None:
         """The gradients have changed since it was measured."""
@@ -84,7 +97,7 @@ class Updater:
         grads = self._views.gather_gradients()
         lr = self.schedule.apply(self.optimizer, step)
         scale = 1.0 if self.scaler is None else 1.0 / self.scaler.scale
-        if self.stays_on_device and self._folds_scale:
+        if self._device_decides:
             result = self._apply_on_device(grads, sums, scale, lr)
         else:
             result = self._apply_on_host(grads, sums, scale, lr)
@@ -97,7 +110,7 @@ class Updater:
         """The host looks at the norm, decides, and updates."""
         loss, targets, stop = sums.read()
         factor = scale if sums.divisor is None else scale * sums.divisor / (targets or 1.0)
-        norm = (self._norm(grads) if self._measured is None else self._measured) * factor
+        norm = (self._norm(grads) if self._measured is None else float(self._measured)) * factor
         skipped = self._skips and not (math.isfinite(norm) and (sums.own is not None or math.isfinite(loss)))
         if not skipped:
             self._apply(grads, norm, factor)
@@ -126,10 +139,9 @@ class Updater:
 
     def _apply_on_device(self, grads: list[Tensor], sums: Sums, factor: Tensor | float, lr: float) -> StepResult:
         """The same without waiting for the device: the kernel itself skips an update. [Note: one step behind]"""
-        views, skips = self._views, self._skips
+        skips, measured = self._skips, self._measured
         factor = factor * sums.correction()
-        self.norms = part_norms(grads, self._device)
-        norm = whole_norm(self.norms, views.norm_group, self._norm_weights()) * factor
+        norm = (measured if isinstance(measured, Tensor) else self._norm_on_device(grads)) * factor
         finite = norm.isfinite() & sums.total.isfinite()
         if self.clip_norm is not None:
             factor = factor * (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -150,6 +162,10 @@ class Updater:
             return StepResult.on_its_way(lr, read)
         loss, found, skipped, targets, stop = read()  # the scale of the next step depends on it
         return StepResult(loss, found, skipped, lr, targets, stop)
+
+    def _norm_on_device(self, grads: list[Tensor]) -> Tensor:
+        self.norms = part_norms(grads, self._device)
+        return whole_norm(self.norms, self._views.norm_group, self._norm_weights())
 
     def _norm_weights(self) -> Tensor | None:
         """How much each norm counts, on the device: taken there once."""

@@ -80,9 +80,18 @@ def _type(work: Work, key: str, value: str) -> None:
 def _params(work: Work, key: str, value: dict[str, Any]) -> None:
     table = TYPES.get(str(work.look("scheduler.type")))
     if table is not None:
-        work.walk(key, value, table)
+        others = {name: _with(name) for name in value if name not in table and _with(name)}
+        for name, types in others.items():
+            remedy = f"{' and '.join(types)} {'have' if len(types) > 1 else 'has'} it: change `type`, or leave it out."
+            work.wrong(f"{key}.{name}", f"{work.look('scheduler.type')} has no such key", remedy)
+        work.walk(key, {name: each for name, each in value.items() if name not in others}, table)
     else:
         work.leave(key, value, "it belongs to a schedule that is refused")
+
+
+def _with(name: str) -> list[str]:
+    """The schedules that have a key."""
+    return [word for word, table in TYPES.items() if name in table]
 
 
 _SCHEDULER: Table = {"type": Key(TEXT, _type), "params": Key(SECTION, _params)}

@@ -32,6 +32,7 @@ from plait.frontends.deepspeed.config.read import read_config
 from plait.frontends.deepspeed.config.work import AUTO, Table, Work
 
 _SECRETS = ("api_key",)
+_SWITCHES = {"true": True, "false": False}
 
 
 def translate(
@@ -51,7 +52,7 @@ def translate(
     """
     given = _filled(read_config(config), auto or {})
     today, old_names, problems = removed.renamed(given)
-    work = Work(today, world_size, HOMES, problems=problems)
+    work = Work(today, world_size, HOMES, HINTS, problems=problems)
     if not SECTION.has(today):
         raise ConfigError(Problem("config", "a key is no text", "Write keys as texts."))
     work.walk("", today, TABLE)
@@ -88,13 +89,29 @@ KEYS = frozenset([*TABLE, *removed.OLD_NAMES])
 """The names of them, old ones included."""
 
 HOMES = {
-    **dict.fromkeys(precision.FP16, "fp16"),
+    **{name: "fp16" for name in precision.FP16 if name != "enabled"},
     **dict.fromkeys(others.ACTIVATIONS, "activation_checkpointing"),
     **dict.fromkeys(zero.STAGES, "zero_optimization"),
     **dict.fromkeys(("lr", "betas", "eps", "weight_decay", "momentum"), "optimizer.params"),
     **dict.fromkeys((name for table in scheduler.TYPES.values() for name in table), "scheduler.params"),
 }
 """Where a key belongs that is often written one level too high or too low."""
+
+_CLIPPING = "Write `gradient_clipping`."
+_RATE = "Write `optimizer.params.lr`."
+_MICRO = "Write `train_micro_batch_size_per_gpu`."
+HINTS = {
+    **dict.fromkeys(("max_grad_norm", "clip_grad_norm", "clip_grad", "grad_clip", "max_norm"), _CLIPPING),
+    **dict.fromkeys(("learning_rate", "max_lr", "base_lr"), _RATE),
+    **dict.fromkeys(("batch_size", "micro_batch_size", "micro_batch_size_per_gpu"), _MICRO),
+    "gradient_checkpointing": "It is the model's to switch on; or write `strategy.recompute: full` for a run of Plait.",
+    "mixed_precision": 'Write `"bf16": {"enabled": true}`.',
+    "precision": 'Write `"bf16": {"enabled": true}`.',
+    "warmup_steps": "Write `scheduler.params.warmup_num_steps`.",
+    "zero_stage": "Write `zero_optimization.stage`.",
+    "local_rank": "Leave it out: the launcher says it.",
+}
+"""Words that are written at the top, and are another framework's."""
 
 
 def _filled(config: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,8 +128,10 @@ def _filled(config: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any
 
 
 def _copied(value: Any) -> Any:
-    """Sections copied, values not: some are objects of the script's own."""
-    return {name: _copied(each) for name, each in value.items()} if isinstance(value, Mapping) else value
+    """Sections copied, values not: some are objects of the script's own. `"true"` is true, to DeepSpeed too."""
+    if isinstance(value, Mapping):
+        return {name: _copied(each) for name, each in value.items()}
+    return _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _wrong_with(work: Work) -> list[Problem]:

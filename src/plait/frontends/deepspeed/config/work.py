@@ -22,6 +22,8 @@ class Work:
     world_size: int | None = None
     homes: Mapping[str, str] = field(default_factory=dict)
     """The section that a key belongs in, for keys that stand somewhere else."""
+    hints: Mapping[str, str] = field(default_factory=dict)
+    """What to write instead of a word that other frameworks have at the top."""
     sections: dict[str, Any] = field(default_factory=dict)
     account: Account = field(default_factory=Account)
     problems: list[Problem] = field(default_factory=list)
@@ -97,13 +99,15 @@ class Work:
                 known.act(self, key, value)
 
     def _unknown(self, key: str, name: str, path: str, table: Table) -> None:
-        if name.startswith(("//", "_comment")) or name == "comment":
+        if name.startswith(("//", "_")) or name == "comment":  # no key of DeepSpeed's begins so
             self.leave(key, "…", "a comment")
             return
         where = f"`{path}` has" if path else "DeepSpeed has"
         meant = nearest(name, table)
         few = len(table) <= 12
-        if name in self.homes and self.homes[name] != path:
+        if name in self.hints and not path:
+            remedy = self.hints[name]
+        elif name in self.homes and self.homes[name] != path:
             remedy = f"It belongs in `{self.homes[name]}`."
         elif path and name in self.homes.values():
             remedy = "It belongs at the top."

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from plait.errors import ConfigError, Problem
 from plait.frontends.mmengine.hooks.hook import Hook, seems_greater
 from plait.frontends.mmengine.registry import HOOKS
 from plait.frontends.mmengine.runner.folders import forget, keep_newest
+from plait.world import on_main
 
 
 @HOOKS.register_module()
@@ -54,6 +55,8 @@ class CheckpointHook(Hook):
         self.options = {"save_optimizer": save_optimizer, "save_param_scheduler": save_param_scheduler}
         self.out_dir, self.max_keep_ckpts, self.save_last = out_dir, max_keep_ckpts, save_last
         self.filename_tmpl = (filename_tmpl or ("epoch_{}" if by_epoch else "iter_{}")).removesuffix(".pth")
+        self._found: dict[str, dict[str, Any]] = {}
+        """The best so far, by the ending of its keys in the message hub."""
         self._best = [] if save_best is None else [save_best] if isinstance(save_best, str) else list(save_best)
         self._rules = [rule] if isinstance(rule, str) else list(rule or ())
         self._greater, self._less = tuple(greater_keys or ()), tuple(less_keys or ())
@@ -65,10 +68,25 @@ class CheckpointHook(Hook):
                 raise ConfigError(Problem("default_hooks.checkpoint.rule", f"{word!r}", "Write 'greater' or 'less'."))
 
     def before_train(self, runner: Any) -> None:
-        """Find the folder."""
+        """Find the folder, and what the run that goes on had found."""
         self._folder = Path(runner.work_dir if self.out_dir is None else self.out_dir)
         if self.out_dir is not None:
             self._folder /= Path(runner.work_dir).name
+        self._note = Path(runner.work_dir) / "best_checkpoints.json"
+        done = self._count(runner)
+        # A checkpoint is written before the validation that follows it, and does not know what that has found.
+        for key, found in on_main(runner.world, self._read_note).items():
+            if found["at"] <= done:  # not that of a run which went further than the one that goes on
+                runner.message_hub.update_info(f"best_score{key}", found["score"])
+                runner.message_hub.update_info(f"best_ckpt{key}", found["path"])
+                self._found[key] = found
+
+    def _read_note(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._note.read_text()) if self._note.is_file() else {}
+        return found
+
+    def _count(self, runner: Any) -> int:
+        return int(runner.epoch if self.by_epoch else runner.iter)
 
     def after_train_epoch(self, runner: Any) -> None:
         """Save, where epochs are counted."""
@@ -113,17 +131,26 @@ class CheckpointHook(Hook):
     def _save_if_best(self, runner: Any, metric: str, value: float, index: int) -> None:
         rule = (self._rules * len(self._best))[index] if self._rules else None
         greater = seems_greater(metric, self._greater, self._less) if rule is None else rule == "greater"
-        hub, key = runner.message_hub, metric if len(self._best) > 1 else ""
-        before = hub.get_info(f"best_score_{key}".rstrip("_"))
+        hub, key = runner.message_hub, f"_{metric}" if len(self._best) > 1 else ""
+        before = hub.get_info(f"best_score{key}")
         if before is not None and (value <= before if greater else value >= before):
             return
-        old = hub.get_info(f"best_ckpt_{key}".rstrip("_"))
-        place = f"epoch_{runner.epoch}" if self.by_epoch else f"iter_{runner.iter}"
-        name = f"best_{metric.replace('/', '_')}_{place}"
-        hub.update_info(f"best_score_{key}".rstrip("_"), value)
-        hub.update_info(f"best_ckpt_{key}".rstrip("_"), str(self._folder / name))
+        old = hub.get_info(f"best_ckpt{key}")
+        unit, count = "epoch" if self.by_epoch else "iter", self._count(runner)
+        name = f"best_{metric.replace('/', '_')}_{unit}_{count}"
+        path = str(self._folder / name)
+        hub.update_info(f"best_score{key}", value)
+        hub.update_info(f"best_ckpt{key}", path)
+        self._found[key] = {"score": value, "path": path, "at": count}
+        note, text, replaced = self._note, json.dumps(self._found), old is not None and old != path
+
+        def tidy() -> None:  # once it is complete
+            note.write_text(text)
+            if replaced:
+                forget(Path(str(old)))
+
         # Training stands between two epochs here: this one is over, and counted.
-        replaced = old is not None and old != str(self._folder / name)
-        tidy = partial(forget, Path(str(old))) if replaced else None
         runner.save_checkpoint(self._folder, name, by_epoch=None, tidy=tidy, **self.options)
-        runner.logger.info(f"The best checkpoint with {value:.4f} {metric} at {place} is saved to {name}.")
+        if replaced:
+            runner.logger.info(f"The previous best checkpoint {old} is removed")
+        runner.logger.info(f"The best checkpoint with {value:.4f} {metric} at {count} {unit} is saved to {name}.")

@@ -1,0 +1,83 @@
+"""Candidates of a search side by side: what they differ in, as columns of a table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from plait.config import RunConfig, resolve_batch, resolve_layout
+from plait.errors import ConfigError
+from plait.plan.candidate import Candidate
+
+_BEFORE = ("strategy.layout.", "strategy.offload.", "strategy.", "batch.")
+_AFTER = (".mode", ".enabled")
+_WIDTH = 160
+"""Of a file or a pipe: rows that somebody else will break are better than columns that are cut."""
+
+
+def wide_console(**options: Any) -> Console:
+    """A console for tables: as wide as the terminal, and wide where there is none."""
+    return Console(soft_wrap=True, width=None if sys.stdout.isatty() else _WIDTH, highlight=False, **options)
+
+
+def as_columns(run: RunConfig, candidates: Sequence[Candidate], ranks: int) -> dict[str, list[str]]:
+    """A cell for each candidate, by title, for every key that some of them set and in which they differ.
+
+    Cells are what the run comes to: what a candidate leaves as it is written is there too.
+    """
+    values = [_comes_to(run, each, ranks) for each in candidates]
+    keys = dict.fromkeys(key for each in candidates for key, value in each.settings.items() if value is not None)
+    columns = {_title(key): [_shown(_at(each, key)) for each in values] for key in keys}
+    return {title: cells for title, cells in columns.items() if len(set(cells)) > 1}
+
+
+def _comes_to(run: RunConfig, candidate: Candidate, ranks: int) -> dict[str, Any]:
+    """All values of a run with these settings; of one that is none, the settings alone."""
+    try:
+        config = candidate.applied_to(run)
+        layout = resolve_layout(config.strategy, size=ranks, local_size=ranks)
+        micro_batches = config.strategy.pipeline.micro_batches
+        batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=micro_batches)
+    except ConfigError:
+        return dict(candidate.settings)
+    data = config.model_dump(mode="json")
+    data["strategy"]["zero"] = config.strategy.stage
+    data["batch"] |= {"total": batch.total, "micro": batch.micro}
+    if not config.strategy.offload.on:
+        data["strategy"]["offload"]["ratio"] = None  # of nothing
+    return data
+
+
+def _at(data: Mapping[str, Any], key: str) -> Any:
+    """What stands under a dotted key; None where nothing does."""
+    if key in data:
+        return data[key]
+    found: Any = data
+    for part in key.split("."):
+        if isinstance(found, Mapping):
+            found = found.get(part)
+        elif isinstance(found, list) and part.isdigit() and int(part) < len(found):
+            found = found[int(part)]
+        else:
+            return None
+    return found
+
+
+def _title(key: str) -> str:
+    """`strategy.recompute.mode` as `recompute`, `strategy.layout.tp` as `tp`."""
+    if key == "strategy.offload.optimizer":
+        return "offload"
+    before = next((each for each in _BEFORE if key.startswith(each)), "")
+    after = next((each for each in _AFTER if key.endswith(each)), "")
+    return key.removeprefix(before).removesuffix(after)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,29 @@
+"""Files that a command was asked to read or to write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from plait.errors import ConfigError, Problem
+
+
+def write_file(path: str | Path, text: str, flag: str) -> None:
+    """Write a text. Raises `ConfigError` with the flag that named the place, where nothing can be written there."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _refusal(path, f"cannot be written: {error.strerror}", flag) from None
+
+
+def read_file(path: str | Path, flag: str) -> str:
+    """A text. Raises `ConfigError` with the flag that named it, where it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise _refusal(path, f"cannot be read: {error.strerror}", flag) from None
+    except UnicodeDecodeError:
+        raise _refusal(path, "is not UTF-8 text", flag) from None
+
+
+def _refusal(path: str | Path, reason: str, flag: str) -> ConfigError:
+    return ConfigError(Problem(flag, f"{str(path)!r} {reason}", "Give another path."))

@@ -1,0 +1,94 @@
+"""Several data sets as one, each with its share of every epoch.
+
+[Note: shares of an epoch]
+The positions of an epoch are dealt out to the sources, a run of them to each; the rank-free order, which shuffles
+positions, mixes them. A source that has fewer samples than its share is gone through several times, one that has more
+goes on in the next epoch where it stopped: a sample comes again only after all others of its source. So the mixture is
+a pure function of (seed, epoch, position) as well, and resuming costs nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from plait.data.fetch import tell_epoch
+from plait.data.order import SampleOrder
+from plait.errors import DataError
+
+
+class Mixture(Dataset[Any]):
+    """``samples`` an epoch, of each source as many as its weight says; see [Note: shares of an epoch]."""
+
+    def __init__(
+        self,
+        sources: Sequence[Any],
+        weights: Sequence[float] = (),
+        samples: int | None = None,
+        *,
+        seed: int,
+        shuffle: bool = True,
+    ) -> None:
+        """Without ``weights`` shares are as the sources' lengths; ``shuffle`` says whether a source is shuffled."""
+        for source in sources:
+            if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
+                raise DataError(f"{type(source).__name__} cannot be a source of a mixture: it is a stream")
+        lengths = [len(source) for source in sources]
+        self.sources = list(sources)
+        self.counts = _deal(samples or sum(lengths), weights or lengths)
+        self._ends = list(accumulate(self.counts))
+        self._orders = [SampleOrder(length, seed + place, shuffle) for place, length in enumerate(lengths)]
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the samples of this epoch."""
+        self._epoch = epoch
+        for source in self.sources:
+            tell_epoch(source, epoch)
+
+    def place(self, position: int) -> tuple[int, int]:
+        """Which source has the sample at a position of the epoch, and its number there."""
+        if not 0 <= position < len(self):
+            raise IndexError(f"sample {position} of {len(self)}")
+        source = bisect_right(self._ends, position)
+        count, order = self.counts[source], self._orders[source]
+        taken = self._epoch * count + position - (self._ends[source] - count)
+        return source, order.index(*divmod(taken, order.length))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, position: int) -> Any:
+        source, index = self.place(position)
+        return self.sources[source][index]
+
+    @property
+    def seq_len(self) -> int:
+        """That of the sources, where they have one."""
+        return int(self._first("seq_len"))
+
+    @property
+    def vocab_size(self) -> int:
+        """The largest of the sources' vocabularies, where they have any."""
+        self._first("vocab_size")
+        return max(int(source.vocab_size) for source in self.sources if hasattr(source, "vocab_size"))
+
+    def _first(self, name: str) -> Any:
+        for source in self.sources:
+            if hasattr(source, name):
+                return getattr(source, name)
+        raise AttributeError(name)
+
+
+def _deal(samples: int, weights: Sequence[float]) -> list[int]:
+    """So many samples in these shares; what rounding leaves goes to those that it has taken most from."""
+    exact = [samples * weight / sum(weights) for weight in weights]
+    counts = [int(share) for share in exact]
+    by_loss = sorted(range(len(exact)), key=lambda place: counts[place] - exact[place])
+    for place in by_loss[: samples - sum(counts)]:
+        counts[place] += 1
+    return counts

@@ -1,0 +1,56 @@
+"""A loop that starts again with smaller batches where memory is short."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+
+from plait.errors import TrainingError
+
+Function = Callable[..., Any]
+
+
+def find_executable_batch_size(
+    function: Function | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Function:
+    """Call a function with a batch size as its first argument, with half as much whenever memory runs out.
+
+    `reduce_batch_size_fn` says the next size instead. Anything that is not about memory goes through.
+    """
+    if function is None:
+        return partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    wrapped: Function = function
+
+    @wraps(wrapped)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        size = starting_batch_size
+        while size > 0:
+            try:
+                return wrapped(size, *args, **kwargs)
+            except Exception as error:
+                if not _is_about_memory(error):
+                    raise
+            # Outside the handler: the error holds everything that the loop had.
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            size = size // 2 if reduce_batch_size_fn is None else reduce_batch_size_fn()
+        raise TrainingError("no batch size fits into memory, not even 1")
+
+    return run
+
+
+def _is_about_memory(error: Exception) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)

@@ -1,0 +1,162 @@
+"""`TrainingArguments(deepspeed=…)` as people have it: optimizer and schedule in the file, most values left open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from plait.errors import CheckpointError, ConfigError, ModelError
+
+pytest.importorskip("accelerate")
+pytest.importorskip("deepspeed")  # TrainingArguments asks for it
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("no_group_left", "no_state_left")
+AUTO = {
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "last_batch_iteration": -1,
+            "total_num_steps": "auto",
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+        },
+    },
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"},
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+STEPS, RATE = 6, 2e-2
+RISE = (0.0, 0.0, 1.0, 1.0, 0.75, 0.5)  # DeepSpeed's rates: two steps of warm-up, and its count begins one late
+
+
+@pytest.fixture
+def no_state_left() -> Iterator[None]:
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    unset_hf_deepspeed_config()
+
+
+def model() -> Any:
+    torch.manual_seed(8)
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=16,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def arguments(folder: Path, *, kind: Any = transformers.TrainingArguments, **options: Any) -> Any:
+    return kind(
+        str(folder), use_cpu=True, report_to="none", disable_tqdm=True, seed=1, logging_steps=1, max_steps=STEPS,
+        per_device_train_batch_size=2, learning_rate=RATE, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5,
+        adam_beta2=0.95, log_level="error", **{"save_strategy": "no", **options},
+    )  # fmt: skip
+
+
+def history(trainer: Any, key: str) -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def samples(count: int = 16) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": ids, "labels": ids} for ids in torch.randint(50, (count, 12))]
+
+
+def test_optimizer_and_schedule_of_the_file_are_those_of_the_run(tmp_path: Path) -> None:
+    from plait.frontends.transformers import PlaitTrainer
+
+    data = samples()
+    plain = model()
+    adam = torch.optim.AdamW(plain.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    given = (adam, LambdaLR(adam, lambda step: RISE[min(step, STEPS - 1)]))
+    theirs = transformers.Trainer(plain, arguments(tmp_path / "plain"), train_dataset=data, optimizers=given)
+    theirs.train()
+    args = arguments(tmp_path / "ours", deepspeed=AUTO, save_strategy="steps", save_steps=3)
+    ours = PlaitTrainer(model(), args, train_dataset=data)
+    ours.train()
+    assert history(ours, "learning_rate") == pytest.approx([RATE * each for each in RISE])
+    for key in ("loss", "grad_norm", "learning_rate"):
+        assert history(ours, key) == pytest.approx(history(theirs, key), rel=1e-4, abs=1e-6)
+    answered = {entry.key for entry in ours.account.entries}
+    assert {"optimizer", "scheduler", "gradient_clipping", "zero_optimization.stage"} <= answered
+    again = PlaitTrainer(model(), args, train_dataset=data)
+    again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-3"))
+    assert history(again, "loss") == pytest.approx(history(ours, "loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"gradient_clipping": 1.0}, r"gradient_clipping=1.0 vs hf max_grad_norm=0.5"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": RATE}}}, r"write Adam or Lamb"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}, r"warmup_num_steps=5 vs hf"),
+    ],
+    ids=["disagreeing", "refused", "disagreeing later"],
+)
+def test_a_file_that_cannot_be_followed_is_an_error_that_says_why(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    from plait.frontends.transformers import PlaitTrainer
+
+    with pytest.raises(ConfigError, match=words):
+        PlaitTrainer(model(), arguments(tmp_path, deepspeed={**AUTO, **change}), train_dataset=samples(4)).train()
+
+
+def test_an_optimizer_is_described_or_given_and_not_both(tmp_path: Path) -> None:
+    from plait.frontends.transformers import PlaitTrainer
+
+    net = model()
+    own = torch.optim.SGD(net.parameters(), lr=0.1)
+    trainer = PlaitTrainer(net, arguments(tmp_path, deepspeed=AUTO), train_dataset=samples(4), optimizers=(own, None))
+    with pytest.raises(ConfigError, match="Leave out one of the two"):
+        trainer.train()
+
+
+def test_a_model_that_is_loaded_after_the_arguments_is_not_cut_by_deepspeed(tmp_path: Path) -> None:
+    from plait.frontends.transformers import PlaitTrainer, TrainingArguments
+
+    model().save_pretrained(tmp_path / "start")
+    given = {**AUTO, "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"}}
+    args = arguments(tmp_path, kind=TrainingArguments, deepspeed=given)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "start")
+    trainer = PlaitTrainer(loaded, args, train_dataset=samples(16))
+    trainer.train()
+    assert trainer.accelerator.config.strategy.stage == 3
+    assert len(history(trainer, "loss")) == STEPS
+
+
+def test_a_model_that_deepspeed_has_cut_is_refused(tmp_path: Path) -> None:
+    from plait.frontends.transformers import PlaitTrainer
+
+    cut = model()
+    next(cut.parameters()).ds_id = 0
+    with pytest.raises(ModelError, match="Take TrainingArguments from plait"):
+        PlaitTrainer(cut, arguments(tmp_path), train_dataset=samples(4))
+
+
+def test_a_checkpoint_of_the_trainer_itself_is_refused_with_a_way_on(tmp_path: Path) -> None:
+    from plait.frontends.transformers import PlaitTrainer
+
+    data = samples(16)
+    transformers.Trainer(model(), arguments(tmp_path, save_strategy="steps", save_steps=3), train_dataset=data).train()
+    trainer = PlaitTrainer(model(), arguments(tmp_path), train_dataset=data)
+    with pytest.raises(CheckpointError, match="with from_pretrained"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
