@@ -453,7 +453,7 @@ def test_what_cannot_be_spread_is_refused_with_the_reason(two_ranks: RankPool) -
         none, odd, other, twice, capacity = said
         assert "a Linear has none" in none
         assert "3 experts ÷ 2 ranks = 1.5" in odd
-        assert "what divides 3: 1, 3" in odd
+        assert "What divides 3: 1, 3" in odd
         assert "does not take hidden states" in other
         assert "sharded already" in twice
         assert "capacity is counted along a row" in capacity

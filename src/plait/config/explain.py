@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,22 +48,39 @@ class _Error:
     context: Mapping[str, Any]
     words: str
     """pydantic's own message, for a kind that has no other."""
+    root: type[Section]
+    """What the whole file describes."""
 
 
 def explain(error: ValidationError, draft: Draft) -> list[Problem]:
-    """One problem for each place that the schema refused."""
+    """One problem for each place of a run description that the schema refused."""
+    found = []
+    for path, message, remedy in _explained(error, RunConfig):
+        path = draft.written.get(path, path)
+        found.append(Problem(path, message, remedy, origin_of(path, draft.origins)))
+    return found
+
+
+def explain_section(error: ValidationError, root: type[Section], whole: str, origin: str = "") -> list[Problem]:
+    """The same for a file that describes something else; `whole` names what is wrong with no single key."""
+    return [Problem(path or whole, message, remedy, origin) for path, message, remedy in _explained(error, root)]
+
+
+def _explained(error: ValidationError, root: type[Section]) -> Iterator[tuple[str, str, str]]:
+    """Path, message and remedy for each place."""
     places: dict[str, list[_Error]] = {}
     for raw in error.errors(include_url=False):
-        found = _located(raw)
+        found = _located(raw, root)
         places.setdefault(dotted(found.keys), []).append(found)
-    return [_problem(path, errors, draft) for path, errors in places.items()]
+    for path, errors in places.items():
+        yield _problem(path, errors)
 
 
-def _located(raw: Any) -> _Error:
+def _located(raw: Any, root: type[Section]) -> _Error:
     """`raw`, with all that is pydantic's own taken out of its place: tags, and names of union members."""
     keys: tuple[Any, ...] = ()
-    annotation: Any = RunConfig
-    owner: type[Section] = RunConfig
+    annotation: Any = root
+    owner = root
     for part in raw["loc"]:
         choices = tree.sections(annotation)
         entered = annotation if annotation in choices.values() else choices.get("")
@@ -75,10 +92,10 @@ def _located(raw: Any) -> _Error:
         elif isinstance(part, int) and tree.items(annotation):
             keys, annotation = (*keys, part), tree.item(annotation, part)
     context = raw.get("ctx", {})
-    return _Error(raw["type"], keys, annotation, owner, raw["input"], context, raw["msg"])
+    return _Error(raw["type"], keys, annotation, owner, raw["input"], context, raw["msg"], root)
 
 
-def _problem(path: str, errors: list[_Error], draft: Draft) -> Problem:
+def _problem(path: str, errors: list[_Error]) -> tuple[str, str, str]:
     """All that was refused at one path. Alternatives each refuse a value: one that took its type knows most."""
     first = next((error for error in errors if error.kind not in _EXPECTED), errors[0])
     if first.kind in _EXPECTED:
@@ -90,18 +107,18 @@ def _problem(path: str, errors: list[_Error], draft: Draft) -> Problem:
         path = f"{path}.type"
     else:
         message, remedy = _wrong_value(first)
-    path = draft.written.get(path, path)
-    return Problem(path, message, remedy, origin_of(path, draft.origins))
+    return path, message, remedy
 
 
 def _unknown_key(error: _Error) -> tuple[str, str]:
     key = str(error.keys[-1])
     keys = [name for name in error.section.model_fields if name != "type"]
-    hints = [foreign] if (foreign := plait_key(key)) else []
+    foreign = plait_key(key) if error.root is RunConfig else None
+    hints = [foreign] if foreign else []
     if not hints and (meant := nearest(key, keys)):
         hints.append(f"Did you mean `{meant}`?")
     # Beside the answer to another framework's word, a key that is only called the same would lead astray.
-    homes = {} if foreign else dict.fromkeys(tree.homes(key, RunConfig))
+    homes = {} if foreign else dict.fromkeys(tree.homes(key, error.root))
     here = dotted(error.keys[:-1])
     kind = _tag(error.section)
     if here in homes:
@@ -166,6 +183,8 @@ def _wrong_value(error: _Error) -> tuple[str, str]:
         return f"expected {context['max_length']} entries, found {show(value)}", ""
     if isinstance(refused := context.get("error"), RefusedError):
         return refused.message, refused.remedy
+    if kind == "value_error":
+        return str(context["error"]), ""
     return f"{error.words[0].lower()}{error.words[1:]}, found {show(value)}", ""
 
 

@@ -83,7 +83,7 @@ def fuse(model: nn.Module) -> dict[str, int]:
         elif kind is Attention:
             module.__class__ = FusedAttention
             cast(FusedAttention, module).rotate = rotate_together
-            counts["rotations"] += 1
+            counts["attentions"] += 1
     for module in model.modules():
         if type(module) is LlamaBlock and type(module.attention_norm) is type(module.ffn_norm) is FusedRMSNorm:
             module.__class__ = FusedLlamaBlock

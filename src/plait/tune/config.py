@@ -14,8 +14,8 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, ValidationError, model_validator
 
 from plait.config.base import Many, NonNegativeInt, PositiveInt, Section
-from plait.config.words import choose, show
-from plait.errors import ConfigError, Problem
+from plait.config.explain import explain_section
+from plait.errors import ConfigError
 
 Dimension = Literal["zero", "layout", "recompute", "compile", "offload", "micro"]
 
@@ -71,12 +71,4 @@ def make_tune_config(settings: Mapping[str, Any], *, origin: str = "") -> TuneCo
     try:
         return TuneConfig.model_validate(dict(settings))
     except ValidationError as error:
-        raise ConfigError([_problem(each, origin) for each in error.errors()]) from None
-
-
-def _problem(error: Any, origin: str) -> Problem:
-    path = ".".join(str(part) for part in error["loc"]) or "search"
-    if error["type"] == "extra_forbidden":
-        return Problem(path, "there is no such key", choose(error["loc"][0], TuneConfig.model_fields, "key"), origin)
-    message = error["msg"].removeprefix("Value error, ")
-    return Problem(path, message if path == "search" else f"{show(error['input'])}: {message}", origin=origin)
+        raise ConfigError(explain_section(error, TuneConfig, "search", origin)) from None

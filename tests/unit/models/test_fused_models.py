@@ -54,7 +54,7 @@ def same_training(plain: nn.Module, fused: nn.Module) -> None:
 def test_own_models_train_as_before(config: Any) -> None:
     model = build_model(config)
     fused = copy.deepcopy(model)
-    assert fuse(fused) == {"norms": 5, "gates": 2 if config.type == "llama" else 1, "rotations": 2}
+    assert fuse(fused) == {"norms": 5, "gates": 2 if config.type == "llama" else 1, "attentions": 2}
     same_training(model, fused)
 
 
@@ -66,7 +66,7 @@ def test_models_of_transformers_train_as_before_and_nobody_elses_change(family: 
     fused = copy.deepcopy(model)
     projections = 0 if family == "qwen2" else 3  # whose projections have a bias
     norms = 9 if family == "qwen3" else 5  # it norms queries and keys as well
-    assert fuse(fused) == {"norms": norms, "gates": 2, "rotations": 2}
+    assert fuse(fused) == {"norms": norms, "gates": 2, "attentions": 2}
     assert len(spoken_for(fused)) == 2 * (3 + projections)
     same_training(model, fused)
     assert {type(m).__name__ for m in fused.modules()} == {type(m).__name__ for m in model.modules()}

@@ -159,6 +159,7 @@ def test_without_a_plan_the_cheap_ones_come_first() -> None:
     [
         ({"trails": 3}, "Did you mean `trials`"),
         ({"tuner": "bayes"}, "tuner"),
+        ({"trials": 0}, "expected more than 0, found 0"),
         ({"steps": 3, "warmup": 3}, "nothing would be measured"),
         ({"space": {"seed": []}}, "no value to try for seed"),
         ({"micro_min": 8, "micro_max": 4}, "micro_min"),

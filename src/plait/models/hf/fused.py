@@ -57,7 +57,7 @@ def _answer(known: dict[str, Tensor], name: str, _: Tensor) -> Tensor:
     return known.pop(name)
 
 
-_KINDS: Mapping[str, str] = MappingProxyType({"RMSNorm": "norms", "MLP": "gates", "Attention": "rotations"})
+_KINDS: Mapping[str, str] = MappingProxyType({"RMSNorm": "norms", "MLP": "gates", "Attention": "attentions"})
 
 
 def fuse_transformers(model: nn.Module) -> Counter[str]:

@@ -126,13 +126,13 @@ def check_experts(model: nn.Module, ranks: int) -> None:
     found = expert_modules(model)
     if not found:
         message = f"experts are to be spread over {ranks} ranks, and a {type(model).__name__} has none that are known"
-        raise ConfigError(Problem("strategy.layout.ep", message, "leave it out, or use a mixture of experts"))
+        raise ConfigError(Problem("strategy.layout.ep", message, "Leave it out, or use a mixture of experts."))
     for name, module in found.items():
         experts = int(module.num_experts)  # type: ignore[arg-type]
         if experts % ranks:
             fit = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
             message = f"{experts} experts ÷ {ranks} ranks = {experts / ranks:g}, not a whole number (in {name})"
-            raise ConfigError(Problem("strategy.layout.ep", message, f"what divides {experts}: {fit}"))
+            raise ConfigError(Problem("strategy.layout.ep", message, f"What divides {experts}: {fit}."))
         where = f"{name or 'the model'} ({type(module).__name__})"
         if _is_placed(module):
             raise ModelError(

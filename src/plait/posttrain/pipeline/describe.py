@@ -15,9 +15,9 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from plait.config.base import Many, PathText, Section
+from plait.config.explain import explain_section
 from plait.config.posttrain import PHASES
 from plait.config.read import read
-from plait.config.words import choose, show
 from plait.errors import ConfigError, Problem
 from plait.posttrain.steps import PHASES as NUMBERED
 from plait.posttrain.steps import Steps
@@ -140,20 +140,10 @@ def make_pipeline_config(content: Mapping[str, Any], *, origin: str = "") -> Pip
     try:
         found = PipelineConfig.model_validate(dict(content))
     except ValidationError as error:
-        raise ConfigError([_problem(each, origin) for each in error.errors()]) from None
+        raise ConfigError(explain_section(error, PipelineConfig, "the pipeline", origin)) from None
     if not found.steps:
         raise ConfigError(Problem("steps", "there are none", "Write one, such as `{phase: sft}`.", origin))
     return found
-
-
-def _problem(error: Any, origin: str) -> Problem:
-    path, message = ".".join(str(part) for part in error["loc"]), error["msg"]
-    if error["type"] == "extra_forbidden":
-        known = StepConfig.model_fields if len(error["loc"]) > 2 else PipelineConfig.model_fields
-        return Problem(path, "there is no such key", choose(error["loc"][-1], known, "key"), origin)
-    if error["type"] == "literal_error":
-        return Problem(path, f"{show(error['input'])}", choose(error["input"], COMMANDS, "phase"), origin)
-    return Problem(path, message if error["type"] == "missing" else f"{show(error['input'])}: {message}", "", origin)
 
 
 def _of_config(config: PipelineConfig, folder: Path) -> Wanted:

@@ -47,4 +47,4 @@ def use_kernels(module: nn.Module, config: RunConfig, device: torch.device, say:
 
     counts = fuse(module)
     if counts:
-        say(f"kernels: {', '.join(f'{count} {kind}' for kind, count in counts.items())} in one operation each")
+        say(f"kernels for {', '.join(f'{count} {kind}' for kind, count in counts.items())}")
