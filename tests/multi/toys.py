@@ -73,6 +73,8 @@ class Trace(Hook):
         self.rates: list[float] = []
         self.skipped: list[bool] = []
         self.numbers: list[int] = []
+        self.epochs: list[int] = []
+        """That of each of the numbers."""
         self.metrics: list[dict[str, float]] = []
 
     def before_run(self, runner: Runner) -> None:
@@ -82,6 +84,7 @@ class Trace(Hook):
             for batch in micro_batches:
                 if batch.samples and "number" in batch.inputs:
                     self.numbers += batch.inputs["number"].tolist()
+                    self.epochs += [runner.epoch] * len(batch.inputs["number"])
             return step(micro_batches)
 
         runner.engine.train_step = train_step  # type: ignore[method-assign]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ from plait.errors import ConfigError, Problem
 
 _MARK = ".running"
 """Who writes here now: host and process. Gone when the run has ended; without a lock, a kill has left it."""
+_PATIENCE_S = 5.0
+"""How long to wait for the lock: a process that was killed a moment ago has not let go of everything yet."""
 
 
 class WorkDir:
@@ -39,7 +42,7 @@ class WorkDir:
         with self._writing():
             mark = (self.path / _MARK).open("a+", encoding="utf-8")
             try:
-                fcntl.lockf(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(mark)
             except (BlockingIOError, PermissionError):
                 self._refuse(mark)
             except OSError:
@@ -73,3 +76,17 @@ class WorkDir:
         except OSError as error:
             message = f"{str(self.path)!r} cannot be written to: {error.strerror}"
             raise ConfigError(Problem("work_dir", message, "Choose another one.")) from error
+
+
+def _lock(mark: TextIO) -> None:
+    """Take the lock of a file, within `_PATIENCE_S`."""
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.lockf(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+        else:
+            return
