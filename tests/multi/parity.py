@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +73,13 @@ def run_steps(
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
         trace.skipped.append(result.skipped)
-    for name, tensor in engine.state_tensors().items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        trace.tensors[name] = whole.detach().clone()
+    trace.tensors = whole(engine.state_tensors())
     return trace
+
+
+def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies, gathered where they are spread. Every rank must call it."""
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in tensors.items()}
 
 
 def assert_same(found: Trace, expected: Trace, *, tolerance: float, noise: str = "", by_norm: bool = False) -> None:

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from plait.checkpoint import entries, load_into, open_checkpoint, save_checkpoint
 from plait.config import parse_sections
 from plait.strategy import prepare_native
 from plait.world import open_world
-from tests.multi.parity import MODEL, assert_same, run_steps, token_batches
+from tests.multi.parity import MODEL, assert_same, run_steps, token_batches, whole
 from tests.multi.ranks import RankPool
 
 STEPS = token_batches(5, 4)[:3]
@@ -47,7 +46,7 @@ def go_on(rank: int, size: int, optim: str, strategy: Any, source: str | None, t
         engine.train_step(step[rank::size])
     tensors = engine.state_tensors()
     save_checkpoint(Path(target), tensors, {}, step=engine.steps, world=engine.world)
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in tensors.items()}
+    return whole(tensors)
 
 
 def test_a_run_changes_layout_and_between_8_and_32_bits_at_a_checkpoint(two_ranks: RankPool, tmp_path: Path) -> None:

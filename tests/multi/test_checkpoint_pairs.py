@@ -12,12 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from plait.checkpoint import entries, load_into, open_checkpoint, save_checkpoint
-from plait.config import parse_sections
-from plait.strategy import Engine, prepare_native
-from plait.world import open_world
-from tests.multi.parity import MODEL, token_batches
+from plait.checkpoint import entries, load_into, open_checkpoint
 from tests.multi.ranks import RankPool
+from tests.multi.saving import make_engine, train_and_save
 
 LAYOUTS: dict[str, tuple[int, Any]] = {
     "one": (1, {}),
@@ -35,24 +32,6 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
 
 Saved = tuple[str, str]
 """A checkpoint, and a file of the values in it."""
-
-
-def make_engine(strategy: Any, seed: int) -> Engine:
-    sections = {"seed": seed, "optim": {"type": "AdamW", "lr": 1e-2}, "model": MODEL, "strategy": strategy}
-    config = parse_sections(device="cpu", **sections).config
-    return prepare_native(config, open_world(config))
-
-
-def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in tensors.items()}
-
-
-def train_and_save(rank: int, size: int, strategy: Any, target: str, seed: int) -> dict[str, Tensor]:
-    engine = make_engine(strategy, seed)
-    for step in token_batches(seed, 12)[:1]:
-        engine.train_step(step[engine.world.data_rank :: engine.world.layout.data_parallel])
-    save_checkpoint(Path(target), engine.state_tensors(), {}, step=engine.steps, world=engine.world)
-    return whole(engine.state_tensors())
 
 
 def load_all(rank: int, size: int, strategy: Any, targets: dict[str, Saved]) -> dict[str, tuple[set[str], list[str]]]:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from plait.runner import Accuracy, Hook, Metric, Runner
 from plait.spec import LossTerm
 from plait.strategy import StepResult
+from tests.multi.parity import whole
 
 WIDTH, CLASSES = 8, 4
 
@@ -187,7 +187,7 @@ def whole_tensors(runner: Runner) -> dict[str, Tensor]:
     tensors = runner.engine.state_tensors()
     for name, hook in runner.hooks.named().items():
         tensors.update({f"hook.{name}.{key}": tensor for key, tensor in hook.tensors(runner).items()})
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in tensors.items()}
+    return whole(tensors)
 
 
 def assert_close(found: Outcome, expected: Outcome, tolerance: float) -> None:

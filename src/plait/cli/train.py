@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from plait.config import Parsed, describe, parse, resolve_batch, resolve_layout
 from plait.config.complete import check_complete
 from plait.config.words import show
 from plait.errors import ConfigError, Problem
-from plait.launch import gpu_count, launched_size, run_here
+from plait.launch import become_smaller, gpu_count, launched_size, run_here
 
 if TYPE_CHECKING:
     from plait.runner import Runner
@@ -164,8 +163,7 @@ def _run(config: str, overrides: Sequence[str]) -> None:
 def _smaller_if_full(runner: Runner, words: Sequence[str]) -> Iterator[None]:
     """Where memory is short in a step of a run of one process, start again with smaller micro-batches.
 
-    A launcher, where there is one, does the same for its ranks. The new process has this one's number, and nothing of
-    what it held.
+    A launcher, where there is one, does the same for its ranks.
     """
     from torch import OutOfMemoryError
 
@@ -177,9 +175,6 @@ def _smaller_if_full(runner: Runner, words: Sequence[str]) -> Iterator[None]:
         if runner.began is None or launched_size() is not None:
             raise
         reason = str(error).partition(".")[0]
-    print(f"plait: {reason}; micro-batches are split, batch.total stays", file=sys.stderr)
-    print("plait: starting again from the last checkpoint, if there is one", file=sys.stderr, flush=True)
     runner.close()
-    sys.stdout.flush()
-    told = {"PLAIT_ATTEMPT": str(ranks.attempt + 1), "PLAIT_SPLIT": str(2 * ranks.split)}
-    os.execve(sys.executable, [sys.executable, "-m", "plait.cli.main", *words], {**os.environ, **told})
+    command = [sys.executable, "-m", "plait.cli.main", *words]
+    become_smaller(command, attempt=ranks.attempt, split=ranks.split, why=reason)

@@ -6,13 +6,14 @@ from plait.launch.job import Job, Node, Place
 from plait.launch.local import gpu_count, launched_size, run_ranks
 from plait.launch.ports import free_port
 from plait.launch.records import Record
-from plait.launch.reform import run_here
+from plait.launch.reform import become_smaller, run_here
 
 __all__ = [
     "Job",
     "Node",
     "Place",
     "Record",
+    "become_smaller",
     "cpu_count",
     "free_port",
     "gpu_count",

@@ -6,11 +6,13 @@ their way. They go on from the last checkpoint: `PLAIT_ATTEMPT` tells the Runner
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 from plait.launch.job import Job, Node
 from plait.launch.local import run_job
@@ -27,6 +29,7 @@ PROBE_S = 10.0
 WAIT_S = 600.0
 """How long to wait for hosts where too few are left."""
 
+_AGAIN = "starting again from the last checkpoint, if there is one"
 _COMPUTING = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP)
 
 Slot = tuple[str, int]
@@ -142,8 +145,19 @@ def run_here(command: Sequence[str], count: int) -> int:
         if not _wants_smaller_batches(found):
             return outcome.code
         split, attempt = 2 * split, attempt + 1
-        _say_smaller(found)
-        _say("starting again from the last checkpoint, if there is one")
+        _say_smaller(_who_was_short(found))
+        _say(_AGAIN)
+
+
+def become_smaller(command: Sequence[str], *, attempt: int, split: int, why: str) -> NoReturn:
+    """Run a command instead of this process, whose attempt this was; micro-batches are split once more.
+
+    It has this process's number, and nothing of what it held.
+    """
+    _say_smaller(why)
+    _say(_AGAIN)
+    sys.stdout.flush()
+    os.execve(command[0], list(command), {**os.environ, **_told(attempt + 1, 1, 2 * split)})
 
 
 def _told(attempt: int, most: int, split: int) -> dict[str, str]:
@@ -194,7 +208,7 @@ class _Past:
         found = find(outcome.records, hung=outcome.hung)
         if _wants_smaller_batches(found):
             crew.split *= 2
-            _say_smaller(found)
+            _say_smaller(_who_was_short(found))
             return None
         place, last = _place(found), self._last
         self._last = place
@@ -215,9 +229,12 @@ def _wants_smaller_batches(found: Finding) -> bool:
     return found.verdict.full and beat is not None and bool(beat.sizes) and beat.phase in _COMPUTING
 
 
-def _say_smaller(found: Finding) -> None:
-    what = found.verdict.what.partition(":")[0]
-    _say(f"rank {found.records[0].place.rank} {what}; micro-batches are split, batch.total stays")
+def _who_was_short(found: Finding) -> str:
+    return f"rank {found.records[0].place.rank} {found.verdict.what.partition(':')[0]}"
+
+
+def _say_smaller(why: str) -> None:
+    _say(f"{why}; micro-batches are split, batch.total stays")
 
 
 def _place(found: Finding) -> tuple[str, int, Slot] | None:

@@ -40,7 +40,8 @@ NO_KEYS = (
     "ahead_part_bits",
     "ahead_line_bits",
 )
-"""Numbers for which no kernel is compiled anew."""
+"""Numbers for which no kernel is compiled anew. Each kernel spells them out: in a tuple, Triton (3.6 to 3.9) would
+compile one for every size."""
 
 _HOPPER = (9, 0)
 _CAN_WAIT = False

@@ -21,8 +21,7 @@ from plait.ops.skinny import (
     Norm,
     Stream,
     Table,
-    depth_of,
-    padded,
+    launch_options,
     power_of,
     project,
     suits,
@@ -96,11 +95,6 @@ def likeliest(stream: Stream, head: Tensor, counters: Tensor, *, table: Table = 
             0 if squares is None else len(squares),
             stream.norm.eps,
             is_normed=squares is not None,
-            block_m=padded(rows),
-            block_n=tiles.n,
-            block_k=depth_of(tiles, x),
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-            **chain_options(is_chained(x)),
+            **launch_options(tiles, x),
         )
     return pieces.likeliest(chained=is_chained(x))

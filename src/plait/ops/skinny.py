@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -191,13 +191,8 @@ def gated(
             stream.norm.eps,
             **ahead_options(x, ahead),
             is_normed=squares is not None,
-            block_m=padded(rows),
-            block_n=tiles.n,
-            block_k=depth_of(tiles, x),
             early=early,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-            **chain_options(is_chained(x)),
+            **launch_options(tiles, x),
         )
     return out
 
@@ -250,13 +245,8 @@ def _launch(
             is_normed=squares is not None,
             adds=after is not None,
             split=split,
-            block_m=block_m,
-            block_n=tiles.n,
-            block_k=block_k,
             early=early,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-            **chain_options(is_chained(x)),
+            **launch_options(tiles, x),
         )
 
 
@@ -276,6 +266,18 @@ def _shares(tiles: Tiles, weights: Sequence[Tensor], depth: int) -> tuple[int, i
     while 2 * split * count <= min(tiles.programs, COUNTERS) and 4 * split * depth <= weights[0].shape[1]:
         split *= 2
     return count, split
+
+
+def launch_options(tiles: Tiles, x: Tensor) -> dict[str, Any]:
+    """How to launch a kernel that multiplies `x` in such tiles."""
+    return {
+        "block_m": padded(len(x)),
+        "block_n": tiles.n,
+        "block_k": depth_of(tiles, x),
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+        **chain_options(is_chained(x)),
+    }
 
 
 def tiles_for(form: str, x: Tensor, weights: Sequence[Tensor], table: Table) -> Tiles | None:

@@ -92,9 +92,7 @@ class World:
     def submesh(self, *axes: str) -> DeviceMesh | None:
         """The same ranks as one axis."""
         found = self.mesh_of(*axes)
-        if found is None or found.ndim == 1:
-            return found
-        return found._flatten("_".join(found.mesh_dim_names or ()))
+        return None if found is None else as_one_axis(found)
 
     def sharding_mesh(self, *axes: str) -> DeviceMesh:
         """For `fully_shard`: the ranks along these axes share one copy; with several copies, an axis of those first."""
@@ -216,3 +214,8 @@ def _join(ranks: Ranks, device: torch.device, backend: str, timeout_s: float) ->
                 "set MASTER_PORT to a free one, or start with `plait train --nproc`, which picks one"
             ) from error
         raise WorldError(f"rank {ranks.rank} of {ranks.size} could not join the others at {where}: {text}") from error
+
+
+def as_one_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks of a mesh in one row, which is named after all of its axes."""
+    return mesh if mesh.ndim == 1 else mesh._flatten("_".join(mesh.mesh_dim_names or ()))

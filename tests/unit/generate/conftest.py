@@ -34,4 +34,4 @@ def speaker(tokenizer: ChatTokenizer, tmp_path: Path) -> Speaker:
         return tokenizer.encode("\n".join(f"{turn.role}: {turn.content}" for turn in turns) + "\nassistant:")
 
     generator = Generator(model, decode=tokenizer.decode)
-    return Speaker("tiny", generator, tokenizer, write_down, (tokenizer.end,))
+    return Speaker("tiny", generator, tokenizer, write_down, stop=())

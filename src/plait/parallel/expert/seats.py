@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from plait.world import as_one_axis
+
 
 @dataclass(frozen=True, slots=True)
 class Seats:
@@ -37,7 +39,7 @@ class Seats:
         names = mesh.mesh_dim_names or ()
         assert names in (("ep",), ("tp",), ("ep", "tp")), "experts are spread over ep and tp"
         ep, tp = (mesh.get_group(axis) if axis in names else None for axis in ("ep", "tp"))
-        return cls(experts, mesh if mesh.ndim == 1 else mesh._flatten("_".join(names)), ep, tp)
+        return cls(experts, as_one_axis(mesh), ep, tp)
 
     @property
     def senders(self) -> int:
