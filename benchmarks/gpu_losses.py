@@ -26,9 +26,13 @@ ROWS: dict[str, dict[str, Any]] = {
     "plait-bf16": {"precision": "bf16"},
     "plait-fp8": {"precision": {"compute": "bf16", "fp8": "tensorwise"}},
     "plait-fp8-earlier": {"precision": {"compute": "bf16", "fp8": {"scales": "earlier"}}},
+    "plait-fp8-head": {"precision": {"compute": "bf16", "fp8": {"scales": "earlier", "head": True}}},
     "plait-fp8-rowwise": {"precision": {"compute": "bf16", "fp8": "rowwise"}},
 }
-BOUND = {"plait-bf16": 0.01, "plait-fp8": 0.05, "plait-fp8-earlier": 0.05, "plait-fp8-rowwise": 0.05}
+BOUND = {
+    "plait-bf16": 0.01,
+    **dict.fromkeys(("plait-fp8", "plait-fp8-earlier", "plait-fp8-head", "plait-fp8-rowwise"), 0.05),
+}
 """By how much a loss may differ from that of plain torch in bf16."""
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 

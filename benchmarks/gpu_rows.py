@@ -249,6 +249,7 @@ BF16 = {"compute": "bf16", "master": False}
 FP8 = {"compute": "bf16", "fp8": "tensorwise"}
 EARLIER = {"compute": "bf16", "fp8": {"scales": "earlier", "history": 4}}
 """As many steps find scales at once as are run before the clock starts."""
+FASTEST = {"compute": "bf16", "fp8": {"scales": "earlier", "history": 4, "head": True}}
 ROWS = {
     "raw-eager": Row("raw autocast, eager", "plain", raw()),
     "raw-block": Row("raw autocast, blocks compiled", "plain", raw(scope="block")),
@@ -273,6 +274,7 @@ ROWS = {
     "plait-8bit": Row("Plait, AdamW8bit", "plait", plait(optimizer="AdamW8bit")),
     "plait-fp8": Row("Plait, `fp8`", "plait", plait(precision=FP8)),
     "plait-fp8-earlier": Row("Plait, `fp8: {scales: earlier}`", "plait", plait(precision=EARLIER)),
+    "plait-fp8-head": Row("Plait, `fp8: {scales: earlier, head: true}`", "plait", plait(precision=FASTEST)),
     "plait-fp8-compile": Row("Plait, `compile: true`, `fp8`", "plait", plait(scope="auto", precision=FP8)),
     "plait-fp8-rowwise": Row(
         "Plait, `compile: true`, `fp8: rowwise`", "plait", plait(scope="auto", precision={**FP8, "fp8": "rowwise"})
@@ -282,7 +284,7 @@ LONG = ("raw-model", "fsdp2-block", "plait", "plait-fp8")
 USUAL = {
     "1b": (
         *("raw-eager", "fsdp2", "fsdp2-block", "raw-model", "accelerate", "fabric", "hf"),
-        *("plait", "plait-compile", "plait-bf16", "plait-fp8", "plait-fp8-earlier"),
+        *("plait", "plait-compile", "plait-bf16", "plait-fp8", "plait-fp8-earlier", "plait-fp8-head"),
     ),
     "8b": ("fsdp2", "fsdp2-block", "raw-model-bf16", "plait", "plait-compile", "plait-8bit", "plait-bf16", "plait-fp8"),
     "32k": LONG,

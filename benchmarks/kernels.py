@@ -243,6 +243,25 @@ def fp8_slopes(given: argparse.Namespace, *, earlier: bool) -> Pair:
     return Pair(plain, fused, (11 if earlier else 17) * inputs[0].numel())
 
 
+def fp8_head(given: argparse.Namespace) -> Pair:
+    """The loss of a language model from its last hidden states, with backward products in 16 bits and in 8."""
+    import torch
+
+    from plait.models.common.fp8_loss import Fp8Head
+    from plait.models.common.loss import linear_cross_entropy
+
+    hidden, weight = (torch.randn(n, given.dim, device=given.device) for n in (given.tokens, given.words))
+    labels = torch.randint(given.words, (given.tokens,), device=given.device)
+    inputs = [hidden.bfloat16().requires_grad_(), (0.02 * weight).bfloat16().requires_grad_()]
+
+    def run(fp8: Fp8Head | None) -> Any:
+        return torch.autograd.grad(linear_cross_entropy(*inputs, labels, fp8=fp8).sum, inputs)
+
+    # Of each logit, beside its products: read twice, and written in 8 bits twice.
+    eight = Fp8Head(emulated=given.device == "cpu")
+    return Pair(partial(run, None), partial(run, eight), 6 * given.tokens * given.words)
+
+
 ROWS: dict[str, tuple[str, Callable[[argparse.Namespace], Pair]]] = {
     "adamw": ("AdamW, bf16 gradients, rounded weights", adamw),
     "norm": ("add and RMSNorm, both ways", norm),
@@ -257,6 +276,7 @@ ROWS: dict[str, tuple[str, Callable[[argparse.Namespace], Pair]]] = {
     "fp8-cast-earlier": ("copies in fp8, scale known", partial(fp8_cast, earlier=True)),
     "fp8-slopes": ("gradients of a gate in fp8", partial(fp8_slopes, earlier=False)),
     "fp8-slopes-earlier": ("gradients of a gate in fp8, scales known", partial(fp8_slopes, earlier=True)),
+    "fp8-head": ("head and loss, backward in fp8", fp8_head),
     "fp8-rowwise": ("linear layer in fp8, rowwise, both ways", partial(fp8, rowwise=True)),
 }
 
@@ -283,6 +303,7 @@ def main() -> None:
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--tokens", type=int, default=16384)
     options.add_argument("--dim", type=int, default=2048)
+    options.add_argument("--words", type=int, default=128256, help="of the vocabulary that the head knows")
     options.add_argument("--layers", type=int, default=8, help="layers whose weights AdamW updates")
     options.add_argument("--steps", type=int, default=20)
     given = options.parse_args()

@@ -31,6 +31,23 @@ def test_only_launch_world_and_cli_read_the_environment() -> None:
     assert offenders == []
 
 
+def test_text_files_are_utf8_whatever_the_locale_says() -> None:
+    """`read_text`, `write_text` and `open` name their encoding; a mode with `b` has none."""
+    offenders = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            named = any(word.arg == "encoding" for word in node.keywords)
+            mode = next((a.value for a in node.args[:1] if isinstance(a, ast.Constant)), "")
+            places = {"read_text": 1, "write_text": 2}.get(node.func.attr)
+            bare = places is not None and len(node.args) < places
+            opened = node.func.attr == "open" and isinstance(mode, str) and mode in {"r", "w", "a", "x", "a+", "r+"}
+            if (bare or opened) and not named:
+                offenders.append(f"{path.name}:{node.lineno}")
+    assert offenders == []
+
+
 def test_no_module_changes_a_global() -> None:
     offenders = [
         f"{path.name}:{node.lineno}"

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from plait.config import parse_sections
+from plait.models.common.fp8_loss import WAITING, Fp8Head
+from plait.models.common.fp8_loss_kernel import write_others, write_others_plain
+from plait.models.common.loss import linear_cross_entropy
 from plait.ops.fp8 import fp8_linears
 from plait.ops.fp8_cast import E4M3, E5M2, Cast, cast, cast_plain, peaks_of, peaks_plain
 from plait.ops.fp8_gated import (
@@ -153,6 +156,41 @@ def test_a_feed_forward_is_that_of_the_twin(tokens: int) -> None:
         assert (found - wanted).float().norm() < 0.05 * wanted.float().norm()
 
 
+@pytest.mark.parametrize(("tokens", "words"), [(300, 1003), (128, 512), (5, 17)])
+def test_probabilities_in_8_bits_are_those_of_the_twin(tokens: int, words: int) -> None:
+    logits = 5 * torch.randn(tokens, words, device=CUDA).bfloat16()
+    labels = torch.randint(-1, words, (tokens,), device=CUDA)
+    high, wide = tokens + -tokens % 16, words + -words % 16
+    results = []
+    for write in (write_others, write_others_plain):
+        rows, columns = (torch.empty(shape, dtype=E5M2, device=CUDA) for shape in ((tokens, wide), (words, high)))
+        write(logits, labels, logits.float().logsumexp(1), rows, columns)
+        results.append((rows.float(), columns.float()))
+    for found, wanted in zip(*results, strict=True):
+        # The last bit of an exponential moves a number to its neighbour now and then.
+        assert (found != wanted).sum() <= 0.01 * wanted.numel()
+        torch.testing.assert_close(found, wanted, rtol=0.26, atol=2.0**-16)
+    rows, columns = results[0]
+    assert torch.equal(columns[:, :tokens], rows[:, :words].t())
+    assert not rows[:, words:].any()
+    assert not columns[:, tokens:].any()
+
+
+@pytest.mark.parametrize("tokens", [128 * WAITING, 128 * WAITING + 77])
+def test_a_head_in_8_bits_is_that_of_the_twin_and_near_16_bits(tokens: int) -> None:
+    weight = torch.randn(1003, 256, device=CUDA).bfloat16().requires_grad_()
+    labels = torch.randint(-1, 1003, (tokens,), device=CUDA)
+    hidden = (torch.randn(tokens, 256, device=CUDA) * 0.1 + 0.03 * weight.detach()[labels.clamp(min=0)]).bfloat16()
+    hidden, labels = hidden.requires_grad_(), labels.where(labels >= 0, -100)
+    results = []
+    for how in (Fp8Head(emulated=False), Fp8Head(emulated=True), None):
+        loss = linear_cross_entropy(hidden, weight, labels, chunk_bytes=128 * 1003 * 2, fp8=how).sum
+        results.append([loss, *torch.autograd.grad(loss, (hidden, weight))])
+    for found, twin, wide in zip(*results, strict=True):
+        assert (found - twin).float().norm() < 0.01 * twin.float().norm()
+        assert (found - wide).float().norm() < 0.03 * wide.float().norm()
+
+
 def engine_of(precision: Any, **strategy: Any) -> Any:
     config = parse_sections(
         model=MODEL,
@@ -187,7 +225,7 @@ def test_training_stays_near_bf16_with_and_without_the_fused_forms() -> None:
     assert losses_of("fp8", recompute="full")[0] == pytest.approx(small, rel=0.01)
 
 
-EARLIER = {"fp8": {"scales": "earlier", "history": 3}}
+EARLIER: dict[str, Any] = {"fp8": {"scales": "earlier", "history": 3}}
 
 
 def test_with_scales_of_earlier_steps_it_stays_as_near() -> None:
@@ -200,8 +238,16 @@ def test_with_scales_of_earlier_steps_it_stays_as_near() -> None:
     assert losses_of(EARLIER, recompute="full")[0] == pytest.approx(earlier, rel=0.01)
 
 
-def test_scales_of_earlier_steps_are_not_waited_for() -> None:
-    engine = engine_of(EARLIER)
+def test_with_a_head_in_8_bits_it_stays_as_near() -> None:
+    small, _ = losses_of("fp8")
+    head, _ = losses_of({"fp8": {"head": True}})
+    assert head != small
+    assert head == pytest.approx(small, rel=0.02)
+
+
+@pytest.mark.parametrize("fp8", [EARLIER["fp8"], {**EARLIER["fp8"], "head": True}], ids=str)
+def test_scales_and_head_are_not_waited_for(fp8: dict[str, Any]) -> None:
+    engine = engine_of({"fp8": fp8})
     ids = torch.randint(0, 512, (4, 257))
     batch = {"input_ids": ids[:, :-1].contiguous().pin_memory(), "labels": ids[:, 1:].contiguous().pin_memory()}
     for _ in range(5):  # kernels of both kinds are loaded

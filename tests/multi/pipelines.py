@@ -249,7 +249,6 @@ class Way:
     compiled: bool = False
     splits_backward: bool = True
     dtype: torch.dtype = torch.float32
-    take_input: Callable[[Any], Any] | None = None
     tensor_parallel: bool = False
     through_hooks: bool = False
     """Gradients are read by hooks on accumulation, as replicated training does."""
@@ -267,7 +266,6 @@ def train_pipeline(rank: int, size: int, name: str, count: int, way: Way) -> Tra
         schedule=way.schedule,
         virtual=way.virtual,
         split=way.split,
-        take_input=way.take_input,
     )
     stages = make_stages(plan, dist.get_rank(group))
     collected: dict[str, Tensor] = {}
@@ -397,7 +395,3 @@ def assert_near(what: str, found: Tensor, expected: Tensor, tolerance: float) ->
     scale = max(float(expected.abs().max()), 1e-3)
     difference = float((found.double() - expected.double()).abs().max())
     assert difference <= tolerance * scale, f"{what} differs by {difference:.2e} of {scale:.2e}"
-
-
-def token_ids(inputs: dict[str, Tensor]) -> Tensor:
-    return inputs["input_ids"]

@@ -105,7 +105,7 @@ def _attend_here(case: Case, line: Line) -> list[Tensor]:
 def compare_attention(pool: RankPool, cases: list[Case]) -> None:
     found = pool.run(attend_on_ranks, cases)
     for index, case in enumerate(cases):
-        tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[case.dtype]
+        tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}[case.dtype]
         for name, expected, *parts in zip("oqkv", attend_whole(case), *(r[index] for r in found), strict=True):
             whole = join(parts, case.kind, dim=2)
             assert whole.dtype == case.dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -56,8 +57,8 @@ def assert_as_if_nothing_had_happened(found: Losses, expected: dict[int, float])
 
 
 def test_ranks_that_are_killed_again_and_again_change_nothing(tmp_path: Path) -> None:
-    kills = 2
-    words = ["--nproc_per_node", "3", VICTIM, str(tmp_path / "run"), f"SIGKILL*{kills}", str(os.getpid() % 97), "0"]
+    kills, dice = 2, random.randrange(1000)
+    words = ["--nproc_per_node", "3", VICTIM, str(tmp_path / "run"), f"SIGKILL*{kills}", str(dice), "0"]
     done = subprocess.run([*PLAIT, *words], env=clean(), capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("plait: starting again from the last checkpoint with ") == kills

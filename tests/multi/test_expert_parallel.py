@@ -24,7 +24,7 @@ from plait.errors import ConfigError, ModelError
 from plait.models import build_model
 from plait.models.moe.experts import Experts
 from plait.models.moe.router import Router
-from plait.parallel.expert import apply_expert_parallel, bytes_sent, expert_modules, expert_placement, share_rows
+from plait.parallel.expert import apply_expert_parallel, expert_modules, expert_placement, expert_traffic, share_rows
 from plait.parallel.materialize import give_storage, initialize
 from plait.parallel.recompute import apply_recompute
 from plait.parallel.units import find_units
@@ -390,7 +390,9 @@ def counted(rank: int, size: int, recompute: bool) -> float:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_bytes_that_are_sent_are_those_of_the_theory(two_ranks: RankPool, recompute: bool) -> None:
-    expected = bytes_sent(tokens=8, dim=16, itemsize=4, top_k=2, experts=4, ep=2, mixtures=1, recomputed=int(recompute))
+    expected = expert_traffic(
+        tokens=8, dim=16, itemsize=4, top_k=2, experts=4, ep=2, mixtures=1, recomputed=int(recompute)
+    )
     assert two_ranks.run(counted, recompute) == [expected, expected]
 
 
@@ -416,7 +418,7 @@ def test_a_step_can_be_played_without_values_and_is_balanced_there(played_world:
         ids = torch.zeros(2, 64, dtype=torch.int64)
         with SentBytes() as sent:
             model(ids, ids).sum.backward()
-    assert sent.bytes == bytes_sent(
+    assert sent.bytes == expert_traffic(
         tokens=128, dim=32, itemsize=4, top_k=8, experts=1024, ep=played_world.size(), mixtures=2
     )
 

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from plait.checkpoint import CheckpointWriter, entries, load_into, open_checkpoint
 from plait.config import parse_sections
 from plait.config.run import RunConfig
 from plait.plan.hardware import find_hardware
 from plait.plan.host import TIGHT_MALLOC
 from plait.plan.simulate import simulate
-from plait.strategy import prepare_native
+from plait.spec import Phase
+from plait.strategy import Engine, prepare_native
 from plait.world import open_world
 from tests.multi.ranks import RankPool
 from tests.traffic import SentBytes
@@ -46,15 +48,19 @@ def config_of(strategy: Any, sizes: dict[str, int]) -> RunConfig:
     ).config
 
 
+def take_a_step(config: RunConfig, engine: Engine) -> None:
+    sizes: Any = config.model
+    ids = torch.randint(0, sizes.vocab_size, (2, 2, 2, sizes.seq_len))
+    engine.train_step([{"input_ids": inputs, "labels": labels} for inputs, labels in ids])
+
+
 def train(config: RunConfig, steps: int) -> SentBytes:
     """Some steps; what the last one sent."""
-    sizes: Any = config.model
     with open_world(config) as world:
         engine = prepare_native(config, world, accumulation=2)
         for _ in range(steps):
-            ids = torch.randint(0, sizes.vocab_size, (2, 2, 2, sizes.seq_len))
             with SentBytes() as sent:
-                engine.train_step([{"input_ids": inputs, "labels": labels} for inputs, labels in ids])
+                take_a_step(config, engine)
         return sent
 
 
@@ -96,27 +102,99 @@ def resident(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
-def peak_growth(rank: int, size: int, strategy: Any) -> int:
-    """How far resident memory rises above that of the process, which a small run has made ready."""
+def give_back_what_is_free() -> int:
+    """Bytes that the process has then; from now on it gives back at once."""
     libc = ctypes.CDLL(None)
     assert libc.mallopt(THRESHOLD, int(TIGHT_MALLOC["MALLOC_MMAP_THRESHOLD_"]))
     assert libc.mallopt(TRIM, int(TIGHT_MALLOC["MALLOC_TRIM_THRESHOLD_"]))
-    train(config_of(strategy, SMALL), steps=2)
     gc.collect()
     libc.malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts over
-    before = resident("VmRSS")
+    return resident("VmRSS")
+
+
+def begin_anew() -> None:
+    """The peak starts over."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_growth(rank: int, size: int, strategy: Any) -> int:
+    """How far resident memory rises above that of the process, which a small run has made ready."""
+    give_back_what_is_free()
+    train(config_of(strategy, SMALL), steps=2)
+    before = give_back_what_is_free()
+    begin_anew()
     train(config_of(strategy, LARGE), steps=3)
     gc.collect()
     return resident("VmHWM") - before
 
 
-@pytest.mark.skipif(
+needs_glibc = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists() or not hasattr(ctypes.CDLL(None), "mallopt"),
     reason="needs Linux with glibc",
 )
+
+
+@needs_glibc
 @pytest.mark.parametrize("name", ["ddp", "zero3", "pp"])
 def test_resident_memory_rises_as_far_as_was_simulated(fresh_ranks: RankPool, name: str) -> None:
     expected = [account.peak[1] for account in simulated(config_of(STRATEGIES[name], LARGE))]
     for measured, predicted in zip(fresh_ranks.run(peak_growth, STRATEGIES[name]), expected, strict=True):
         assert measured == pytest.approx(predicted, rel=0.1)
+
+
+# ---- what saving and loading hold
+
+CHECKPOINTS: dict[str, Any] = {
+    "ddp": "ddp",
+    "zero1": "zero1",
+    "zero3": "zero3",
+    "offload": {"zero": 1, "offload": "cpu"},
+}
+
+
+def save_and_load(config: RunConfig, target: Path, *, background: bool) -> tuple[int, int]:
+    """The peaks of a process that trains and saves, and of one that goes on from that."""
+    with open_world(config) as world:
+        engine = prepare_native(config, world, accumulation=2)
+        take_a_step(config, engine)
+        writer = CheckpointWriter(target.parent, world, background=background)
+        give_back_what_is_free()
+        begin_anew()
+        writer.save(target, engine.state_tensors(), {}, step=1)
+        writer.wait()
+        saving = resident("VmHWM")
+        writer.close()
+        del engine, writer
+        engine = prepare_native(config, world, accumulation=2)
+        give_back_what_is_free()
+        begin_anew()
+        checkpoint = open_checkpoint(target)
+        engine.allocate_optimizer_state(entries(checkpoint.index, "optim."))
+        load_into(checkpoint, engine.state_tensors(), world=world)
+        engine.state_loaded()
+        return saving, resident("VmHWM")
+
+
+def checkpoint_growth(rank: int, size: int, strategy: Any, folder: str, background: bool) -> list[int]:
+    give_back_what_is_free()
+    save_and_load(config_of(strategy, SMALL), Path(folder) / "small", background=background)
+    before = give_back_what_is_free()
+    peaks = save_and_load(config_of(strategy, LARGE), Path(folder) / "large", background=background)
+    return [peak - before for peak in peaks]
+
+
+@needs_glibc
+@pytest.mark.parametrize(
+    ("name", "background"),
+    [("ddp", False), ("ddp", True), ("zero1", False), ("zero3", True), ("offload", False)],
+)
+def test_saving_and_loading_take_the_resident_memory_that_was_simulated(
+    fresh_ranks: RankPool, tmp_path: Path, name: str, background: bool
+) -> None:
+    config = config_of(CHECKPOINTS[name], LARGE)
+    settings = config.checkpoint.model_copy(update={"async_save": background})
+    config = config.model_copy(update={"checkpoint": settings})
+    peaks = simulate(config, find_hardware("cpu"), ranks=2).account.peaks()
+    for saving, loading in fresh_ranks.run(checkpoint_growth, CHECKPOINTS[name], str(tmp_path), background):
+        assert saving == pytest.approx(peaks[Phase.SAVE], rel=0.1)
+        assert loading == pytest.approx(peaks[Phase.LOAD], rel=0.1)

@@ -10,6 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from plait.config import parse_sections
 from plait.errors import ConfigError
@@ -44,16 +47,44 @@ MOE = {
 }
 
 
-@functools.cache
-def batches(micro_batches: int) -> tuple[int, list[list[Any]]]:
-    seed = random.randrange(1000)
-    return seed, token_batches(seed, micro_batches)
+class ClosestChoice(TorchFunctionMode):
+    """Sees how far apart the last expert that was chosen and the first that was not ever came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gap = float("inf")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.topk, Tensor.topk) and args[1] < args[0].shape[-1]:
+            best = args[0].detach().topk(args[1] + 1).values
+            self.gap = min(self.gap, float((best[..., -2] - best[..., -1]).min()))
+        return func(*args, **(kwargs or {}))
+
+
+CLEAR = 2e-6
+"""Scores of two layouts are some 1e-7 apart. In one run of two hundred a choice is as close as that: its token goes
+elsewhere then, and nothing agrees any more. Batches with a choice closer than this are not taken: about one in ten."""
 
 
 @functools.cache
-def alone(sections: str, precision: str, micro_batches: int) -> Trace:
-    """What one process makes of these batches; `sections` as json."""
-    return run_steps(0, 1, {**json.loads(sections), "precision": precision}, batches(micro_batches)[1])
+def batches(model: str, micro_batches: int) -> tuple[int, list[list[Any]], Trace]:
+    """A seed, its batches, and what one process makes of them in fp32; `model` as json."""
+    while True:
+        seed = random.randrange(10**6)
+        steps = token_batches(seed, micro_batches)
+        with ClosestChoice() as choices:
+            trace = run_steps(0, 1, {"model": json.loads(model), "precision": "fp32"}, steps)
+        if choices.gap > CLEAR:
+            return seed, steps, trace
+
+
+@functools.cache
+def alone(model: str, precision: str, micro_batches: int) -> Trace:
+    """What one process makes of the same batches."""
+    _, steps, trace = batches(model, micro_batches)
+    if precision == "fp32":
+        return trace
+    return run_steps(0, 1, {"model": json.loads(model), "precision": precision}, steps)
 
 
 def compare(
@@ -67,11 +98,12 @@ def compare(
     noise_in_bf16: str = "",
 ) -> None:
     """Train the same micro-batches on one process and on all ranks; for `noise` see `assert_same`."""
-    seed, steps = batches(micro_batches)
+    model = json.dumps(sections["model"])
+    seed, steps, _ = batches(model, micro_batches)
     print(f"seed {seed}")
     everybody = pool.run(run_layout, sections, steps, precisions)
     for index, precision in enumerate(precisions):
-        expected = alone(json.dumps({**sections, "strategy": {}}), precision, micro_batches)
+        expected = alone(model, precision, micro_batches)
         traces = [traces[index] for traces in everybody]
         # Each rank of a pipeline has its own layers; all of them together are the model.
         everything = {name: tensor for trace in traces for name, tensor in trace.tensors.items()}
@@ -125,8 +157,11 @@ GPT = {**{key: value for key, value in MODEL.items() if key != "kv_heads"}, "typ
 @pytest.mark.parametrize("name", ["tp2", "tp2 sp", "dp2 tp2 zero1"])
 def test_layers_with_biases_and_a_tied_head_equal_one_process(pools: dict[int, RankPool], name: str) -> None:
     size, strategy = LAYOUTS[name]
+    sections = {"model": GPT, "strategy": strategy}
     # What is added to all keys alike does not change where attention goes: its gradient is rounding.
-    compare(pools[size], {"model": GPT, "strategy": strategy}, noise="k.bias")
+    compare(pools[size], sections, precisions=["fp32"], noise="k.bias")
+    # The gradient of a norm is small beside what it is the sum of.
+    compare(pools[size], sections, precisions=["bf16"], tolerance=5e-2, noise="k.bias")
 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from plait.parallel.pipeline import SCHEDULES
-from tests.multi.pipelines import Way, assert_near, assert_parity, token_ids, train_alone, train_pipeline
+from tests.multi.pipelines import Way, assert_near, assert_parity, train_alone, train_pipeline
 from tests.multi.ranks import RankPool
 
 
@@ -24,11 +24,11 @@ def test_every_kind_of_model(two_ranks: RankPool, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama-tied", "hf-gpt2", "pairs", "layers"])
 def test_first_and_last_stage_on_one_rank(two_ranks: RankPool, name: str) -> None:
-    assert_parity(two_ranks, name, 4, Way("zbv", take_input=token_ids if name == "layers" else None))
+    assert_parity(two_ranks, name, 4, Way("zbv"))
 
 
 def test_layers_that_share_by_key_over_four_ranks(four_ranks: RankPool) -> None:
-    found = assert_parity(four_ranks, "layers", 4, Way("1f1b", take_input=token_ids))
+    found = assert_parity(four_ranks, "layers", 4, Way("1f1b"))
     copies = [trace.extra["copies"] for trace in found if trace.extra["copies"]]
     owned = {name: tensor for trace in found for name, tensor in trace.weights.items()}
     assert len(copies) == 2

@@ -47,7 +47,7 @@ def _model(adapters: bool) -> Any:
 
 
 def train(
-    kind: Any, folder: Path, *, adapters: bool = False, steps: int = 4, resume: bool = False, **options: Any
+    kind: Any, folder: Path, *, adapters: bool = False, steps: int = 4, resume: Path | None = None, **options: Any
 ) -> dict[str, Any]:
     """What people write, with little in it that is not a default."""
     sections = options.pop("sections", None)
@@ -63,7 +63,7 @@ def train(
     model = _model(adapters)
     data = _texts(28)
     trainer = kind(model, args, train_dataset=data, eval_dataset=data[:7], **extra)
-    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume / "checkpoint-2"))
     if sections == {"strategy": "zero3"}:
         assert all(isinstance(param, DTensor) for param in model.parameters()), "frozen or not, each rank has a part"
     history = trainer.state.log_history
@@ -109,7 +109,11 @@ def run_all(rank: int, size: int, folder: Path, adapters: bool) -> dict[str, Any
     _reset()
     # Goes on from the middle of a run that was spread otherwise.
     before = folder / ("adapters" if adapters else "zero3")
-    found["resumed"] = train(PlaitTrainer, before, resume=True, adapters=adapters, sections={"strategy": "ddp"})
+    found["resumed"] = train(PlaitTrainer, before, resume=before, adapters=adapters, sections={"strategy": "ddp"})
+    for strategy in ("zero3", "zero1"):  # and from one that the Trainer itself wrote, with its optimizer and its best
+        _reset()
+        how: dict[str, Any] = {"resume": folder / "real", "adapters": adapters, "sections": {"strategy": strategy}}
+        found[f"taken over {strategy}"] = train(PlaitTrainer, folder / f"taken {strategy}", **how)
     return found
 
 

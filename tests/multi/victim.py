@@ -32,7 +32,8 @@ def plan(how: str, rank: int, step: int) -> tuple[str, int, int]:
     how, star, times = how.partition("*")
     if star and int(times) > ATTEMPT:
         dice = random.Random(1000 * rank + ATTEMPT)
-        return how, dice.randrange(int(os.environ["WORLD_SIZE"])), dice.randrange(2, 12)
+        # Fewer than ten steps, of which five are saved at most: two attempts leave a third something to do.
+        return how, dice.randrange(int(os.environ["WORLD_SIZE"])), dice.randrange(2, 10)
     return (how.rstrip("!"), rank, step) if ATTEMPT == 0 or how.endswith("!") else ("", rank, step)
 
 

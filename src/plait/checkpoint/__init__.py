@@ -5,6 +5,7 @@ from plait.checkpoint.folder import CheckpointFolder
 from plait.checkpoint.load import Fetch, entries, load_into, nothing_to_fetch, verify
 from plait.checkpoint.manifest import Checkpoint, Manifest, open_checkpoint, read_manifest
 from plait.checkpoint.misfits import Misfit, matches
+from plait.checkpoint.need import Kept, Need, kept, need
 from plait.checkpoint.pieces import Shares, held_pieces
 from plait.checkpoint.save import CheckpointWriter, Saved, save_checkpoint, write_alone
 from plait.checkpoint.scattered import find_scattered
@@ -15,8 +16,10 @@ __all__ = [
     "CheckpointFolder",
     "CheckpointWriter",
     "Fetch",
+    "Kept",
     "Manifest",
     "Misfit",
+    "Need",
     "Saved",
     "Shares",
     "attempt",
@@ -24,8 +27,10 @@ __all__ = [
     "find_scattered",
     "fingerprint",
     "held_pieces",
+    "kept",
     "load_into",
     "matches",
+    "need",
     "nothing_to_fetch",
     "open_checkpoint",
     "read_manifest",

@@ -15,14 +15,12 @@ from torch import Tensor
 from plait.checkpoint.index import Index, Stored
 from plait.checkpoint.manifest import Checkpoint, remedy
 from plait.checkpoint.misfits import Misfit, matches, misfits, table
+from plait.checkpoint.need import READERS, workers
 from plait.checkpoint.pieces import Held, held_pieces
 from plait.checkpoint.read import PieceReader, try_to_read
 from plait.checkpoint.tensorfile import digest
 from plait.errors import CheckpointError
 from plait.world import World
-
-_THREADS = 8
-"""Per rank, where there are cores for it."""
 
 
 class Part(NamedTuple):
@@ -148,7 +146,7 @@ def verify(checkpoint: Checkpoint, *, world: World | None = None) -> None:
     every = [(stored, record.dtype) for record in checkpoint.index.tensors.values() for stored in record.pieces]
     with PieceReader(folder) as reader:
         for stored, dtype in every[rank::size] if not problems else ():
-            problem = try_to_read(lambda stored=stored, dtype=dtype: reader.check(stored, dtype))  # type: ignore[misc]
+            problem = try_to_read(reader.check, stored, dtype)
             if problem is not None:
                 problems.append(problem)
     _raise_together(folder, problems, world)
@@ -165,9 +163,9 @@ def _head(path: Path) -> bytes:
 
 def _read(reader: PieceReader, parts: list[Part], world: World) -> list[str]:
     def copy(part: Part) -> str | None:
-        return try_to_read(lambda: reader.copy(*part))
+        return try_to_read(reader.copy, *part)
 
-    threads = max(1, min(_THREADS, (os.cpu_count() or 1) // world.ranks.local_size))
+    threads = workers(READERS, cores=os.cpu_count() or 1, ranks=world.ranks.local_size)
     if threads == 1:
         found = [copy(part) for part in parts]
     else:

@@ -68,7 +68,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.exists():
         raise CheckpointError(f"{folder} is no complete checkpoint: it has no {NAME}, which is written last")
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(path.read_text(encoding="utf-8"))
         if raw["format"] != FORMAT:
             raise CheckpointError(f"{path}: format {raw['format']}, this version of Plait reads format {FORMAT}")
         if raw.pop("digest") != _digest(raw):
@@ -98,7 +98,7 @@ def saved_at(folder: Path) -> float:
     """When a checkpoint was saved; of a damaged one, what its file system says."""
     path = folder / NAME
     try:
-        return float(json.loads(path.read_text())["saved_at"])
+        return float(json.loads(path.read_text(encoding="utf-8"))["saved_at"])
     except (ValueError, KeyError, TypeError):
         return path.stat().st_mtime
 
@@ -115,7 +115,7 @@ def remedy(damaged: Path) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file, and make sure that it is on the disk."""
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

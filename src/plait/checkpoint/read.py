@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from plait.checkpoint.tensorfile import BLOCK, as_bytes, digest, read_all, view_
 
 _GROUP = 4 * BLOCK
 """Bytes read at once where a rectangle has to be cut out of what is read."""
+ROOM = _GROUP + 2 * BLOCK
+"""Bytes of memory for that, of each thread: with the rest of the blocks in which it begins and ends."""
 
 
 class DamagedError(Exception):
@@ -90,9 +92,7 @@ class PieceReader:
         low, high = blocks_of(stored, _size(stored, dtype), begin, end)
         room: Tensor | None = getattr(self._bounce, "room", None)
         if room is None or room.numel() < high - low:
-            room = self._bounce.room = torch.empty(
-                max(high - low, _GROUP + 2 * BLOCK), dtype=torch.uint8, pin_memory=pinned
-            )
+            room = self._bounce.room = torch.empty(max(high - low, ROOM), dtype=torch.uint8, pin_memory=pinned)
         view = view_bytes(room)
         for block in range(low, high, BLOCK):
             self._read(stored, block, view[block - low : min(block + BLOCK, high) - low])
@@ -146,10 +146,10 @@ def _size(stored: Stored, dtype: torch.dtype) -> int:
     return torch.Size(stored.shape).numel() * dtype.itemsize
 
 
-def try_to_read(action: Callable[[], None]) -> str | None:
-    """Read something; what is wrong with the file, if something is."""
+def try_to_read(read: Callable[..., None], *given: Any) -> str | None:
+    """Read something; returns what is wrong with the file, if something is."""
     try:
-        action()
+        read(*given)
     except DamagedError as error:
         return str(error)
     except OSError as error:

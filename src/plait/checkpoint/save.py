@@ -21,15 +21,14 @@ from plait.checkpoint import index as index_file
 from plait.checkpoint.disks import Disks, find_disks
 from plait.checkpoint.index import Index, Stored
 from plait.checkpoint.manifest import FileRecord, Manifest, write_text
+from plait.checkpoint.need import WRITERS, workers
 from plait.checkpoint.pieces import Held, Piece, Shares, held_pieces
+from plait.checkpoint.read import PieceReader
 from plait.checkpoint.staging import Staging
 from plait.checkpoint.tensorfile import TensorFileWriter, digest, read_slots
 from plait.checkpoint.together import attempt, together
 from plait.errors import CheckpointError
 from plait.world import Channel, World
-
-_THREADS = 4
-"""Per rank, where there are cores for it: one waits for the disk while another computes digests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,8 @@ class CheckpointWriter:
         mine = self._shares.mine(held_pieces(tensors))
         job = _Job(target, dict(state), step, self._world.size, self.channel, disks, self._reopen, tidy)
         if self._staging is None:
-            size = job.run(mine, threads=_threads(self._world))
+            threads = workers(WRITERS, cores=os.cpu_count() or 1, ranks=self._world.ranks.local_size)
+            size = job.run(mine, threads=threads)
             seconds = time.perf_counter() - start
             return Saved(target, size, seconds, blocked=seconds)
         copies = self._staging.copy(mine)
@@ -266,9 +266,6 @@ def _write(
 
 def _compare(path: Path, written: _Written) -> None:
     """Open a file again and find in it what was written: the names, the shapes, every block."""
-    # Late: reading needs what writing does not.
-    from plait.checkpoint.read import PieceReader
-
     slots = read_slots(path)
     wanted = {piece.key: (piece.dtype, piece.shape) for piece, _ in written.pieces}
     if {key: (slot.dtype, slot.shape) for key, slot in slots.items()} != wanted:
@@ -332,10 +329,6 @@ def _sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _threads(world: World) -> int:
-    return max(1, min(_THREADS, (os.cpu_count() or 1) // world.ranks.local_size))
 
 
 def _mib(size: int) -> str:

@@ -11,6 +11,11 @@ from torch import Tensor
 from plait.checkpoint.pieces import Held
 
 
+def copy_bytes(size: float, *, pinned: bool) -> float:
+    """Memory for a copy of so many bytes: what torch pins comes in powers of two."""
+    return 1 << (int(size) - 1).bit_length() if pinned and size else size
+
+
 class Staging:
     """Memory that is taken at the first copy and kept for the next: as much as this rank writes, no more.
 

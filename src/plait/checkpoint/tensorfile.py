@@ -107,6 +107,13 @@ def view_bytes(flat: Tensor) -> memoryview:
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
+def in_a_row(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, on its device: its own memory where that is contiguous, else a copy."""
+    if not tensor.numel():
+        return tensor.new_empty(0).view(torch.uint8)
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
 class TensorFileWriter:
     """Writes a file whose names and shapes are known beforehand; tensors come in any order, from any thread."""
 
@@ -142,9 +149,7 @@ class TensorFileWriter:
         return digests
 
     def _blocks(self, tensor: Tensor) -> Iterator[memoryview]:
-        flat = (
-            tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0).view(torch.uint8)
-        )
+        flat = in_a_row(tensor)
         for begin in range(0, flat.numel(), BLOCK):
             part = flat[begin : begin + BLOCK]
             yield view_bytes(part if part.device.type == "cpu" else self._on_host(part))

@@ -1,4 +1,4 @@
-"""Ranks that succeed or fail together."""
+"""Work of which every rank does its share: if one of them fails, all raise the same error."""
 
 from __future__ import annotations
 

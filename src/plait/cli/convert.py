@@ -211,7 +211,7 @@ def _progress(source: Source) -> Iterator[Callable[[int], None]]:
 def _peak_memory() -> int:
     """The most memory that this process had; Linux's usual answer would be that of its parent, if that had more."""
     status = Path("/proc/self/status")
-    if status.exists() and (found := re.search(r"VmHWM:\s*(\d+) kB", status.read_text())):
+    if status.exists() and (found := re.search(r"VmHWM:\s*(\d+) kB", status.read_text(encoding="utf-8"))):
         return int(found[1]) * 1024
     import resource
 

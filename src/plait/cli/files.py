@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from plait.config.encoding import as_utf8
 from plait.errors import ConfigError, Problem
 
 
@@ -18,11 +19,11 @@ def write_file(path: str | Path, text: str, flag: str) -> None:
 def read_file(path: str | Path, flag: str) -> str:
     """A text. Raises `ConfigError` with the flag that named it, where it cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise _refusal(path, f"cannot be read: {error.strerror}", flag) from None
-    except UnicodeDecodeError:
-        raise _refusal(path, "is not UTF-8 text", flag) from None
+    except UnicodeDecodeError as error:
+        raise _refusal(path, f"is not UTF-8 text: {as_utf8(error.object)}", flag) from None
 
 
 def _refusal(path: str | Path, reason: str, flag: str) -> ConfigError:

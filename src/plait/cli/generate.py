@@ -11,6 +11,7 @@ import typer
 
 from plait.cli.files import write_file
 from plait.cli.speaking import Opening, open_speaker
+from plait.config.encoding import as_utf8
 from plait.errors import DataError, GenerateError
 from plait.generate.options import Sampling
 from plait.generate.perplexity import Perplexity, measure_perplexity
@@ -117,9 +118,11 @@ def read_prompts(file: Path) -> list[str]:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read as text: {error}") from error
+        return file.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 text: {as_utf8(error.object)}") from error
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}") from error
 
 
 def _expect(speaker: Speaker, text: str) -> Perplexity:

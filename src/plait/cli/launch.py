@@ -72,7 +72,7 @@ def _tune(setup: Setup) -> None:
     if not described or len(options.arguments) < 2:
         raise WorldError(
             f"--autotuning {options.autotuning}: only a run that is described can be tuned, not a script's own: "
-            "plait launch --autotuning run --no_python plait train run.yaml"
+            f"plait launch --autotuning {options.autotuning} --no_python plait train run.yaml"
         )
     if setup.launcher != "local":
         raise WorldError(f"--autotuning {options.autotuning}: trials run on one host; leave out the hostfile")

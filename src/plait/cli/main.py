@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from plait.cli import talking
+from plait.cli.spelling import speak_utf8, spell_what_can_be
 from plait.errors import ConfigError, PlaitError, Problem
 
 app = typer.Typer(
@@ -150,7 +151,7 @@ def plan(
     ] = False,
     exact: Annotated[bool, typer.Option("--exact", help="Simulate every layer, not a few for all.")] = False,
     timeline: Annotated[
-        str | None, typer.Option("--timeline", metavar="SVG", help="Draw memory over one step; implies --exact.")
+        str | None, typer.Option("--timeline", metavar="SVG", help="Draw memory over a run; implies --exact.")
     ] = None,
     out: Annotated[
         str | None, typer.Option("--out", "-o", help="Write the figures (JSON) or the picture (SVG).")
@@ -370,6 +371,8 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Show the v
 
 def main() -> Any:
     """Run the command; what a user did wrong is told in plain words, without a traceback."""
+    speak_utf8()
+    spell_what_can_be()
     try:
         return app()
     except PlaitError as error:

@@ -14,7 +14,7 @@ import typer
 from plait.cli.train import _count
 from plait.config.read import ENDINGS
 from plait.errors import ConfigError, Problem
-from plait.launch import run_ranks
+from plait.launch import run_here
 
 if TYPE_CHECKING:
     from plait.posttrain.pipeline.chain import Step
@@ -164,7 +164,7 @@ def _place(asked: Asked) -> tuple[int, int, Start]:
         raise ConfigError(Problem("--deployment-type", message, "Give one of them."))
     if hostfile is None:
         count = _count(nproc or (steps.nproc if said else None) or "1")
-        return count, count, lambda command: run_ranks([sys.executable, "-m", "plait.cli.main", *command], count)
+        return count, count, lambda command: run_here([sys.executable, "-m", "plait.cli.main", *command], count)
     from plait.launch.hostfile import read_hostfile
 
     slots = [len(each) for each in read_hostfile(Path(hostfile)).values()]

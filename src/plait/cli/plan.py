@@ -29,6 +29,17 @@ if TYPE_CHECKING:
 GIB, MIB = 2**30, 2**20
 _SHOWN = 12
 """So many ways of a search are shown; the file has all."""
+_PHASES = (
+    Phase.BUILD,
+    Phase.LOAD,
+    Phase.INIT,
+    Phase.FORWARD,
+    Phase.BACKWARD,
+    Phase.REDUCE,
+    Phase.STEP,
+    Phase.SAVE,
+)
+"""As they come in a run that goes on from a checkpoint."""
 _WHOLE_GIB = 10.0
 """From here on a host's memory is shown in whole GiB."""
 _NOTABLE_S = 1e-3
@@ -90,7 +101,7 @@ def plan_run(
         from plait.plan.timeline import draw_timeline
 
         write_file(timeline, draw_timeline(plan), "--timeline")
-        console.print(f"{timeline}: memory over one step")
+        console.print(f"{timeline}: memory from the build to a save")
     if not plan.fits:
         _show_ladder(console, config, machine, ranks)
     return plan.fits
@@ -143,11 +154,12 @@ def _show(console: Console, plan: Plan, config: RunConfig) -> None:
         highlight=False,
     )
     unit, size = ("GiB", GIB) if plan.fullest.account.peak[1] >= GIB else ("MiB", MIB)
-    table = Table(unit, *(rank.name for rank in plan.ranks), box=None, pad_edge=False, header_style="bold")
-    for name, values in _memory_rows(plan):
-        cells = [f"{value / size:9.2f}" for value in values]
-        if name.endswith(":") or any(float(cell) for cell in cells):  # nothing that would be shown as 0.00
-            table.add_row(name, *(cells if any(values) else []))
+    names = [column.format(rank.name) for rank in plan.ranks for column in _columns(plan)]
+    table = Table(unit, *names, box=None, pad_edge=False, header_style="bold")
+    for name, held in _memory_rows(plan):
+        cells = ["" if value is None else f"{value / size:9.2f}" for value in held]
+        if name.endswith(":") or any(float(cell or 0) for cell in cells):  # nothing that would be shown as 0.00
+            table.add_row(name, *cells)
     console.print(table)
     mfu = "" if plan.mfu is None else f", {plan.mfu:.1%} of the peak"
     cost = plan.dollars_per_billion()
@@ -169,11 +181,25 @@ def _show(console: Console, plan: Plan, config: RunConfig) -> None:
         console.print("note: seconds are those of ordinary cores; `plait doctor --measure` finds those of this machine")
 
 
-def _memory_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
+def _memory_rows(plan: Plan) -> Iterator[tuple[str, list[float | None]]]:
+    """By phase and by part, the columns of each rank: its device, and its host where that is another memory."""
+    from plait.plan.host import host_peaks
+
+    width = len(_columns(plan))
+    peaks = [(rank.account.peaks(), host_peaks(rank.account, plan.hardware))[:width] for rank in plan.ranks]
+    for phase in _PHASES:
+        yield phase, [column.get(phase) for columns in peaks for column in columns]
+    yield "at the peak:", []
+    for name, values in _part_rows(plan):
+        yield name, [cell for value in values for cell in (value, None)[:width]]
+
+
+def _columns(plan: Plan) -> list[str]:
+    return ["{}", "its host memory"] if plan.hardware.kind == "cuda" else ["{}"]
+
+
+def _part_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
     accounts = [rank.account for rank in plan.ranks]
-    for phase in (Phase.BUILD, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP):
-        yield phase, [account.peaks().get(phase, 0.0) for account in accounts]
-    yield "at the peak:", [0.0] * len(accounts)
     held = [account.under("part") for account in accounts]
     parts = dict.fromkeys(part for each in held for part in each)
     rows = {part: [each.get(part, 0.0) for each in held] for part in sorted(parts, key=lambda p: -held[0].get(p, 0.0))}

@@ -6,12 +6,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from plait.cli.train import _count, _show, train_with
+from plait.cli.running import train_with
+from plait.cli.train import _count, _show
 from plait.config import Parsed, check, parse, resolve_batch, resolve_layout
 from plait.config.draft import origin_of
 from plait.config.paths import missing_paths, missing_starts
 from plait.errors import ConfigError, Problem
-from plait.launch import launched_size, run_ranks
+from plait.launch import launched_size, run_here
 
 
 def run_phase(phase: str, config: str, overrides: Sequence[str], *, nproc: str, dry_run: bool) -> None:
@@ -25,9 +26,9 @@ def run_phase(phase: str, config: str, overrides: Sequence[str], *, nproc: str, 
     _look_for_files(parsed)
     if count > 1:
         command = [sys.executable, "-m", "plait.cli.main", phase, config, *overrides]
-        sys.exit(run_ranks(command, count))
+        sys.exit(run_here(command, count))
     else:
-        _run(parsed)
+        _run(parsed, [phase, config, *overrides])
 
 
 def _check(parsed: Parsed, ranks: int) -> None:
@@ -45,10 +46,10 @@ def _look_for_files(parsed: Parsed) -> None:
         raise ConfigError([replace(each, origin=origin_of(each.path, parsed.origins)) for each in missing])
 
 
-def _run(parsed: Parsed) -> None:
+def _run(parsed: Parsed, words: Sequence[str]) -> None:
     from plait.cli.here import import_from_here
     from plait.posttrain.run import make_runner
 
     import_from_here()
     with make_runner(parsed) as runner:
-        train_with(runner)
+        train_with(runner, words)

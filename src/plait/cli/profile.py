@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from plait.cli.running import leave_if_stopped
 from plait.cli.train import _check, _count
 from plait.config import parse
 from plait.config.profile import ProfileConfig
@@ -62,6 +63,7 @@ def _run(config: str, words: Sequence[str], wanted: ProfileConfig) -> None:
     hook = Profile(wanted, then_stop=True)
     with Runner.from_config(config, [*words, "profile=null"], hooks=[hook]) as runner:
         runner.train()
+        leave_if_stopped(runner)
         if runner.world.is_main:
             if hook.report is None:
                 raise TrainingError(hook.too_short(runner.step))

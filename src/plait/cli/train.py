@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-import typer
-
+from plait.cli.running import train_with
 from plait.config import Parsed, describe, parse, resolve_batch, resolve_layout
 from plait.config.complete import check_complete
 from plait.config.words import show
 from plait.errors import ConfigError, Problem
-from plait.launch import become_smaller, gpu_count, launched_size, run_here
-
-if TYPE_CHECKING:
-    from plait.runner import Runner
+from plait.launch import gpu_count, launched_size, run_here
 
 
 def train(
@@ -141,40 +135,10 @@ def _written(value: object) -> str:
     return show(value) if value is None or isinstance(value, bool) else str(value)
 
 
-def train_with(runner: Runner) -> None:
-    """Train, and say how to go on where somebody stopped it."""
-    from plait.runner.signals import STOPPED
-
-    runner.train()
-    if runner.stop_reason in STOPPED and runner.config.checkpoint.last and runner.world.is_main:
-        typer.echo("go on with the same command and `checkpoint.resume=auto`")
-
-
 def _run(config: str, overrides: Sequence[str]) -> None:
     from plait.cli.here import import_from_here
     from plait.runner import Runner
 
     import_from_here()
-    with Runner.from_config(config, overrides) as runner, _smaller_if_full(runner, ["train", config, *overrides]):
-        train_with(runner)
-
-
-@contextmanager
-def _smaller_if_full(runner: Runner, words: Sequence[str]) -> Iterator[None]:
-    """Where memory is short in a step of a run of one process, start again with smaller micro-batches.
-
-    A launcher, where there is one, does the same for its ranks.
-    """
-    from torch import OutOfMemoryError
-
-    try:
-        yield
-        return
-    except OutOfMemoryError as error:
-        ranks = runner.world.ranks
-        if runner.began is None or launched_size() is not None:
-            raise
-        reason = str(error).partition(".")[0]
-    runner.close()
-    command = [sys.executable, "-m", "plait.cli.main", *words]
-    become_smaller(command, attempt=ranks.attempt, split=ranks.split, why=reason)
+    with Runner.from_config(config, overrides) as runner:
+        train_with(runner, ["train", config, *overrides])

@@ -44,7 +44,9 @@ def _settings(model: ModelConfig | None) -> Mapping[str, Any]:
         return {}
     if model.config is not None:
         return model.config
-    found: dict[str, Any] = json.loads((Path(model.path or ".").expanduser() / "config.json").read_text())
+    found: dict[str, Any] = json.loads(
+        (Path(model.path or ".").expanduser() / "config.json").read_text(encoding="utf-8")
+    )
     return found
 
 

@@ -39,6 +39,8 @@ class Fp8Config(Shorthand):
     """Steps whose largest numbers `scales: earlier` looks at. As many steps, the first ones, find scales at once."""
     headroom: Annotated[float, Field(ge=1.0)] = 2.0
     """How many times larger than those a number may be, with `scales: earlier`, before it is cut."""
+    head: bool = False
+    """Also the two backward products of a language model's head. Its logits, and so the loss, stay as they are."""
     emulate: bool = False
     """Round in the same way and multiply in fp32: for devices without such products. Slow."""
 

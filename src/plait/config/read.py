@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from plait.config.encoding import as_utf8
 from plait.config.words import listed, nearest, show
 from plait.errors import ConfigError, Problem
 
@@ -25,7 +26,7 @@ def read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if path.suffix.lower() not in ENDINGS:
         remedy = f"A run description is a file ending in {listed(ENDINGS, 'or')}."
         raise ConfigError(Problem(str(path), f"the ending {show(path.suffix)} says no known format", remedy))
-    data = _parse(path, _text(path))
+    data = _parse(path, text_of(path))
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -34,14 +35,16 @@ def read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     return data
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """The text of a file of settings. Raises `ConfigError` where it is missing, or not UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(Problem(str(path), "there is no such file", _neighbours(path))) from None
     except UnicodeDecodeError as error:
         message = f"byte {error.start} is not UTF-8 text"
-        raise ConfigError(Problem(str(path), message, "Save the file as UTF-8.")) from None
+        remedy = as_utf8(error.object)
+        raise ConfigError(Problem(str(path), message, f"{remedy[0].upper()}{remedy[1:]}.")) from None
     except OSError as error:
         message = f"cannot be read: {error.strerror}"
         raise ConfigError(Problem(str(path), message, "Give a file that can be read.")) from None

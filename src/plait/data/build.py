@@ -26,8 +26,8 @@ from plait.errors import DataError
 def build_dataset(config: DataConfig, *, training: bool, seed: int, tokenizer: str | Path | None = None) -> Any:
     """The data set that a config describes.
 
-    ``training`` decides what the config leaves open (augmentation), ``seed`` the augmentation itself.
-    ``tokenizer`` is for text whose config names none: the tokenizer of the training data, for validation.
+    `training` decides what the config leaves open (augmentation), `seed` the augmentation itself.
+    `tokenizer` is for text whose config names none: the tokenizer of the training data, for validation.
     """
     match config:
         case TokensData():

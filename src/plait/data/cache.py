@@ -16,7 +16,7 @@ def cache_root(setting: str | None) -> Path:
 
 
 def cached(root: Path, name: str, build: Callable[[Path], None]) -> Path:
-    """The folder ``root/name``, filled by ``build`` if it does not exist yet.
+    """The folder `root/name`, filled by `build` if it does not exist yet.
 
     It appears complete or not at all. Processes that build it at the same time do not disturb each other:
     the first to finish wins, and since a name stands for its content, the others lose nothing. Raises `DataError`

@@ -29,8 +29,8 @@ FORMS = {".bin": "cifar-10-batches-bin", "": "cifar-10-batches-py"}
 class Cifar10(AugmentedImages):
     """CIFAR-10, in its binary or its Python form, from the folder with the batches or the one above it.
 
-    With ``augment`` images are moved by up to four pixels and mirrored half of the time. Items are ``image``
-    (float32, 3 × 32 × 32, normalised) and ``label``.
+    With `augment` images are moved by up to four pixels and mirrored half of the time. Items are `image`
+    (float32, 3 × 32 × 32, normalised) and `label`.
     """
 
     def __init__(self, root: str | Path, *, split: Literal["train", "test"], augment: bool, seed: int = 0) -> None:

@@ -30,6 +30,11 @@ def stack(items: list[Any]) -> Any:
         ) from error
 
 
+def as_is(value: Any) -> Any:
+    """For torch's DataLoader, where its items are micro-batches already: by itself it would convert them."""
+    return value
+
+
 def pin(value: Any) -> Any:
     """The same structure with every tensor in page-locked memory."""
     if isinstance(value, Tensor):

@@ -43,7 +43,7 @@ class Corpus:
 def prepare_corpus(config: TextData | JsonlData, tokenizer: str | Path | None = None) -> Corpus:
     """Tokenize a source, unless the cache has it.
 
-    ``tokenizer`` stands in where the config names none: validation text of another source must be cut by
+    `tokenizer` stands in where the config names none: validation text of another source must be cut by
     the tokenizer of the training text. Without either, one is trained on the source itself.
     """
     source = _source(config)

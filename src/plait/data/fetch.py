@@ -30,14 +30,14 @@ class Fetch:
 
 
 def tell_epoch(dataset: Any, epoch: int) -> None:
-    """Call the data set's ``set_epoch``, if it has one."""
+    """Call the data set's `set_epoch`, if it has one."""
     set_epoch = getattr(dataset, "set_epoch", None)
     if set_epoch is not None:
         set_epoch(epoch)
 
 
 class WorkerFetch(Dataset[Any]):
-    """What a worker process runs: its keys are ``(epoch, ids)``, its items whole micro-batches.
+    """What a worker process runs: its keys are `(epoch, ids)`, its items whole micro-batches.
 
     The epoch travels with the ids because a worker outlives an epoch and has no other way to hear of it.
     Before each sample the worker's generators (torch, numpy, random) are seeded from (seed, epoch, index):

@@ -41,11 +41,11 @@ class AugmentedImages(Dataset[dict[str, Tensor]]):
 
 
 class ImageFolder(AugmentedImages):
-    """``root/class_name/*.png|jpg``: classes are numbered in the order of their names.
+    """`root/class_name/*.png|jpg`: classes are numbered in the order of their names.
 
     Training images are cut out at random (a part of 8 % to 100 %, up to 4:3 or 3:4) and mirrored half of the
-    time; others are scaled and cut from the middle. Items are ``image`` (float32, 3 × size × size,
-    normalised) and ``label``.
+    time; others are scaled and cut from the middle. Items are `image` (float32, 3 × size × size,
+    normalised) and `label`.
     """
 
     def __init__(self, root: str | Path, *, size: int, augment: bool, seed: int = 0) -> None:

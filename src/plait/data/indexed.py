@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from plait.data.collate import pin
+from plait.data.collate import as_is, pin
 from plait.data.fetch import Fetch, WorkerFetch, tell_epoch
 from plait.data.steps import Steps
 from plait.errors import DataError
@@ -61,7 +61,7 @@ class Workers:
             WorkerFetch(fetch, seed),
             batch_size=None,
             sampler=self._keys,
-            collate_fn=_as_is,
+            collate_fn=as_is,
             num_workers=workers,
             pin_memory=pin_memory,
             persistent_workers=True,
@@ -103,7 +103,3 @@ class _Keys(Sampler[tuple[int, list[int]]]):
         for step in self._steps.walk(epoch, self.start):
             for ids, _ in step:
                 yield epoch, ids
-
-
-def _as_is(value: Any) -> Any:
-    return value

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plait.config.encoding import as_utf8
 from plait.data.text import Document, find_files, hash_files
 from plait.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
 class JsonlSource:
-    """JSON lines. Either ``text_key``, or ``prompt_key`` and ``completion_key``.
+    """JSON lines. Either `text_key`, or `prompt_key` and `completion_key`.
 
     A prompt is given, not learned: only the completion is. The two are put together as they are, so a
     separator, if there is to be one, belongs to one of them. Blank lines are skipped.
@@ -62,6 +63,8 @@ class JsonlSource:
 def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         record = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}, line {number}: not UTF-8 text: {as_utf8(line)}") from error
     except ValueError as error:
         raise DataError(f"{path}, line {number}: not JSON: {error}") from error
     if not isinstance(record, dict):

@@ -26,10 +26,10 @@ class Loader:
 
     The samples of a global batch depend on (seed, epoch, step) alone: not on ranks, workers or the size of
     a micro-batch. The position is the caller's: to go on after step `s` of epoch `e` is to ask for
-    ``epoch(e, s + 1)``, which costs no more than asking for the first one. All ranks see the same number of
+    `epoch(e, s + 1)`, which costs no more than asking for the first one. All ranks see the same number of
     steps, and in each step the same number of micro-batches; a rank that has no sample left gets a filler.
 
-    ``dataset`` is a torch data set, a sequence or anything with ``__getitem__`` and ``__len__``; or a
+    `dataset` is a torch data set, a sequence or anything with `__getitem__` and `__len__`; or a
     stream (an `IterableDataset` or another iterable), which is read in its own order, has no known length,
     and is read again up to the step that a resume asks for. An item counts as one sample.
     """
@@ -49,7 +49,7 @@ class Loader:
         collate: Collate | None = None,
         worker_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """``worker_options`` goes to torch's DataLoader, for example ``prefetch_factor``."""
+        """`worker_options` goes to torch's DataLoader, for example `prefetch_factor`."""
         if pin_memory and not torch.accelerator.is_available():
             raise DataError("pin_memory is true, but there is no accelerator to pin memory for: leave it out")
         if isinstance(dataset, DataLoader):
@@ -99,14 +99,11 @@ class Loader:
         ranks: int,
         batch: BatchSizes,
         seed: int,
-        workers: int | None = None,
-        pin_memory: bool | None = None,
         split: bool = False,
     ) -> Loader:
         """Load what a torch DataLoader describes, in this package's rank-free order.
 
-        ``batch.micro`` must be the DataLoader's batch size (see `plait.data.adopt.adopt`), or less with ``split``.
-        ``workers`` and ``pin_memory`` are the DataLoader's own unless given here.
+        `batch.micro` must be the DataLoader's batch size (see `plait.data.adopt.adopt`), or less with `split`.
         """
         parts = adopt(loader)
         if batch.micro != parts.micro and not (split and batch.micro < parts.micro):
@@ -122,8 +119,8 @@ class Loader:
             seed=seed,
             shuffle=parts.shuffle,
             drop_last=parts.drop_last,
-            workers=parts.workers if workers is None else workers,
-            pin_memory=parts.pin_memory if pin_memory is None else pin_memory,
+            workers=parts.workers,
+            pin_memory=parts.pin_memory,
             collate=parts.collate,
             worker_options=parts.worker_options,
         )
@@ -141,7 +138,7 @@ class Loader:
         return min(self._steps.order.length, len(self._steps) * self._steps.share.total)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[MicroBatch]]:
-        """This rank's micro-batches of each step of an epoch, from ``start_step`` on."""
+        """This rank's micro-batches of each step of an epoch, from `start_step` on."""
         steps = self.steps_per_epoch
         if start_step < 0 or (steps is not None and start_step > steps):
             raise DataError(

@@ -22,7 +22,7 @@ from plait.errors import DataError
 
 
 class Mixture(Dataset[Any]):
-    """``samples`` an epoch, of each source as many as its weight says; see [Note: shares of an epoch]."""
+    """`samples` an epoch, of each source as many as its weight says; see [Note: shares of an epoch]."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Mixture(Dataset[Any]):
         seed: int,
         shuffle: bool = True,
     ) -> None:
-        """Without ``weights`` shares are as the sources' lengths; ``shuffle`` says whether a source is shuffled."""
+        """Without `weights` shares are as the sources' lengths; `shuffle` says whether a source is shuffled."""
         for source in sources:
             if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
                 raise DataError(f"{type(source).__name__} cannot be a source of a mixture: it is a stream")

@@ -60,7 +60,7 @@ class SampleOrder:
         return int(self.indices(epoch, position, position + 1)[0])
 
     def indices(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """The samples at positions ``start`` to ``stop``, ``stop`` left out."""
+        """The samples at positions `start` to `stop`, `stop` left out."""
         return self.at(epoch, np.arange(start, stop, dtype=np.int64))
 
     def at(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:

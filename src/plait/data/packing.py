@@ -21,14 +21,14 @@ Split = Literal["all", "train", "val"]
 
 
 class PackedTokens(Dataset[dict[str, Tensor]]):
-    """Sequences of ``seq_len`` tokens, cut one after another from the documents of a split.
+    """Sequences of `seq_len` tokens, cut one after another from the documents of a split.
 
-    Each item has ``input_ids`` and ``labels``, already shifted: the label of a position is the token after
-    it. With ``document_mask`` nothing crosses from one document into the next: the last token of a document
-    has no label, and ``positions`` (from 0 in each document, and at the start of a sequence) and
-    ``document_ids`` (from 0 in each sequence) say what may attend to what. Tokens that the file marks as
+    Each item has `input_ids` and `labels`, already shifted: the label of a position is the token after
+    it. With `document_mask` nothing crosses from one document into the next: the last token of a document
+    has no label, and `positions` (from 0 in each document, and at the start of a sequence) and
+    `document_ids` (from 0 in each sequence) say what may attend to what. Tokens that the file marks as
     given (a prompt) are never labels. What is left at the end, less than a sequence, is not used.
-    ``source`` is what messages call it: the text that the tokens were made of, and not a file of the cache.
+    `source` is what messages call it: the text that the tokens were made of, and not a file of the cache.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class Share:
 
     @classmethod
     def of(cls, batch: BatchSizes, *, rank: int, ranks: int) -> Share:
-        """The share of ``rank``; the sizes must agree with the number of ranks."""
+        """The share of `rank`; the sizes must agree with the number of ranks."""
         if not 0 <= rank < ranks:
             raise DataError(f"rank {rank} of {ranks}: ranks are counted from 0 to {ranks - 1}")
         if batch.total != batch.micro * batch.accumulation * ranks:
@@ -78,7 +78,7 @@ class Steps:
         return self.order.indices(epoch, start, min(start + self.share.total, self.order.length))
 
     def walk(self, epoch: int, start: int) -> Iterator[list[Ids]]:
-        """This rank's micro-batches, step by step from ``start`` to the end of the epoch."""
+        """This rank's micro-batches, step by step from `start` to the end of the epoch."""
         share = self.share
         full = self.order.length // share.total
         own = _slices(share, share.total)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from plait.data.collate import Collate, pin
+from plait.data.collate import Collate, as_is, pin
 from plait.data.cut import micro_batches, spread
 from plait.data.fetch import tell_epoch
 from plait.data.steps import Share
@@ -57,7 +57,7 @@ class Stream:
         self._options = options
 
     def epoch(self, epoch: int, start: int) -> Iterator[list[MicroBatch]]:
-        """The rest of an epoch; the samples before ``start`` are read and thrown away."""
+        """The rest of an epoch; the samples before `start` are read and thrown away."""
         if self._once and self._spent:
             raise DataError(
                 f"the stream is a {type(self._source).__name__}, which can be read only once: give an "
@@ -69,7 +69,7 @@ class Stream:
             loader: Iterable[Parts] = DataLoader(
                 reader,
                 batch_size=None,
-                collate_fn=_as_is,
+                collate_fn=as_is,
                 num_workers=1,
                 pin_memory=self._pin,
                 generator=torch.Generator(),  # not the global one: a resumed epoch must not cost it a number
@@ -134,7 +134,3 @@ class _Reader(IterableDataset[Parts]):
             (self._collate(own[a:b]), b - a) if b > a else (self._collate([first]), 0)
             for a, b in spread(0, len(own), parts)
         ]
-
-
-def _as_is(value: Any) -> Any:
-    return value

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from plait.config.encoding import as_utf8
 from plait.data.tokenizer import END
 from plait.errors import DataError
 
@@ -26,10 +27,10 @@ Document = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class TextSource:
-    """Text files. Each is a document, or several with ``<|endoftext|>`` between them.
+    """Text files. Each is a document, or several with `<|endoftext|>` between them.
 
-    ``path`` is a file, a folder (every file below it that is not hidden), a glob, or `stdlib`: the sources
-    of the standard library of the Python that runs this, without tests and tables. ``limit_mb`` keeps the first
+    `path` is a file, a folder (every file below it that is not hidden), a glob, or `stdlib`: the sources
+    of the standard library of the Python that runs this, without tests and tables. `limit_mb` keeps the first
     files, in the order of their names, that together are no larger.
     """
 
@@ -70,9 +71,12 @@ class TextSource:
             if self.path == STDLIB:
                 with tokenize.open(path) as source:
                     return source.read()
-            return path.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, SyntaxError) as error:
-            raise DataError(f"{path} is not UTF-8 text: {error}; name the text files with a glob") from error
+            return path.read_text(encoding="utf-8-sig")  # a mark at the start, as some editors put it, is no text
+        except SyntaxError as error:
+            raise DataError(f"{path} is not UTF-8 text: {error}; give another path") from error
+        except UnicodeDecodeError as error:
+            remedy = f"{as_utf8(error.object)}, or name the text files with a glob"
+            raise DataError(f"{path} is not UTF-8 text (byte {error.start}): {remedy}") from error
 
 
 def find_files(path: str) -> list[Path]:

@@ -83,7 +83,7 @@ def load_tokenizer(path: str | Path) -> TextTokenizer:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     """Train a byte-level BPE. The same texts and size give the same tokenizer.
 
-    A little text may not have enough pairs to reach ``vocab_size``; the tokenizer is then smaller.
+    A little text may not have enough pairs to reach `vocab_size`; the tokenizer is then smaller.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -180,7 +180,7 @@ def _sync(file: IO[bytes]) -> None:
 
 def _read_meta(path: Path) -> TokenMeta:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         meta = TokenMeta(**found)
     except FileNotFoundError:
         raise DataError(f"{path} does not exist: no token file was (completely) written there") from None

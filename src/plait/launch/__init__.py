@@ -5,10 +5,11 @@ from plait.launch.failure import tell
 from plait.launch.job import Job, Node, Place
 from plait.launch.local import gpu_count, launched_size, run_ranks
 from plait.launch.ports import free_port
-from plait.launch.records import Record
+from plait.launch.records import STOPPED_CODES, Record
 from plait.launch.reform import become_smaller, run_here
 
 __all__ = [
+    "STOPPED_CODES",
     "Job",
     "Node",
     "Place",

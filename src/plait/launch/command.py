@@ -17,6 +17,7 @@ from plait.launch.desk import Desk
 from plait.launch.local import Signals, follow_the_launcher
 
 _GRACE_S = 5.0
+"""How long it may take to leave after SIGTERM, once the user has waited enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Command:
     def with_files(self) -> Iterator[None]:
         """Its files are there while it runs."""
         for path, text in self.files.items():
-            Path(path).write_text(text)
+            Path(path).write_text(text, encoding="utf-8")
         try:
             yield
         finally:
@@ -60,16 +61,17 @@ def run_command(
     A signal ends it, and `afterwards` ends what it may have left.
     """
     with command.with_files():
-        code, interrupted = _run(command, patience, desk)
-    if desk is not None and not interrupted:
-        code = desk.conclude(128 - code if code < 0 else code)
-    if interrupted or code:
+        code, signals = _run(command, patience, desk)
+    if desk is not None and not signals.waited:
+        code = desk.conclude(code)
+    code = signals.code(code)
+    if code:
         for other in afterwards:
             subprocess.run(other.argv, env={**os.environ, **other.environment}, check=False)
-    return 128 - code if code < 0 else code
+    return code
 
 
-def _run(command: Command, patience: float | None, desk: Desk | None) -> tuple[int, bool]:
+def _run(command: Command, patience: float | None, desk: Desk | None) -> tuple[int, Signals]:
     try:
         process = subprocess.Popen(
             command.argv,
@@ -87,7 +89,8 @@ def _run(command: Command, patience: float | None, desk: Desk | None) -> tuple[i
             if signals.interrupts > 1 or (patience is not None and signals.waited > patience + _GRACE_S):
                 process.kill()
             attend(0.05)
-    return process.returncode, signals.interrupts > 0
+    code = process.returncode
+    return 128 - code if code < 0 else code, signals
 
 
 def _pass_on(process: subprocess.Popen[bytes], number: int, desk: Desk | None) -> None:

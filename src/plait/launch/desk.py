@@ -23,7 +23,7 @@ from plait.launch.network import is_this_host, resolve, source_address
 from plait.launch.news import take
 from plait.launch.patience import GRACE_S, STACK_S, STUCK_S
 from plait.launch.postmortem import conclude
-from plait.launch.records import causes, exit_code, new_records, note_end
+from plait.launch.records import exit_code, new_records, note_end
 from plait.launch.watch import Watch
 
 _MOST_BYTES = 1 << 24
@@ -124,11 +124,11 @@ class Desk:
         self._waiting.unregister(line)
         line.close()
         caller = self._callers.pop(line)
-        others_failed = bool(causes(self.records))
+        others_left = any(record.exit_code or record.lost for record in self.records)
         for rank in caller.ranks:
             record = self.records[rank]
-            if record.running and others_failed:
-                note_end(record, -signal.SIGKILL, by_us=True)  # as MPI and Slurm do once a rank has failed
+            if record.running and others_left:
+                note_end(record, -signal.SIGKILL, by_us=True)  # as MPI and Slurm do once a rank ended with another code
             elif record.running:
                 record.lost, record.ended = True, time.time()
 

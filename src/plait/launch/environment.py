@@ -34,7 +34,7 @@ class Line:
 
 
 def report() -> list[Line]:
-    """All lines."""
+    """Everything that `plait doctor` shows."""
     facts = torch_facts()
     return [
         *_software(facts),
@@ -178,7 +178,7 @@ def cgroup_limit() -> int | None:
     """Bytes that the kernel lets this process's group have; None without a limit."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
-            text = Path(path).read_text().strip()
+            text = Path(path).read_text(encoding="utf-8").strip()
         except OSError:
             continue
         return int(text) if text.isdecimal() and int(text) < 1 << 60 else None

@@ -15,17 +15,15 @@ from pathlib import Path
 from types import TracebackType
 
 from plait.errors import ConfigError, PlaitError
-
-FOLDER = "PLAIT_FAILURES"
-"""The environment variable that names the folder for messages."""
+from plait.spec.beat import FOLDER_VARIABLE
 
 
 def tell(error: PlaitError) -> None:
     """Pass the error on in plain words, or print it."""
     rank = int(os.environ.get("RANK", "0"))
-    folder = os.environ.get(FOLDER)
+    folder = os.environ.get(FOLDER_VARIABLE)
     if folder is not None and Path(folder).is_dir():
-        Path(folder, str(rank)).write_text(str(error))
+        Path(folder, str(rank)).write_text(str(error), encoding="utf-8")
         return
     if rank != 0:
         if isinstance(error, ConfigError):
@@ -55,13 +53,16 @@ class Messages:
     @property
     def environment(self) -> dict[str, str]:
         """What a rank must find in its environment. torch's flight recorder tells the heartbeat of collectives."""
-        return {FOLDER: self._folder.name, "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", "16")}
+        return {
+            FOLDER_VARIABLE: self._folder.name,
+            "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", "16"),
+        }
 
     def raw(self) -> dict[int, str]:
-        """Rank → what it left."""
+        """By rank, the message that it left."""
         found = (path for path in Path(self._folder.name).iterdir() if path.name.isdecimal())
         paths = sorted(found, key=lambda path: int(path.name))
-        return {int(path.name): path.read_text() for path in paths}
+        return {int(path.name): path.read_text(encoding="utf-8") for path in paths}
 
 
 def merged(messages: Mapping[int, str]) -> list[str]:

@@ -75,7 +75,7 @@ def _script(group: argparse._ArgumentGroup) -> None:
     _switch(group, "--module", "-m", help="the script is a module, as in python -m")
     _switch(group, "--no_python", help="the script is a program of its own")
     _switch(group, "--pass_local_rank", help="give the script --local_rank=N, as deepspeed does")
-    _switch(group, "--no_local_rank", help="do not: the default, accepted for deepspeed's sake")
+    _switch(group, "--no_local_rank", "--use_env", help="do not: the default, in other launchers' words")
     group.add_argument("--enable_each_rank_log", metavar="FOLDER", help="output of each rank into a file of its own")
     _switch(group, "--save_pid", help="leave the launcher's pid in /tmp/<pid>.ds while it runs")
     _switch(group, "--bind_cores_to_rank", help="give each rank cores of its own")

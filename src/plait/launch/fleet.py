@@ -56,8 +56,8 @@ def run_fleet(
         return Outcome(128 + signal.SIGINT, fleet.records, interrupted=True)
     if not signals.waited and not fleet.reform:
         fleet.conclude()
-    interrupted = signals.waited > 0.0
-    return Outcome(fleet.exit_code(), fleet.records, hung=fleet.hung, interrupted=interrupted, reform=fleet.reform)
+    code, interrupted = signals.code(fleet.exit_code()), signals.waited > 0.0
+    return Outcome(code, fleet.records, hung=fleet.hung, interrupted=interrupted, reform=fleet.reform)
 
 
 class Fleet:

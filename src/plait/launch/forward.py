@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from plait.errors import WorldError
+from plait.spec.beat import FOLDER_VARIABLE
 
 PREFIXES = ("NCCL_", "PYTHON", "TORCH_", "PYTORCH_", "GLOO_", "UCX_", "MV2_", "FI_", "OMP_", "MLFLOW", "PLAIT_")
 """Variables whose names begin so are forwarded."""
 
-_NOT = {"PYTHONHOME", "PYTHONSTARTUP", "PLAIT_FAILURES"}
+_NOT = {"PYTHONHOME", "PYTHONSTARTUP", FOLDER_VARIABLE}
 """They describe this host or this process, not the run."""
 
 ENV_FILES = (".deepspeed_env", ".plait_env")

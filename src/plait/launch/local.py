@@ -50,6 +50,8 @@ def launched_size() -> int | None:
 def run_ranks(command: Sequence[str], count: int) -> int:
     """Run `command` once for each rank on this host and wait; returns 0, or the exit code of the rank that failed.
 
+    A run that was told to stop has not come to its end, however well it left: 128 and the signal.
+
     The ranks find each other through the same variables that torchrun sets. When one fails, the others, which
     would wait for it, are ended. Ctrl-C, SIGTERM and a closed terminal reach every rank, which then saves and
     leaves; a second Ctrl-C ends all at once.
@@ -80,7 +82,7 @@ def run_job(
                 # Said last, so that it stands below whatever the ranks themselves printed.
                 several = len(job.nodes) > 1
                 conclude(group.records, hung=hung, log_dir=job.log_dir, several_hosts=several)
-            code = exit_code(group.records) or int(hung)
+            code = signals.code(exit_code(group.records) or int(hung))
             return Outcome(code, group.records, hung=hung, interrupted=signals.waited > 0.0, reform=reform)
 
 
@@ -267,12 +269,17 @@ class Signals:
     def __init__(self, send: Callable[[int], None]) -> None:
         self._send = send
         self._first: float | None = None
+        self._told = 0
         self.interrupts = 0
 
     @property
     def waited(self) -> float:
         """Seconds since the first signal; 0 before it."""
         return 0.0 if self._first is None else time.monotonic() - self._first
+
+    def code(self, found: int) -> int:
+        """The exit code where ranks ended with `found`: a run that was told to stop does not look finished."""
+        return found or (128 + self._told if self._told else 0)
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         self._first = self._first or time.monotonic()
@@ -281,6 +288,7 @@ class Signals:
             number = signal.SIGKILL  # checkpoints survive it, and a rank inside a collective hears nothing else
         elif number == signal.SIGHUP:
             number = signal.SIGTERM
+        self._told = self._told or number
         self._send(number)
 
     def __enter__(self) -> Signals:

@@ -22,7 +22,7 @@ class Trail:
         self.peak = 0
 
     def follow(self, pid: int) -> None:
-        """Look at it, if it is time to."""
+        """Take a sample of the process's memory, a few times a second at most."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -49,7 +49,7 @@ class Trail:
 def resident_bytes(pid: int) -> int:
     """Of a process; 0 where it is gone, or where the system does not say."""
     try:
-        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+        pages = Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]
     except (OSError, IndexError):
         return 0
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -67,7 +67,7 @@ class OomCounter:
         self._before = self._counted()
 
     def kills(self) -> int:
-        """So many since then."""
+        """How many were killed since this counter was made."""
         return self._counted() - self._before
 
     @property
@@ -109,6 +109,6 @@ def _number(text: str) -> int | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except OSError:
         return ""

@@ -39,9 +39,10 @@ from plait.launch.relay import Relay
 
 SILENCE_S = 60.0
 """So long without a beat, and the launcher counts as gone."""
-GRACE_S = 5.0
-"""How long ranks may take to leave once it is gone."""
-_STUCK_S = 5.0
+ORPHANED_S = 5.0
+"""How long ranks may take to leave once it is gone, or once one of them has failed."""
+_BLOCKED_S = 5.0
+"""How long the main thread may then still wait for somebody to read what ranks print."""
 _TICK_S = 0.05
 
 
@@ -89,7 +90,7 @@ class _Link:
                 self.orders.put(json.loads(line))
         self.cut = True
         # The main thread ends the ranks now, unless it waits for somebody to read what they print.
-        time.sleep(GRACE_S + _STUCK_S)
+        time.sleep(ORPHANED_S + _BLOCKED_S)
         self._ranks.send(signal.SIGKILL)
         os._exit(1)
 
@@ -144,7 +145,7 @@ class _Hand:
                 obey(self._ranks, self._link.orders.get())
             self._reporter.tell()
             if running and self._link.cut:
-                self._ranks.end(say=0.0, grace=GRACE_S)
+                self._ranks.end(say=0.0, grace=ORPHANED_S)
             # A worker that outlives its rank may hold the pipe open: the rank's end counts, not the pipe's.
             if not running and not ready:
                 return
@@ -165,7 +166,7 @@ class _Hand:
 def run_alone(job: Job, node: int) -> int:
     """Run a host's ranks without orders on stdin: they print to the console, which is also the lifeline."""
     note = _note(job.id, node)
-    note.write_text(str(os.getpid()))
+    note.write_text(str(os.getpid()), encoding="utf-8")
     hang_up = select.poll()
     hang_up.register(sys.stdout.fileno(), 0)  # nothing asked for: only that the other end is gone is told
     try:
@@ -198,8 +199,8 @@ def attend_here(
                     obey(ranks, order)
                 reporter.tell(ended_by_us=signals.waited > 0.0)
                 failed = any(record.failed for record in ranks.records)
-                if failed or signals.waited > GRACE_S or line.cut or must_end():
-                    ranks.end(say=0.5, grace=GRACE_S)
+                if failed or signals.waited > ORPHANED_S or line.cut or must_end():
+                    ranks.end(say=0.5, grace=ORPHANED_S)
                 relay.pump(_TICK_S)
         relay.close()
         reporter.tell(ended_by_us=signals.waited > 0.0)
@@ -213,7 +214,7 @@ def end(job: str) -> int:
     """End the ranks that `run_alone` runs here, if it does."""
     for note in Path(tempfile.gettempdir()).glob(_note(job, "*").name):
         with suppress(OSError, ValueError):  # gone already
-            os.kill(int(note.read_text()), signal.SIGTERM)
+            os.kill(int(note.read_text(encoding="utf-8")), signal.SIGTERM)
     return 0
 
 

@@ -77,7 +77,7 @@ _SOCKET = re.compile(r"socket:\[(\d+)\]")
 def _listening(table: str, port: int) -> list[str]:
     """Inodes of the sockets that listen on a port, from the kernel's table."""
     try:
-        lines = Path("/proc/net", table).read_text().splitlines()[1:]
+        lines = Path("/proc/net", table).read_text(encoding="utf-8").splitlines()[1:]
     except OSError:
         return []
     rows = [line.split() for line in lines]

@@ -50,7 +50,7 @@ def conclude(records: Sequence[Record], *, hung: bool, log_dir: str | None, seve
     if folder is not None:
         with suppress(OSError):  # on another host, or full: the console has it
             Path(folder).mkdir(parents=True, exist_ok=True)
-            Path(folder, "report.txt").write_text(page)
+            Path(folder, "report.txt").write_text(page, encoding="utf-8")
             _print([f"this page is in {Path(folder, 'report.txt')}"])
 
 
@@ -97,7 +97,7 @@ def _remedy_for_absence(record: Record) -> str:
 
 
 def report(records: Sequence[Record], *, hung: bool, several_hosts: bool) -> str:
-    """The page."""
+    """The page that explains how a run ended."""
     found = find(records, hung=hung)
     blamed = found.records
     lines = ["The run hangs, and was ended." if hung else "The run failed.", ""]

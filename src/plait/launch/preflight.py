@@ -48,7 +48,7 @@ class HostCheck:
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The outcome."""
+    """What a look at all hosts has shown."""
 
     checks: tuple[HostCheck, ...]
     findings: tuple[Finding, ...]

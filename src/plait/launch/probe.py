@@ -67,7 +67,7 @@ class Facts:
 
 
 def answer(question: Question) -> Facts:
-    """Look around."""
+    """What this host has, as the question asks."""
     import psutil
 
     gpus = gpu_memory()
@@ -105,7 +105,7 @@ def torch_cuda() -> str | None:
     if found is None or found.origin is None:
         return None
     try:
-        text = Path(found.origin).with_name("version.py").read_text()
+        text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
     except OSError:
         return None
     match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)

@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 
 from plait.launch.evidence import Evidence
 from plait.launch.job import Job, Place
+from plait.spec.phase import Phase
 
 _KEPT_LINES = 60
+STOPPED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes of a command that was told to stop before its end."""
 
 
 @dataclass(slots=True)
@@ -44,9 +47,15 @@ class Record:
         return self.exit_code is None and not self.lost
 
     @property
+    def stopped(self) -> bool:
+        """Whether it was told to stop, by whomever, and then saved and left. Its exit code names the signal."""
+        beat = self.evidence.beat
+        return self.exit_code in STOPPED_CODES and beat is not None and beat.phase is Phase.LEFT
+
+    @property
     def failed(self) -> bool:
         """Whether it ended badly of itself."""
-        return self.lost or (bool(self.exit_code) and not self.ended_by_us)
+        return self.lost or (bool(self.exit_code) and not self.ended_by_us and not self.stopped)
 
 
 def new_records(job: Job, places: Iterable[Place]) -> list[Record]:
@@ -55,7 +64,7 @@ def new_records(job: Job, places: Iterable[Place]) -> list[Record]:
 
 
 def note_end(record: Record, code: int, *, by_us: bool) -> None:
-    """A rank has ended."""
+    """Write down that a rank has ended; `by_us`: it was told to."""
     record.exit_code, record.ended, record.ended_by_us = code, time.time(), by_us
 
 
@@ -68,8 +77,9 @@ def exit_code(records: Sequence[Record]) -> int:
     """That of the worst rank, as a shell has it: 128 and the signal where there was one."""
     failed = causes(records)
     if not failed:
-        # Told to go and gone badly: still no success, whoever said so.
-        return max((_shell(record.exit_code or 0) for record in records), default=0)
+        # Told to go, and gone before the end: still no success, whoever said so.
+        told = [record for record in records if record.stopped] or records
+        return max((_shell(record.exit_code or 0) for record in told), default=0)
     signals = [record.exit_code for record in failed if (record.exit_code or 0) < 0]
     if signals:
         return max(_shell(code or 0) for code in signals)

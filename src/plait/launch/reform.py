@@ -30,7 +30,9 @@ WAIT_S = 600.0
 """How long to wait for hosts where too few are left."""
 
 _AGAIN = "starting again from the last checkpoint, if there is one"
-_COMPUTING = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP)
+_COMPUTING = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP, Phase.EVALUATE)
+SMALLER = "micro-batches are split, batch.total stays"
+"""Said of a run that is started again with smaller ones."""
 
 Slot = tuple[str, int]
 Reach = Callable[[str, Sequence[str]], list[str]]
@@ -198,6 +200,8 @@ class _Past:
     def useless(self, outcome: Outcome, crew: Crew) -> str | None:
         """Why another attempt would end no better. A slot that fails twice in the same place is left out."""
         failed = causes(outcome.records)
+        if not failed and not outcome.hung and any(record.stopped for record in outcome.records):
+            return "its ranks were told to stop, and not by the launcher; they have saved and left"
         if any(record.message for record in failed) and all(record.exit_code == TOLD for record in failed):
             return "what is wrong will be wrong again"
         if not any(record.pid for record in outcome.records):
@@ -234,7 +238,7 @@ def _who_was_short(found: Finding) -> str:
 
 
 def _say_smaller(why: str) -> None:
-    _say(f"{why}; micro-batches are split, batch.total stays")
+    _say(f"{why}; {SMALLER}")
 
 
 def _place(found: Finding) -> tuple[str, int, Slot] | None:

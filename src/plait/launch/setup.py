@@ -123,7 +123,7 @@ def _pid_note(wanted: bool) -> Iterator[None]:
     """The launcher's pid in a file, while it runs, for programs that start it."""
     path = Path(f"/tmp/{os.getpid()}.ds")
     if wanted:
-        path.write_text(str(os.getpid()))
+        path.write_text(str(os.getpid()), encoding="utf-8")
     try:
         yield
     finally:

@@ -43,17 +43,19 @@ def job_port(environment: Mapping[str, str] | None = None) -> int:
 def srun_command(job: Job, arguments: Sequence[str]) -> Command:
     """The srun of a job inside its allocation. Slurm sees to devices and cores; the environment goes along whole."""
     counts = [len(node.slots) for node in job.nodes]
-    even = [f"--ntasks-per-node={counts[0]}"] if len(set(counts)) == 1 else _uneven(job)
+    if len(set(counts)) > 1:
+        raise _uneven(job)
     hosts = ",".join(node.host for node in job.nodes)
-    start = ("srun", f"--nodes={len(counts)}", f"--ntasks={job.size}", *even, f"--nodelist={hosts}")
+    ranks = (f"--nodes={len(counts)}", f"--ntasks={job.size}", f"--ntasks-per-node={counts[0]}")
+    start = ("srun", *ranks, f"--nodelist={hosts}")
     # One rank's end is everybody's, and the worst exit code is srun's own.
     return Command(
         (*start, "--kill-on-bad-exit=1", "--export=ALL", *arguments, *rank_words(job)), environment=job.environment
     )
 
 
-def _uneven(job: Job) -> list[str]:
-    raise WorldError(
+def _uneven(job: Job) -> WorldError:
+    return WorldError(
         "srun gives equally many ranks to each host, but the filter leaves "
         + ", ".join(f"{node.host} with {len(node.slots)}" for node in job.nodes)
         + "; choose as many slots on each, or use --launcher ssh inside the allocation"

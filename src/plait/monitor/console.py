@@ -77,12 +77,17 @@ def end_text(event: Event) -> str:
     return f"Run ended{reason}: {data.get('steps', event.step)} steps{took}"
 
 
+def spelled(text: str, stream: TextIO) -> str:
+    """The text as `stream` can show it: `?` for what its encoding lacks, rather than the end of the run."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
+
+
 class _Plain:
     """Lines on a stream that may be a file, a pipe or a log collector."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._encoding = getattr(stream, "encoding", None) or "utf-8"
 
     def table(self, table: Table) -> None:
         self._put(plain(table) + "\n")
@@ -99,7 +104,5 @@ class _Plain:
     def stop(self) -> None: ...
 
     def _put(self, text: str) -> None:
-        # A stream in an old encoding shows `?` for what it cannot spell, rather than ending the log.
-        text = text.encode(self._encoding, "replace").decode(self._encoding)
-        self._stream.write(text.replace("\r", "") + "\n")
+        self._stream.write(spelled(text, self._stream).replace("\r", "") + "\n")
         self._stream.flush()

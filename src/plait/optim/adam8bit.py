@@ -8,7 +8,6 @@ any checkpoint, and blocks never meet the layout of a file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -77,11 +76,6 @@ class AdamW8bit(OwnOptimizer):
             for name in _MOMENTS:
                 if isinstance(state.get(name), Packed):
                     state[name] = unpack(state[name]).cpu()  # one at a time on the device
-
-    def packed_bytes(self) -> int:
-        """What the packed moments take up."""
-        found: Sequence[Any] = [state.get(name) for state in self.state.values() for name in _MOMENTS]
-        return sum(moment.nbytes for moment in found if isinstance(moment, Packed))
 
     def _levels_on(self, device: torch.device) -> tuple[Levels, Levels]:
         if device not in self._levels:

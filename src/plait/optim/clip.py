@@ -29,7 +29,7 @@ def norm_of(
     norms: Sequence[Tensor], group: dist.ProcessGroup | None = None, weights: Sequence[float] | None = None
 ) -> float:
     """The same from the norm of each part."""
-    if group is None and all(norm.device.type == "cpu" for norm in norms):
+    if group is None and weights is None and all(norm.device.type == "cpu" for norm in norms):
         # Without torch operations on top: for a small model they would cost more than the norms themselves.
         return math.sqrt(sum(norm.item() ** 2 for norm in norms))
     if not norms:

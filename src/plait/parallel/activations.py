@@ -135,7 +135,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._current.pop()
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Autograd keeps something."""
+        """Count a tensor that autograd keeps for the backward pass."""
         if tensor.untyped_storage()._cdata not in self._weights:
             size = self._kept.first(tensor)
             if self._current:

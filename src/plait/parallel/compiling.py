@@ -62,4 +62,4 @@ def _check_backend(name: str) -> None:
 def undo_compile(modules: Sequence[nn.Module]) -> None:
     """Run eagerly from now on."""
     for module in modules:
-        module._compiled_call_impl = None
+        module._compiled_call_impl = None  # what `Module.compile` sets; torch has nothing public that undoes it

@@ -6,6 +6,8 @@ the processor time of sending one half and adding the other's, and a gather twic
 both are put together here from messages between two ranks, which go from where a piece is to where it belongs.
 Memory is held on to where it may be: taken anew in every step, each page of it would have to be cleared by the system
 first, which costs more than a copy.
+
+A plan, in which nobody is there to exchange with, has the same memory, and counts the collective that was meant.
 """
 
 from __future__ import annotations
@@ -18,13 +20,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from plait.world import all_gather_flat, reduce_scatter_flat
+
+_FAKE = "fake"
+"""The backend of ranks that are not there."""
+
 
 def exchange_directly(modules: Iterable[FSDPModule], mesh: DeviceMesh, *, keep: bool) -> None:
     """Have sharded modules exchange their pieces directly, where the ranks talk by way of gloo.
 
     `keep`: hold on to the memory that gathers need, too, as much as the parameters take.
     """
-    if mesh.device_type != "cpu" or dist.get_backend(mesh.get_group(mesh.ndim - 1)) != "gloo":
+    if mesh.device_type != "cpu" or dist.get_backend(mesh.get_group(mesh.ndim - 1)) not in ("gloo", _FAKE):
         return
     scatter = _Scatter()  # modules scatter one after the other, in the same memory
     for module in modules:
@@ -62,12 +69,15 @@ class _Gather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        pieces = output_tensor.chunk(group.size())
-        own = pieces[group.rank()]
-        if own.data_ptr() != input_tensor.data_ptr():
-            own.copy_(input_tensor)
-        peers = _peers(group)
-        _swap(peers, [own] * len(peers), [pieces[peer] for peer in peers], group)
+        if dist.get_backend(group) == _FAKE:
+            all_gather_flat(output_tensor, input_tensor, group=group)
+        else:
+            pieces = output_tensor.chunk(group.size())
+            own = pieces[group.rank()]
+            if own.data_ptr() != input_tensor.data_ptr():
+                own.copy_(input_tensor)
+            peers = _peers(group)
+            _swap(peers, [own] * len(peers), [pieces[peer] for peer in peers], group)
         if self._keep:
             self._room.leave(output_tensor)
 
@@ -92,11 +102,14 @@ class _Scatter:
         assert op == dist.ReduceOp.SUM, "ranks only sum, as `shard` says"
         pieces, peers = input_tensor.chunk(group.size()), _peers(group)
         inbox = self._inbox.take(len(peers) * output_tensor.numel(), output_tensor.dtype, output_tensor.device)
-        first, *others = places = inbox.chunk(len(peers))
-        _swap(peers, [pieces[peer] for peer in peers], places, group)
-        torch.add(pieces[group.rank()], first, out=output_tensor)
-        for place in others:
-            output_tensor += place
+        if dist.get_backend(group) == _FAKE:
+            reduce_scatter_flat(output_tensor, input_tensor, op=op, group=group)
+        else:
+            first, *others = places = inbox.chunk(len(peers))
+            _swap(peers, [pieces[peer] for peer in peers], places, group)
+            torch.add(pieces[group.rank()], first, out=output_tensor)
+            for place in others:
+                output_tensor += place
         self._inbox.leave(inbox)
         self._room.leave(input_tensor)
 

@@ -63,7 +63,7 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._of.get(_storage(tensor), [])
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Drop what was recorded so far."""
         self._of.clear()
 
 
@@ -150,4 +150,5 @@ def _has_loose_tensors(model: nn.Module) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
+    """Which storage a tensor has. `data_ptr`, the public number, is 0 for all of them on the meta device."""
     return int(tensor.untyped_storage()._cdata)

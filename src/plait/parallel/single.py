@@ -36,7 +36,7 @@ class OwnGradients:
         return param.grad
 
     def clear(self) -> None:
-        """Forget this step's."""
+        """Forget the sums of this step."""
         self._sums = [None] * len(self._params)
 
     def _collect(self, index: int, param: Tensor) -> None:

@@ -32,7 +32,10 @@ class Account:
     `hidden.<axes>.…` and `waited.<axes>.…`: seconds of messages that overlap with computing, and that do not.
     `link.<in|out|files>.…`: seconds of copies to the device, to the host, and of files read for them;
     `update.<beside|waited|late>.…`: seconds of an update on the host.
-    `host_state`, `host_rooms`: bytes of host memory for what is offloaded. `state`: bytes of a checkpoint.
+    `host_state`, `host_rooms`: bytes of host memory for what is offloaded, `host_built`: of that, what the build makes.
+    `host_reading`, `host_loading`: bytes of host memory while a checkpoint is read, for what is on its way and for
+    states; `host_saving`: while one is written; `host_copy`: for what is written in the background.
+    `state`: bytes that a checkpoint has of this rank's tensors; `written`: of those, what this rank writes.
     `flops`, `tokens`, `micro_batches`.
     """
 
@@ -54,7 +57,7 @@ class Account:
         Which peak that is may be another one in a longer model, so parts are chosen after stretching.
         """
         numbers = {key: value for key, value in self.numbers.items() if not key.startswith("part.")}
-        highest = max(self.under("peak").items(), key=lambda entry: entry[1])[0]
+        highest = max(self.under("peak").items(), key=_height)[0]
         held = self.under(f"at.{highest}").items()
         parts = {f"part.{whose}": size for whose, size in held if "." not in whose and size}
         return Account(numbers | parts)
@@ -79,7 +82,7 @@ class Account:
     @property
     def peak(self) -> tuple[Phase, float]:
         """The highest of them."""
-        return max(self.peaks().items(), key=lambda entry: entry[1])
+        return max(self.peaks().items(), key=_height)
 
     def working(self) -> float:
         """How long forward and backward passes and the device's update take; see [Note: what overlaps]."""
@@ -109,6 +112,12 @@ class Account:
     def needed(self, hardware: Hardware) -> float:
         """Bytes that the device must have: what is reserved, and what is gone before the first tensor."""
         return max(self.numbers["reserved"], self.peak[1]) + hardware.context_gib * 2**30
+
+
+def _height(peak: tuple[str, float]) -> tuple[float, bool]:
+    """Of two that are as high as each other, the one that comes again and again is the peak."""
+    name, size = peak
+    return size, name not in (Phase.BUILD, Phase.LOAD, Phase.INIT, Phase.SAVE)
 
 
 def _comes_again(key: str) -> bool:

@@ -109,7 +109,8 @@ def _refusal(config: RunConfig, plan: Plan, machine: Hardware, ranks: int, optio
             f"each device would need {plan.needed_gib:.1f} GiB, in the {phase} phase, and has {machine.memory_gib:.1f}"
         )
     else:
-        what = f"a host would need {plan.host_gib:.0f} GiB, and has {machine.host_memory_gib:.0f}"
+        host, phase = plan.host_gib, plan.host_phase
+        what = f"a host would need {host:.0f} GiB, in the {phase} phase, and has {machine.host_memory_gib:.0f}"
     remedy = "Nothing on the ladder makes it fit here: use more devices, or a smaller model."
     rungs = list(climb(config, machine, ranks=ranks, **options))
     if rungs and rungs[-1].fits:

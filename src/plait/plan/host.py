@@ -1,4 +1,4 @@
-"""What a CPU rank's process takes of its host's memory.
+"""What a rank's process takes of its host's memory.
 
 [Note: what malloc keeps] A simulated step counts the bytes of tensors, and on a CPU these are the bytes that a process
 asks malloc for. What the kernel counts for a process, its resident memory, is more: the interpreter and its libraries,
@@ -14,6 +14,8 @@ cleared page by page.
 from __future__ import annotations
 
 from plait.plan.account import Account
+from plait.plan.hardware import Hardware
+from plait.spec.phase import Phase
 
 PROCESS_BYTES = 372 * 2**20
 """Of a rank that has run a step: Python, torch and the modules that training loads, and their small things."""
@@ -29,3 +31,18 @@ def host_bytes(account: Account, *, ranks: int = 1) -> float:
     That is what they have under `TIGHT_MALLOC`; see [Note: what malloc keeps].
     """
     return ranks * (PROCESS_BYTES + account.peak[1])
+
+
+def host_peaks(account: Account, hardware: Hardware) -> dict[Phase, float]:
+    """Bytes of host memory that one rank's process has in each phase, at its highest moment."""
+    peaks = account.peaks()
+    if hardware.kind == "cpu":
+        return {phase: PROCESS_BYTES + size for phase, size in peaks.items()}
+
+    def of(*parts: str) -> float:
+        return sum(account.numbers.get(f"host_{part}", 0.0) for part in parts)
+
+    found = dict.fromkeys(peaks, of("state", "rooms", "copy"))
+    found |= {Phase.BUILD: of("built"), Phase.LOAD: of("built", "reading", "loading"), Phase.INIT: of("state", "rooms")}
+    found[Phase.SAVE] = of("state", "rooms", "copy", "saving")
+    return {phase: CUDA_PROCESS_GIB * 2**30 + found[phase] for phase in peaks}

@@ -105,6 +105,8 @@ def _changes(config: RunConfig, ranks: int, hardware: Hardware) -> Iterator[dict
     strategy, per_host = config.strategy, hardware.per_host
     layout = resolve_layout(strategy, size=ranks, local_size=min(ranks, per_host))
     batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=strategy.pipeline.micro_batches)
+    if config.checkpoint.async_save:
+        yield {"checkpoint.async_save": False}
     if batch.micro > 1:
         yield {"batch.total": batch.total, "batch.micro": 1, "batch.accumulation": None}
     if strategy.recompute.mode == "none":

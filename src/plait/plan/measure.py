@@ -250,6 +250,6 @@ def _collectives(device: torch.device, base: Hardware, ranks: int | None) -> tup
         code = run_ranks([sys.executable, "-m", "plait.plan.probe", device.type, str(out)], wanted)
         if code != 0 or not out.exists():
             return base.link, f"{base.link.gbps:g} GB/s, {base.link.kind} (measuring failed with exit code {code})"
-        found = json.loads(out.read_text())
+        found = json.loads(out.read_text(encoding="utf-8"))
     link = Link(base.link.kind, round(found["gbps"], 3), round(found["latency_us"], 1))
     return link, f"{link.gbps:.2f} GB/s, {link.latency_us:.0f} µs between {wanted} ranks"

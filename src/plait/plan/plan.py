@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from plait.models import build_model
 from plait.plan.account import Account
 from plait.plan.example import example_of
 from plait.plan.hardware import Hardware
-from plait.plan.host import CUDA_PROCESS_GIB, host_bytes
+from plait.plan.host import host_peaks
 from plait.plan.rankplan import plan_rank
 from plait.plan.shares import with_ratio
 from plait.plan.simulate import MakeExample
@@ -32,7 +33,7 @@ class RankPlan:
     """`every rank`, `first pipeline stage`, `last pipeline stage`."""
     account: Account
     trail: tuple[tuple[Phase, int], ...] = ()
-    """Bytes in use after every operation of a step; only of a plan that is `exact`."""
+    """Bytes in use after every operation, from the build to a save; only of a plan that is `exact`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ class Plan:
     flops_per_token: float | None
     bubble: float
     """Idle share of a pipeline, by its schedule."""
-    host_gib: float
-    """Memory of one host that its ranks take."""
+    host_phases: Mapping[Phase, float]
+    """GiB of one host that its ranks take in each phase."""
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -61,6 +62,16 @@ class Plan:
     def needed_gib(self) -> float:
         """Memory that each device must have."""
         return self.fullest.account.needed(self.hardware) / GIB
+
+    @property
+    def host_phase(self) -> Phase:
+        """The phase in which a host needs most; a save where others keep what it has copied."""
+        return max(self.host_phases, key=lambda phase: (self.host_phases[phase], phase is Phase.SAVE))
+
+    @property
+    def host_gib(self) -> float:
+        """Memory of one host that its ranks take."""
+        return self.host_phases[self.host_phase]
 
     @property
     def fits(self) -> bool:
@@ -102,6 +113,7 @@ class Plan:
             "needed_gib": round(self.needed_gib, 3),
             "memory_gib": self.hardware.memory_gib,
             "host_gib": round(self.host_gib, 2),
+            "host_phases": {phase: round(size, 3) for phase, size in self.host_phases.items()},
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
@@ -166,7 +178,7 @@ def make_plan(
         found[-1].account.numbers["tokens"] * layout.data_parallel,
         _flops_per_token(config) or first.flops_per_token,
         bubble,
-        _host_gib(config, hardware, layout, found[0].account),
+        _host_phases(found, hardware, ranks=min(layout.size, hardware.per_host)),
         tuple(dict.fromkeys(notes)),
     )
 
@@ -181,11 +193,8 @@ def _flops_per_token(config: RunConfig) -> float | None:
     return None if count is None else float(count(length))
 
 
-def _host_gib(config: RunConfig, hardware: Hardware, layout: Layout, account: Account) -> float:
-    """Memory of one host: its processes, what they offload, and checkpoints that are written in the background."""
-    local = min(layout.size, hardware.per_host)
-    staged = account.numbers["state"] / GIB if config.checkpoint.async_save else 0.0
-    if hardware.kind == "cpu":
-        return host_bytes(account, ranks=local) / GIB + staged * local
-    offloaded = sum(account.numbers.get(f"host_{part}", 0.0) for part in ("state", "rooms")) / GIB
-    return (CUDA_PROCESS_GIB + staged + offloaded) * local
+def _host_phases(ranks_planned: Sequence[RankPlan], hardware: Hardware, *, ranks: int) -> dict[Phase, float]:
+    """Of a host with so many ranks, each like the one that takes most of it."""
+    peaks = [host_peaks(rank.account, hardware) for rank in ranks_planned]
+    phases = dict.fromkeys(phase for each in peaks for phase in each)
+    return {phase: ranks * max(each.get(phase, 0.0) for each in peaks) / GIB for phase in phases}

@@ -27,7 +27,7 @@ def probe(kind: Literal["cpu", "cuda"], out: Path) -> None:
         sent = 2 * (world.size - 1) / world.size * count * 4
         if world.is_main:
             gbps = sent / max(seconds - latency, 1e-9) / 1e9
-            out.write_text(json.dumps({"gbps": gbps, "latency_us": latency * 1e6}))
+            out.write_text(json.dumps({"gbps": gbps, "latency_us": latency * 1e6}), encoding="utf-8")
         world.barrier()
 
 

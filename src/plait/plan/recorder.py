@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ from plait.world.patch import replaced
 _NOTABLE = 1.02
 """A peak that is not higher than the one before by this factor is not looked at again."""
 
+_ASKING = "_propagate_tensor_meta_non_cached"
+"""Where DTensor computes, on whole tensors, what shape a result would have."""
 END = "backward.end"
 """The name of the peak at the end of the backward pass; the others are named by their phases."""
 
@@ -103,6 +106,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         with replaced(torch.UntypedStorage, "resize_", resized), self:
             yield self
+
+    @contextmanager
+    def deaf_to_questions(self) -> Iterator[None]:
+        """Until the block ends, do not see what DTensor computes, once for each kind of operation, to know a shape."""
+        module: Any = sys.modules.get("torch.distributed.tensor._sharding_prop")
+        ask: Any = None if module is None else getattr(module.ShardingPropagator, _ASKING, None)
+        if ask is None:
+            yield
+            return
+
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            with replaced(self, "paused", True):
+                return ask(*args, **kwargs)
+
+        with replaced(module.ShardingPropagator, _ASKING, asked):
+            yield
 
     def enter(self, phase: Phase) -> None:
         """From now on the run is in this phase."""

@@ -114,7 +114,7 @@ def _layer_names(config: RunConfig) -> list[str]:
 
     assert config.model is not None
     with torch.device("meta"):
-        return list(outline_of(build_model(config.model), None).layers)
+        return list(outline_of(build_model(config.model)).layers)
 
 
 def _stage_layers(config: RunConfig, stages: int) -> list[int]:

@@ -1,7 +1,7 @@
 """One rank's training step, run by the real code on tensors without values.
 
 [Note: two steps] The first step makes the optimizer's state, and lets DTensor find out how its operations are spread;
-the second is what every later step is like.
+the second is what every later step is like. Of the first, only the update is kept: the optimizer's beginning.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from plait.config.batch import resolve_batch
 from plait.config.layout import Layout
-from plait.config.optim import AdamW8bitConfig
 from plait.config.run import RunConfig
 from plait.parallel.offload.activations import activations_on_host
 from plait.parallel.offload.store import Offload
@@ -27,6 +26,7 @@ from plait.plan.example import example_of
 from plait.plan.fused import compiled_units
 from plait.plan.hardware import Hardware
 from plait.plan.hosted import Away, host_work, mode_of
+from plait.plan.keeping import Keeping, completed
 from plait.plan.kernels import MATMUL_WORKSPACE, kernels_of_cuda
 from plait.plan.recorder import Peak, Recorder
 from plait.plan.timing import Timing
@@ -34,7 +34,6 @@ from plait.spec.phase import Phase
 from plait.strategy import Length, prepare_native
 from plait.strategy.native.engine import NativeEngine
 from plait.strategy.native.offloaded import OffloadedViews
-from plait.world import local_part
 from plait.world.fake import fake_world
 
 _REORDERED = 0.15
@@ -42,6 +41,9 @@ _REORDERED = 0.15
 step takes beyond its states."""
 _SOME_LENGTH = Length(total_steps=1000, steps_per_epoch=1000)
 """A schedule may ask how long the run is; what a step takes does not depend on it."""
+_ONCE = (Phase.BUILD, Phase.LOAD, Phase.INIT)
+"""What comes once, before the step that is like all others."""
+_FILED = (Phase.LOAD, Phase.SAVE)
 MakeExample = Callable[[RunConfig, int], Any]
 
 
@@ -53,7 +55,7 @@ class Simulated:
     flops_per_token: float | None
     """Of the model's own account, where it gives one."""
     trail: list[tuple[Phase, int]] = field(default_factory=list)
-    """Bytes in use after every operation of the step; only where every layer was simulated."""
+    """Bytes in use after every operation, from the build to a save; only where every layer was simulated."""
     handed_on: Any = None
     """What a pipeline stage hands to the next."""
     notes: list[str] = field(default_factory=list)
@@ -94,6 +96,7 @@ def simulate(
             stack.enter_context(kernels_of_cuda(hardware.capability))
         timing = Timing(hardware, config, world.layout)
         recorder = Recorder(hardware.kind, allocator=CachingAllocator() if on_cuda else None, watchers=(timing,))
+        recorder.trail = [] if detailed else None
         mode = config.strategy.recompute.mode
         stack.enter_context(compiled_units(recorder, timing, notes.append))
         stack.enter_context(recorder.recording())
@@ -112,7 +115,20 @@ def simulate(
         )
         if engine.pipeline is not None:
             engine.pipeline.transport.foretold = received
-        engine.on_phase = recorder.enter
+        stack.enter_context(recorder.deaf_to_questions())
+        parts: dict[str, dict[str, int]] = {}
+        keeping = Keeping(engine, recorder, config, cores=hardware.host_cores)
+        if detailed:
+            _look_at_peaks(recorder, engine, parts)
+        keeping.load()
+        recorder.at_peak = None
+
+        def enter_first(phase: Phase) -> None:
+            if phase is Phase.STEP and detailed:
+                _look_at_peaks(recorder, engine, parts)
+            recorder.enter(Phase.INIT if phase is Phase.STEP else phase)
+
+        engine.on_phase = enter_first
 
         def step(count: int = batch.accumulation) -> None:
             engine.train_step([make_example(config, batch.micro) for _ in range(count)])
@@ -123,17 +139,17 @@ def simulate(
         if batch.accumulation == 1:  # otherwise gradients are there from the first micro-batch on
             recorder.end_at = recorder.backward_operations - recorder.backward_operations // max(layers, 1)
         timing.restart()
-        recorder.peaks = defaultdict(Peak, {Phase.BUILD: recorder.peaks[Phase.BUILD]})
-        parts = _look_at_peaks(recorder, engine) if detailed else {}
-        recorder.trail = [] if detailed else None
+        recorder.peaks = defaultdict(Peak, {phase: recorder.peaks[phase] for phase in _ONCE if phase in recorder.peaks})
+        recorder.trail = recorder.trail and [point for point in recorder.trail if point[0] in _ONCE]
+        engine.on_phase = recorder.enter
         step()
         timing.stop()
         example = make_example(config, batch.micro)
-        numbers = _numbers(recorder, timing, engine, _tokens(example) * batch.accumulation)
+        kept = keeping.save()
+        numbers = _numbers(recorder, timing, engine, _tokens(example) * batch.accumulation) | kept
         numbers["micro_batches"] = batch.accumulation
         if isinstance(engine.views, OffloadedViews):
             numbers |= _update(engine.views.store, config, hardware, world.layout)
-            numbers["state"] += _states_away(engine.views.store, config)
         if config.strategy.offload.params == "nvme":
             on_link = numbers.get(f"link.in.{EACH}", 0.0) * hardware.pcie_gbps
             numbers[f"link.files.{EACH}"] = on_link * min(ranks, hardware.per_host) / hardware.disk_gbps
@@ -141,16 +157,16 @@ def simulate(
             highest = max(value for key, value in numbers.items() if key.startswith("peak."))
             beyond = highest - numbers.get("peak.idle", 0.0)
             numbers["reserved"] = max(numbers["reserved"], highest + beyond * _REORDERED)
-        found = Simulated(
-            Account(numbers),
+        numbers |= {f"at.{name}.{part}": size for name, held in parts.items() for part, size in held.items()}
+        numbers = completed(numbers, one_memory=not on_cuda)
+        del workspace
+        return Simulated(
+            Account(numbers).settled(),
             _flops_per_token(engine, example),
-            recorder.trail or [],
+            _in_order(recorder.trail or [], numbers),
             engine.pipeline.transport.handed_on if engine.pipeline is not None else None,
             notes,
         )
-        numbers |= {f"at.{name}.{part}": size for name, held in parts.items() for part, size in held.items()}
-        del workspace
-        return replace(found, account=found.account.settled())
 
 
 def _numbers(recorder: Recorder, timing: Timing, engine: NativeEngine, tokens: int) -> dict[str, float]:
@@ -158,10 +174,9 @@ def _numbers(recorder: Recorder, timing: Timing, engine: NativeEngine, tokens: i
     numbers |= {f"peak.{phase}": peak.bytes for phase, peak in recorder.peaks.items()}
     numbers["peak.backward.end"] = recorder.end.bytes
     numbers["reserved"] = max(peak.reserved for peak in (*recorder.peaks.values(), recorder.end))
-    with torch.no_grad():
-        numbers["state"] = sum(local_part(tensor).nbytes for tensor in engine.state_tensors().values())
     if isinstance(engine.views, OffloadedViews):
         store = engine.views.store
+        numbers["host_built"] = store.built_bytes()
         numbers["host_rooms"] = store.room_bytes()
         numbers["host_state"] = store.host_bytes() - store.room_bytes()
     if (held := activations_on_host(engine.model)) > 0:
@@ -184,14 +199,7 @@ def _update(store: Offload, config: RunConfig, hardware: Hardware, layout: Layou
     return work.to_dict(mode_of(config, layout, hardware.kind))
 
 
-def _states_away(store: Offload, config: RunConfig) -> float:
-    """What a checkpoint has of optimizer states that are not on the device, and that a plan does not make."""
-    away = sum(bucket.numel for bucket in store.buckets if bucket.span.home != "device")
-    wide = isinstance(config.optim, AdamW8bitConfig)  # moments in 8 bits are saved in fp32
-    return away * (8.0 if wide else store.options.state_bytes)
-
-
-def _look_at_peaks(recorder: Recorder, engine: NativeEngine) -> dict[str, dict[str, int]]:
+def _look_at_peaks(recorder: Recorder, engine: NativeEngine, found: dict[str, dict[str, int]]) -> None:
     """Whose the memory is at each of the peaks yet to come, filled in when they come, and at that of the build."""
     owners = Owners(engine)
 
@@ -206,8 +214,17 @@ def _look_at_peaks(recorder: Recorder, engine: NativeEngine) -> dict[str, dict[s
     built = owners.share_out(recorder)
     built = {part: built[part] for part in ("parameters", "kernel workspaces") if part in built}
     built["temporaries"] = recorder.peaks[Phase.BUILD].bytes - sum(built.values())
-    found: dict[str, dict[str, int]] = {Phase.BUILD: built}
-    return found
+    found[Phase.BUILD] = built
+
+
+def _in_order(trail: list[tuple[Phase, int]], numbers: dict[str, float]) -> list[tuple[Phase, int]]:
+    """As a run has them that goes on from a checkpoint. Of loading and saving the highest point is there for sure."""
+    if not trail:
+        return []
+    tops = {phase: [(phase, int(numbers[f"peak.{phase}"]))] for phase in _FILED if f"peak.{phase}" in numbers}
+    loads, saves = ([*(p for p in trail if p[0] is phase), *tops.get(phase, [])] for phase in _FILED)
+    first = [point for point in trail if point[0] is Phase.BUILD]
+    return [*first, *loads, *(p for p in trail if p[0] not in (Phase.BUILD, *_FILED)), *saves]
 
 
 def _tokens(example: Any) -> int:

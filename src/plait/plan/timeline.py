@@ -1,4 +1,4 @@
-"""A step's memory as a picture: operation by operation, phase by phase, against what the device has."""
+"""A run's memory as a picture: operation by operation, phase by phase, against what the device has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from plait.plan.plan import GIB, Plan, RankPlan
 from plait.spec.phase import Phase
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 860, 260, 60, 34, 40
-_COLOURS = {Phase.FORWARD: "#4c78a8", Phase.BACKWARD: "#f58518", Phase.REDUCE: "#54a24b", Phase.STEP: "#b279a2"}
+_COLOURS = {
+    Phase.BUILD: "#9d755d",
+    Phase.LOAD: "#72b7b2",
+    Phase.INIT: "#ff9da6",
+    Phase.FORWARD: "#4c78a8",
+    Phase.BACKWARD: "#f58518",
+    Phase.REDUCE: "#54a24b",
+    Phase.STEP: "#b279a2",
+    Phase.SAVE: "#e45756",
+}
+"""In the order in which they come."""
 _POINTS = 800
 """At most so many points are drawn; of those between two, the highest."""
 
@@ -53,7 +63,7 @@ def _chart(rank: RankPlan, plan: Plan, down: int) -> str:
         level = y(limit)
         lines.append(f'<line x1="{_LEFT}" x2="{_WIDTH - 20}" y1="{level:.1f}" y2="{level:.1f}" stroke="#c00"/>')
     for index, (phase, colour) in enumerate(_COLOURS.items()):
-        place, row = _LEFT + index * 110, down + _HEIGHT - 12
+        place, row = _LEFT + index * 98, down + _HEIGHT - 12
         lines.append(f'<rect x="{place}" y="{row - 10}" width="11" height="11" fill="{colour}"/>')
         lines.append(f'<text x="{place + 16}" y="{row}">{phase}</text>')
     return "\n".join(lines)

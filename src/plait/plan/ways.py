@@ -176,7 +176,8 @@ def _simulated(found: Found, hardware: Hardware, ranks: int, make_example: MakeE
             f"{peak / GIB:.1f} in the {phase} phase of the {plan.fullest.name}"
         )
     elif plan.host_gib > hardware.host_memory_gib:
-        reason = f"needs {plan.host_gib:.0f} GiB of the host's {hardware.host_memory_gib:.0f}"
+        least = f"needs {plan.host_gib:.0f} GiB of the host's {hardware.host_memory_gib:.0f}"
+        reason = f"{least}, in the {plan.host_phase} phase"
     return replace(found, plan=plan, reason=reason)
 
 

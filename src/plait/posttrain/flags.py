@@ -177,7 +177,7 @@ FLAGS: Mapping[str, Flag] = MappingProxyType(
         "inference": Flag(_HERE + "that is another command, `plait generate`"),
         "restore": Flag("`checkpoint.resume`", lambda _: {"checkpoint.resume": "auto"}),
         "checkpoint": _to("checkpoint.resume"),
-        "debug": Flag(_HERE + "a short run is `train.max_steps=10`"),
+        "debug": Flag(_HERE + "a short run is `train.stop_after=10`"),
         "label1_dim": Flag(_HERE + "classes of a classifier; answers have none"),
         "label2_dim": Flag(_HERE + "classes of a classifier; answers have none"),
         "label3_dim": Flag(_HERE + "classes of a classifier; answers have none"),
@@ -206,6 +206,8 @@ def translate(words: Sequence[str]) -> tuple[Settings, list[str]]:
     given = read_flags(words, FLAGS)
     for name, values in given.items():
         flag = FLAGS[name]
+        if name == "deepspeed" and values:  # with the file behind it, as `transformers` has it
+            flag = FLAGS["deepspeed_config"]
         if flag.make is None:
             said.append(f"--{name}: {flag.answer}")
             continue

@@ -18,7 +18,7 @@ from plait.posttrain.lora.adapter import has_transposed, save_adapter
 from plait.posttrain.lora.attach import AdapterSpec, lora_layers
 from plait.posttrain.parts import ValueHead
 from plait.runner.hooks import Hook
-from plait.spec import EventKind, MicroBatch
+from plait.spec import EventKind, MicroBatch, Phase
 from plait.world import is_sharded, on_main
 
 if TYPE_CHECKING:
@@ -124,8 +124,10 @@ class ReferenceWords(Hook):
 
     def _ask_once(self, runner: Runner) -> None:
         if not self._known:  # otherwise it was asked before, perhaps in a run that this one goes on with
+            runner.enter(Phase.EVALUATE)
             for rows in self._rows:
                 self._ask(runner, rows)
+            runner.enter(Phase.IDLE)
             self._known = True
 
     def _ask(self, runner: Runner, rows: PairRows) -> None:

@@ -132,7 +132,7 @@ class Certificate:
             "first_tensor": None if tensor is None else asdict(tensor),
             **asdict(self),
         }
-        path.write_text(json.dumps(plain(data), indent=1) + "\n")
+        path.write_text(json.dumps(plain(data), indent=1) + "\n", encoding="utf-8")
 
 
 def judge(reference: Trace, nudged: Trace, candidate: Trace, rounding: Rounding) -> list[Finding]:

@@ -41,12 +41,12 @@ class Job:
 
     def write(self, path: Path) -> None:
         """Leave it for the processes that are about to start."""
-        path.write_text(json.dumps(asdict(self)))
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Job:
         """What `write` left."""
-        return cls(**json.loads(path.read_text()))
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
 @dataclass(slots=True)
@@ -74,12 +74,12 @@ class Trace:
 
     def write(self, path: Path) -> None:
         """As JSON; a number that JSON does not know becomes text."""
-        path.write_text(json.dumps(plain(asdict(self))))
+        path.write_text(json.dumps(plain(asdict(self))), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Trace:
         """What `write` left."""
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         for key in ("loss", "grad_norm", "targets"):
             found[key] = [float(value) for value in found[key]]
         found["deviations"] = [

@@ -11,7 +11,7 @@ from typing import Any
 from plait.config import Layout, RunConfig, parse, to_dict
 from plait.config.complete import check_complete
 from plait.errors import ConfigError, Problem, TrainingError
-from plait.launch import run_ranks
+from plait.launch import STOPPED_CODES, run_ranks
 from plait.prove.cases import Cases, besides, make_cases
 from plait.prove.certificate import Certificate, Check, judge
 from plait.prove.job import NUDGED, TRACE, Job, Trace
@@ -70,6 +70,8 @@ def _run(job: Job, ranks: int, who: str) -> None:
     folder.mkdir()
     job.write(folder / "job.json")
     code = run_ranks([sys.executable, "-m", "plait.prove.record", str(folder / "job.json")], ranks)
+    if code in STOPPED_CODES:
+        sys.exit(code)  # whoever told the ranks to stop meant this
     if code:
         raise TrainingError(f"{who} did not come to its end (exit code {code}), so there is nothing to compare")
 

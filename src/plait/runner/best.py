@@ -20,7 +20,7 @@ class Best:
         self._min_delta = min_delta
 
     def improved(self, metrics: Mapping[str, float]) -> bool:
-        """Take note of one validation."""
+        """Take note of one validation; whether it is the best so far."""
         if self.metric not in metrics:
             raise ConfigError(
                 Problem(

@@ -67,7 +67,7 @@ def describe_run(runner: Runner) -> dict[str, Any]:
 def write_report(path: Path, ended: dict[str, Any]) -> str | None:
     """Keep how a run ended beside its log. What went wrong is returned: the run's own end is of more weight."""
     try:
-        path.write_text(json.dumps(ended, indent=1) + "\n")
+        path.write_text(json.dumps(ended, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         return f"{path.name} was not written: {error.strerror}"
     return None
@@ -128,10 +128,14 @@ def _precision(runner: Runner) -> str:
 
 def _length(runner: Runner) -> str:
     train, per_epoch = runner.config.train, runner.steps_per_epoch
-    epoch = "" if per_epoch is None else f", {per_epoch} steps an epoch"
+    epoch = "" if per_epoch is None else f", {_several(per_epoch, 'step')} an epoch"
     if train.max_steps is not None:
-        return f"{train.max_steps} steps{epoch}"
-    return f"{train.max_epochs} epochs{epoch}"
+        return _several(train.max_steps, "step") + epoch
+    return _several(train.max_epochs, "epoch") + epoch
+
+
+def _several(count: int | None, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _model_name(model: nn.Module) -> str:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from plait.runner.runner import Runner
 
 
+SPLIT = "micro-batches are smaller than written, since those did not fit into memory"
+"""Why there is no plan."""
+
+
 class Foresight:
     """What this run expected, and what came of it."""
 
@@ -33,7 +37,7 @@ class Foresight:
         if config.plan.gate == "off" or ranks.rank != 0 or dist.is_initialized():
             return
         if ranks.split > 1:
-            self._found = "micro-batches are smaller than written, since those did not fit into memory"
+            self._found = SPLIT
             return
         options = {"model": model, "loss_function": loss_function}
         if data is not None:

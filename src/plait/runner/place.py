@@ -52,7 +52,7 @@ class WorkDir:
                 mark.write(f"{socket.gethostname()} {os.getpid()}")
                 mark.flush()
                 self._mark = mark
-            (self.path / "config.yaml").write_text(to_yaml(config))
+            (self.path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
 
     def let_go(self) -> None:
         """Let others write here."""

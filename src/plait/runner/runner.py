@@ -98,9 +98,8 @@ class Runner:
             remedy = "Start it with `plait train --nproc N`, or write what `plait plan --search` shows."
             raise ConfigError(Problem("strategy.auto", message, remedy))
         if self.config.plan.hardware is not None:
-            find_hardware(
-                self.config.plan.hardware, key="plan.hardware"
-            )  # a wrong name is an error, not a missing plan
+            # A wrong name is an error, not a missing plan.
+            find_hardware(self.config.plan.hardware, key="plan.hardware")
         check(self.config, has_val=self.has("val_data"), require_length=False, origins=parsed.origins)
         if model is None and self.config.model is None:
             raise ConfigError(Problem("model", "there is none", "Give a module, or a section with a type."))

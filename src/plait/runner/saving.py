@@ -78,7 +78,10 @@ class Saver:
     def _newest_of_any_node(self) -> tuple[str | None, str]:
         """What the folders hold that are not shared, and where; every rank must ask."""
         channel, found = self.writer.channel, [""]
-        look = lambda: found.append(self._newest_of_earlier_run() or "")  # noqa: E731
+
+        def look() -> None:
+            found.append(self._newest_of_earlier_run() or "")
+
         failure = attempt(look) if self.writer.disks.is_lead else None
         together(channel, failure, "the folder of checkpoints cannot be looked into")
         held = [(name, rank) for rank, name in enumerate(channel.all_gather(found[-1])) if name]

@@ -45,7 +45,7 @@ def note(runner: Runner, epoch: int, at: int, **facts: Any) -> str:
     samples = samples_at(runner, epoch, at)
     if runner.world.is_main:
         line = {**facts, "epoch": epoch + 1, "step_in_epoch": at + 1, "samples": samples}
-        with (Path(runner.config.work_dir) / FILE).open("a") as file:
+        with (Path(runner.config.work_dir) / FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
     shown = ", ".join(map(str, samples[:_SHOWN]))
     more = f" and {len(samples) - _SHOWN} more, see {FILE}" if len(samples) > _SHOWN else ""

@@ -89,7 +89,7 @@ class Meter:
             self._norm += result.grad_norm
 
     def read(self, *, ranks: int, flops_per_token: float | None, peak: float | None) -> dict[str, Any]:
-        """The averages, and start over."""
+        """The averages since the last call, which begin anew."""
         self._look()
         steps, seconds = max(self._steps, 1), self._data + self._busy
         finite = self._finite

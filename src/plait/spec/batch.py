@@ -10,8 +10,8 @@ from typing import Any
 class MicroBatch:
     """What a model is called with once.
 
-    ``inputs`` is a mapping (passed as keywords), a tuple or list (passed as positions) or a single object.
-    ``samples`` is how many samples are real. Zero marks a filler: a rank without data of its own still
+    `inputs` is a mapping (passed as keywords), a tuple or list (passed as positions) or a single object.
+    `samples` is how many samples are real. Zero marks a filler: a rank without data of its own still
     takes part in every collective, and its loss and metrics count for nothing.
     """
 

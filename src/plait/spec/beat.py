@@ -16,6 +16,8 @@ from typing import Any
 
 from plait.spec.phase import Phase
 
+FOLDER_VARIABLE = "PLAIT_FAILURES"
+"""The environment variable in which the launcher names the folder for heartbeats, stacks and last messages."""
 SIZE = 4096
 _MAGIC = b"PLAIT\x01"
 _PHASES = tuple(Phase)
@@ -107,6 +109,12 @@ def put_sizes(buffer: Any, sizes: Iterable[int]) -> None:
         if size < _MOST_SIZES:
             bits[size // 8] |= 1 << size % 8
     buffer[_SIZES_AT : _SIZES_AT + len(bits)] = bytes(bits)
+
+
+def phase_in(buffer: Any) -> Phase:
+    """The phase that was put last."""
+    number: int = _NOW.unpack_from(buffer, _NOW_AT)[-1]
+    return _PHASES[number]
 
 
 def read_beat(path: Path) -> Beat | None:

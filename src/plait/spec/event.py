@@ -15,7 +15,7 @@ class EventKind(StrEnum):
     RUN_START = "run_start"
     """data: everything the run will use (config, model size, world, strategy), ready to show."""
     TRAIN = "train"
-    """data: the averages since the last TRAIN event (see `runner.meters`)."""
+    """data: the averages since the last TRAIN event (see `runner.throughput.Meter`)."""
     VALIDATE = "validate"
     """data: the metrics of one validation."""
     TEST = "test"

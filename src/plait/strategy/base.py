@@ -59,7 +59,7 @@ class StepResult:
         return result
 
     def wait(self) -> None:
-        """Until the numbers are there."""
+        """Wait until the numbers have come from the device."""
         if self._read is not None:
             self._fill(self._read())
             self._read = None  # and with it what the numbers came in

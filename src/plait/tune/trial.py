@@ -20,6 +20,7 @@ import psutil
 
 from plait.config import RunConfig
 from plait.launch.local import follow_the_launcher
+from plait.launch.reform import SMALLER
 from plait.monitor.jsonl import events_path, read_events
 from plait.spec import Event, EventKind
 from plait.tune.config import TuneConfig
@@ -141,6 +142,8 @@ def _outcome(code: int | None, folder: Path, tune: TuneConfig, seconds: float, l
     if code is None:
         return Outcome("timeout", seconds, f"not over after {limit_s:.0f} s; it was {_last_phase(folder)}")
     text = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
+    if SMALLER in text:
+        return Outcome("oom", seconds, _reason(text, re.compile(SMALLER)))
     if code == 0:
         return _figures(folder, tune, seconds)
     if _OUT_OF_MEMORY.search(text):

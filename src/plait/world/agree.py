@@ -1,4 +1,4 @@
-"""Ranks that succeed or fail together."""
+"""Work that rank 0 does for all, who then succeed or fail with it."""
 
 from __future__ import annotations
 

@@ -49,6 +49,7 @@ def let_segments_grow() -> None:
     Otherwise what is freed in the backward pass, in pieces of one size, cannot serve the update, which wants others: of
     a device that is almost full, a few per cent are lost to that.
     """
+    # The public way is an environment variable. It is read once, perhaps before this, and children would inherit it.
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 

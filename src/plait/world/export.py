@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from plait.world.device import choose_backend
-from plait.world.ranks import Ranks
+from plait.world.ranks import DEFAULT_PORT, Ranks
 
 
 def export_ranks(ranks: Ranks) -> None:
@@ -20,7 +20,7 @@ def export_ranks(ranks: Ranks) -> None:
         "LOCAL_WORLD_SIZE": ranks.local_size,
         "LOCAL_SIZE": ranks.local_size,
         "MASTER_ADDR": ranks.address,
-        "MASTER_PORT": ranks.port or 29500,
+        "MASTER_PORT": ranks.port or DEFAULT_PORT,
     }
     for name, value in known.items():
         os.environ.setdefault(name, str(value))

@@ -26,8 +26,6 @@ import torch
 from plait.spec import Phase
 from plait.spec import beat as layout
 
-FOLDER = "PLAIT_FAILURES"
-"""The environment variable in which the launcher names the folder for heartbeats."""
 _EVERY_S = 0.25
 _LAST_LOOK_S = 1.0
 _SHARE = 0.005
@@ -55,6 +53,11 @@ class Heartbeat:
     def is_read(self) -> bool:
         """Whether a launcher looks at it."""
         return self._file is not None
+
+    @property
+    def phase(self) -> Phase:
+        """What it does, as far as it was told. An engine tells nothing while nobody reads."""
+        return layout.phase_in(self._map)
 
     def enter(self, phase: Phase, step: int) -> None:
         """A phase begins."""
@@ -155,7 +158,7 @@ def _dump_stacks_into(path: Path) -> None:
 
 def open_heartbeat(rank: int, device: torch.device, timeout_s: float) -> Heartbeat:
     """The heartbeat of this rank, where the launcher looks for it."""
-    name = os.environ.get(FOLDER)
+    name = os.environ.get(layout.FOLDER_VARIABLE)
     folder = Path(name) if name is not None and Path(name).is_dir() else None
     heartbeat = Heartbeat(folder, rank, timeout_s=timeout_s)
     heartbeat.look_around(device)

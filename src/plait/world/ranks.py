@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from plait.errors import WorldError
 
-_DEFAULT_PORT = 29500
+DEFAULT_PORT = 29500
 """The one that torchrun takes too."""
 
 
@@ -83,7 +83,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Ranks:
         local_size=_integer(env, "LOCAL_WORLD_SIZE", size),
         launcher="torchrun",
         address=env.get("MASTER_ADDR", "127.0.0.1"),
-        port=_integer(env, "MASTER_PORT", _DEFAULT_PORT),
+        port=_integer(env, "MASTER_PORT", DEFAULT_PORT),
         attempt=_integer(env, "PLAIT_ATTEMPT", _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)),
         most=_integer(env, "PLAIT_MOST_RANKS", 0),
         split=_integer(env, "PLAIT_SPLIT", 1),
@@ -142,7 +142,7 @@ def _mpi_port(env: Mapping[str, str], *, one_host: bool) -> int:
     if "PMIX_NAMESPACE" in env:
         return _job_port(env["PMIX_NAMESPACE"])
     # The ranks of one host share mpirun as parent; those of several have nothing in common but a fixed number.
-    return _job_port(str(os.getppid())) if one_host else _DEFAULT_PORT
+    return _job_port(str(os.getppid())) if one_host else DEFAULT_PORT
 
 
 def _job_port(job: str) -> int:

@@ -7,5 +7,5 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether there are numbers in it."""
+    """Whether a tensor has values, and is not one of a plan."""
     return not isinstance(tensor, FakeTensor)

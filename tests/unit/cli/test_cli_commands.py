@@ -109,7 +109,7 @@ def test_doctor_shows_what_is_here(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_a_terminal_shows_a_bar(place: Any) -> None:
     main_end, their_end = pty.openpty()
     ends = {"stdin": their_end, "stdout": their_end, "stderr": their_end}
-    process = place.start("train", "run.yaml", "train.max_steps=20", **ends)
+    process = place.start("train", "run.yaml", "train.max_steps=20", "plan=off", **ends)
     os.close(their_end)
     shown = b""
     while True:

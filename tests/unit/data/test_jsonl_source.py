@@ -39,11 +39,12 @@ def test_texts_and_pairs_are_read_line_by_line(tmp_path: Path) -> None:
         ('{"u": "x"}', "no key 't'; it has 'u'"),
         ('{"t": 3}', "'t' is of type int"),
         ('{"t": null}', "'t' is of type NoneType"),
+        ('{"t": "\udcb4\udcba"}', "not UTF-8 text: .*iconv -f GB18030"),  # two bytes of GBK
     ],
 )
 def test_a_bad_line_is_named_with_file_number_and_reason(tmp_path: Path, bad: str, reason: str) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"t": "fine"}\n\n' + bad + "\n")
+    path.write_text('{"t": "fine"}\n\n' + bad + "\n", encoding="utf-8", errors="surrogateescape")
     with pytest.raises(DataError, match=rf"a\.jsonl, line 3: .*{reason}"):
         list(JsonlSource(str(path), text_key="t").documents())
 

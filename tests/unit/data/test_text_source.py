@@ -45,6 +45,16 @@ def test_missing_empty_and_undecodable_sources_are_named(tmp_path: Path) -> None
         texts(tmp_path)
 
 
+def test_chinese_text_is_read_with_and_without_a_mark_at_its_start_and_gbk_is_named(tmp_path: Path) -> None:
+    text = "春眠不觉晓，处处闻啼鸟。"
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / "诗.txt").write_text(text, encoding=encoding)
+        assert texts(tmp_path / "诗.txt") == [text]
+    (tmp_path / "诗.txt").write_text(text, encoding="gbk")
+    with pytest.raises(DataError, match=r"诗\.txt is not UTF-8 text .*iconv -f GB18030 -t UTF-8"):
+        texts(tmp_path / "诗.txt")
+
+
 def test_the_standard_library_is_a_source_without_tests_or_packages() -> None:
     files = TextSource("stdlib").files()
     assert len(files) > 300

@@ -192,6 +192,16 @@ def test_whole_weights_are_written_in_pieces_with_an_index(saved: tuple[Path, Ti
     assert "embedding.weight" in found
 
 
+def test_the_script_takes_deepspeeds_words(saved: tuple[Path, Tied], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, model = saved
+    zero_to_fp32.main([str(folder / "run"), str(folder / "权重"), "-t", "global_step1", "--safe_serialization"])
+    found = read(folder / "权重" / "model.safetensors")
+    assert torch.equal(found["embedding.weight"], model.state_dict()["embedding.weight"])
+    with pytest.raises(SystemExit, match="2"):
+        zero_to_fp32.main([str(folder / "nowhere"), str(folder / "out")])
+    assert capsys.readouterr().err.startswith("plait: ")
+
+
 def read(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from plait.errors import CheckpointError, ConfigError, ModelError
+from plait.errors import ConfigError, ModelError
 
 pytest.importorskip("accelerate")
 pytest.importorskip("deepspeed")  # TrainingArguments asks for it
@@ -150,13 +150,3 @@ def test_a_model_that_deepspeed_has_cut_is_refused(tmp_path: Path) -> None:
     next(cut.parameters()).ds_id = 0
     with pytest.raises(ModelError, match="Take TrainingArguments from plait"):
         PlaitTrainer(cut, arguments(tmp_path), train_dataset=samples(4))
-
-
-def test_a_checkpoint_of_the_trainer_itself_is_refused_with_a_way_on(tmp_path: Path) -> None:
-    from plait.frontends.transformers import PlaitTrainer
-
-    data = samples(16)
-    transformers.Trainer(model(), arguments(tmp_path, save_strategy="steps", save_steps=3), train_dataset=data).train()
-    trainer = PlaitTrainer(model(), arguments(tmp_path), train_dataset=data)
-    with pytest.raises(CheckpointError, match="with from_pretrained"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))

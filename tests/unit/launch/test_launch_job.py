@@ -94,7 +94,8 @@ def test_cores_are_read_and_shared_out() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
-def test_a_bound_rank_runs_on_its_cores_only(tmp_path: Path) -> None:
+def test_a_bound_rank_runs_on_its_cores_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
     core = random.choice(available_cores())
     text = (
         "import os, sys; open(sys.argv[1], 'w').write(f'{os.sched_getaffinity(0)} {os.environ[\"OMP_NUM_THREADS\"]}')"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.launch.processes import assert_gone
 
 from plait.launch.fleet import run_fleet
 from plait.launch.job import Job, Node
@@ -31,7 +32,7 @@ def python(text: str, *nodes: Node, arguments: tuple[str, ...] = (), **more: Any
 def agent(job: Job, *, silence: float = 60.0) -> subprocess.Popen[str]:
     code = f"""
 from plait.launch import node
-node.SILENCE_S, node.GRACE_S, node._STUCK_S = {silence}, 1.0, 1.0
+node.SILENCE_S, node.ORPHANED_S, node._BLOCKED_S = {silence}, 1.0, 1.0
 raise SystemExit(node.serve(0))
 """
     process = subprocess.Popen(
@@ -42,22 +43,17 @@ raise SystemExit(node.serve(0))
     return process
 
 
-def pids(folder: Path, count: int) -> list[int]:
+def pids(folder: Path, count: int, *, talks_to: subprocess.Popen[str] | None = None) -> list[int]:
+    """Of ranks, as soon as all have begun; until then their host hears the launcher's beat, where it is named."""
     deadline = time.monotonic() + 60
     while True:
+        if talks_to is not None and talks_to.stdin is not None:
+            talks_to.stdin.write('{"beat": true}\n')
         texts = [path.read_text() for path in folder.iterdir()]
         if len(texts) == count and all(texts):
             return [int(text) for text in texts]
         assert time.monotonic() < deadline, "the ranks did not start"
         time.sleep(0.02)
-
-
-def assert_gone(found: list[int]) -> None:
-    deadline = time.monotonic() + 30
-    for pid in found:
-        while Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
-            assert time.monotonic() < deadline, f"{pid} is still there"
-            time.sleep(0.02)
 
 
 def test_it_tells_pids_output_and_ends() -> None:
@@ -82,7 +78,7 @@ def test_a_cut_connection_ends_the_ranks(tmp_path: Path) -> None:
 
 def test_a_launcher_that_falls_silent_is_taken_for_dead(tmp_path: Path) -> None:
     process = agent(python(SLEEPS, Node("a", (0,)), arguments=(str(tmp_path),)), silence=1.0)
-    assert_gone(pids(tmp_path, 1))
+    assert_gone(pids(tmp_path, 1, talks_to=process))
     process.wait(60)
 
 
@@ -108,7 +104,9 @@ def test_lines_of_several_hosts_come_whole_and_with_their_rank() -> None:
 
 
 def test_the_worst_exit_code_of_all_hosts_counts_and_the_others_are_ended(tmp_path: Path) -> None:
-    text = SLEEPS.replace("time.sleep(600)", "time.sleep(600 if os.environ['RANK'] != '2' else 0.5)\nsys.exit(9)")
+    # One that failed before the others had begun would end them before they could be seen.
+    last = "while os.environ['RANK'] != '2' or len(os.listdir(sys.argv[1])) < 3: time.sleep(0.05)\nsys.exit(9)"
+    text = SLEEPS.replace("time.sleep(600)", last)
     process = fleet(python(text, Node("a", (0, 1)), Node("b", (0,)), arguments=(str(tmp_path),)))
     found = pids(tmp_path, 3)
     process.communicate(timeout=60)
@@ -167,6 +165,6 @@ def test_what_cannot_be_started_on_a_host_is_told(capfd: pytest.CaptureFixture[s
 def test_a_rank_that_prints_to_nobody_is_ended_too(tmp_path: Path) -> None:
     text = SLEEPS.replace("time.sleep(600)", "while True: print('x' * 1000)")
     process = agent(python(text, Node("a", (0,)), arguments=(str(tmp_path),)), silence=1.0)
-    assert_gone(pids(tmp_path, 1))  # nobody has read a byte of it
+    assert_gone(pids(tmp_path, 1, talks_to=process))  # nobody has read a byte of it
     process.kill()
     process.wait(60)

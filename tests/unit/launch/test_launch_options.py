@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from plait.errors import WorldError
 from plait.launch.flags import flags
 from plait.launch.options import misplaced, parse_options, without
 
+FIRST_FLAG = re.compile(r"plait launch (--?[A-Za-z][\w-]*)")
 DEEPSPEED = [
     "-H",
     "--hostfile",
@@ -45,12 +49,22 @@ TORCHRUN = [
     "--rdzv_endpoint",
     "--rdzv_id",
     "--rdzv_conf",
+    "--use_env",
 ]
 
 
 def test_every_flag_of_deepspeed_and_of_torchruns_layout_is_known() -> None:
     known = {flag for action in flags()._actions for flag in action.option_strings}
     assert {*DEEPSPEED, *TORCHRUN} <= known
+
+
+def test_every_flag_of_the_launcher_that_a_page_or_a_message_names_is_known() -> None:
+    root = Path(__file__).parents[3]
+    pages = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("src/**/*.py")]
+    named = {(page.name, found) for page in pages for found in FIRST_FLAG.findall(page.read_text(encoding="utf-8"))}
+    known = {flag.replace("_", "-") for action in flags()._actions for flag in action.option_strings}
+    assert len(named) > 20
+    assert [(page, flag) for page, flag in sorted(named) if flag.replace("_", "-") not in known] == []
 
 
 def test_what_follows_the_script_is_kept_as_it_is() -> None:

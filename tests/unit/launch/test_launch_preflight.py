@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -84,19 +85,27 @@ def test_another_patch_release_of_python_is_no_difference(here: Facts) -> None:
     ("changes", "what", "fatal"),
     [
         ({"memory": 1 << 30}, "only 1024 MiB of memory are free for 2 ranks", False),
-        ({"clock": -100}, "its clock is 100 s behind", False),
-        ({"clock": 100}, "its clock is 100 s ahead", False),
         ({"interface": None}, "no network interface leads to 127.0.0.1", True),
         ({"interface": "lo"}, "127.0.0.1, where rank 0 is, is the loopback address there", True),
     ],
 )
 def test_what_a_host_lacks_is_said(here: Facts, changes: dict[str, Any], what: str, fatal: bool) -> None:
-    if "clock" in changes:
-        changes = {"clock": time.time() + changes["clock"]}
     finding = only(look([with_clock(here), with_clock(here, **changes)]))
     assert finding.host == "b"
     assert finding.what.startswith(what)
     assert finding.fatal is fatal
+    assert finding.remedy
+
+
+@pytest.mark.parametrize(("off", "word"), [(-100, "behind"), (100, "ahead")])
+def test_a_clock_is_wrong_by_what_cannot_have_passed_while_it_was_asked(here: Facts, off: int, word: str) -> None:
+    began = time.time()
+    finding = only(look([with_clock(here), with_clock(here, clock=began + off)]))
+    took = time.time() - began
+    said = re.fullmatch(rf"its clock is (\d+) s {word}", finding.what)
+    assert said is not None, finding.what
+    assert abs(int(said[1]) - 100) <= took + 0.5  # and the rounding
+    assert (finding.host, finding.fatal) == ("b", False)
     assert finding.remedy
 
 

@@ -14,7 +14,7 @@ from plait.launch import reform
 from plait.launch.evidence import Evidence
 from plait.launch.job import Job, Node
 from plait.launch.outcome import Outcome
-from plait.launch.records import Record, new_records, note_end
+from plait.launch.records import Record, causes, exit_code, new_records, note_end
 from plait.launch.reform import Crew, run_again_and_again
 from plait.spec.beat import Beat
 from plait.spec.phase import Phase
@@ -178,6 +178,24 @@ def test_a_host_that_is_back_makes_the_ranks_leave_and_start_together() -> None:
     code, jobs = attempts(crew(1, 1, back=True), lost("h1"), waits, killed(("h9", 9)))
     assert code == 0
     assert [job.size for job in jobs] == [2, 1, 2]
+
+
+def test_ranks_that_somebody_else_told_to_stop_have_not_failed_and_do_not_start_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stopped(job: Job, join: Callable[[], bool]) -> Outcome:
+        found = records(job, step=7)
+        for record in found:
+            beat = record.evidence.beat
+            assert beat is not None
+            record.evidence = Evidence(replace(beat, phase=Phase.LEFT))
+            note_end(record, 143, by_us=False)
+        assert not causes(found)
+        return Outcome(exit_code(found), found)
+
+    code, jobs = attempts(crew(2, 2), stopped)
+    assert (code, len(jobs)) == (143, 1)
+    assert "not started again: its ranks were told to stop, and not by the launcher" in capsys.readouterr().err
 
 
 def test_a_user_who_interrupts_is_obeyed() -> None:

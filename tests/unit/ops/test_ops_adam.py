@@ -12,6 +12,9 @@ from plait.ops.adam import AdamNumbers, adam_step, adam_step_plain
 from plait.ops.crew import Crew
 
 SIZES = (1, 5, 1000, 4099)
+EPS = 1e-3
+"""A step is a quotient. Where decay and gradient nearly cancel, rounding is all there is above and below, unless this
+is larger than rounding: with 1e-6 one number of ten million came out wrong."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,15 +41,13 @@ def test_ten_steps_are_those_of_float64(
         grads = [torch.randn(size).to(grad_dtype) for size in SIZES]
         exact_grads = [grad.clone() for grad in grads]
         numbers = AdamNumbers(
-            step, lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, decoupled=decoupled, scale=scale
+            step, lr=1e-2, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1, decoupled=decoupled, scale=scale
         )
         adam_step(numbers, weights, grads, *states, places, crew=crew)
         adam_step_plain(numbers, exact, exact_grads, *exact_states)
-    for found, reference in zip([*states[0], *states[1]], [*exact_states[0], *exact_states[1]], strict=True):
+    pairs = zip([*weights, *states[0], *states[1]], [*exact, *exact_states[0], *exact_states[1]], strict=True)
+    for found, reference in pairs:
         torch.testing.assert_close(found.double(), reference, rtol=2e-5, atol=1e-6)
-    for found, reference in zip(weights, exact, strict=True):
-        # A step is a quotient: where decay and gradient nearly cancel, rounding is a larger part of it.
-        torch.testing.assert_close(found.double(), reference, rtol=2e-5, atol=5e-5)
     if places is not None:
         assert all(torch.equal(place, weight.to(publish)) for place, weight in zip(places, weights, strict=True))
 

@@ -31,6 +31,12 @@ def test_empty_tensors_count_nothing() -> None:
     assert grad_norm([]) == 0
 
 
+def test_a_part_counts_as_much_as_its_weight_says() -> None:
+    tensors = [torch.randn(3), torch.randn(5)]
+    expected = (tensors[0].square().sum() / 4 + tensors[1].square().sum()).sqrt().item()
+    assert grad_norm(tensors, weights=[0.25, 1.0]) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_a_non_finite_gradient_shows_in_the_norm(bad: float) -> None:
     assert not math.isfinite(grad_norm([torch.tensor([1.0, bad]), torch.ones(3)]))

@@ -65,13 +65,6 @@ def test_forward_alone_answers_in_order_and_keeps_no_graph(group: dist.ProcessGr
     assert not any(answer.requires_grad for answer in answers)
     for answer, wanted in zip(answers, expected, strict=True):
         torch.testing.assert_close(answer, wanted)
-    assert pipeline.forward(batches, lambda answer, _inputs, index: (index, len(answer))) == [
-        (0, 1),
-        (1, 2),
-        (2, 3),
-        (3, 4),
-        (4, 5),
-    ]
     assert pipeline.forward([]) == []
 
 

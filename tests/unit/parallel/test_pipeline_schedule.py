@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from plait.errors import ConfigError
 from plait.parallel.pipeline import (
     SCHEDULES,
-    bytes_sent,
     check_micro_batches,
     draw_schedule,
     is_legal,
     make_table,
     nearest_legal,
+    pipeline_traffic,
     placement_of,
     resolve_virtual,
     theoretical_bubble,
@@ -148,10 +148,10 @@ def test_a_picture_has_a_box_for_each_action(word: str) -> None:
 
 def test_bytes_sent_by_each_rank() -> None:
     sizes = {"micro_batches": 8, "activation_bytes": 100}
-    sent = [bytes_sent("1f1b", ranks=4, rank=rank, **sizes) for rank in range(4)]
+    sent = [pipeline_traffic("1f1b", ranks=4, rank=rank, **sizes) for rank in range(4)]
     assert sent == [800, 1600, 1600, 800]
-    assert bytes_sent("interleaved_1f1b", ranks=4, rank=1, **sizes) == 2 * 1600
-    assert bytes_sent("zbv", ranks=2, rank=0, **sizes) == 1600  # of its stages 0 and 3; 1 and 2 meet on rank 1
-    assert bytes_sent("1f1b", ranks=4, rank=0, tied_bytes=7, **sizes) == 807
-    assert bytes_sent("1f1b", ranks=4, rank=1, tied_bytes=7, **sizes) == 1600
-    assert bytes_sent("1f1b", ranks=4, rank=3, backward=False, **sizes) == 0
+    assert pipeline_traffic("interleaved_1f1b", ranks=4, rank=1, **sizes) == 2 * 1600
+    assert pipeline_traffic("zbv", ranks=2, rank=0, **sizes) == 1600  # of its stages 0 and 3; 1 and 2 meet on rank 1
+    assert pipeline_traffic("1f1b", ranks=4, rank=0, tied_bytes=7, **sizes) == 807
+    assert pipeline_traffic("1f1b", ranks=4, rank=1, tied_bytes=7, **sizes) == 1600
+    assert pipeline_traffic("1f1b", ranks=4, rank=3, backward=False, **sizes) == 0

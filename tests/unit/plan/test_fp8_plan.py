@@ -35,6 +35,13 @@ def test_recomputing_does_not_make_the_last_product_of_a_block_again() -> None:
     assert again - plain == forward
 
 
+def test_a_head_in_8_bits_has_the_same_products_in_less_time() -> None:
+    wide, small = account("fp8", 2), account({"fp8": {"head": True}}, 2)
+    assert small.total("flops") == wide.total("flops")
+    spent = [sum(each.total("compute", phase, "matmul") for phase in ("forward", "backward")) for each in (small, wide)]
+    assert 0 < spent[0] < spent[1]
+
+
 def test_scales_of_earlier_steps_spare_readings_and_nothing_else() -> None:
     now, earlier = account("fp8", 2), account({"fp8": {"scales": "earlier"}}, 2)
     assert earlier.total("flops") == now.total("flops")

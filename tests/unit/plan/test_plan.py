@@ -29,19 +29,24 @@ H100 = find_hardware("h100")
 
 
 def small(**sections: Any) -> RunConfig:
-    rng = random.Random()
-    heads = rng.choice([2, 4])
+    heads = random.choice([2, 4])
     model = {
         "type": "llama",
-        "vocab_size": rng.choice([500, 1000]),
+        "vocab_size": random.choice([500, 1000]),
         "dim": 32 * heads,
-        "layers": rng.choice([7, 9]),
+        "layers": random.choice([7, 9]),
         "heads": heads,
-        "kv_heads": rng.choice([1, heads]),
-        "ffn_dim": rng.choice([96, 200]),
-        "seq_len": rng.choice([32, 64]),
+        "kv_heads": random.choice([1, heads]),
+        "ffn_dim": random.choice([96, 200]),
+        "seq_len": random.choice([32, 64]),
     }
     return parse_sections(**{"model": model, "batch": {"micro": 2}, "precision": "bf16", **sections}).config
+
+
+def short(**sections: Any) -> RunConfig:
+    """So few layers that all are simulated, once: for what does not ask how a few stand for many."""
+    config = small(**sections)
+    return config.model_copy(update={"model": config.model.model_copy(update={"layers": 2})})  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +105,7 @@ def test_a_note_that_counts_layers_is_left_out_where_a_few_stand_for_all() -> No
 
 
 def test_more_memory_is_needed_than_tensors_take() -> None:
-    plan = make_plan(small(), H100, ranks=1)
+    plan = make_plan(short(), H100, ranks=1)
     assert plan.needed_gib * 2**30 > plan.fullest.account.peak[1] + H100.context_gib * 2**30 * 0.99
 
 
@@ -118,7 +123,7 @@ def test_what_does_not_fit_is_led_up_the_ladder_to_what_does() -> None:
 
 def test_rungs_that_a_later_one_makes_needless_are_taken_back() -> None:
     config = small(batch={"total": 4, "micro": 1}, strategy="ddp")
-    sizes = {"vocab_size": 8000, "dim": 256, "layers": 6, "ffn_dim": 1024}
+    sizes = {"vocab_size": 8000, "dim": 256, "layers": 2, "ffn_dim": 1024}
     config = config.model_copy(update={"model": config.model.model_copy(update=sizes)})  # type: ignore[union-attr]
     spare = replace(H100, context_gib=0.0)
     shared = make_plan(Candidate({"strategy.zero": 1}).applied_to(config), spare, ranks=4).needed_gib
@@ -131,7 +136,7 @@ def test_rungs_that_a_later_one_makes_needless_are_taken_back() -> None:
 
 
 def test_a_micro_batch_of_one_grows_to_the_largest_for_which_there_is_room() -> None:
-    config = small(batch={"total": 64, "micro": 64}, strategy="single")
+    config = short(batch={"total": 64, "micro": 64}, strategy="single")
     spare = replace(H100, context_gib=0.0)
     whole = make_plan(config, spare, ranks=1).needed_gib
     one = make_plan(Candidate({"batch.micro": 1}).applied_to(config), spare, ranks=1).needed_gib
@@ -144,7 +149,7 @@ def test_a_micro_batch_of_one_grows_to_the_largest_for_which_there_is_room() -> 
 
 
 def test_above_zero_2_the_ladder_leads_to_host_memory() -> None:
-    config = small(batch={"total": 4, "micro": 1}, strategy={"zero": 2, "recompute": "full"}, precision="bf16")
+    config = short(batch={"total": 4, "micro": 1}, strategy={"zero": 2, "recompute": "full"}, precision="bf16")
     rungs = list(islice(climb(config, replace(H100, memory_gib=0.001), ranks=4), 3))
     added = [rung.added.changes(config) for rung in rungs]
     assert added == [["strategy.offload.optimizer=cpu"], ["strategy.zero=3"], ["strategy.offload.params=cpu"]]
@@ -155,7 +160,7 @@ def test_above_zero_2_the_ladder_leads_to_host_memory() -> None:
 
 
 def test_a_search_finds_the_fastest_that_fits_and_gives_a_reason_for_every_other() -> None:
-    config = small(batch={"total": 8}, strategy="ddp")
+    config = short(batch={"total": 8}, strategy="ddp")
     found = search(config, H100, ranks=2, close=2)
     assert found.best is not None
     assert found.best.plan is not None
@@ -181,7 +186,7 @@ def test_what_is_kept_off_the_device_must_be_faster_by_more_than_a_plan_can_tell
 
 
 def test_the_plan_orders_candidates_for_the_tuner() -> None:
-    config = small(batch={"total": 8}, strategy="ddp")
+    config = short(batch={"total": 8}, strategy="ddp")
     found = candidates(config, Space(2, ("recompute",)))
     order = in_expected_order(config, found, H100, 2)
     ordered = [each.settings.get("strategy.recompute.mode", "none") for each in order]
@@ -196,7 +201,7 @@ def gate(config: RunConfig, **options: Any) -> Forecast | str:
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_change_that_would_make_it_fit(tmp_path: Any) -> None:
-    config = small(batch={"total": 64, "micro": 64}, strategy="single")
+    config = short(batch={"total": 64, "micro": 64}, strategy="single")
     needed = make_plan(config, H100, ranks=1).fullest.account.peak[1] / 2**30
     machine = tmp_path / "machine.yaml"
     data = replace(H100, memory_gib=needed * 0.7, context_gib=0.0).to_dict()
@@ -210,7 +215,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_change_that_would_make_it_fit
 
 def test_a_forecast_leaves_the_process_as_it_was() -> None:
     before = torch.get_rng_state()
-    found = gate(small())
+    found = gate(short())
     assert isinstance(found, Forecast)
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.distributed.is_initialized()
@@ -218,7 +223,7 @@ def test_a_forecast_leaves_the_process_as_it_was() -> None:
 
 
 def test_a_schedule_that_needs_the_length_of_the_run_is_planned_too() -> None:
-    found = gate(small(schedule={"type": "CosineAnnealingLR"}, train={"max_epochs": 2}))
+    found = gate(short(schedule={"type": "CosineAnnealingLR"}, train={"max_epochs": 2}))
     assert isinstance(found, Forecast)
 
 

@@ -39,6 +39,11 @@ def test_a_command_line_of_theirs_becomes_a_run_of_the_same_meaning() -> None:
     assert [line.split(":")[0] for line in said] == ["--deepspeed", "--compute_fp32_loss"]
 
 
+def test_a_configuration_of_deepspeed_behind_the_switch_is_not_lost_without_a_word() -> None:
+    ((said,), (plain,)) = (translate(words)[1] for words in (["--deepspeed", "ds_config.json"], ["--deepspeed"]))
+    assert ("strategy.config" in said, "strategy.config" in plain) == (True, False)
+
+
 def test_no_adapters_are_asked_for_with_zero_dimensions() -> None:
     assert translate(["--lora_dim", "0", "--only_optimize_lora"])[0] == {}
     assert translate(["--lora_dim", "4"])[0]["lora.only"] is False

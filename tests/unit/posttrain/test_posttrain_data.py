@@ -15,6 +15,7 @@ from plait.config.posttrain import TaskData, TemplateConfig
 from plait.errors import ConfigError, DataError
 from plait.posttrain.data import Message, PhaseData, make_task, make_template, prepare_data
 from plait.posttrain.data.packing import pack
+from plait.posttrain.data.rows import read_rows
 from plait.posttrain.data.tokenizer import character_tokenizer, trained_tokenizer
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
@@ -300,3 +301,10 @@ def test_school_maths_gives_answers_and_pairs_of_graded_solutions(tmp_path: Path
                 verdicts = {v["solution"]: v["is_correct"] for v in row.values() if isinstance(v, dict)}
                 assert verdicts[example.messages[-1].content]
                 assert not verdicts[str(example.rejected)]
+
+
+def test_lines_in_gbk_come_with_the_way_to_utf8(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "春眠", "response": "不觉晓"}\n', encoding="gbk")
+    ((where, reason),) = read_rows(str(tmp_path / "rows.jsonl"))
+    assert where.endswith("line 1")
+    assert "iconv -f GB18030 -t UTF-8" in reason

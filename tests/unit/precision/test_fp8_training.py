@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
-from plait.config import parse_sections
+from plait.config import check, parse_sections
 from plait.errors import ConfigError, ModelError, PlaitError
 from plait.precision.fp8 import Fp8Linear
 from plait.strategy import prepare, prepare_native
@@ -33,7 +34,7 @@ def losses_of(precision: Any, steps: int = 30, **strategy: Any) -> tuple[list[fl
     return losses, engine.model
 
 
-@pytest.mark.parametrize("fp8", [{"recipe": "tensorwise"}, {"recipe": "rowwise"}, EARLIER], ids=str)
+@pytest.mark.parametrize("fp8", [{"recipe": "tensorwise"}, {"recipe": "rowwise"}, EARLIER, {"head": True}], ids=str)
 def test_it_learns_as_bf16_does(fp8: dict[str, Any]) -> None:
     plain, _ = losses_of("bf16")
     small, model = losses_of({"fp8": {**fp8, "emulate": True}})
@@ -45,7 +46,7 @@ def test_it_learns_as_bf16_does(fp8: dict[str, Any]) -> None:
 
 
 def test_compiled_and_recomputed_it_is_the_same() -> None:
-    fp8 = {"fp8": {"emulate": True}}
+    fp8 = {"fp8": {"emulate": True, "head": True}}
     plain, _ = losses_of(fp8, 3)
     assert losses_of(fp8, 3, recompute="full")[0] == plain
     # The compiler keeps more digits between operations.
@@ -61,6 +62,15 @@ def test_layers_are_chosen_by_name_and_size() -> None:
     assert found == {f"blocks.{layer}.ffn.{part}" for layer in (0, 1) for part in ("gate", "up")}
 
 
+def test_a_head_in_8_bits_changes_gradients_only() -> None:
+    runs = [losses_of({"fp8": {"emulate": True, "head": head}}, 3) for head in (False, True)]
+    (plain, wide), (small, model) = runs
+    assert small[0] == pytest.approx(plain[0], rel=1e-6)
+    assert small[1:] != plain[1:]
+    assert small == pytest.approx(plain, rel=0.01)
+    assert model.state_dict().keys() == wide.state_dict().keys()
+
+
 def test_without_a_fitting_layer_or_device_it_is_refused() -> None:
     with pytest.raises(ModelError, match="no linear layer"):
         losses_of({"fp8": {"emulate": True, "modules": ["nothing"]}}, 1)
@@ -68,11 +78,20 @@ def test_without_a_fitting_layer_or_device_it_is_refused() -> None:
         losses_of("fp8", 1)
 
 
+def test_a_phase_that_wants_logits_has_no_use_for_a_head_in_8_bits() -> None:
+    for phase in ("sft", "dpo"):
+        config = parse_sections(model=LLAMA, precision={"fp8": {"head": True}}, phase=phase).config
+        with pytest.raises(ConfigError, match="from logits") if phase == "dpo" else nullcontext():
+            check(config, has_val=False, require_length=False)
+
+
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
         ({"precision": {"compute": "fp16", "fp8": "rowwise"}}, "stand beside bf16"),
         ({"precision": {"fp8": {"recipe": "none", "emulate": True}}}, "no effect"),
+        ({"precision": {"fp8": {"recipe": "none", "head": True}}}, "no effect"),
+        ({"precision": {"fp8": {"head": True, "emulate": True}}}, "no head"),
         ({"precision": {"fp8": {"history": 4}}}, "scales` is now"),
         ({"precision": {"fp8": {"recipe": "rowwise", "scales": "earlier"}}}, "one number a tensor"),
         ({"precision": {"fp8": EARLIER}, "strategy": {"compile": True}}, "at once"),

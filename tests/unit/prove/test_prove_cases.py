@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from plait.config import RunConfig, parse_sections
 from plait.config.offload import OffloadConfig
 from plait.errors import ConfigError
+from plait.prove import prove
 from plait.prove.cases import default_ranks, make_cases
 from plait.prove.prove import name_of
 from plait.prove.tolerance import rounding_of
@@ -139,3 +141,14 @@ def test_the_coarser_of_compute_and_reduction_decides_the_tolerance() -> None:
         )
     }
     assert words == {"fp32": "fp32", "bf16": "bf16", "tf32": "fp32", "reduced": "bf16"}
+
+
+@pytest.mark.parametrize("code", [130, 143])
+def test_a_proof_whose_ranks_are_told_to_stop_ends_as_they_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(import_module("plait.prove.prove"), "run_ranks", lambda *_: code)
+    described = {"model": GPT, "data": {"type": "import", "target": "nowhere:data"}, "batch": {"total": 4}}
+    with pytest.raises(SystemExit) as ended:
+        prove({**described, "strategy": "zero3", "work_dir": str(tmp_path)})
+    assert ended.value.code == code

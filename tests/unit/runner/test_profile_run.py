@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from tests.multi.toys import Classifier, Points, Trace
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from plait import Runner
 from plait.config import parse_sections
 from plait.errors import ConfigError
 from plait.runner.profile import Profile, Report
+from plait.runner.profile.marks import named_modules
 
 SEQUENCE = 16
 MODEL = {"type": "llama", "vocab_size": 64, "dim": 64, "layers": 3, "heads": 2, "seq_len": SEQUENCE}
@@ -210,3 +211,9 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_without_the_section_no_hook_is_there() -> None:
     assert parse_sections().config.profile is None
+
+
+def test_names_that_a_model_has_for_itself_mean_nothing_to_a_profile() -> None:
+    model = nn.Linear(2, 2)
+    model.parts = 3
+    assert list(named_modules(model)) == [("Linear", model)]

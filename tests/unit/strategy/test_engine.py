@@ -128,6 +128,12 @@ def test_a_model_without_anything_to_train_is_refused() -> None:
         engine_of(Net().requires_grad_(False))
 
 
+def test_names_that_a_model_has_for_itself_mean_nothing_to_the_engine() -> None:
+    model = Net()
+    model.parts = 3
+    assert engine_of(model).train_step([batch()]).targets == 3.0
+
+
 def test_a_step_of_nothing_is_refused() -> None:
     with pytest.raises(TrainingError, match="without micro-batches"):
         engine_of().train_step([])

@@ -12,8 +12,8 @@ from tests.traffic import SentBytes
 from plait.config import parse_sections
 from plait.models import build_model
 from plait.parallel.context import KINDS, Kind, context_traffic
-from plait.parallel.expert import bytes_sent as expert_bytes
-from plait.parallel.pipeline import bytes_sent as pipeline_bytes
+from plait.parallel.expert import expert_traffic
+from plait.parallel.pipeline import pipeline_traffic
 from plait.parallel.tensor import tensor_traffic
 from plait.parallel.traffic import data_traffic
 from plait.strategy import prepare_native
@@ -215,7 +215,7 @@ def test_ranks_that_share_rows_send_keys_and_values_or_heads(size: int, kind: Ki
 def test_ranks_that_share_experts_send_tokens(size: int, recompute: str) -> None:
     model = llama(type="moe", experts=1024, expert_dim=32, top_k=8, ffn_dim=None, seq_len=64)
     strategy = {"layout": {"ep": size}, "recompute": recompute}
-    theory = expert_bytes(
+    theory = expert_traffic(
         tokens=MICRO * ROWS * 64,
         dim=64,
         itemsize=2,
@@ -254,7 +254,7 @@ def test_tensor_parallel_ranks_share_what_is_sent_to_experts(
         "tensor": {"sequence_parallel": sequence},
     }
     again = recompute == "full"
-    sent = expert_bytes(
+    sent = expert_traffic(
         tokens=MICRO * ROWS * 64,
         dim=64,
         itemsize=2,
@@ -298,7 +298,7 @@ def test_pipeline_stages_send_activations_and_gradients(size: int, schedule: str
     for stage in (0, pp // 2, pp - 1):
         played = play(size, strategy, model, micro_batches=4, rank=stage * replicas, foretold=foretold)
         foretold = played.handed_on
-        theory = pipeline_bytes(
+        theory = pipeline_traffic(
             schedule,
             ranks=pp,
             rank=stage,

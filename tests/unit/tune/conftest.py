@@ -12,6 +12,7 @@ import yaml
 HOOK = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
+import torch
 from plait.runner import Hook
 
 class Trouble(Hook):
@@ -23,6 +24,8 @@ class Trouble(Hook):
             return
         if self.kind == "memory":
             raise MemoryError("planted: no room for 7 GiB")
+        if self.kind == "device" and runner.world.ranks.split == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Planted.")
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.kind == "crash":

@@ -63,7 +63,7 @@ def kind_of(path: Path) -> str | None:
 def _by_tag(path: Path) -> Path | None:
     """The newest of a folder of tags as DeepSpeed names them, where Plait has written it."""
     latest = path / "latest"
-    tagged = path / latest.read_text().strip() if latest.is_file() else path
+    tagged = path / latest.read_text(encoding="utf-8").strip() if latest.is_file() else path
     return tagged if tagged != path and kind_of(tagged) == "plait" else None
 
 

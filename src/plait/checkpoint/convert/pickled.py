@@ -20,7 +20,7 @@ import zipfile
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -226,7 +226,7 @@ def open_file(path: Path, *, strict: bool = False) -> Any:
             if order != sys.byteorder:
                 raise ValueError(f"its numbers are {order}-endian, and this machine's are not")
             offsets = {
-                name.removeprefix("data/"): _begin(file, record.header_offset)
+                name.removeprefix("data/"): data_begins(file, record.header_offset)
                 for name, record in places.items()
                 if name.startswith("data/")
             }
@@ -237,8 +237,11 @@ def open_file(path: Path, *, strict: bool = False) -> Any:
         raise CheckpointError(_unreadable(path, error)) from error
 
 
-def _begin(file: Any, header: int) -> int:
-    """Where the bytes of a record begin: after a header whose own length the table at the end does not tell."""
+def data_begins(file: BinaryIO, header: int) -> int:
+    """Where the bytes of a record of an archive begin, whose header begins at `header`.
+
+    The header's own length stands in the header alone, and not in the directory at the end of the archive.
+    """
     file.seek(header + 26)
     lengths = file.read(4)
     return header + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")

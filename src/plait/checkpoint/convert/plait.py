@@ -42,7 +42,7 @@ class PlaitSource(Source):
         """One whole tensor, joined from its pieces."""
         record = self._tensors[name]
         whole = torch.empty(record.shape, dtype=record.dtype)
-        problem = try_to_read(lambda: self._fill(whole, record))
+        problem = try_to_read(self._fill, whole, record)
         if problem is not None:
             raise CheckpointError(f"the checkpoint is damaged: {problem}\n{remedy(self.path)}")
         return whole

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from plait.checkpoint.convert.files import Found, SafetensorsFile, TorchFile, read_found, tensors_in
 from plait.checkpoint.convert.names import MODEL_WORDS, OPTIMIZER_WORDS, clean, engine_state, steps_of, without_wrapper
+from plait.checkpoint.convert.pickled import data_begins
 from plait.checkpoint.convert.source import Entry, Source
 from plait.checkpoint.tensorfile import BLOCK, as_bytes
 from plait.errors import CheckpointError
@@ -193,12 +194,7 @@ def _hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
 def _fill(source: Source, file: BinaryIO, records: list[zipfile.ZipInfo], names: list[str]) -> Iterator[int]:
     for record, name in zip(records, names, strict=True):
         assert record.file_size == source.entries[name].bytes, name
-        file.seek(record.header_offset + 26)
-        lengths = file.read(4)
-        begin = (
-            record.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-        )
-        crc, at = 0, begin
+        crc, at = 0, data_begins(file, record.header_offset)
         data = as_bytes(source.read(name).contiguous()) if record.file_size else memoryview(b"")
         for start in range(0, len(data), BLOCK):
             block = data[start : start + BLOCK]

@@ -50,7 +50,7 @@ def fp8_stands_on_bf16(facts: Facts) -> Iterator[Problem]:
     precision, strategy = facts.config.precision, facts.config.strategy
     if precision.fp8.recipe == "none":
         reason = "`precision.fp8.recipe` is none"
-        names = ("modules", "skip", "scales", *_EARLIER, "emulate")
+        names = ("modules", "skip", "scales", *_EARLIER, "head", "emulate")
         yield from idle("precision.fp8", precision.fp8, names, reason, "Leave it out.")
         return
     if precision.compute != "bf16":
@@ -82,6 +82,14 @@ def earlier_scales_are_one_a_tensor(facts: Facts) -> Iterator[Problem]:
         yield Problem("precision.fp8.scales", message, "Leave out `strategy.compile`, or write `now`.")
 
 
+def fp8_head_makes_the_loss(facts: Facts) -> Iterator[Problem]:
+    """A head has a backward pass in 8 bits where it goes straight to the loss; where logits are wanted it does not."""
+    config = facts.config
+    if config.precision.fp8.head and config.phase not in (None, "sft"):
+        message = f"true has no effect: phase {config.phase} computes its loss from logits"
+        yield Problem("precision.fp8.head", message, "Leave it out.")
+
+
 RULES = (
     scaler_needs_fp16,
     static_scale_does_not_move,
@@ -89,4 +97,5 @@ RULES = (
     master_weights_are_a_choice_in_half_precision,
     fp8_stands_on_bf16,
     earlier_scales_are_one_a_tensor,
+    fp8_head_makes_the_loss,
 )

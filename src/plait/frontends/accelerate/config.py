@@ -131,7 +131,8 @@ def _use_cpu(words: Words, key: str, value: Any) -> None:
 def _num_processes(words: Words, key: str, value: Any) -> None:
     if value != -1 and words.count(key, value) is None:
         return
-    words.mapped(key, value, "`plait train` takes it as its --nproc, unless one is given; `plait launch --nproc`")
+    meaning = "`plait train` takes it as its --nproc, unless one is given; `plait launch --nproc_per_node`"
+    words.mapped(key, value, meaning)
 
 
 def _num_machines(words: Words, key: str, value: Any) -> None:

@@ -25,7 +25,7 @@ from plait.frontends.accelerate.prepared import PreparedOptimizer
 from plait.world import World, on_main, restore_rng_state, rng_state
 
 _OWN = "accelerate"
-_KEPT = frozenset({"params", "param_names", "fused", "foreach"})
+PLACED = frozenset({"params", "param_names", "fused", "foreach"})
 """Keys of a group that belong to where it runs, not to what it trains."""
 
 
@@ -160,7 +160,7 @@ def _restore_things(own: Belongings, packed: Any, tensors: Mapping[str, Tensor])
 def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """What an optimizer's groups say, without their parameters."""
     return [
-        {key: float(value) if isinstance(value, Tensor) else value for key, value in group.items() if key not in _KEPT}
+        {key: float(value) if isinstance(value, Tensor) else value for key, value in group.items() if key not in PLACED}
         for group in optimizer.param_groups
     ]
 

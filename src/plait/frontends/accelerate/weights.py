@@ -77,7 +77,7 @@ def write(state: dict[str, Tensor], folder: Path, limit: int | str, *, safe: boo
         places = {name: file for file, part in zip(names, parts, strict=True) for name in part}
         total = sum(tensor.numel() * tensor.element_size() for part in parts for tensor in part.values())
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / f"{stem}.{ending}.index.json").write_text(json.dumps(index, indent=2))
+        (folder / f"{stem}.{ending}.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
     for name, part in zip(names, parts, strict=True):
         write_object(part, folder / name, safe=safe)
 

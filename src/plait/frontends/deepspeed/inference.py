@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from plait.errors import ConfigError, Problem
 from plait.frontends.deepspeed.around import Around
 from plait.frontends.deepspeed.comm import init_distributed
 from plait.frontends.deepspeed.config import read_config
+from plait.monitor.console import spelled
 from plait.precision import cast_floats
 from plait.world import open_world
 
@@ -97,9 +99,8 @@ def init_inference(
         apply_tensor_parallel(model, mesh)
     model.to(world.device)
     if idle and world.is_main:
-        print(
-            "\n".join(f"plait: init_inference({name}=…) has no meaning here: {_WITHOUT_MEANING[name]}" for name in idle)
-        )
+        lines = (f"plait: init_inference({name}=…) has no meaning here: {_WITHOUT_MEANING[name]}" for name in idle)
+        print(spelled("\n".join(lines), sys.stdout))
     return InferenceEngine(model, dtype, world.device)
 
 

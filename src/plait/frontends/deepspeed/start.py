@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ from plait.frontends.deepspeed.loader import DeepSpeedDataLoader
 from plait.frontends.deepspeed.pipe import PipelineModule
 from plait.frontends.deepspeed.runtime.lr_schedules import Scheduler
 from plait.frontends.deepspeed.scaler import DeepSpeedScaler
+from plait.monitor.console import spelled
 from plait.optim import OptimizerSource, OwnRates
 from plait.strategy import ManualEngine, prepare_native
 from plait.world import World, open_world, restore_rng_state, rng_state
@@ -86,7 +88,7 @@ def initialize(
     if world.is_main:
         _tell(source, translation.account, run, world, batch.total)
         for name in overruled:
-            print(f"plait:   {name} → the script's own is used, and not that of the configuration")
+            _say(f"plait:   {name} → the script's own is used, and not that of the configuration")
     return engine, updating, engine.training_dataloader, scheduler
 
 
@@ -126,7 +128,7 @@ def _engine(parts: Parts, model: Any) -> DeepSpeedEngine:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    print(spelled(text, sys.stdout), flush=True)
 
 
 def _unheard(text: str) -> None:
@@ -212,19 +214,19 @@ def _tell(source: ConfigSource, account: Account, run: RunConfig, world: World, 
     name = os.path.basename(str(source)) if is_file else "the configuration"
     layout = [f"{axis} {size}" for axis, size in world.layout.sizes().items() if size > 1]
     where = f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}"
-    print(
+    _say(
         f"plait: {name} on the native engine: ZeRO stage {run.strategy.stage}, {run.precision.compute}, {where}"
         f"{' (' + ', '.join(layout) + ')' if layout else ''}, {total} samples a step"
     )
     mapped = [entry for entry in account.of(Answer.MAPPED) if not _is_here(entry.key)]
     for entry in mapped[:_SHOWN]:
-        print(f"plait:   {entry.key} → {entry.text}")
+        _say(f"plait:   {entry.key} → {entry.text}")
     if len(mapped) > _SHOWN:
-        print(f"plait:   and {len(mapped) - _SHOWN} more that are said in other words here")
+        _say(f"plait:   and {len(mapped) - _SHOWN} more that are said in other words here")
     left = [entry.key for entry in account.of(Answer.UNNEEDED) if not _is_here(entry.key)]
     if left:
         why = f" (`plait convert {name} --to yaml` says why)" if is_file else ""
-        print(f"plait:   without meaning here: {', '.join(left)}{why}")
+        _say(f"plait:   without meaning here: {', '.join(left)}{why}")
 
 
 def _is_here(key: str) -> bool:

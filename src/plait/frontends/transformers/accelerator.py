@@ -35,6 +35,8 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         self._dtype = policy.compute if policy.mixed else None
         self._bound: PreparedModel | None = None
         """The model on its engine; it stays there when the Trainer begins again."""
+        self.trained_names: list[list[str]] = []
+        """The parameters of each of the optimizer's groups, in order: its files know them by number alone."""
 
     @property
     def distributed_type(self) -> Any:
@@ -69,6 +71,9 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         if len(owners) != 1:
             raise ModelError(f"the optimizer's parameters belong to {len(owners)} prepared models; they must be one's")
         owner = owners[0]
+        names = {id(param): name for name, param in owner.module.named_parameters()}
+        groups = optimizer.param_groups
+        self.trained_names = [[names.get(id(param), "") for param in group["params"]] for group in groups]
         # The Trainer computes the loss from the answer, see `loss_outside`.
         engine = build_engine(self.config, self.world, owner.module, optimizer, self.print, whole_vocabulary=False)
         owner.bind(engine, None)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.errors import CheckpointError, ConfigError, ModelError, Problem
+from plait.errors import ConfigError, ModelError, Problem
 from plait.frontends.accelerate.prepared import PreparedOptimizer
 from plait.frontends.accelerate.weights import whole
 from plait.frontends.deepspeed.described import Recipe
-from plait.frontends.transformers import checkpoints
+from plait.frontends.transformers import checkpoints, foreign
 from plait.frontends.transformers.accelerator import TrainerAccelerator
 from plait.frontends.transformers.arguments import config_of, deepspeed_of, refuse_mismatches
 
@@ -158,17 +158,30 @@ class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        if not (Path(checkpoint) / _FOLDER).is_dir():
-            raise CheckpointError(
-                f"{checkpoint} was not written by PlaitTrainer, so there is no optimizer state to go on from. Load its "
-                "weights with from_pretrained, and train without resume_from_checkpoint"
-            )
-        checkpoints.load(self.accelerator, Path(checkpoint) / _FOLDER)
-        state = torch.load(Path(checkpoint) / _trainer.SCHEDULER_NAME, weights_only=True)
-        self.lr_scheduler.load_state_dict(state)
+        folder = Path(checkpoint)
+        if (folder / _FOLDER).is_dir():
+            checkpoints.load(self.accelerator, folder / _FOLDER)
+            schedule: Mapping[str, Any] = torch.load(folder / _trainer.SCHEDULER_NAME, weights_only=True)
+        else:
+            schedule = foreign.load(self.accelerator, folder)
+        self.lr_scheduler.load_state_dict(schedule)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        if (folder / _FOLDER).is_dir() or foreign.deepspeed_folder(folder) is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        # Otherwise weights come with the optimizer's state, once the model is spread: DeepSpeed may have cut them.
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and not (Path(checkpoint) / _FOLDER).is_dir():
+            foreign.load_scale(self.accelerator, Path(checkpoint))
 
     def _load_best_model(self) -> None:
-        checkpoints.load(self.accelerator, Path(self.state.best_model_checkpoint) / _FOLDER, weights_only=True)
+        best = Path(self.state.best_model_checkpoint)
+        if (best / _FOLDER).is_dir():
+            checkpoints.load(self.accelerator, best / _FOLDER, weights_only=True)
+        else:
+            foreign.load_weights(self.accelerator, best)
 
 
 def _refuse_cut(model: nn.Module) -> None:

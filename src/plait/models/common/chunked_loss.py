@@ -29,7 +29,7 @@ def chunked_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, dtype: torch.dtype
 ) -> Tensor:
     """Sum of the losses of `hidden` (tokens, dim), `rows` tokens at a time, products in `dtype`."""
-    total: Tensor = _forward(hidden, weight, labels, rows, dtype, *_needed(hidden, weight))[0]
+    total: Tensor = _forward(hidden, weight, labels, rows, dtype, *needed_of(hidden, weight))[0]
     return total
 
 
@@ -48,7 +48,8 @@ def loss_and_slopes(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return losses, slopes.to(logits.dtype)
 
 
-def _needed(hidden: Tensor, weight: Tensor) -> tuple[bool, bool]:
+def needed_of(hidden: Tensor, weight: Tensor) -> tuple[bool, bool]:
+    """Whether a gradient of `hidden` and one of `weight` will be asked for."""
     grad = torch.is_grad_enabled()
     return grad and hidden.requires_grad, grad and weight.requires_grad
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from plait.models.common.loss import linear_cross_entropy, linear_logits
 from plait.spec import LossTerm
+
+if TYPE_CHECKING:
+    from plait.models.common.fp8_loss import Fp8Head
 
 
 class LMHead(nn.Module):
@@ -20,8 +25,12 @@ class LMHead(nn.Module):
     logits, and logits, where asked for, are gathered.
     """
 
+    fp8_head: Fp8Head | None = None
+    """How the loss computes its gradients, where that is in 8 bits."""
+
     def __init__(self, dim: int, vocab_size: int, *, tied: bool) -> None:
         super().__init__()
+        self.features = dim
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, dim))
 
     def forward(
@@ -32,4 +41,4 @@ class LMHead(nn.Module):
         assert weight is not None, "a tied head is called with the embedding's weight"
         if labels is None:
             return linear_logits(hidden, weight)
-        return linear_cross_entropy(hidden, weight, labels)
+        return linear_cross_entropy(hidden, weight, labels, fp8=self.fp8_head)

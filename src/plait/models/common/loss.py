@@ -19,6 +19,7 @@ from plait.spec import LossTerm
 from plait.world import is_sharded
 
 if TYPE_CHECKING:
+    from plait.models.common.fp8_loss import Fp8Head
     from plait.models.common.split_loss import Words
 
 PLAIN_BYTES = 2**27
@@ -42,18 +43,21 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> LossTerm:
     return LossTerm(total, (labels != IGNORE_INDEX).sum())
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk_bytes: int = CHUNK_BYTES) -> LossTerm:
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk_bytes: int = CHUNK_BYTES, fp8: Fp8Head | None = None
+) -> LossTerm:
     """Loss of the logits `hidden @ weight.T`; in chunks of at most `chunk_bytes` where they are many.
 
     Both forms give the same loss and, up to rounding, the same gradients; the chunked one can be
-    differentiated once only. See [Note: chunked loss].
+    differentiated once only. See [Note: chunked loss]. With `fp8`, which takes a whole weight, it is chunked always,
+    and its backward products are in 8 bits: [Note: a head in 8 bits] in `fp8_loss`.
     """
     dtype = _compute_dtype(hidden)
     words = None
     if is_sharded(weight):
         words, weight = _words_of(weight, 0), weight.to_local()
     row_bytes = (weight.shape[0] if words is None else words.most) * dtype.itemsize
-    if labels.numel() * row_bytes <= min(PLAIN_BYTES, chunk_bytes):
+    if fp8 is None and labels.numel() * row_bytes <= min(PLAIN_BYTES, chunk_bytes):
         logits = F.linear(hidden, weight)
         if words is None:
             return cross_entropy(logits, labels)
@@ -64,7 +68,12 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chun
     rows = max(1, chunk_bytes // row_bytes)
     rows = rows // 128 * 128 or rows  # whole tiles of a matrix unit
     flat, targets = hidden.flatten(0, -2), labels.flatten()
-    if words is None:
+    if fp8 is not None:
+        from plait.models.common.fp8_loss import fp8_linear_cross_entropy
+
+        assert words is None, "a head of which each rank has a part has no 8-bit form"
+        total = fp8_linear_cross_entropy(flat, weight, targets, rows, dtype, fp8)
+    elif words is None:
         total = chunked_linear_cross_entropy(flat, weight, targets, rows, dtype)
     else:
         from plait.models.common.split_loss import split_linear_cross_entropy

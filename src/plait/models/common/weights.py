@@ -24,7 +24,7 @@ def weight_files(path: str | Path) -> dict[str, Path]:
     folder = Path(path)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        places: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+        places: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         lost = sorted({file for file in places.values() if not (folder / file).is_file()})
         if lost:
             raise ModelError(f"{index} names files that are not there: {', '.join(lost)}; copy them too")

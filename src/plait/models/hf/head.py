@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.models.common.fp8_loss import Fp8Head
 from plait.models.common.loss import PLAIN_BYTES, linear_cross_entropy
 from plait.spec import LossTerm
 from plait.world import is_sharded
@@ -23,7 +24,7 @@ from plait.world import is_sharded
 
 def hands_on_its_logits(model: nn.Module, forward: Callable[..., Any]) -> bool:
     """Whether a decoder's own `forward` answers with what its head gave it; False where that cannot be told."""
-    head, body = _head_of(model), _body_of(model)
+    head, body = head_of(model), _body_of(model)
     if head is None or body is None or head.bias is not None:
         return False
     from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
@@ -40,32 +41,33 @@ def hands_on_its_logits(model: nn.Module, forward: Callable[..., Any]) -> bool:
     return getattr(output, "logits", None) is answer
 
 
-def are_many(model: nn.Module, labels: Tensor) -> bool:
-    """Whether the logits of these labels are better never whole, and need not be."""
-    head = _head_of(model)
+def are_many(model: nn.Module, labels: Tensor, fp8: Fp8Head | None) -> bool:
+    """Whether the logits of these labels are better never whole, and need not be; with `fp8` any are."""
+    head = head_of(model)
     if head is None or is_sharded(head.weight) or torch.compiler.is_compiling():
         return False
     if "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks:
         return False  # somebody does more there than multiply
-    return labels.numel() * head.out_features * head.weight.element_size() > PLAIN_BYTES
+    return fp8 is not None or labels.numel() * head.out_features * head.weight.element_size() > PLAIN_BYTES
 
 
 @contextmanager
-def loss_at_the_head(model: nn.Module, labels: Tensor) -> Iterator[list[LossTerm]]:
+def loss_at_the_head(model: nn.Module, labels: Tensor, fp8: Fp8Head | None) -> Iterator[list[LossTerm]]:
     """While this lasts, the head answers with the sum of the losses; the list will hold the whole term."""
-    head = _head_of(model)
+    head = head_of(model)
     assert head is not None
     found: list[LossTerm] = []
 
     def finish(hidden: Tensor) -> Tensor:
-        found.append(linear_cross_entropy(hidden, head.weight, labels))
+        found.append(linear_cross_entropy(hidden, head.weight, labels, fp8=fp8))
         return found[-1].sum
 
     with _instead(head, finish):
         yield found
 
 
-def _head_of(model: Any) -> nn.Linear | None:
+def head_of(model: Any) -> nn.Linear | None:
+    """The last layer of a `transformers` model, where that is a plain linear one."""
     head = model.get_output_embeddings()
     return head if type(head) is nn.Linear else None
 

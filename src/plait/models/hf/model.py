@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from plait.config.model import HFConfig
 from plait.errors import MissingExtraError, ModelError
 from plait.models.common.attention import document_mask
+from plait.models.common.fp8_loss import Fp8Head
 from plait.models.common.loss import cross_entropy
 from plait.models.hf.block import find_block_classes
 from plait.models.hf.head import are_many, hands_on_its_logits, loss_at_the_head
@@ -117,6 +118,8 @@ class CausalLM(Adapter):
 
     tiles_loss: ClassVar[bool]
     """Whether the loss can be finished in the head; see [Note: a loss without logits] in `models.hf.head`."""
+    fp8_head: Fp8Head | None = None
+    """How the loss computes its gradients, where that is in 8 bits."""
 
     def forward(
         self,
@@ -141,8 +144,8 @@ class CausalLM(Adapter):
             kwargs["attention_mask"] = self._document_mask(document_ids)
         if "use_cache" in self.accepts:
             kwargs["use_cache"] = False
-        if labels is not None and self.tiles_loss and are_many(self, labels):
-            with loss_at_the_head(self, labels) as found:
+        if labels is not None and self.tiles_loss and are_many(self, labels, self.fp8_head):
+            with loss_at_the_head(self, labels, self.fp8_head) as found:
                 output = super().forward(input_ids, return_dict=True, **kwargs)
             (loss,) = found
         else:

@@ -43,7 +43,7 @@ def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, 
 
 
 def _architectures(path: str | Path) -> list[str]:
-    description = json.loads((Path(path) / "config.json").read_text())
+    description = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     return description.get("architectures") or []
 
 

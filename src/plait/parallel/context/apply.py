@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.errors import ConfigError, ModelError, Problem
-from plait.parallel.context.hf import apply_to_transformers, is_transformers_model
+from plait.parallel.context.hf import apply_to_transformers
 from plait.parallel.context.line import Line
 from plait.parallel.context.split import KINDS, Kind
 from plait.parallel.context.ways import Attend, Way, make_way
+from plait.parallel.hf import is_transformers_model
 from plait.world import local_part
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from plait.errors import ModelError
@@ -18,12 +17,6 @@ from plait.parallel.context.ways import Way
 _UNKNOWN = ("softcap", "s_aux", "position_bias", "head_mask")
 """What some models hand to their attention beside the usual, and which changes its result."""
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-
-
-def is_transformers_model(module: nn.Module) -> bool:
-    """Whether this is one; asks without loading the package."""
-    package = sys.modules.get("transformers.modeling_utils")
-    return package is not None and isinstance(module, package.PreTrainedModel)
 
 
 def apply_to_transformers(model: Any, way: Way, line: Line, kind: Kind) -> None:

@@ -75,9 +75,9 @@ def scatter_sum(x: Tensor, line: Line) -> Tensor:
     return mine.view(x.shape[1:])
 
 
-def pack(*tensors: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def pack(*tensors: Tensor) -> Tensor:
     """Tensors as one flat message."""
-    return torch.cat([x.reshape(-1).to(dtype or x.dtype) for x in tensors])
+    return torch.cat([x.reshape(-1) for x in tensors])
 
 
 def unpack(flat: Tensor, *shapes: Sequence[int]) -> list[Tensor]:

@@ -64,7 +64,7 @@ class Ring:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, *, scale: float | None, inner: Attend
     ) -> Tensor:
-        """Keys and values go round."""
+        """Ring attention: keys and values go round the ranks."""
         self.check(q.shape[1], dropout)
         _check_halves(q)
         q, k, v = _of_one_dtype(q, k, v)
@@ -89,7 +89,7 @@ class Ulysses:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, *, scale: float | None, inner: Attend
     ) -> Tensor:
-        """Heads against tokens, and back."""
+        """Trade tokens for heads, attend over whole rows, and trade back."""
 
         def attend_whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return inner(q, k, v, mask, dropout)
@@ -114,7 +114,7 @@ class AllGather:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, *, scale: float | None, inner: Attend
     ) -> Tensor:
-        """Collect, then attend."""
+        """Collect all keys and values, then attend with this rank's queries."""
         _check_halves(q)
         q, k, v = _of_one_dtype(q, k, v)
         return allgather_attention(q, k, v, self._line, mask=mask, dropout=dropout, scale=scale)

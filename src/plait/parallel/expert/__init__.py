@@ -2,6 +2,13 @@
 
 from plait.parallel.expert.apply import apply_expert_parallel, check_experts, expert_modules, expert_placement
 from plait.parallel.expert.rows import share_rows
-from plait.parallel.expert.volume import bytes_sent
+from plait.parallel.expert.traffic import expert_traffic
 
-__all__ = ["apply_expert_parallel", "bytes_sent", "check_experts", "expert_modules", "expert_placement", "share_rows"]
+__all__ = [
+    "apply_expert_parallel",
+    "check_experts",
+    "expert_modules",
+    "expert_placement",
+    "expert_traffic",
+    "share_rows",
+]

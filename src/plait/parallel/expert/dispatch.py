@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.nn import functional as F
 
 from plait.parallel.expert.exchange import exchange, exchange_counts, for_own_part, total
 from plait.parallel.expert.seats import Seats
-from plait.world import is_sharded
+from plait.world import has_values, is_sharded
 
 
 def spread_forward(module: nn.Module, compute: Callable[..., Tensor], seats: Seats) -> Callable[..., Tensor]:
@@ -121,14 +120,9 @@ def _on_host(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list
 
     Where tensors have no values (a fake world, which only plays a step), rows are shared out evenly.
     """
-    if _is_fake(sent):
+    if not has_values(sent):
         ranks = sent.shape[0]
         even = [rows * (rank + 1) // ranks - rows * rank // ranks for rank in range(ranks)]
         return even, even
     sizes = torch.stack([sent.sum(1), received.sum(1)]).tolist()
     return sizes[0], sizes[1]
-
-
-def _is_fake(tensor: Tensor) -> bool:
-    module = sys.modules.get("torch._subclasses.fake_tensor")  # as long as nobody has loaded it, there is none
-    return module is not None and isinstance(tensor, module.FakeTensor)

@@ -26,9 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 from plait.errors import ConfigError, Problem
 from plait.ops.host import host_empty
-from plait.parallel.offload.lanes import is_fake
 from plait.parallel.units import Unit
-from plait.world import is_sharded, local_part
+from plait.world import has_values, is_sharded, local_part
 
 LEAST = 1 << 16
 """Smaller tensors stay: their copies would cost more than they free."""
@@ -120,7 +119,7 @@ class _Luggage:
         if fitting:
             return self._rooms.pop(min(fitting, key=lambda at: self._rooms[at][0].numel()))
         self.bytes += flat.nbytes
-        pinned = flat.is_cuda and not is_fake(flat)
+        pinned = flat.is_cuda and has_values(flat)
         return host_empty(flat.nbytes, dtype=torch.uint8, pinned=pinned), None
 
     def free(self, room: Tensor, mark: Any) -> None:
@@ -130,7 +129,7 @@ class _Luggage:
     def copy_out(self, room: Tensor, flat: Tensor, mark: Any) -> Any:
         """Copy to the host, once `flat` is computed and `room` was read; returns a mark."""
         target = room[: flat.nbytes].view(flat.dtype)
-        if not flat.is_cuda or is_fake(flat):
+        if not (flat.is_cuda and has_values(flat)):
             target.copy_(flat)
             return None
         stream = self._stream(0)
@@ -144,7 +143,7 @@ class _Luggage:
     def copy_back(self, room: Tensor, flat: Tensor) -> Any:
         """Copy from the host to memory that the current stream got; returns a mark."""
         source = room[: flat.nbytes].view(flat.dtype)
-        if not flat.is_cuda or is_fake(flat):
+        if not (flat.is_cuda and has_values(flat)):
             flat.copy_(source)
             return None
         stream = self._stream(1)

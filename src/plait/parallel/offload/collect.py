@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from plait.parallel.gradients import Gradients
 from plait.parallel.listening import listen
 from plait.parallel.offload.outbox import Outbox
 from plait.world import is_sharded, settled_part
-
-
-class Inner(Protocol):
-    """What sees to the gradients of a sharded model."""
-
-    def before_backward(self, *, last: bool) -> None:
-        """Prepare for one micro-batch."""
-
-    def finish(self) -> None:
-        """Complete the step's gradients."""
-
-    def after_forward_alone(self) -> None:
-        """A forward pass is over that no backward pass follows."""
 
 
 class StreamedGradients:
@@ -32,8 +20,13 @@ class StreamedGradients:
     For parameters whose gradients need no other rank, and for those of `fully_shard`, which sums over ranks itself.
     """
 
-    def __init__(self, outbox: Outbox, sum_dtype: Callable[[Tensor], torch.dtype], inner: Inner | None = None) -> None:
-        """`sum_dtype`: the format in which a gradient is summed over micro-batches; `inner` is told of passes too."""
+    def __init__(
+        self, outbox: Outbox, sum_dtype: Callable[[Tensor], torch.dtype], inner: Gradients | None = None
+    ) -> None:
+        """`sum_dtype` gives the format in which a gradient is summed over micro-batches.
+
+        `inner` sees to the gradients of a sharded model; whatever this one is told is passed on to it.
+        """
         self._inner = inner
         self._outbox = outbox
         self._sum_dtype = sum_dtype

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from plait.ops.host import host_empty
 
@@ -66,7 +65,7 @@ class Lanes:
             room.copy_(tensor)
 
     def backwards(self) -> AbstractContextManager[Any]:
-        """What copies back run under."""
+        """The context for copies back: the stream on which they run."""
         return torch.cuda.stream(self._back) if self._streams else nullcontext()
 
     def fills(self, tensor: Tensor) -> None:
@@ -118,8 +117,3 @@ class Scratch:
             piece[:size].view(dtype).view(shape)
             for piece, size, (shape, dtype) in zip(pieces, exact, needed, strict=True)
         ]
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no values, as in a plan."""
-    return isinstance(tensor, FakeTensor)

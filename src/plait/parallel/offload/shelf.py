@@ -60,7 +60,7 @@ class Shelf:
         return self.file.read_into(room[: self.size], 0)
 
     def write(self, room: Tensor) -> Transfer:
-        """Write it back."""
+        """Write a room of `size` bytes back to the file."""
         return self.file.write_from(room[: self.size], 0)
 
     def sync(self) -> None:

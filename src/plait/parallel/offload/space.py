@@ -42,7 +42,7 @@ def numbers_in_a_bucket(config: RunConfig, sizes: Sequence[int], names: Sequence
     if offload.budget_gib is None:
         return wanted
     budget = offload.budget_gib * 2**30
-    each = ROOMS * (4 + state_bytes(config)) + 8  # with a gradient, and a weight on its way back
+    each = _bytes_in_passing(config)
     limit = int((budget - min(_ASIDE, budget / 4)) / each)
     largest = max(range(len(sizes)), key=lambda index: sizes[index])
     if sizes[largest] > limit:
@@ -60,14 +60,14 @@ def host_need(config: RunConfig, numbers: int) -> float:
     """Bytes of host memory that one rank takes for so many trained numbers, beside what training takes anyway."""
     offload = config.strategy.offload
     away = numbers * (1.0 - offload.share - offload.host_ratio)
-    half = 2 if config.precision.compute in ("bf16", "fp16") else 4
-    gradients = half * (3 if offload.delayed else 1)  # two sets of them, and weights that are late
+    computing = _computing_bytes(config)
+    gradients = computing * (3 if offload.delayed else 1)  # two sets of them, and weights that are late
     in_memory = 4 + state_bytes(config) + gradients
-    params = numbers * half if offload.params == "cpu" else 0
+    params = numbers * computing if offload.params == "cpu" else 0
     if offload.optimizer == "nvme":
         bucket = offload.bucket_mb * 2**20 / 4
-        each = ROOMS * (4 + state_bytes(config)) + 8
-        rooms = min(bucket, away) * each if offload.budget_gib is None else offload.budget_gib * 2**30
+        passing = min(bucket, away) * _bytes_in_passing(config)
+        rooms = passing if offload.budget_gib is None else offload.budget_gib * 2**30
         return params + rooms + numbers * offload.host_ratio * in_memory
     return params + away * in_memory
 
@@ -75,9 +75,19 @@ def host_need(config: RunConfig, numbers: int) -> float:
 def file_need(config: RunConfig, numbers: int) -> float:
     """Bytes of disk that one rank takes."""
     offload = config.strategy.offload
-    half = 2 if config.precision.compute in ("bf16", "fp16") else 4
     away = numbers * (1.0 - offload.share - offload.host_ratio) if offload.optimizer == "nvme" else 0.0
-    return away * (4 + state_bytes(config)) + (numbers * half if offload.params == "nvme" else 0.0)
+    params = numbers * _computing_bytes(config) if offload.params == "nvme" else 0.0
+    return away * (4 + state_bytes(config)) + params
+
+
+def _computing_bytes(config: RunConfig) -> int:
+    """Of a number in the format that computes."""
+    return 2 if config.precision.compute in ("bf16", "fp16") else 4
+
+
+def _bytes_in_passing(config: RunConfig) -> float:
+    """Host memory for each number of a bucket in files: its rooms, a gradient, and a weight on its way back."""
+    return ROOMS * (4 + state_bytes(config)) + 8
 
 
 def check_space(config: RunConfig, world: World, sizes: Sequence[int], folder: Path | None) -> str:

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from plait.ops.host import host_empty
 from plait.parallel.offload.buckets import Bucket, Home, Sink, Span, plan_spans
-from plait.parallel.offload.lanes import Lanes, is_fake
+from plait.parallel.offload.lanes import Lanes
 from plait.parallel.offload.outbox import Outbox
 from plait.parallel.offload.params import ParamStream
 from plait.parallel.offload.passage import ROOMS, Passage
 from plait.parallel.offload.update import Updates
-from plait.world import local_part
+from plait.world import has_values, local_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Offload:
                     targets[index] = stream.target(place, targets[index].shape)
                     sinks[index] = None if not stream.in_files else partial(stream.put, place)
         # One lane each way: whoever writes weights on the host must know what still reads them.
-        self.lanes = Lanes(device, fake=is_fake(targets[0])) if stream is None else stream.lanes
+        self.lanes = Lanes(device, fake=not has_values(targets[0])) if stream is None else stream.lanes
         self.options = options
         shares: list[tuple[Home, float]] = [("device", options.ratio), ("cpu", options.host_ratio), (options.home, 1.0)]
         spans = plan_spans([target.numel() for target in targets], order, limit=options.limit, shares=shares)
@@ -110,10 +110,15 @@ class Offload:
     def host_bytes(self) -> float:
         """Host memory that this takes: masters, states, gradients on their way, and rooms for what is in files."""
         on_host = [bucket for bucket in self.buckets if bucket.span.home == "cpu"]
-        total = self._states_on_host() + (self.stream.host_bytes() if self.stream else 0)
-        total += sum(master.nbytes for bucket in on_host for master in bucket.masters)
         grads = sum(target.nbytes for bucket in on_host for target in bucket.targets)
-        return total + grads * (3 if self.options.delayed else 1)
+        return self.built_bytes() + self._states_on_host() + grads * (3 if self.options.delayed else 1)
+
+    def built_bytes(self) -> float:
+        """Of that, what is there before the first step: masters, and weights that do not live on the device."""
+        masters = (bucket.masters for bucket in self.buckets if bucket.span.home == "cpu")
+        return sum(master.nbytes for each in masters for master in each) + (
+            self.stream.host_bytes() if self.stream else 0
+        )
 
     def _states_on_host(self) -> float:
         """Of that, the states, and the rooms."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class Updates:
                 rooms = [None if _shares(master, target) else target for _, master, target in bucket.items()]
                 step_bucket(bucket, [grad.tensor for grad in grads], rooms, factor, clip_value)
             else:
-                bucket.update = self._submit(lambda b=bucket, g=grads: self._update(b, g, factor, clip_value, marks))  # type: ignore[misc]
+                bucket.update = self._submit(partial(self._update, bucket, grads, factor, clip_value, marks))
 
     def wait_for(self, bucket: Bucket, gathering: Any = None) -> None:
         """Until the model has a bucket's new weights; the device waits by itself for those that are on their way.

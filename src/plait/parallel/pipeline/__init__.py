@@ -14,7 +14,7 @@ from plait.parallel.pipeline.draw import draw_schedule
 from plait.parallel.pipeline.layers import LayerSpec, LayerStack, TiedLayerSpec
 from plait.parallel.pipeline.measure import agree, measure_layers
 from plait.parallel.pipeline.pipeline import Bubble, Pipeline
-from plait.parallel.pipeline.run import AnswerOf, BeforeBackward, LossOf
+from plait.parallel.pipeline.run import BeforeBackward, LossOf
 from plait.parallel.pipeline.schedule import (
     SCHEDULES,
     check_micro_batches,
@@ -28,11 +28,10 @@ from plait.parallel.pipeline.schedule import (
 from plait.parallel.pipeline.split import Plan, Stage, make_stages, plan_stages, tie_stages
 from plait.parallel.pipeline.tied import TiedWeights
 from plait.parallel.pipeline.timeline import theoretical_bubble
-from plait.parallel.pipeline.volume import bytes_sent
+from plait.parallel.pipeline.traffic import pipeline_traffic
 
 __all__ = [
     "SCHEDULES",
-    "AnswerOf",
     "BeforeBackward",
     "Bubble",
     "LayerSpec",
@@ -44,7 +43,6 @@ __all__ = [
     "TiedLayerSpec",
     "TiedWeights",
     "agree",
-    "bytes_sent",
     "check_micro_batches",
     "check_pipeline",
     "draw_schedule",
@@ -53,6 +51,7 @@ __all__ = [
     "make_table",
     "measure_layers",
     "nearest_legal",
+    "pipeline_traffic",
     "placement_of",
     "plan_stages",
     "resolve_virtual",

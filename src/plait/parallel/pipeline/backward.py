@@ -65,7 +65,7 @@ class Graph:
         ]
 
     def run_weights(self) -> None:
-        """The second half."""
+        """The second half: gradients of the weights; see [Note: two halves of a backward pass]."""
         if not self.inputs:
             self.run(self._gradients)
             return

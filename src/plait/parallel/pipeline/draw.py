@@ -26,20 +26,20 @@ text { fill: var(--ink); } .soft { fill: var(--soft); } .head { font-size: 14px;
 """
 
 
-def draw_schedule(name: str, stages: int, micro_batches: int, virtual: int | None = None) -> str:
-    """The SVG text of a schedule over `stages` ranks, each with `virtual` stages.
+def draw_schedule(word: str, ranks: int, micro_batches: int, virtual: int | None = None) -> str:
+    """The SVG text of a schedule over so many ranks, each with `virtual` stages.
 
-    A box bears the number of its micro-batch. The later one of a rank's stages it belongs to, the darker it is;
-    the full name of each is shown under the pointer. A backward pass is drawn twice as long as a forward pass.
+    A box bears the number of its micro-batch, and is darker the later its stage comes among those of the rank; its
+    full name is shown under the pointer. A backward pass is drawn twice as long as a forward pass.
     """
-    per_rank = resolve_virtual(name, virtual)
-    placement = placement_of(name, stages, virtual)
-    spans = simulate(make_table(name, stages, micro_batches, virtual), len(placement))
+    per_rank = resolve_virtual(word, virtual)
+    placement = placement_of(word, ranks, virtual)
+    spans = simulate(make_table(word, ranks, micro_batches, virtual), len(placement))
     length = length_of(spans)
     width = _LEFT + round(length * _UNIT) + 16
-    height = _TOP + stages * _ROW + _BOTTOM
+    height = _TOP + ranks * _ROW + _BOTTOM
     many = f", {per_rank} stages each" if per_rank > 1 else ""
-    title = f"{name}: {stages} ranks{many}, {micro_batches} micro-batches, {bubble_of(spans):.1%} idle"
+    title = f"{word}: {ranks} ranks{many}, {micro_batches} micro-batches, {bubble_of(spans):.1%} idle"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-label="{escape(title)}">',

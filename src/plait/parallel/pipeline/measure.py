@@ -19,19 +19,13 @@ PASSES = 3
 """The first warms up; of the others the fastest counts."""
 
 
-def measure_layers(
-    model: nn.Module | Sequence[Layer],
-    example: Any,
-    *,
-    device: torch.device,
-    take_input: Callable[[Any], Any] | None = None,
-) -> list[float]:
+def measure_layers(model: nn.Module | Sequence[Layer], example: Any, *, device: torch.device) -> list[float]:
     """Seconds of each layer's forward pass on one micro-batch; what lies around the layers counts to the outer ones.
 
     A model on the meta device stays there: each layer gets memory for as long as it runs, so no more than one
     layer, and what lies outside of all, is there at a time. The values in it are made up.
     """
-    outline = outline_of(model, take_input)
+    outline = outline_of(model)
     whole = outline.whole()
     if any(tensor.is_meta for tensor in (*whole.parameters(), *whole.buffers())):
         whole = deepcopy(whole)

@@ -79,18 +79,18 @@ class Outline(ABC):
         return [(module, self.take(module, extent)) for module, extent in zip(modules, extents, strict=True)]
 
 
-def outline_of(model: nn.Module | Sequence[Layer], take_input: Callable[[Any], Any] | None = None) -> Outline:
+def outline_of(model: nn.Module | Sequence[Layer]) -> Outline:
     """How a model is taken apart.
 
     That is known of a list of layers, an `nn.Sequential` (with others inside), a `transformers` causal language
-    model, and any model whose `forward` has an argument `hidden` (see [Note: a seam in forward]). `take_input`
-    picks what the first layer of a list is called with; without it, it is the first part of the inputs.
+    model, and any model whose `forward` has an argument `hidden` (see [Note: a seam in forward]). The first layer of a
+    list or an `nn.Sequential` is called with the first part of the inputs.
     """
     if isinstance(model, (list, tuple)):
-        return _Stack(model, take_input or first_part)
+        return _Stack(model)
     assert isinstance(model, nn.Module)
     if isinstance(model, nn.Sequential):
-        return _Sequential(model, take_input or first_part)
+        return _Sequential(model)
     if "hidden" in inspect.signature(type(model).forward).parameters:
         return _Seam(model)
     if hasattr(model, "get_input_embeddings") and hasattr(model, "base_model_prefix"):
@@ -198,9 +198,8 @@ class _Seam(Outline):
 class _Sequential(Outline):
     """An `nn.Sequential`; those inside it are opened, so a cut may go through them."""
 
-    def __init__(self, model: nn.Sequential, take_input: Callable[[Any], Any]) -> None:
+    def __init__(self, model: nn.Sequential) -> None:
         self._model = model
-        self._take_input = take_input
         self.layers = [name for name, _ in _opened(model)]
 
     def costs(self) -> list[float]:
@@ -214,7 +213,7 @@ class _Sequential(Outline):
         for name in gone:
             parent, _, key = name.rpartition(".")
             del module.get_submodule(parent)._modules[key]
-        return _call_in_row(self._take_input, extent)
+        return _call_in_row(extent)
 
     def shared(self, extents: Sequence[Extent]) -> Mapping[str, tuple[int, ...]]:
         stage_of: dict[int, set[int]] = {}
@@ -247,9 +246,8 @@ def _opened(model: nn.Sequential, prefix: str = "") -> Iterator[tuple[str, nn.Mo
 class _Stack(Outline):
     """A list of layers; a stage builds only its own."""
 
-    def __init__(self, layers: Sequence[Layer], take_input: Callable[[Any], Any]) -> None:
+    def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = list(layers)
-        self._take_input = take_input
         self.layers = [str(index) for index in range(len(layers))]
 
     def costs(self) -> list[float]:
@@ -270,7 +268,7 @@ class _Stack(Outline):
         return [(stack, self.take(stack, extent)) for stack, extent in zip(stacks, extents, strict=True)]
 
     def take(self, module: nn.Module, extent: Extent) -> Call:
-        return _call_in_row(self._take_input, extent)
+        return _call_in_row(extent)
 
     def shared(self, extents: Sequence[Extent]) -> Mapping[str, tuple[int, ...]]:
         stages: dict[str, list[int]] = {}
@@ -291,8 +289,8 @@ class _Stack(Outline):
         return found
 
 
-def _call_in_row(take_input: Callable[[Any], Any], extent: Extent) -> Call:
+def _call_in_row(extent: Extent) -> Call:
     def call(module: nn.Module, inputs: Any, handed: Any) -> Any:
-        return module(take_input(inputs) if extent.starts else handed)
+        return module(first_part(inputs) if extent.starts else handed)
 
     return call

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from plait.parallel.pipeline.clock import Clock
-from plait.parallel.pipeline.run import AnswerOf, BeforeBackward, LossOf, Run
+from plait.parallel.pipeline.run import BeforeBackward, LossOf, Run
 from plait.parallel.pipeline.schedule import (
     Table,
     find_schedule,
@@ -110,11 +110,6 @@ class Pipeline:
         )
 
     @property
-    def has_first(self) -> bool:
-        """Whether the first stage is on this rank."""
-        return self.placement[0] == self.rank
-
-    @property
     def has_last(self) -> bool:
         """Whether the last stage is on this rank: here the loss is known."""
         return self.placement[-1] == self.rank
@@ -131,20 +126,15 @@ class Pipeline:
         run = self._run(micro_batches, loss_of=loss_of, before_backward=before_backward)
         self._perform(run, self._program(len(micro_batches), backward=True))
 
-    def forward(self, micro_batches: Sequence[Any], answer_of: AnswerOf | None = None) -> list[Any]:
-        """Forward passes alone, without gradients: the model's answers, or what `answer_of` makes of them.
+    def forward(self, micro_batches: Sequence[Any]) -> list[Any]:
+        """Forward passes alone, without gradients; returns the model's answers.
 
         They are where the last stage is; elsewhere the list is empty. Any number of micro-batches will do.
         """
-        run = self._run(micro_batches, answer_of=answer_of)
+        run = self._run(micro_batches)
         with torch.no_grad():
             self._perform(run, self._program(len(micro_batches), backward=False))
         return [run.answers[index] for index in sorted(run.answers)]
-
-    def from_last(self, tensor: Tensor) -> Tensor:
-        """Give every rank the last stage's tensor, in place; its shape must be known everywhere."""
-        dist.broadcast(tensor, group=self._group, group_src=self.placement[-1])
-        return tensor
 
     def bubble(self) -> Bubble | None:
         """The idle share of all steps so far; None before any. To be called by all ranks of the group."""

@@ -22,9 +22,6 @@ from plait.parallel.pipeline.transport import Arrival, Form, Transport, form_of_
 LossOf = Callable[[Any, Any, int], Tensor]
 """(the model's answer, the micro-batch, its number) → the scalar to call backward on. Runs on the last stage."""
 
-AnswerOf = Callable[[Any, Any, int], Any]
-"""(the model's answer, the micro-batch, its number) → what to keep of it. Runs on the last stage."""
-
 BeforeBackward = Callable[[Stage, bool], None]
 """(stage, whether it is the stage's last of this step): called before gradients of parameters are accumulated."""
 
@@ -42,15 +39,13 @@ class Run:
         splits: bool,
         loss_of: LossOf | None = None,
         before_backward: BeforeBackward | None = None,
-        answer_of: AnswerOf | None = None,
     ) -> None:
         self.micro_batches = micro_batches
         self.training = loss_of is not None
         self.answers: dict[int, Any] = {}
-        """What the last stage answered, or what `answer_of` made of it; not while training."""
+        """What the last stage answered, by micro-batch; not while training."""
         self._loss_of = loss_of
         self._before_backward = before_backward
-        self._answer_of = answer_of
         self._transport = transport
         self._clock = clock
         self._splits = splits
@@ -128,7 +123,7 @@ class Run:
 
     def _finish_forward(self, stage: Stage, index: int, leaves: list[Tensor], answer: Any, inputs: Any) -> None:
         if self._loss_of is None:
-            self.answers[index] = answer if self._answer_of is None else self._answer_of(answer, inputs, index)
+            self.answers[index] = answer
             return
         loss = self._loss_of(answer, inputs, index)
         if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -234,8 +234,7 @@ def forward_table(placement: Sequence[int], micro_batches: int) -> Table:
     """Forward passes alone, for any placement: whoever is free takes what has come furthest."""
     ranks = max(placement) + 1
     table: list[list[Action]] = [[] for _ in range(ranks)]
-    reached = [0] * micro_batches
-    """The stage that each micro-batch waits for."""
+    reached = [0] * micro_batches  # the stage that each micro-batch waits for
     while any(stage < len(placement) for stage in reached):
         ready: dict[int, int] = {}
         for index, stage in enumerate(reached):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from torch import nn
 
@@ -52,12 +51,11 @@ class Plan:
     """Which stage holds which layers, and which rank holds which stage; the same on every rank."""
 
     outline: Outline
-    schedule: str
-    ranks: int
-    virtual: int
     bounds: Bounds
     placement: tuple[int, ...]
+    """The rank of each stage."""
     tied: Mapping[str, tuple[int, ...]]
+    """Parameters that several stages hold, by name, with these stages in order."""
 
     @property
     def stages(self) -> int:
@@ -77,7 +75,6 @@ def plan_stages(
     virtual: int | None = None,
     split: str | Sequence[str] = "parameters",
     costs: Sequence[float] | None = None,
-    take_input: Callable[[Any], Any] | None = None,
 ) -> Plan:
     """Decide who holds what; nothing is changed or built.
 
@@ -85,7 +82,7 @@ def plan_stages(
     names of the first layers of all stages but the first.
     """
     placement = placement_of(schedule, ranks, virtual)
-    outline = outline_of(model, take_input)
+    outline = outline_of(model)
     if split == "parameters":
         bounds = balance(outline.costs(), len(placement))
     elif split == "time":
@@ -94,15 +91,7 @@ def plan_stages(
     else:
         names = [split] if isinstance(split, str) else split
         bounds = cut_at(names, outline.layers, len(placement))
-    return Plan(
-        outline,
-        schedule,
-        ranks,
-        len(placement) // ranks,
-        bounds,
-        placement,
-        outline.shared(_extents(bounds)),
-    )
+    return Plan(outline, bounds, placement, outline.shared(_extents(bounds)))
 
 
 def make_stages(plan: Plan, rank: int, *, one_copy: bool = False) -> list[Stage]:

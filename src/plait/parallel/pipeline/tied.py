@@ -59,19 +59,6 @@ class TiedWeights:
             _local(target).copy_(_local(source))
             target.grad = None
 
-    @torch.no_grad()
-    def equalize(self) -> None:
-        """Give every holder the owner's values; for models whose first values are not a function of names."""
-        for name, holders in sorted(self.holders.items()):
-            own = {
-                index: _local(self._stages[index].module.get_parameter(name))
-                for index in holders
-                if index in self._stages
-            }
-            first = self._exchange(own, holders)[0].clone()
-            for tensor in own.values():
-                tensor.copy_(first)
-
     def _trained(self, name: str) -> bool:
         stage = next(self._stages[index] for index in self.holders[name] if index in self._stages)
         return stage.module.get_parameter(name).requires_grad

@@ -76,14 +76,14 @@ def length_of(spans: Sequence[Sequence[Span]]) -> float:
     return max(rank[-1].end for rank in spans)
 
 
-def theoretical_bubble(name: str, stages: int, micro_batches: int, virtual: int | None = None) -> float:
-    """The idle share of a step, were all stages equally long and sending free.
+def theoretical_bubble(word: str, ranks: int, micro_batches: int, virtual: int | None = None) -> float:
+    """The idle share of a step under a schedule, were all stages equally long and sending free.
 
-    `stages` is the number of ranks in the pipeline, each with `virtual` stages. For GPipe and 1F1B over p ranks
-    it is (p - 1) / (m + p - 1), interleaved (p - 1) / (v·m + p - 1); for the others it follows from the table.
+    Each rank has `virtual` stages. For GPipe and 1F1B over p ranks it is (p - 1) / (m + p - 1), interleaved
+    (p - 1) / (v·m + p - 1); for the others it follows from the table.
     """
-    table = make_table(name, stages, micro_batches, virtual)
-    return bubble_of(simulate(table, len(placement_of(name, stages, virtual))))
+    table = make_table(word, ranks, micro_batches, virtual)
+    return bubble_of(simulate(table, len(placement_of(word, ranks, virtual))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class TensorForm:
     needs_grad: bool
 
     def empty(self, device: torch.device) -> Tensor:
-        """Room for one."""
+        """A tensor like it, without values."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
@@ -45,16 +45,16 @@ class Form:
 
     @property
     def tensors(self) -> list[TensorForm]:
-        """Those of the tensors, in order."""
+        """The forms of its tensors, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorForm)]
 
     def written(self) -> bytes:
-        """It, in bytes."""
+        """The form as bytes, to be sent ahead of the tensors."""
         return pickle.dumps((tree_unflatten(range(len(self.leaves)), self.structure), self.leaves))
 
     @staticmethod
     def read(data: bytes) -> Form:
-        """What was written."""
+        """The form that `written` made bytes of."""
         skeleton, leaves = pickle.loads(data)
         return Form(tree_flatten(skeleton)[1], leaves)
 

@@ -9,13 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from plait.errors import ConfigError, ModelError, Problem
+from plait.parallel.hf import is_transformers_model
 from plait.parallel.tensor.async_tp import enable_async
 from plait.parallel.tensor.dropout import OwnRandom
 from plait.parallel.tensor.linear import is_linear
 from plait.parallel.tensor.parameters import Placed
 from plait.parallel.tensor.plan import WORDS, check_sequence_plan, outer, read_plan
 from plait.parallel.tensor.style import PLAN_KEY, Site, Style
-from plait.parallel.tensor.transformers_plan import is_transformers_model, transformers_words
+from plait.parallel.tensor.transformers_plan import transformers_words
 from plait.parallel.tensor.vocabulary import answer_whole
 
 

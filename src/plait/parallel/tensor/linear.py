@@ -213,7 +213,7 @@ def in_features(module: nn.Module) -> int:
 
 
 def out_features(module: nn.Module) -> int:
-    """How many it has after it."""
+    """How many numbers a token has after the layer."""
     return int(_weight(module).shape[0 if _out_first(module) else 1])
 
 

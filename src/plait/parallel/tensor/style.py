@@ -90,13 +90,13 @@ class Style(ParallelStyle):
         found = type(self.site.module).__name__
         return [Problem(PLAN_KEY, f"`{word}` works on {wanted}, but {self.site.name!r} is a {found}")]
 
-    def indivisible(self, what: str, count: int, remedy: str = "") -> list[Problem]:
+    def indivisible(self, what: str, count: int) -> list[Problem]:
         """The problem of a count that the ranks cannot share evenly; none where they can."""
         if count % self.site.size == 0:
             return []
         sizes = [str(n) for n in range(1, min(count, 64) + 1) if count % n == 0]
         message = f"{self.site.size} ranks cannot share {count} {what} of {self.site.name!r}"
-        return [Problem(SIZE_KEY, message, remedy or f"sizes that can: {', '.join(sizes)}")]
+        return [Problem(SIZE_KEY, message, f"sizes that can: {', '.join(sizes)}")]
 
 
 def around(

@@ -52,11 +52,6 @@ _COLUMNS = frozenset({"colwise", "colwise_gather", "heads", "kv_heads", "qkv_hea
 _ROWS = frozenset({"rowwise", "rowwise_split"})
 
 
-def is_transformers_model(model: nn.Module) -> bool:
-    """Whether a model comes from `transformers`."""
-    return any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__)
-
-
 def transformers_words(model: nn.Module) -> dict[str, str]:
     """The word of each module of a `transformers` model that takes part."""
     words = _layers(model)

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from plait.config.encoding import as_utf8
 from plait.errors import DataError, MissingExtraError
 
 Row = tuple[str, Mapping[str, Any] | str]
@@ -38,6 +39,9 @@ def _lines(path: Path) -> Iterator[Row]:
             where = f"{path}, line {number}"
             try:
                 row = json.loads(line)
+            except UnicodeDecodeError:
+                yield where, f"not UTF-8 text: {as_utf8(line)}"
+                continue
             except ValueError as error:
                 yield where, f"not JSON: {error}"
                 continue

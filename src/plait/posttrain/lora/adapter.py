@@ -73,7 +73,7 @@ def read_adapter(path: str | Path, model: nn.Module | None = None) -> Adapter:
     """
     folder = Path(path)
     try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{folder} holds no adapter: there is no {CONFIG}") from None
     except ValueError as error:
@@ -158,7 +158,7 @@ def save_adapter(
         draft = folder / f".{WEIGHTS}.tmp"
         save_file({f"{PREFIX}{name}": tensor for name, tensor in kept.items()}, draft, metadata={"format": "pt"})
         draft.replace(folder / WEIGHTS)
-        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         (folder / HEAD).unlink(missing_ok=True)
         if head:
             save_file({name: tensor.detach().cpu().contiguous() for name, tensor in head.items()}, folder / HEAD)

@@ -27,7 +27,7 @@ from plait.posttrain.online.critic import Judging
 from plait.posttrain.online.experience import Experience
 from plait.posttrain.online.settings import Online
 from plait.precision import make_policy
-from plait.runner.forecast import Foresight
+from plait.runner.forecast import SPLIT, Foresight
 from plait.spec import EventKind
 from plait.world import detect_ranks
 
@@ -66,6 +66,9 @@ class OnlineForesight(Foresight):
         """Plan the policy's training with answers as long as they may be, and add the others."""
         config, ranks = self._runner.config, detect_ranks()
         if config.plan.gate == "off" or ranks.rank != 0 or dist.is_initialized():
+            return
+        if ranks.split > 1:
+            self._found = SPLIT
             return
         micro = self._micro(ranks, data)
         if micro is None:

@@ -65,6 +65,11 @@ class OnlineRunner(PhaseRunner):
         self._assemble(engine)
         return engine
 
+    def _build(self) -> None:
+        super()._build()
+        if self.cast.critic is not None:  # it learns in steps of its own, and memory may be short in those
+            self.cast.critic.on_phase = self.engine.on_phase
+
     def _assemble(self, engine: ManualEngine) -> None:
         config, online, data = self.config, self.online, self.phase_data
         rollout, context, stop = online.rollout, longest(config), self._stop_of()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from plait.errors import GenerateError
 from plait.generate import Completion, HybridEngine, Sampling
 from plait.generate.speaker import cut
 from plait.posttrain.data.prompts import Check, Prompt
@@ -59,12 +60,19 @@ class Writer:
     def _generate(
         self, asked: Sequence[Sequence[int]], sampling: Sampling, keys: Sequence[int], *, verify: bool
     ) -> list[Completion]:
-        found = self._hybrid.generate(asked, sampling, keys=keys)
-        if verify:
-            mode = self._hybrid.mode
-            self._hybrid.verify(asked[:VERIFIED], found[:VERIFIED])
-            if self._hybrid.mode != mode:  # those answers were not the policy's
-                found = self._hybrid.generate(asked, sampling, keys=keys)
+        try:
+            found = self._hybrid.generate(asked, sampling, keys=keys)
+            if verify:
+                mode = self._hybrid.mode
+                self._hybrid.verify(asked[:VERIFIED], found[:VERIFIED])
+                if self._hybrid.mode != mode:  # those answers were not the policy's
+                    found = self._hybrid.generate(asked, sampling, keys=keys)
+        except torch.OutOfMemoryError as error:
+            # Smaller micro-batches, which a run without memory is otherwise started again with, change nothing here.
+            raise GenerateError(
+                f"memory was short while answers were written: {str(error).partition('.')[0]}; write a smaller "
+                "`rollout.max_rows`, the answers that a rank writes at once, or a smaller `rollout.max_new_tokens`"
+            ) from error
         return found
 
     def _answer(self, prompt: Prompt, found: Completion) -> Answer:

@@ -51,7 +51,7 @@ def newest(folder: Path) -> Path | None:
 def ending(folder: Path) -> str | None:
     """Why the last run in a folder ended; None where none came to an end."""
     try:
-        return str(json.loads((folder / "report.json").read_text())["reason"])
+        return str(json.loads((folder / "report.json").read_text(encoding="utf-8"))["reason"])
     except (OSError, ValueError, KeyError):
         return None
 

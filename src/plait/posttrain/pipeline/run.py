@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from plait.launch import STOPPED_CODES
 from plait.posttrain.pipeline.chain import Step
 from plait.posttrain.pipeline.folder import State, ending, newest, state_of, write_description
 from plait.posttrain.pipeline.summary import draw_report
-from plait.runner.signals import STOPPED
 
 Start = Callable[[list[str]], int]
 """Runs a command of `plait`, given without its name, on every rank; returns its exit code."""
@@ -37,7 +37,7 @@ def run_steps(steps: Sequence[Step], start: Start, say: Callable[[str], None]) -
         code = start(command_of(step, write_description(step)))
         if (page := draw_report(step)) is not None:
             say(f"{name}: {page}")
-        if code in STOPPED.values():
+        if code in STOPPED_CODES:
             say(f"{name}: was stopped; what there is lies in {step.folder}")
             return code
         if code != 0:
@@ -46,5 +46,5 @@ def run_steps(steps: Sequence[Step], start: Start, say: Callable[[str], None]) -
         if state_of(step) is not State.COMPLETE:
             reason = ending(step.folder) or "no reason is written down"
             say(f"{name}: ended early ({reason})")
-            return STOPPED.get(reason, 1)  # the run itself ended cleanly, with 0
+            return 1
     return 0

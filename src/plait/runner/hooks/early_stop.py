@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class EarlyStop(Hook):
-    """Ends the run after `patience` validations in a row without a gain of at least `min_delta`."""
+    """Ends the run when more than `patience` validations in a row had no gain of at least `min_delta`."""
 
     name = "early_stop"
 

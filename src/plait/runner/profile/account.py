@@ -34,6 +34,8 @@ _EXPECTED = "expected"
 _LAYERS = (ASIDE, COMPUTE, (COMMUNICATION, _EXPECTED), ("copies",), ("update",), ("data",))
 """Who is given a moment, in this order."""
 _LAYER_OF = {kind: index for index, kinds in enumerate(_LAYERS) for kind in kinds}
+_OPERATORS = 40
+"""So many are kept, the longest."""
 Interval = tuple[float, float, str]
 
 
@@ -151,8 +153,8 @@ def _rank(kind: str) -> tuple[int, int]:
     return _LAYER_OF[kind], KINDS.index(kind) if kind in KINDS else len(KINDS)
 
 
-def account_of(lanes: Lanes, *, top: int = 40) -> TimeAccount:
-    """Add up."""
+def account_of(lanes: Lanes) -> TimeAccount:
+    """Add up the moments by kind, phase, operator and module."""
     trace, steps = lanes.trace, len(lanes.trace.steps)
     start, end = trace.window
     scale = 1e-3 / steps
@@ -175,5 +177,5 @@ def account_of(lanes: Lanes, *, top: int = 40) -> TimeAccount:
             module = found.modules.setdefault(each.module, {"forward": 0.0, "backward": 0.0})
             module["forward" if each.phase == "forward" else "backward"] += each.length * scale
     found.kinds = {kind: found.kinds[kind] for kind in KINDS if kind in found.kinds}
-    found.operators = sorted(operators.values(), key=lambda use: -use.ms)[:top]
+    found.operators = sorted(operators.values(), key=lambda use: -use.ms)[:_OPERATORS]
     return found

@@ -36,12 +36,12 @@ class Measured:
     """When steps ended, by their number."""
 
     def recorded_ms(self) -> float:
-        """One of the recorded steps."""
+        """Milliseconds of a recorded step, by the clock."""
         first, steps = self.config.start - 1, self.config.steps
         return (self.clock[first + steps] - self.clock[first]) * 1e3 / steps
 
     def plain_ms(self) -> float | None:
-        """One of the steps before that, without the first two; None where there were none."""
+        """Milliseconds of a step before the profile began, without the first two; None where there were none."""
         last = self.config.start - 3
         return (self.clock[last] - self.clock[2]) * 1e3 / (last - 2) if last > 2 else None
 

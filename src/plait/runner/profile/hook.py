@@ -113,7 +113,7 @@ class Profile(Hook):
         self._unmark()
 
     def before_save(self, runner: Runner) -> None:
-        """So does saving."""
+        """A save between recorded steps shows as one, too."""
         self._mark("saving")
 
     def after_save(self, runner: Runner) -> None:
@@ -211,7 +211,7 @@ class Profile(Hook):
         ranks = world.gather(rank_time(world.rank, time, self._counted))
         if world.is_main:
             self.report = report = assemble(runner, measured, lanes, time, ranks)
-            (self._folder / "profile.json").write_text(json.dumps(report.as_json(), indent=1))
+            (self._folder / "profile.json").write_text(json.dumps(report.as_json(), indent=1), encoding="utf-8")
             write_page(report, lanes, self._folder)
             text = f"profile: {report.summary()}; {self._folder / 'profile.html'}"
             runner.emit(EventKind.MESSAGE, level="info", text=text)

@@ -37,7 +37,6 @@ class Trace:
     """The thread that trains."""
     threads: dict[int, list[Span]]
     """Operators and marks of the host, by thread."""
-    thread_names: dict[int, str]
     streams: dict[int, list[Span]]
     """What ran on the device, by stream; empty where all is on the host."""
     launches: dict[int, tuple[int, float]]
@@ -46,7 +45,7 @@ class Trace:
     phases: Phases = field(default_factory=lambda: Phases([], []))
 
     def asides(self) -> list[Span]:
-        """Validations, and the like."""
+        """What happened between steps: validations and saves."""
         return [span for span in self.threads[self.main] if MARKS.get(span.name) in ASIDE]
 
     @property
@@ -103,13 +102,10 @@ def read_trace(path: Path) -> Trace:
     """Read a file that `torch.profiler` wrote, with steps marked."""
     threads: dict[int, list[Span]] = defaultdict(list)
     streams: dict[int, list[Span]] = defaultdict(list)
-    names: dict[int, str] = {}
     launches: dict[int, tuple[int, float]] = {}
     steps: list[tuple[float, float]] = []
     main = None
-    for event in json.loads(path.read_text())["traceEvents"]:
-        if event.get("ph") == "M" and event.get("name") == "thread_name":
-            names[event["tid"]] = str(event["args"]["name"])
+    for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]:
         if event.get("ph") != "X":
             continue
         category, lane, args = event.get("cat", ""), event["tid"], event.get("args", {})
@@ -131,4 +127,4 @@ def read_trace(path: Path) -> Trace:
         (span for span in threads[main] if span.name.startswith(PHASE)),
         (span for spans in threads.values() for span in spans if span.name.startswith(_BACKWARD)),
     )
-    return Trace(main, dict(threads), names, dict(streams), launches, sorted(steps), phases)
+    return Trace(main, dict(threads), dict(streams), launches, sorted(steps), phases)

@@ -127,7 +127,7 @@ class FlatParamStates(ScatteredStates):
             mine.data.copy_(part.view(mine.shape))
 
     def write_computing(self, param: Any, whole: Tensor) -> None:
-        """The same place."""
+        """The parameter has one place, for the fp32 weights and for computing."""
         self.write(param, None, whole)
 
     def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, whole: bool) -> None:
@@ -160,7 +160,7 @@ class ChunkStates(ScatteredStates):
         return home
 
     def read(self, param: Any, key: str | None) -> Tensor:
-        """Gathered by Gemini."""
+        """The whole, which Gemini gathers from its chunks."""
         if key is None:
             found: Tensor = self._model.state_dict(only_rank_0=False)[self._names[id(param)]]
             return found.to(param.device).float()
@@ -181,10 +181,10 @@ class ChunkStates(ScatteredStates):
         self.write(param, key, torch.zeros(shape, dtype=dtype, device=param.device))
 
     def write_computing(self, param: Any, whole: Tensor) -> None:
-        """With the others."""
+        """Kept until `publish`, like the trained ones."""
         self.write(param, None, whole)
 
     def publish(self) -> None:
-        """Gemini's own loading."""
+        """Hand all weights written since the last time to Gemini, which loads them at once."""
         self._model.load_state_dict(self._written, strict=False)
         self._written = {}

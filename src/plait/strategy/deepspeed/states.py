@@ -82,7 +82,7 @@ class FlatStates(States):
         return source.narrow(0, at.start, at.numel)
 
     def publish(self) -> None:
-        """DeepSpeed's own function."""
+        """Let DeepSpeed round its fp32 weights into what computes."""
         self.wrapper.update_lp_params()
 
 

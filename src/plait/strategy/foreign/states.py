@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 
 class States(ABC):
-    """Weights and states by parameter."""
+    """The fp32 weights and optimizer states of a library, read and written whole, parameter by parameter."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         """`optimizer` is the torch optimizer inside the library's."""
@@ -28,17 +28,17 @@ class States(ABC):
 
     @abstractmethod
     def write(self, param: Any, key: str | None, whole: Tensor) -> None:
-        """Set it."""
+        """Set what `read` reads, from a whole tensor."""
 
     def write_computing(self, param: Any, whole: Tensor) -> None:
-        """Set what computes."""
+        """Set the values that the model computes with, which may be rounded."""
         param.data.copy_(whole)
 
     def publish(self) -> None:  # noqa: B027  # where what is written computes
         """Bring what computes up to date with the weights."""
 
     def state(self, param: Any) -> dict[str, Any]:
-        """What the torch optimizer keeps."""
+        """What the torch optimizer keeps for a parameter, by name."""
         found: dict[str, Any] = self.optimizer.state.get(self.home(param), {})
         return found
 
@@ -74,12 +74,12 @@ class PlainStates(States):
         return found
 
     def read(self, param: Any, key: str | None) -> Tensor:
-        """It is there."""
+        """Every rank has it whole: nothing is gathered."""
         found: Tensor = self.home(param) if key is None else self.state(param)[key]
         return found.detach()
 
     def write(self, param: Any, key: str | None, whole: Tensor) -> None:
-        """Copied in place."""
+        """Copy it in place; also, rounded, into what computes."""
         self.read(param, key).copy_(whole)
         if key is None and id(param) in self._masters:
             self.write_computing(param, whole)

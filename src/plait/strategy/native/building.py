@@ -62,26 +62,35 @@ def _initializer_of(module: nn.Module) -> Initializer | None:
     return initializer
 
 
-def warn_of_smaller_range(config: RunConfig, module: nn.Module, say: Callable[[str], None]) -> None:
-    """Say that weights which were trained in bf16 are about to be computed with in fp16."""
-    if config.precision.compute == "fp16" and "bfloat16" in (_stored_dtype(config), _own_dtype(module)):
-        say(SMALLER_RANGE)
-
-
 SMALLER_RANGE = (
     "the weights were trained in bf16, and precision is fp16, which ends at 65504: what such a model computes may lie "
     "beyond, and the loss scale then falls to its minimum; write precision: bf16 where the device has it"
 )
 
 
+def warn_of_smaller_range(config: RunConfig, module: nn.Module, say: Callable[[str], None]) -> None:
+    """Say that weights which were trained in bf16 are about to be computed with in fp16."""
+    if config.precision.compute == "fp16" and "bfloat16" in (_stored_dtype(config), _own_dtype(module)):
+        say(SMALLER_RANGE)
+
+
+def _pretrained(config: RunConfig) -> str | None:
+    """The folder of `transformers` that the weights come from; None where they come from nowhere."""
+    described = config.model
+    if described is None or described.type != "hf" or not described.pretrained:
+        return None
+    return described.path
+
+
 def _stored_dtype(config: RunConfig) -> str | None:
-    """What a folder of `transformers` says of its weights."""
-    if config.model is None or config.model.type != "hf" or config.model.path is None or not config.model.pretrained:
+    """The format of the weights, as their folder says."""
+    folder = _pretrained(config)
+    if folder is None:
         return None
     try:
-        stored = json.loads((Path(config.model.path) / "config.json").read_text())
+        stored = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None  # who reads the weights says what is wrong
+        return None  # whoever reads the weights says what is wrong
     found = stored.get("dtype", stored.get("torch_dtype"))
     return found if isinstance(found, str) else None
 
@@ -94,11 +103,13 @@ def _own_dtype(module: nn.Module) -> str | None:
 def load_pretrained_into(
     skeleton: nn.Module, module: nn.Module, config: RunConfig, *, keep: materialize.Keep | None = None
 ) -> None:
-    """Fill a model from a folder of `transformers`; of a stage, what it has. The skeleton has all names and shapes.
+    """Fill a model, or the stages of one that this rank holds, from a folder of `transformers`.
 
-    `keep` is given what the parameters may round.
+    `skeleton` is the whole model, whose names and shapes say what the folder must have. `keep` is given the values of
+    each parameter before they are rounded.
     """
-    if config.model is None or config.model.type != "hf" or config.model.path is None or not config.model.pretrained:
+    folder = _pretrained(config)
+    if folder is None:
         return
     from plait.models.hf import load_pretrained
 
@@ -110,4 +121,4 @@ def load_pretrained_into(
             if keep is None or not isinstance(tensor, nn.Parameter) or not keep(tensor, whole):
                 materialize.assign_whole(tensor, whole)
 
-    load_pretrained(skeleton, config.model.path, put)
+    load_pretrained(skeleton, folder, put)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError, TrainingError
+from plait.parallel.gradients import Gradients
 from plait.parallel.replicate import average_buffers
 from plait.precision import EarlierScales, Policy
 from plait.spec import Phase
@@ -27,26 +28,15 @@ if TYPE_CHECKING:
     from plait.strategy.native.staged import StagedSteps
 
 
-class Gradients(Protocol):
-    """What collects gradients over micro-batches and ranks."""
-
-    def before_backward(self, *, last: bool) -> None:
-        """Prepare for one micro-batch."""
-
-    def finish(self) -> None:
-        """Complete the step's gradients."""
-
-    def after_forward_alone(self) -> None:
-        """A forward pass is over that no backward pass follows."""
-
-
 class Done(NamedTuple):
     """A step that was taken, and what there is to explain it by."""
 
     result: StepResult
     step: int
     again: Callable[[], Any]
+    """Repeats its last forward pass."""
     norms: Tensor | None
+    """The norm of each gradient, where the gradients themselves will be gone."""
 
 
 class NativeEngine(SteppingEngine):
@@ -93,7 +83,8 @@ class NativeEngine(SteppingEngine):
         """The ranks that see other data for the same parameters."""
         self.on_phase: Callable[[Phase], None] = unheard
         """Is told what this rank begins to do."""
-        self._after_step = [part.after_step for part in getattr(model, "parts", [model]) if hasattr(part, "after_step")]
+        parts = [model] if staged is None else [stage.module for stage in staged.pipeline.stages]
+        self._after_step: list[Any] = [part.after_step for part in parts if hasattr(part, "after_step")]
         model.train()
 
     # ---- one step

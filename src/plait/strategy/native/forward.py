@@ -39,7 +39,7 @@ class Forward:
         self._cut = cut
         self._before = before
         self._say = say
-        # A row of layers takes one thing. In a pipeline that is the first part of a micro-batch, so it is here.
+        # An `nn.Sequential` takes one argument. A pipeline calls it with the first part of a micro-batch, and so do we.
         self._is_row = type(model).forward is nn.Sequential.forward
         self.plain = self._move is None and self._context is None and cut is None and not compiled and before is None
         """Whether nothing has to be done to inputs, nor around a call."""
@@ -53,7 +53,7 @@ class Forward:
         return inputs if self._cast_to is None else cast_floats(inputs, self._cast_to)
 
     def context(self) -> AbstractContextManager[Any]:
-        """What a call runs under."""
+        """The context for a forward pass that a pipeline runs. What must be done before the pass is done here."""
         if self._before is not None:
             self._before()
         return nullcontext() if self._context is None else self._context

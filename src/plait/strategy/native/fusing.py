@@ -23,7 +23,8 @@ def use_fp8(
     layers = apply_fp8([(unit.name, unit.module) for unit in units] or [("", module)], wanted, device)
     if not layers:
         return {}
-    say(f"fp8 ({wanted.recipe}): {len(layers)} linear layers multiply in 8 bits, the rest is bf16")
+    head = ", and so does the head in its backward pass" if wanted.head else ""
+    say(f"fp8 ({wanted.recipe}): {len(layers)} linear layers multiply in 8 bits{head}, the rest is bf16")
     if config.strategy.compile.enabled or wanted.emulate:
         return layers
     slow = "finding scales and rounding take more time than the products save"
@@ -32,6 +33,16 @@ def use_fp8(
     elif not has_kernels(torch.empty(0, device=device)):
         say(f"fp8 without the package triton and without strategy.compile: {slow}")
     return layers
+
+
+def use_fp8_at_the_head(module: nn.Module, config: RunConfig) -> None:
+    """Let the head compute its gradients in 8 bits where `precision.fp8.head` wants that; the model is whole yet."""
+    wanted, compiler = config.precision.fp8, config.strategy.compile
+    if not wanted.head:
+        return
+    from plait.models.fp8_head import use_fp8_head  # which loads `models.hf`
+
+    use_fp8_head(module, emulated=wanted.emulate, traced=compiler.enabled and compiler.scope == "model")
 
 
 def use_kernels(module: nn.Module, config: RunConfig, device: torch.device, say: Say) -> None:
@@ -47,4 +58,4 @@ def use_kernels(module: nn.Module, config: RunConfig, device: torch.device, say:
 
     counts = fuse(module)
     if counts:
-        say(f"kernels for {', '.join(f'{count} {kind}' for kind, count in counts.items())}")
+        say(f"strategy.kernels: fused kernels for {', '.join(f'{count} {kind}' for kind, count in counts.items())}")

@@ -77,6 +77,7 @@ class Sums(NamedTuple):
     """The sum of the loss; without a divisor, its mean."""
     count: Tensor | float  # type: ignore[assignment]  # hides tuple.count
     flag: Tensor | bool
+    """Whether some rank has set `LossNormalizer.flag`."""
     divisor: float | None
     """What the gradients were divided by; None where that was the count itself."""
     own: Tensor | None = None
@@ -154,7 +155,7 @@ class LossNormalizer:
         self._sum(zero, zero)
 
     def scaled(self, loss: WeightedLoss) -> Tensor:
-        """What to call backward on."""
+        """The loss of a micro-batch divided as its backward pass needs it."""
         if self._exact:
             return loss.mean()
         assert self._divisor is not None

@@ -60,7 +60,7 @@ class OffloadedViews(Views):
 
     @property
     def in_buckets(self) -> bool:
-        """Where parameters are replicated."""
+        """Only where parameters are replicated."""
         return self.buckets is not None
 
     def gradient_of(self, name: str) -> Tensor:

@@ -10,21 +10,22 @@ from torch import Tensor, nn
 
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, Problem
+from plait.parallel.gradients import Gradients, as_one
 from plait.parallel.materialize import part_of
 from plait.parallel.offload.buckets import Home
 from plait.parallel.offload.collect import StreamedGradients, gathering_stream, listen_to_shards
-from plait.parallel.offload.lanes import Lanes, is_fake
+from plait.parallel.offload.lanes import Lanes
 from plait.parallel.offload.params import ParamLimits, ParamStream
 from plait.parallel.offload.space import check_space, numbers_in_a_bucket, state_bytes
 from plait.parallel.offload.store import Offload, OffloadOptions
 from plait.parallel.replicate import GradientBuckets
 from plait.parallel.units import Unit
 from plait.precision import Policy
-from plait.strategy.native.engine import Gradients
 from plait.strategy.native.forward import Say
 from plait.strategy.native.offloaded import OffloadedViews
-from plait.strategy.native.spread import Several
-from plait.world import World, local_part, same_kind
+from plait.strategy.native.replicated import make_buckets
+from plait.strategy.native.views import trainable
+from plait.world import World, has_values, local_part, same_kind
 
 
 class Offloading:
@@ -64,7 +65,10 @@ class Offloading:
                 self.keep(param, self._wholes.pop(name))
 
     def keep(self, param: nn.Parameter, whole: Tensor) -> bool:
-        """The fp32 values of a parameter; this rank keeps its part. Whether the parameter need not have them itself."""
+        """Take the fp32 values of a parameter, and keep this rank's part; see `materialize.Keep`.
+
+        Returns whether the parameter itself can do without them.
+        """
         place = None if self._stream is None else self._stream.place_of(param)
         with torch.no_grad():
             part = part_of(param, whole)
@@ -79,15 +83,16 @@ class Offloading:
                 self._stream.put(place, part.to("cpu", param.dtype))
         return place is not None
 
-    def open(self, names: Sequence[str], params: Sequence[nn.Parameter], units: Sequence[Sequence[Unit]]) -> None:
-        """Make the places for the weights; whatever was kept before moves there."""
+    def open(self, model: nn.Module, units: Sequence[Sequence[Unit]]) -> None:
+        """Make the places for the trained weights of a model; whatever was kept before moves there."""
+        names, params = trainable(model)
         offload, device = self._config.strategy.offload, self._world.device
         with torch.no_grad():
             parts = [local_part(param.detach()) for param in params]
         sizes = [part.numel() for part in parts]
         dtypes = [self._master_dtype(part) for part in parts]
         folder = offload_folder(self._config) if offload.uses_files else None
-        if not is_fake(parts[0]):
+        if has_values(parts[0]):
             warning = check_space(self._config, self._world, sizes, folder)
             if warning and self._world.is_main:
                 self._say(warning)
@@ -117,17 +122,20 @@ class Offloading:
     def views(
         self,
         model: nn.Module,
-        names: Sequence[str],
-        params: Sequence[nn.Parameter],
         parts: Sequence[nn.Module],
         units: Sequence[Sequence[Unit]],
         collectors: Sequence[Gradients],
-        buckets: GradientBuckets | None,
         compiled: Sequence[nn.Module],
     ) -> tuple[Gradients | None, OffloadedViews]:
-        """What collects gradients, and what the optimizer sees. The weights have their values by now."""
+        """What collects gradients, and what the optimizer sees. The weights have their values by now.
+
+        `parts` are the pipeline stages that `model` is joined from, or the model alone; `collectors` are those of
+        sharded parts.
+        """
         store = self.store
         assert store is not None
+        names, params = trainable(model)
+        buckets = None if collectors else self._buckets(params)
         with torch.no_grad():
             for index, param in enumerate(params):
                 if not self.rounds and (self._stream is None or self._stream.place_of(param) is None):
@@ -136,9 +144,7 @@ class Offloading:
                 store.publish()
             frozen = {param: same_kind(part, param) for param, part in self._kept.items() if not param.requires_grad}
         self._kept = {}
-        inner: Gradients | None = buckets
-        if collectors:
-            inner = collectors[0] if len(collectors) == 1 else Several(collectors)
+        inner: Gradients | None = as_one(collectors) if collectors else buckets
         # In a pipeline, stages that share a weight add up its gradients first, and look for them in the parameters.
         streamed = buckets is None and self._world.layout.pp == 1
         views = OffloadedViews(names, params, store, frozen, streamed=streamed, buckets=buckets)
@@ -155,6 +161,13 @@ class Offloading:
         else:
             listen_to_shards(model, {id(param): index for index, param in enumerate(params)}, collector.receive)
         return collector, views
+
+    def _buckets(self, params: list[nn.Parameter]) -> GradientBuckets | None:
+        """What sums gradients over replicas, and over stages that share a weight; None where nothing is summed."""
+        layout = self._world.layout
+        if layout.replicas == 1 and layout.pp == 1:
+            return None
+        return make_buckets(params, self._policy, self._config, self._world)
 
     def _sum_dtype(self, tensor: Tensor) -> torch.dtype:
         return self._policy.reduce if tensor.dtype == self._policy.compute else tensor.dtype
@@ -182,7 +195,10 @@ class Offloading:
 
 
 class Settled:
-    """Gradients in buckets that the next backward pass fills again: not before the update has read them."""
+    """Buckets of gradients that an update may still be reading when the next backward pass wants to fill them.
+
+    So that pass waits for the update first.
+    """
 
     def __init__(self, buckets: GradientBuckets, store: Offload) -> None:
         self._buckets = buckets
@@ -208,7 +224,7 @@ def _param_stream(config: RunConfig, world: World) -> ParamStream | None:
         return None
     limits = ParamLimits(offload.prefetch_params, offload.live_params, offload.persistent_params)
     folder = offload_folder(config) if offload.params == "nvme" else None
-    return ParamStream(Lanes(world.device, fake=is_fake(torch.empty(0))), limits, folder)
+    return ParamStream(Lanes(world.device, fake=not has_values(torch.empty(0))), limits, folder)
 
 
 def offload_folder(config: RunConfig) -> Path:

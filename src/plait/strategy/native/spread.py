@@ -15,14 +15,17 @@ from torch import nn
 
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, Problem
+from plait.parallel.gradients import Gradients
 from plait.parallel.initializer import Initializer
 from plait.parallel.units import Unit
 from plait.precision import Policy
-from plait.strategy.native.engine import Gradients
 from plait.strategy.native.views import Views
 from plait.world import World
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
+
     from plait.parallel.pipeline import Stage
     from plait.strategy.native.staged import StagedSteps
 
@@ -95,9 +98,10 @@ def staged_steps(
     # Recomputation runs a block again in its backward pass; in halves it would run twice.
     splits = config.strategy.recompute.mode == "none"
     pipeline = Pipeline(stages, schedule=options.schedule, group=group, device=world.device, splits_backward=splits)
-    of_stage = {stage.index: collector for stage, collector in zip(stages, collectors, strict=False)}
-    find = views.gradient_of if views.in_buckets else None
-    return StagedSteps(pipeline, of_stage, None if find is None else lambda _stage, name: find(name))
+    # Only sharded stages have collectors of their own; buckets listen to the parameters, whichever stage they are in.
+    of_stage = {stage.index: collector for stage, collector in zip(stages, collectors, strict=bool(collectors))}
+    find = (lambda _stage, name: views.gradient_of(name)) if views.in_buckets else None
+    return StagedSteps(pipeline, of_stage, find)
 
 
 def shard_part(
@@ -117,24 +121,27 @@ def shard_part(
         # Made on every rank: a stage of a pipeline may have no experts, where another has some.
         peers = world.sharding_mesh("dp_shard", "cp")
         shared = zero.Experts(experts, peers, expert_placement(peers.shape[-1]))
-    mesh, placement = world.sharding_mesh("dp_shard", "ep", "cp"), None
-    if world.layout.tp > 1:
-        from torch.distributed.tensor import Shard
-
-        from plait.parallel.tensor import sharding_dim
-
-        shards = mesh.shape[-1]
-        placement = lambda param: Shard(sharding_dim(param, shards))  # noqa: E731
+    mesh = world.sharding_mesh("dp_shard", "ep", "cp")
     return zero.shard(
         part,
         units,
         mesh=mesh,
-        placement=placement,
+        placement=_cut_once_more(mesh) if world.layout.tp > 1 else None,
         policy=policy,
         options=options,
         experts=shared,
         at_once=_is_one_message(part, config),
     )
+
+
+def _cut_once_more(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
+    """Along which dimension to shard a parameter over a mesh, where tensor parallelism may have cut it already."""
+    from torch.distributed.tensor import Shard
+
+    from plait.parallel.tensor import sharding_dim
+
+    shards = mesh.shape[-1]
+    return lambda param: Shard(sharding_dim(param, shards))
 
 
 def _is_one_message(model: nn.Module, config: RunConfig) -> bool:
@@ -147,28 +154,6 @@ def _is_one_message(model: nn.Module, config: RunConfig) -> bool:
     if strategy.stage == 3 or as_asked or strategy.offload.on or strategy.layout.pp > 1:
         return False
     return sum(param.numel() * param.itemsize for param in model.parameters()) <= _ONE_MESSAGE
-
-
-class Several:
-    """What collects the gradients of several stages."""
-
-    def __init__(self, each: Sequence[Gradients]) -> None:
-        self._each = each
-
-    def before_backward(self, *, last: bool) -> None:
-        """Prepare for one micro-batch."""
-        for one in self._each:
-            one.before_backward(last=last)
-
-    def finish(self) -> None:
-        """Complete the step's gradients."""
-        for one in self._each:
-            one.finish()
-
-    def after_forward_alone(self) -> None:
-        """A forward pass is over that no backward pass follows."""
-        for one in self._each:
-            one.after_forward_alone()
 
 
 def rebound(initializer: Initializer, part: nn.Module) -> Initializer:

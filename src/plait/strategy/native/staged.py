@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from plait.parallel.gradients import Gradients
 from plait.parallel.pipeline import Pipeline, Stage
+from plait.parallel.pipeline.tied import Find
 from plait.strategy.native.loss import LossNormalizer, WeightedLoss
 
 ReadLoss = Callable[[Any, int], WeightedLoss]
@@ -37,7 +39,7 @@ class StageSet(nn.Module):
             yield from part.named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Of all stages."""
+        """The tensors of all stages."""
         backwards = list(self.parts)[::-1]  # what two of them hold is the first one's
         return {name: value for part in backwards for name, value in part.state_dict(*args, **kwargs).items()}
 
@@ -45,8 +47,11 @@ class StageSet(nn.Module):
 class StagedSteps:
     """Runs micro-batches through a pipeline, and sees to their losses."""
 
-    def __init__(self, pipeline: Pipeline, collectors: dict[int, Any], find_gradient: Any) -> None:
-        """`collectors`: for each stage, what collects its gradients, where that wants to be told of passes."""
+    def __init__(self, pipeline: Pipeline, collectors: Mapping[int, Gradients], find_gradient: Find | None) -> None:
+        """`collectors`: by stage, what collects its gradients, where that wants to be told of each pass.
+
+        `find_gradient` finds a gradient that is not in its parameter's `.grad`.
+        """
         self.pipeline = pipeline
         self._collectors = collectors
         self._find_gradient = find_gradient

@@ -18,8 +18,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from plait.errors import ModelError
 from plait.parallel.replicate import GradientBuckets
 from plait.world import is_sharded, local_part, same_kind, settled_part
+
+
+def trainable(module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
+    """The parameters that are trained, and their names, in the order of the model."""
+    pairs = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+    if not pairs:
+        raise ModelError(
+            "no parameter that this rank holds has requires_grad: there is nothing to train. In a pipeline every rank "
+            "needs one: train one in each stage, or name other layers in strategy.pipeline.split"
+        )
+    return [name for name, _ in pairs], [param for _, param in pairs]
 
 
 class Views(ABC):
@@ -56,7 +68,10 @@ class Views(ABC):
         """Give every view its gradient of this step; returns this rank's part of each, as plain tensors."""
 
     def rooms(self) -> dict[Tensor, Tensor]:
-        """What `publish` writes for each tensor, where an optimizer that goes element by element may write it."""
+        """For each updated tensor, the parameter that `publish` rounds it into.
+
+        An optimizer that goes element by element may write it there itself. Empty where nothing is rounded.
+        """
         return {}
 
     def publish(self) -> None:  # noqa: B027  # most views share storage with the model
@@ -165,7 +180,7 @@ class BucketViews(Views):
 
     @property
     def in_buckets(self) -> bool:
-        """They are."""
+        """Always."""
         return True
 
     def gradient_of(self, name: str) -> Tensor:

@@ -79,7 +79,7 @@ def find_files(path: Path) -> Files:
 
 def _tag_of(path: Path) -> Path | None:
     pointers = [path / name for name in _POINTERS if (path / name).is_file()]
-    folders = [path / pointer.read_text().strip() for pointer in pointers]
+    folders = [path / pointer.read_text(encoding="utf-8").strip() for pointer in pointers]
     there = [folder for folder in folders if folder.is_dir()]
     if folders and not there:
         found = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "none"

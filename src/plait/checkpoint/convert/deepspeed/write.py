@@ -46,7 +46,7 @@ def write_deepspeed(source: Source, target: Path) -> int:
         tag = f"global_step{plan.steps}"
         _write(plan, staging / tag)
         for pointer in ("latest", "latest_universal"):
-            (staging / pointer).write_text(tag)
+            (staging / pointer).write_text(tag, encoding="utf-8")
         return sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plait.config.read import ENDINGS, read
+from plait.config.read import ENDINGS, read, text_of
 from plait.config.words import show
 from plait.errors import ConfigError, Problem
 from plait.frontends.deepspeed.config import relaxed
@@ -24,7 +24,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
         return _mapping("config", _decoded(config))
     path = Path(config)
     if path.is_file() and path.suffix.lower() not in ENDINGS:
-        return _mapping(str(path), _loaded(str(path), path.read_text(encoding="utf-8-sig")))
+        return _mapping(str(path), _loaded(str(path), text_of(path)))
     try:
         return read(path)
     except ConfigError:

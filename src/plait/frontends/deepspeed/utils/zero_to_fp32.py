@@ -1,14 +1,18 @@
 """`deepspeed.utils.zero_to_fp32`: whole fp32 weights from a checkpoint, on one process.
 
-Reads what this front end saves, and what DeepSpeed itself saved; nothing in the files is executed.
+Reads what this front end saves, and what DeepSpeed itself saved; nothing in the files is executed. As a command it is
+DeepSpeed's script: `python -m plait.frontends.deepspeed.utils.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
+import sys
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.checkpoint.convert import Source, open_source
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, PlaitError
 from plait.frontends.deepspeed.saving import LATEST
 
 __all__ = [
@@ -172,3 +176,23 @@ def _write(weights: dict[str, Tensor], path: Path) -> None:
     else:
         torch.save(weights, staged)
     os.replace(staged, path)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The script, with its options. What is wrong is told without a traceback, with exit code 2."""
+    parser = argparse.ArgumentParser(prog="zero_to_fp32", description="Whole fp32 weights from a checkpoint.")
+    parser.add_argument("checkpoint_dir", help="folder of a checkpoint, or of several: then the latest")
+    parser.add_argument("output_dir", help="folder to write to")
+    parser.add_argument("--max_shard_size", default="5GB", help="of one file (5GB)")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
+    parser.add_argument("--tag", "-t", help="which checkpoint of the folder")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="only what is trained")
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(**vars(parser.parse_args(words)))
+    except PlaitError as error:
+        print(f"plait: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

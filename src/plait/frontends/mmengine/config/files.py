@@ -13,6 +13,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+from plait.config.read import text_of
 from plait.errors import ConfigError, Problem
 from plait.frontends.mmengine.config.tree import ConfigDict, merge
 
@@ -49,7 +50,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _substituted(path: Path) -> str:
-    text = path.read_text(encoding="utf-8")
+    text = text_of(path)
     if found := _OF_ENVIRONMENT.search(text):
         message = f"{path.name} asks for the environment variable {found[1]!r}; what a run does is not decided there"
         raise ConfigError(Problem("config", message, "Pass it on the command line: --cfg-options key=value."))

@@ -82,7 +82,7 @@ class CheckpointHook(Hook):
                 self._found[key] = found
 
     def _read_note(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._note.read_text()) if self._note.is_file() else {}
+        found: dict[str, Any] = json.loads(self._note.read_text(encoding="utf-8")) if self._note.is_file() else {}
         return found
 
     def _count(self, runner: Any) -> int:
@@ -110,7 +110,7 @@ class CheckpointHook(Hook):
         folder, note = self._folder, Path(runner.work_dir) / "last_checkpoint"
 
         def tidy() -> None:  # once it is complete
-            note.write_text(str(folder / name))
+            note.write_text(str(folder / name), encoding="utf-8")
             if self.max_keep_ckpts > 0:
                 keep_newest(folder, self.filename_tmpl, self.max_keep_ckpts)
 
@@ -145,7 +145,7 @@ class CheckpointHook(Hook):
         note, text, replaced = self._note, json.dumps(self._found), old is not None and old != path
 
         def tidy() -> None:  # once it is complete
-            note.write_text(text)
+            note.write_text(text, encoding="utf-8")
             if replaced:
                 forget(Path(str(old)))
 

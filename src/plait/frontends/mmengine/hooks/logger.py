@@ -84,7 +84,7 @@ class LoggerHook(Hook):
         runner.logger.info(line)
         _show(runner, tag, 0, "test")
         if runner.world.is_main:
-            (runner.log_dir / f"{runner.timestamp}.json").write_text(json.dumps(tag, default=str))
+            (runner.log_dir / f"{runner.timestamp}.json").write_text(json.dumps(tag, default=str), encoding="utf-8")
 
 
 def _show(runner: Any, tag: dict[str, Any], step: int, mode: str) -> None:

@@ -15,7 +15,7 @@ def last_checkpoint(work_dir: Path) -> Path | None:
     note = work_dir / "last_checkpoint"
     if not note.is_file():
         return None
-    path = Path(note.read_text().strip())
+    path = Path(note.read_text(encoding="utf-8").strip())
     if not path.is_absolute() and not path.exists():
         path = work_dir / path.name
     return path if (path / NAME).exists() else None

@@ -1,9 +1,9 @@
-"""How many bytes expert parallelism sends, in theory."""
+"""What expert parallelism sends, in theory."""
 
 from __future__ import annotations
 
 
-def bytes_sent(
+def expert_traffic(
     *,
     tokens: int,
     dim: int,

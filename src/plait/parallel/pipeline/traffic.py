@@ -1,11 +1,11 @@
-"""How many bytes a pipeline sends, in theory."""
+"""What a pipeline sends, in theory."""
 
 from __future__ import annotations
 
 from plait.parallel.pipeline.schedule import placement_of
 
 
-def bytes_sent(
+def pipeline_traffic(
     schedule: str,
     *,
     ranks: int,

@@ -1,0 +1,63 @@
+"""What all commands that train have in common: smaller micro-batches where memory is short, and how they end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import typer
+
+from plait.launch import become_smaller, launched_size
+from plait.spec.phase import Phase
+
+if TYPE_CHECKING:
+    from plait.runner import Runner
+
+_WITHOUT_BATCHES = (Phase.BUILD, Phase.LOAD, Phase.SAVE)
+"""What memory is short for in these is not the micro-batch."""
+
+
+def train_with(runner: Runner, words: Sequence[str]) -> None:
+    """Train; `words` are the command that this process was started with, without the name of the program.
+
+    A run that somebody stopped says how to go on, and ends the process with 128 and the signal: a script that looks
+    at the exit code must not take it for a finished one.
+    """
+    with _smaller_if_full(runner, words):
+        runner.train()
+    leave_if_stopped(runner)
+
+
+def leave_if_stopped(runner: Runner) -> None:
+    """End a process whose run a signal has stopped. Every rank must ask."""
+    from plait.runner.signals import STOPPED
+
+    # The ranks wait for each other here: some launchers end the others as soon as one has left with such a code.
+    if not runner.stopping() or (code := STOPPED.get(str(runner.stop_reason))) is None:
+        return
+    if runner.config.checkpoint.last and runner.world.is_main:
+        typer.echo("go on with the same command and `checkpoint.resume=auto`")
+    runner.enter(Phase.LEFT)
+    sys.exit(code)
+
+
+@contextmanager
+def _smaller_if_full(runner: Runner, words: Sequence[str]) -> Iterator[None]:
+    """Where memory is short in a step of a run of one process, start again with smaller micro-batches.
+
+    A launcher, where there is one, does the same for its ranks.
+    """
+    from torch import OutOfMemoryError
+
+    try:
+        yield
+        return
+    except OutOfMemoryError as error:
+        if launched_size() is not None or runner.world.heartbeat.phase in _WITHOUT_BATCHES:
+            raise
+        ranks, reason = runner.world.ranks, str(error).partition(".")[0]
+    runner.close()
+    command = [sys.executable, "-m", "plait.cli.main", *words]
+    become_smaller(command, attempt=ranks.attempt, split=ranks.split, why=reason)

@@ -1,0 +1,125 @@
+"""What the model thinks of all words but the right one, in 8 bits: the Triton form and its plain twin.
+
+It is written as it lies and turned over. The logits are read once for both, and nothing is written in 16 bits. Other
+numbers that are rounded have no known bound; probabilities have, so their scale is fixed: nobody looks for the largest.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from plait.ops.fp8_cast import is_fused
+from plait.ops.triton import HAS_TRITON, on_device_of, without_values
+
+SCALE = 2.0**15
+"""What probabilities are multiplied by: one becomes 32,768, of at most 57,344. The smallest that is left is 2**-31."""
+_TALL, _WIDE = 128, 64
+"""Rows and columns of a tile, as for other casts: lines of the cache, both ways."""
+
+if HAS_TRITON:
+    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def _kernel(  # type: ignore[no-untyped-def]
+        logits,
+        labels,
+        log_totals,
+        rows,
+        columns,
+        height,
+        width,
+        padded_height,
+        padded_width,
+        stride,
+        rows_stride,
+        columns_stride,
+        scale,
+        has_rows: tl.constexpr,
+        has_columns: tl.constexpr,
+        tall: tl.constexpr,
+        wide: tl.constexpr,
+    ):
+        """One program a tile."""
+        across = tl.cdiv(padded_width, wide)
+        down = (tl.program_id(0) // across).to(tl.int64) * tall + tl.arange(0, tall)
+        right = (tl.program_id(0) % across).to(tl.int64) * wide + tl.arange(0, wide)
+        label = tl.load(labels + down, mask=down < height, other=-1)
+        log_total = tl.load(log_totals + down, mask=down < height, other=0.0)
+        inside = (label >= 0)[:, None] & (right < width)[None, :]
+        x = tl.load(logits + down[:, None] * stride + right[None, :], mask=inside, other=0.0).to(tl.float32)
+        counts = inside & (right[None, :] != label[:, None])
+        scaled = tl.where(counts, tl.exp(x - log_total[:, None]) * scale, 0.0)
+        if has_rows:
+            room = (down < height)[:, None] & (right < padded_width)[None, :]
+            small = scaled.to(rows.dtype.element_ty)
+            tl.store(rows + down[:, None] * rows_stride + right[None, :], small, mask=room)
+        if has_columns:
+            turned = tl.trans(scaled.to(columns.dtype.element_ty))
+            room = (right < width)[:, None] & (down < padded_height)[None, :]
+            tl.store(columns + right[:, None] * columns_stride + down[None, :], turned, mask=room)
+
+
+def write_others(
+    logits: Tensor, labels: Tensor, log_totals: Tensor, rows: Tensor | None, columns: Tensor | None
+) -> None:
+    """Write the softmax of `logits` (tokens, words), times `SCALE`, into either or both of two matrices.
+
+    It is zero at the labels; where a label is negative, the whole row is. `log_totals` are the logarithms of the rows'
+    sums of exponentials, fp32. `rows` may be wider than there are words, and `columns`, turned over and perhaps a part
+    of a larger one, longer than there are tokens: what is left is zero.
+    """
+    if not is_fused(logits):
+        write_others_plain(logits, labels, log_totals, rows, columns)
+        return
+    if without_values(logits):
+        _move(logits, rows, columns)
+        return
+    height, width = logits.shape
+    padded_height = height if columns is None else columns.shape[1]
+    padded_width = width if rows is None else rows.shape[1]
+    room = rows if columns is None else columns
+    assert room is not None
+    with on_device_of(logits):
+        _kernel[(triton.cdiv(padded_height, _TALL) * triton.cdiv(padded_width, _WIDE),)](
+            logits,
+            labels,
+            log_totals,
+            room if rows is None else rows,
+            room,
+            height,
+            width,
+            padded_height,
+            padded_width,
+            logits.stride(0),
+            room.stride(0) if rows is None else rows.stride(0),
+            room.stride(0),
+            SCALE,
+            has_rows=rows is not None,
+            has_columns=columns is not None,
+            tall=_TALL,
+            wide=_WIDE,
+            num_warps=8,
+        )
+
+
+def write_others_plain(
+    logits: Tensor, labels: Tensor, log_totals: Tensor, rows: Tensor | None, columns: Tensor | None
+) -> None:
+    """The plain twin of `write_others`."""
+    counted = labels >= 0
+    scaled = (logits.float() - log_totals[:, None]).exp_().mul_(SCALE)
+    scaled = scaled.scatter_(1, labels.clamp(min=0)[:, None], 0.0).where(counted[:, None], 0.0)
+    for room, values in ((rows, scaled), (columns, scaled.t())):
+        if room is not None:
+            # Padded while wide: not every operation knows the formats of 8 bits.
+            room.copy_(F.pad(values, (0, room.shape[1] - values.shape[1])))
+
+
+def _move(logits: Tensor, rows: Tensor | None, columns: Tensor | None) -> None:
+    """What a plan sees: about the bytes that are read and written."""
+    if rows is not None:
+        rows[:, : logits.shape[1]].copy_(logits)
+    if columns is not None:
+        columns[:, : len(logits)].copy_((logits if rows is None else rows[:, : logits.shape[1]]).t())
