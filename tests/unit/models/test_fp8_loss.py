@@ -76,7 +76,7 @@ def test_the_size_of_chunks_does_not_matter(words: int) -> None:
     whole = gradients(*given, rows=TOKENS, fp8=EMULATED)
     for rows in (1, 40, 128):  # of 16 rows, so many chunks that some of them wait in vain for others
         for ours, expected in zip(gradients(*given, rows=rows, fp8=EMULATED), whole, strict=True):
-            assert apart(ours, expected) < LOOSE * 0.01
+            assert apart(ours, expected) < LOOSE * 0.03  # rounding: 0.012 at most; 16 tokens lost: 0.2
     assert TOKENS > 16 * WAITING
     assert TOKENS % (16 * WAITING)
 
@@ -178,7 +178,7 @@ def test_a_model_whose_head_is_told_so_has_nearly_the_same_gradients(family: str
     assert list(small) == list(wide)
     assert any(not torch.equal(small[name], grad) for name, grad in wide.items())
     for name, grad in wide.items():
-        assert apart(small[name], grad) < LOOSE * 0.05, name
+        assert apart(small[name], grad) < LOOSE * 0.1, name  # the worst of 500 models: 0.05
 
 
 def test_models_whose_head_cannot_are_refused() -> None:
