@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_led_up_the_ladder_to_what_does() -> None:
 
 def test_rungs_that_a_later_one_makes_needless_are_taken_back() -> None:
     config = small(batch={"total": 4, "micro": 1}, strategy="ddp")
-    sizes = {"vocab_size": 8000, "dim": 256, "layers": 2, "ffn_dim": 1024}
+    sizes = {"vocab_size": 8000, "dim": 256, "layers": 6, "ffn_dim": 1024}
     config = config.model_copy(update={"model": config.model.model_copy(update=sizes)})  # type: ignore[union-attr]
     spare = replace(H100, context_gib=0.0)
     shared = make_plan(Candidate({"strategy.zero": 1}).applied_to(config), spare, ranks=4).needed_gib
@@ -136,7 +136,7 @@ def test_rungs_that_a_later_one_makes_needless_are_taken_back() -> None:
 
 
 def test_a_micro_batch_of_one_grows_to_the_largest_for_which_there_is_room() -> None:
-    config = short(batch={"total": 64, "micro": 64}, strategy="single")
+    config = small(batch={"total": 64, "micro": 64}, strategy="single")
     spare = replace(H100, context_gib=0.0)
     whole = make_plan(config, spare, ranks=1).needed_gib
     one = make_plan(Candidate({"batch.micro": 1}).applied_to(config), spare, ranks=1).needed_gib
@@ -201,7 +201,7 @@ def gate(config: RunConfig, **options: Any) -> Forecast | str:
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_change_that_would_make_it_fit(tmp_path: Any) -> None:
-    config = short(batch={"total": 64, "micro": 64}, strategy="single")
+    config = small(batch={"total": 64, "micro": 64}, strategy="single")
     needed = make_plan(config, H100, ranks=1).fullest.account.peak[1] / 2**30
     machine = tmp_path / "machine.yaml"
     data = replace(H100, memory_gib=needed * 0.7, context_gib=0.0).to_dict()
