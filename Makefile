@@ -29,12 +29,12 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Four at a time keep two cores busy: tests of several ranks often wait for one of them. The long files come first.
+# Three at a time keep two cores busy: tests of several ranks often wait for one of them. The long files come first.
 # The tests start hundreds of processes, which load what the first one compiled.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP)
 	@$(MAKE) --no-print-directory --jobs 2 lint $(COMPILED)
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder tests/multi tests/golden tests/unit/tune tests/unit/cli tests/unit tests/architecture
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/multi tests/golden tests/unit/tune tests/unit/cli tests/unit tests/architecture
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

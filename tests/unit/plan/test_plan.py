@@ -149,7 +149,7 @@ def test_a_micro_batch_of_one_grows_to_the_largest_for_which_there_is_room() -> 
 
 
 def test_above_zero_2_the_ladder_leads_to_host_memory() -> None:
-    config = short(batch={"total": 4, "micro": 1}, strategy={"zero": 2, "recompute": "full"}, precision="bf16")
+    config = small(batch={"total": 4, "micro": 1}, strategy={"zero": 2, "recompute": "full"}, precision="bf16")
     rungs = list(islice(climb(config, replace(H100, memory_gib=0.001), ranks=4), 3))
     added = [rung.added.changes(config) for rung in rungs]
     assert added == [["strategy.offload.optimizer=cpu"], ["strategy.zero=3"], ["strategy.offload.params=cpu"]]
@@ -160,7 +160,7 @@ def test_above_zero_2_the_ladder_leads_to_host_memory() -> None:
 
 
 def test_a_search_finds_the_fastest_that_fits_and_gives_a_reason_for_every_other() -> None:
-    config = short(batch={"total": 8}, strategy="ddp")
+    config = small(batch={"total": 8}, strategy="ddp")
     found = search(config, H100, ranks=2, close=2)
     assert found.best is not None
     assert found.best.plan is not None
@@ -186,7 +186,7 @@ def test_what_is_kept_off_the_device_must_be_faster_by_more_than_a_plan_can_tell
 
 
 def test_the_plan_orders_candidates_for_the_tuner() -> None:
-    config = short(batch={"total": 8}, strategy="ddp")
+    config = small(batch={"total": 8}, strategy="ddp")
     found = candidates(config, Space(2, ("recompute",)))
     order = in_expected_order(config, found, H100, 2)
     ordered = [each.settings.get("strategy.recompute.mode", "none") for each in order]
