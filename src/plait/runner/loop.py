@@ -55,7 +55,7 @@ class _LoopState:
     def finished(self) -> bool:
         """Whether the run has come to its end."""
         done_epochs = self.max_epochs is not None and self.runner.epoch >= self.max_epochs
-        done_steps = self.total is not None and self.runner.step >= self.total
+        done_steps = any(end is not None and self.runner.step >= end for end in (self.total, self.stop_after))
         return self.stopped or done_epochs or done_steps
 
 

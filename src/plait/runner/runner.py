@@ -254,7 +254,8 @@ class Runner:
                 train_loop(self)
                 reason = self.stop_reason or "finished"
                 if engine.steps == first and reason == "finished" and self.world.is_main:
-                    text = f"nothing was left to do at step {first}: raise `train.max_steps` or `max_epochs` to go on"
+                    limits = "`train.max_steps`, `max_epochs` or `stop_after`"
+                    text = f"nothing was left to do at step {first}: raise {limits} to go on"
                     self.emit(EventKind.MESSAGE, level="info", text=text)
                 measured = self._measured()
                 if self.config.checkpoint.last:

@@ -93,6 +93,15 @@ def test_a_run_that_is_complete_says_so_when_it_is_to_go_on(tmp_path: Path, caps
     assert "nothing was left to do at step 2" in capsys.readouterr().out
 
 
+def test_a_run_that_goes_on_does_not_pass_the_step_it_is_to_stop_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        train(tmp_path, checkpoint={"resume": "auto"}, train={"max_steps": 2, "stop_after": 1})
+    assert "nothing was left to do at step 1" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-00000001"]
+
+
 def test_a_report_that_cannot_be_written_costs_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "report.json").mkdir(parents=True)
     train(tmp_path)
