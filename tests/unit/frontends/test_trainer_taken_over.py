@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_said(began: Any, tmp_path: Path, change: dict[str,
     from plait.frontends.transformers import PlaitTrainer
 
     checkpoint, data = began
-    net = model()
+    net, change = model(), dict(change)
     if change.pop("frozen", False):
         net.transformer.wpe.weight.requires_grad_(False)
     if change.pop("missing", False):
