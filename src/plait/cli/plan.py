@@ -29,16 +29,7 @@ if TYPE_CHECKING:
 GIB, MIB = 2**30, 2**20
 _SHOWN = 12
 """So many ways of a search are shown; the file has all."""
-_PHASES = (
-    Phase.BUILD,
-    Phase.LOAD,
-    Phase.INIT,
-    Phase.FORWARD,
-    Phase.BACKWARD,
-    Phase.REDUCE,
-    Phase.STEP,
-    Phase.SAVE,
-)
+_PHASES = [phase for phase in Phase if phase not in (Phase.EVALUATE, Phase.IDLE, Phase.LEFT)]
 """As they come in a run that goes on from a checkpoint."""
 _WHOLE_GIB = 10.0
 """From here on a host's memory is shown in whole GiB."""

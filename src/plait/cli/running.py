@@ -15,9 +15,6 @@ from plait.spec.phase import Phase
 if TYPE_CHECKING:
     from plait.runner import Runner
 
-_WITHOUT_BATCHES = (Phase.BUILD, Phase.LOAD, Phase.SAVE)
-"""What memory is short for in these is not the micro-batch."""
-
 
 def train_with(runner: Runner, words: Sequence[str]) -> None:
     """Train; `words` are the command that this process was started with, without the name of the program.
@@ -55,7 +52,9 @@ def _smaller_if_full(runner: Runner, words: Sequence[str]) -> Iterator[None]:
         yield
         return
     except OutOfMemoryError as error:
-        if launched_size() is not None or runner.world.heartbeat.phase in _WITHOUT_BATCHES:
+        phase = runner.world.heartbeat.phase
+        # Without a launcher nobody reads the phases of a step, so it does not tell them: all of it is idle time.
+        if launched_size() is not None or not (phase.has_batches or phase is Phase.IDLE):
             raise
         ranks, reason = runner.world.ranks, str(error).partition(".")[0]
     runner.close()

@@ -20,7 +20,6 @@ from plait.launch.outcome import Outcome
 from plait.launch.ports import free_port
 from plait.launch.postmortem import TOLD, Finding, find
 from plait.launch.records import causes
-from plait.spec.phase import Phase
 
 GRACE_S = 2.0
 """How long ranks may take to leave once one has failed. They wait for it, and cannot finish a step."""
@@ -30,7 +29,6 @@ WAIT_S = 600.0
 """How long to wait for hosts where too few are left."""
 
 _AGAIN = "starting again from the last checkpoint, if there is one"
-_COMPUTING = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP, Phase.EVALUATE)
 SMALLER = "micro-batches are split, batch.total stays"
 """Said of a run that is started again with smaller ones."""
 
@@ -230,7 +228,7 @@ class _Past:
 def _wants_smaller_batches(found: Finding) -> bool:
     """Whether memory was short while a Runner computed: only there are micro-batches, and only it can split them."""
     beat = found.records[0].evidence.beat if found.records else None
-    return found.verdict.full and beat is not None and bool(beat.sizes) and beat.phase in _COMPUTING
+    return found.verdict.full and beat is not None and bool(beat.sizes) and beat.phase.has_batches
 
 
 def _who_was_short(found: Finding) -> str:

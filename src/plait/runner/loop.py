@@ -19,6 +19,8 @@ def train_loop(runner: Runner) -> None:
     state = _LoopState(runner)
     for hook in runner.hooks.before_run:
         hook(runner)
+    if not state.finished():
+        state.stop_if_due(runner.step)  # a run that goes on may be there already
     while not state.finished():
         _train_epoch(runner, state)
     runner.engine.settle()
@@ -55,8 +57,14 @@ class _LoopState:
     def finished(self) -> bool:
         """Whether the run has come to its end."""
         done_epochs = self.max_epochs is not None and self.runner.epoch >= self.max_epochs
-        done_steps = any(end is not None and self.runner.step >= end for end in (self.total, self.stop_after))
+        done_steps = self.total is not None and self.runner.step >= self.total
         return self.stopped or done_epochs or done_steps
+
+    def stop_if_due(self, step: int) -> None:
+        """Stop at the step that `train.stop_after` names, or beyond it."""
+        if self.stop_after is not None and step >= self.stop_after:
+            self.runner.stop_reason = f"stopped at step {step}, as train.stop_after says"
+            self.stopped = True
 
 
 def _train_epoch(runner: Runner, state: _LoopState) -> None:
@@ -107,9 +115,7 @@ def _train_steps(runner: Runner, state: _LoopState) -> bool:
         if not state.by_epoch:
             state.stopped = _at_interval(runner, state, step) and runner.stopping()
             mark = perf_counter()
-        if step == state.stop_after:
-            runner.stop_reason = f"stopped at step {step}, as train.stop_after says"
-            state.stopped = True
+        state.stop_if_due(step)
         if state.stopped or (_wants_to_stop(state, result) and runner.stopping()):
             state.stopped = True
             return False

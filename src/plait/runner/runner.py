@@ -25,7 +25,7 @@ from plait.runner.loop import train_loop
 from plait.runner.metrics import Metric
 from plait.runner.place import WorkDir
 from plait.runner.saving import Saver
-from plait.runner.signals import StopSignals
+from plait.runner.signals import STOPPED, StopSignals
 from plait.runner.sources import batch_of, is_section, make_loader
 from plait.runner.suspects import whose
 from plait.spec import Event, EventKind, Phase
@@ -253,7 +253,7 @@ class Runner:
             with StopSignals(self.stop):
                 train_loop(self)
                 reason = self.stop_reason or "finished"
-                if engine.steps == first and reason == "finished" and self.world.is_main:
+                if engine.steps == first and reason not in STOPPED and self.world.is_main:
                     limits = "`train.max_steps`, `max_epochs` or `stop_after`"
                     text = f"nothing was left to do at step {first}: raise {limits} to go on"
                     self.emit(EventKind.MESSAGE, level="info", text=text)

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Any
 
-STOPPED: Mapping[str, int] = MappingProxyType({"Ctrl-C": 128 + signal.SIGINT, "SIGTERM": 128 + signal.SIGTERM})
+from plait.launch import STOPPED_CODES
+
+STOPPED: Mapping[str, int] = MappingProxyType(dict(zip(("Ctrl-C", "SIGTERM"), STOPPED_CODES, strict=True)))
 """Reasons why a run was stopped from outside, and the exit codes of whoever ends by such a signal."""
 
 

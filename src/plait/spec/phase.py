@@ -26,3 +26,8 @@ class Phase(StrEnum):
     """Between all of these: data, logs, hooks."""
     LEFT = "left"
     """It was told to stop, has saved, and goes. What its exit code says is no failure."""
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether it works on micro-batches: smaller ones help where memory is short in it."""
+        return self in (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP, Phase.EVALUATE)

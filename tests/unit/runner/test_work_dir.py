@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -100,6 +101,8 @@ def test_a_run_that_goes_on_does_not_pass_the_step_it_is_to_stop_at(
         train(tmp_path, checkpoint={"resume": "auto"}, train={"max_steps": 2, "stop_after": 1})
     assert "nothing was left to do at step 1" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-00000001"]
+    ended = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["reason"]
+    assert ended == "stopped at step 1, as train.stop_after says", "what reads it must not take the run for complete"
 
 
 def test_a_report_that_cannot_be_written_costs_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

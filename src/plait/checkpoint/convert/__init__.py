@@ -1,6 +1,6 @@
 """Checkpoints of other kinds: opened without executing anything in them, and written, one tensor at a time."""
 
-from plait.checkpoint.convert.detect import kind_of, open_source
+from plait.checkpoint.convert.detect import kind_of, newest_tag, open_source
 from plait.checkpoint.convert.huggingface import Description, companions, read_description
 from plait.checkpoint.convert.sinks import KINDS, SHARD_SIZE, Kind, Written, convert, part_for
 from plait.checkpoint.convert.source import Entry, Source
@@ -20,6 +20,7 @@ __all__ = [
     "companions",
     "convert",
     "kind_of",
+    "newest_tag",
     "open_source",
     "part_for",
     "read_description",

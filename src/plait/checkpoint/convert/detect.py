@@ -29,7 +29,7 @@ def open_source(path: Path) -> Source:
         raise CheckpointError(f"there is nothing at {path}")
     if path.is_file():
         return _open_file(path)
-    path = _by_tag(path) or path
+    path = newest_tag(path, "plait") or path
     match kind_of(path):
         case "plait":
             return PlaitSource(path)
@@ -60,11 +60,11 @@ def kind_of(path: Path) -> str | None:
     return None
 
 
-def _by_tag(path: Path) -> Path | None:
-    """The newest of a folder of tags as DeepSpeed names them, where Plait has written it."""
+def newest_tag(path: Path, kind: str) -> Path | None:
+    """The newest of a folder of tags as DeepSpeed names them; None where there are none, or it is of another kind."""
     latest = path / "latest"
     tagged = path / latest.read_text(encoding="utf-8").strip() if latest.is_file() else path
-    return tagged if tagged != path and kind_of(tagged) == "plait" else None
+    return tagged if tagged != path and kind_of(tagged) == kind else None
 
 
 def _open_file(path: Path) -> Source:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint.convert import Entry, kind_of, open_source
+from plait.checkpoint.convert import Entry, newest_tag, open_source
 from plait.checkpoint.convert.deepspeed import DeepSpeedSource
 from plait.checkpoint.convert.files import Found, TorchFile, read_found
 from plait.errors import CheckpointError
@@ -33,9 +33,7 @@ _SHOWN = 6
 
 def deepspeed_folder(checkpoint: Path) -> Path | None:
     """What DeepSpeed wrote inside a checkpoint of the Trainer; None where it had no part in it."""
-    latest = checkpoint / "latest"
-    tagged = checkpoint / latest.read_text(encoding="utf-8").strip() if latest.is_file() else checkpoint
-    return tagged if tagged != checkpoint and kind_of(tagged) == "deepspeed" else None
+    return newest_tag(checkpoint, "deepspeed")
 
 
 def load(accelerator: TrainerAccelerator, checkpoint: Path) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ It is one operator to `torch.compile`. Traced into, the pieces would be reordere
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ def over_chunks(
     hidden_grad, weight_grad = needed
     cast_weight = weight.to(dtype)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    grad_hidden = torch.empty_like(hidden if hidden_grad else hidden[:0], dtype=dtype)
+    grad_hidden = room_for(hidden, hidden_grad, dtype)
     grad_weight: Tensor | None = None
     for start in range(0, len(labels), rows):
         piece = slice(start, start + rows)
@@ -81,7 +81,7 @@ def over_chunks(
         if weight_grad:
             grad_weight = _add_product(grad_weight, slopes.t(), cast_hidden * counted)
     if grad_weight is None:  # not needed, or nothing to learn from
-        grad_weight = torch.zeros_like(weight if weight_grad else weight[:0], dtype=torch.float32)
+        grad_weight = room_for(weight, weight_grad, torch.float32).zero_()
     return total, grad_hidden, grad_weight
 
 
@@ -100,18 +100,22 @@ def _forward(
 
 @_forward.register_fake
 def _(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    rows: int,
-    dtype: torch.dtype,
-    hidden_grad: bool,
-    weight_grad: bool,
+    hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, dtype: torch.dtype, *needed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_answer(hidden, weight, dtype, needed)
+
+
+def empty_answer(
+    hidden: Tensor, weight: Tensor, dtype: torch.dtype, needed: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `over_chunks` answers with, for tensors that have none."""
     total = hidden.new_empty((), dtype=torch.float32)
-    grad_hidden = torch.empty_like(hidden if hidden_grad else hidden[:0], dtype=dtype)
-    grad_weight = torch.empty_like(weight if weight_grad else weight[:0], dtype=torch.float32)
-    return total, grad_hidden, grad_weight
+    return total, room_for(hidden, needed[0], dtype), room_for(weight, needed[1], torch.float32)
+
+
+def room_for(tensor: Tensor, needed: bool, dtype: torch.dtype) -> Tensor:
+    """Memory for a gradient of `tensor`; empty where none is needed."""
+    return torch.empty_like(tensor if needed else tensor[:0], dtype=dtype)
 
 
 def keep_unscaled(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

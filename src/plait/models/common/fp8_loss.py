@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plait.models.common.chunked_loss import keep_unscaled, needed_of, scale_kept
+from plait.models.common.chunked_loss import empty_answer, keep_unscaled, needed_of, room_for, scale_kept
 from plait.models.common.fp8_loss_kernel import SCALE, write_others
 from plait.models.common.loss_kernel import is_fused, row_statistics_triton
 from plait.models.common.protocol import IGNORE_INDEX
@@ -66,7 +66,7 @@ def _forward(
     weight_in = weight.to(dtype)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     inverse = torch.full((), 1.0 / SCALE, dtype=torch.float32, device=hidden.device)
-    grad_hidden = torch.empty_like(hidden if hidden_grad else hidden[:0], dtype=dtype)
+    grad_hidden = room_for(hidden, hidden_grad, dtype)
     grad_weight: Tensor | None = None
     turned = _turned(weight_in) if hidden_grad else None  # once, for all chunks
     for first in range(0, len(labels), rows * WAITING):
@@ -94,25 +94,15 @@ def _forward(
             del waiting, product  # before more is asked for
             grad_weight.index_add_(0, places, x * slopes[:, None])
     if grad_weight is None:  # not needed, or nothing to learn from
-        grad_weight = torch.zeros_like(weight if weight_grad else weight[:0], dtype=torch.float32)
+        grad_weight = room_for(weight, weight_grad, torch.float32).zero_()
     return total, grad_hidden, grad_weight
 
 
 @_forward.register_fake
 def _(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    rows: int,
-    dtype: torch.dtype,
-    emulated: bool,
-    hidden_grad: bool,
-    weight_grad: bool,
+    hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, dtype: torch.dtype, emulated: bool, *needed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    total = hidden.new_empty((), dtype=torch.float32)
-    grad_hidden = torch.empty_like(hidden if hidden_grad else hidden[:0], dtype=dtype)
-    grad_weight = torch.empty_like(weight if weight_grad else weight[:0], dtype=torch.float32)
-    return total, grad_hidden, grad_weight
+    return empty_answer(hidden, weight, dtype, needed)
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
