@@ -15,7 +15,10 @@ class OffloadConfig(Shorthand):
     """What lives in host memory or in files rather than on the device. A word says where the optimizer does."""
 
     optimizer: Tier = "none"
-    """Where the fp32 weights and the optimizer's state live, and where the update is computed: on the CPU."""
+    """Where the fp32 weights and the optimizer's state live."""
+    update: Literal["auto", "cpu", "device"] = "auto"
+    """Who computes the update: the CPU, or the device, which states visit in pieces. `auto`: a CUDA device does, unless
+    the update is `delayed` or `params` are offloaded; elsewhere the CPU."""
     params: Tier = "none"
     """Where the weights live that compute, between their uses; goes with `zero: 3`."""
     activations: Literal["none", "all"] | Many[str] = "none"
@@ -54,6 +57,11 @@ class OffloadConfig(Shorthand):
     def share(self) -> float:
         """`ratio` as a number; what `auto` will be is not known here, and counts as nothing."""
         return 0.0 if self.ratio == "auto" else self.ratio
+
+    def updates_on_device(self, kind: str) -> bool:
+        """Whether a device of this kind computes the update."""
+        able = not self.delayed and self.params == "none"
+        return self.update == "device" or (self.update == "auto" and kind == "cuda" and able)
 
     @property
     def uses_files(self) -> bool:

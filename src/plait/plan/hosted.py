@@ -24,6 +24,10 @@ _EIGHT_BIT = 90e6
 """Numbers with 8-bit moments that a core updates in a second: that much is arithmetic, not memory."""
 
 
+_DIRECT = 1.4e9
+"""Bytes a second of host memory that devices copy, for each GB/s that cores reach in an update."""
+
+
 @dataclass(frozen=True, slots=True)
 class HostWork:
     """Seconds of one step's update, by who is busy."""
@@ -81,11 +85,18 @@ def host_work(
     if config.optim.type == "AdamW8bit":
         each = max(each, 1.0 / (_EIGHT_BIT * hardware.host_cores))
     link = hardware.pcie_gbps * 1e9 if hardware.kind == "cuda" else float("inf")
+    files = away.in_files * 2 * (4 + state) * ranks / (hardware.disk_gbps * 1e9)
+    if config.strategy.offload.updates_on_device(hardware.kind):
+        # States come, with a gradient that waited on the host, while others go; host memory serves all ranks' links.
+        comes = max(
+            (4 + state + gradient) / link, (gradient + 2 * (4 + state)) * ranks / (_DIRECT * hardware.host_gbps)
+        )
+        return HostWork(host=away.on_host * comes, through=away.in_files * comes, files=files)
     fetched = away.in_files * gradient / link
     return HostWork(
         host=away.on_host * each * ranks,
         through=away.in_files * each * ranks + fetched,
-        files=away.in_files * 2 * (4 + state) * ranks / (hardware.disk_gbps * 1e9),
+        files=files,
         back=away.back * computed / link,
     )
 

@@ -105,6 +105,7 @@ class Offloading:
             host_ratio=offload.host_ratio,
             state_bytes=state_bytes(self._config),
             delayed=offload.delayed,
+            on_device=offload.updates_on_device(device.type),
             folder=folder,
         )
         order = _order(params, [unit for each in units for unit in each])
