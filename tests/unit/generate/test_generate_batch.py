@@ -16,9 +16,10 @@ from plait.errors import GenerateError
 from plait.generate import Completion, Generator, Sampling, generate
 from plait.generate.batch import Answers
 from plait.generate.cached import CachedDecoder
-from plait.generate.choose import CHANCE_BITS, chances, choose
+from plait.generate.choose import choose
 from plait.generate.perplexity import measure_perplexity
 from plait.models import build_model, preset
+from plait.ops.chance import CHANCE_BITS, chances
 
 VOCABULARY = 256
 HF: dict[str, dict[str, Any]] = {
@@ -79,6 +80,7 @@ def test_a_batch_writes_what_each_prompt_gets_alone_and_what_no_cache_would_give
     model, prompts = make(kind), some_prompts(4)
     ways: list[dict[str, Any]] = [
         {"temperature": 0.0},
+        {"temperature": 1.2, "stop": range(0, 256, 20)},
         {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.3, "stop": range(0, 256, 20)},
     ]
     for way in ways:
@@ -159,7 +161,12 @@ class NoWaiting(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_a_step_can_be_recorded_for_it_waits_for_nothing_and_changes_the_same_tensors(kind: str) -> None:
     model, prompts = make(kind).eval(), some_prompts(3)
-    for way in ({"temperature": 0.0}, {"top_k": 9, "repetition_penalty": 1.2}, {"top_p": 0.7, "stop": (1, 2)}):
+    for way in (
+        {"temperature": 0.0},
+        {"temperature": 0.8},
+        {"top_k": 9, "repetition_penalty": 1.2},
+        {"top_p": 0.7, "stop": (1, 2)},
+    ):
         decoder = CachedDecoder(model, torch.device("cpu"))
         answers = Answers(prompts, [0, 1, 2], [9, 9, 9], Sampling(9, **way), torch.device("cpu"))  # type: ignore[arg-type]
         with torch.no_grad():
@@ -167,7 +174,7 @@ def test_a_step_can_be_recorded_for_it_waits_for_nothing_and_changes_the_same_te
             held = {id(each): each.data_ptr() for each in tensors_of(answers, decoder._cache, *decoder._layers)}
             with NoWaiting():
                 for _ in range(5):
-                    answers.take(decoder.step(answers.token))
+                    answers.go_on(decoder)
         after = {id(each): each.data_ptr() for each in tensors_of(answers, decoder._cache, *decoder._layers)}
         decoder.close()
         assert after == held
