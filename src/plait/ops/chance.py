@@ -50,18 +50,13 @@ class Chance(NamedTuple):
 
     def bits(self) -> Tensor:
         """A number of `CHANCE_BITS` bits for each row."""
-        return chances(self.seed, self.keys, self.counts)
+        keyed = _mixed(_mixed(self.keys + _begun(self.seed) & _WORD) ^ (self.keys >> 32 & _WORD))
+        return _mixed(keyed + self.counts * 0x9E3779B9 & _WORD) >> (32 - CHANCE_BITS)
 
     def seed_bits(self) -> int:
         """The seed as a kernel takes it: with a sign, for Triton would compile another one for more than 31 bits."""
         begun = _begun(self.seed)
         return begun - (1 << 32) if begun >> 31 else begun
-
-
-def chances(seed: int, keys: Tensor, counts: Tensor) -> Tensor:
-    """A number of `CHANCE_BITS` bits for each row."""
-    keyed = _mixed(_mixed(keys + _begun(seed) & _WORD) ^ (keys >> 32 & _WORD))
-    return _mixed(keyed + counts * 0x9E3779B9 & _WORD) >> (32 - CHANCE_BITS)
 
 
 def _begun(seed: int) -> int:

@@ -19,7 +19,7 @@ from plait.generate.cached import CachedDecoder
 from plait.generate.choose import choose
 from plait.generate.perplexity import measure_perplexity
 from plait.models import build_model, preset
-from plait.ops.chance import CHANCE_BITS, chances
+from plait.ops.chance import CHANCE_BITS, Chance
 
 VOCABULARY = 256
 HF: dict[str, dict[str, Any]] = {
@@ -190,11 +190,11 @@ def tensors_of(*owners: Any) -> list[torch.Tensor]:
 def test_draws_follow_the_distribution_that_was_asked_for() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])
     rows = 20000
-    chance = chances(3, torch.arange(rows), torch.full((rows,), 4))
+    chance = Chance(torch.arange(rows), torch.full((rows,), 4), 3).bits()
     assert 0 <= chance.min() <= chance.max() < 2**CHANCE_BITS
     assert abs(float(chance.double().mean()) / 2**CHANCE_BITS - 0.5) < 0.01
     assert len(set(chance.tolist())) > 0.99 * rows
-    other = chances(3, torch.arange(rows), torch.full((rows,), 5))
+    other = Chance(torch.arange(rows), torch.full((rows,), 5), 3).bits()
     assert abs(float(torch.corrcoef(torch.stack([chance, other]).double())[0, 1])) < 0.03
     edges = torch.tensor([0, 2**CHANCE_BITS - 1])
     assert choose(logits.expand(2, 5), edges, Sampling(), None)[0].tolist() == [0, 4]

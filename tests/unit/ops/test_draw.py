@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.ops import draw as draw_module
-from plait.ops.chance import CHANCE_BITS, Chance, chances
+from plait.ops.chance import CHANCE_BITS, Chance
 from plait.ops.draw import PIECE, draw, draw_plain
 from plait.ops.ends import drawn, look_up
 from plait.ops.skinny import Norm, Stream, Tiles, make_counters, project
@@ -70,8 +70,8 @@ def test_chances_are_what_they_were() -> None:
             bits = (bits ^ (bits >> shift)) * factor % 2**32
         return bits ^ (bits >> 16)
 
-    keys, counts, seed = some_chance(200)
-    for key, count, found in zip(keys.tolist(), counts.tolist(), chances(seed, keys, counts).tolist(), strict=True):
+    keys, counts, seed = chance = some_chance(200)
+    for key, count, found in zip(keys.tolist(), counts.tolist(), chance.bits().tolist(), strict=True):
         begun = mixed((seed ^ (seed >> 32)) % 2**32)
         keyed = mixed(mixed((begun + key) % 2**32) ^ ((key >> 32) % 2**32))
         assert found == mixed((keyed + count * 0x9E3779B9) % 2**32) >> 4
