@@ -17,8 +17,8 @@ class OffloadConfig(Shorthand):
     optimizer: Tier = "none"
     """Where the fp32 weights and the optimizer's state live."""
     update: Literal["auto", "cpu", "device"] = "auto"
-    """Who computes the update: the CPU, or the device, which states visit in pieces. `auto`: a CUDA device does, unless
-    the update is `delayed` or `params` are offloaded; elsewhere the CPU."""
+    """Who computes the update: the CPU, or the device, which states visit in pieces. `auto`: a CUDA device with at most
+    16 of the host's cores to itself, or with 8-bit moments, unless it is `delayed` or `params` are offloaded."""
     params: Tier = "none"
     """Where the weights live that compute, between their uses; goes with `zero: 3`."""
     activations: Literal["none", "all"] | Many[str] = "none"
@@ -57,11 +57,6 @@ class OffloadConfig(Shorthand):
     def share(self) -> float:
         """`ratio` as a number; what `auto` will be is not known here, and counts as nothing."""
         return 0.0 if self.ratio == "auto" else self.ratio
-
-    def updates_on_device(self, kind: str) -> bool:
-        """Whether a device of this kind computes the update."""
-        able = not self.delayed and self.params == "none"
-        return self.update == "device" or (self.update == "auto" and kind == "cuda" and able)
 
     @property
     def uses_files(self) -> bool:

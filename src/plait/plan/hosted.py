@@ -15,6 +15,7 @@ from typing import Literal
 
 from plait.config.layout import Layout
 from plait.config.run import RunConfig
+from plait.parallel.offload.space import updates_on_device
 from plait.plan.hardware import Hardware
 from plait.precision import make_policy
 
@@ -24,8 +25,8 @@ _EIGHT_BIT = 90e6
 """Numbers with 8-bit moments that a core updates in a second: that much is arithmetic, not memory."""
 
 
-_DIRECT = 1.4e9
-"""Bytes a second of host memory that devices copy, for each GB/s that cores reach in an update."""
+_DIRECT = 1.5e9
+"""Bytes a second of host memory that devices copied, for each GB/s that cores reached in an update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def host_work(
         each = max(each, 1.0 / (_EIGHT_BIT * hardware.host_cores))
     link = hardware.pcie_gbps * 1e9 if hardware.kind == "cuda" else float("inf")
     files = away.in_files * 2 * (4 + state) * ranks / (hardware.disk_gbps * 1e9)
-    if config.strategy.offload.updates_on_device(hardware.kind):
+    if updates_on_device(config, hardware.kind, hardware.host_cores / ranks):
         # States come, with a gradient that waited on the host, while others go; host memory serves all ranks' links.
         comes = max(
             (4 + state + gradient) / link, (gradient + 2 * (4 + state)) * ranks / (_DIRECT * hardware.host_gbps)
@@ -99,6 +100,16 @@ def host_work(
         files=files,
         back=away.back * computed / link,
     )
+
+
+def with_update(config: RunConfig, hardware: Hardware, layout: Layout) -> RunConfig:
+    """The run with a word for who computes its updates: `auto` asks the machine it runs on, which may be another."""
+    if not config.strategy.offload.on or config.strategy.offload.update != "auto":
+        return config
+    cores = hardware.host_cores / min(layout.size, hardware.per_host)
+    who = "device" if updates_on_device(config, hardware.kind, cores) else "cpu"
+    offload = config.strategy.offload.model_copy(update={"update": who})
+    return config.model_copy(update={"strategy": config.strategy.model_copy(update={"offload": offload})})
 
 
 def mode_of(config: RunConfig, layout: Layout, kind: str) -> Mode:

@@ -101,10 +101,10 @@ class _Room:
 class Visits:
     """Updates buckets whose state is in host memory, on the device; see [Note: three rooms]."""
 
-    def __init__(self, lanes: Lanes, *, state_bytes: float) -> None:
-        """`state_bytes`: what the optimizer keeps for each number."""
+    def __init__(self, lanes: Lanes, *, largest: int, state_bytes: float) -> None:
+        """`largest`: numbers of the largest bucket; `state_bytes`: what the optimizer keeps for each."""
         self._lanes = lanes
-        size = int(PIECE * (4 + state_bytes + _GRADIENT_BYTES)) + (1 << 20)
+        size = int(min(PIECE, largest) * (4 + state_bytes + _GRADIENT_BYTES))
         self._rooms = [_Room(lanes, size) for _ in range(ROOMS)]
         self._come, self._work, self._go = (lanes.stream() for _ in range(3))
         lanes.order(self._come, lanes.mark())  # the rooms' memory may have been somebody else's until now
