@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from plait.config import parse_sections
 from plait.errors import ModelError
 from plait.models import build_model, preset
-from plait.parallel.initializer import Initializer, Writes, find_initializer
+from plait.parallel.initializer import Initializer, find_initializer
 from plait.parallel.materialize import give_storage, initialize
+from plait.parallel.recording import Record
 from plait.strategy import prepare_native
 from plait.world import open_world
 
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def on_meta(build: Callable[[], nn.Module]) -> tuple[nn.Module, Initializer | None]:
-    with torch.device("meta"), Writes() as built:
+    with torch.device("meta"), Record() as built:
         model = build()
     return model, find_initializer(model, built)
 
