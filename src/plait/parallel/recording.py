@@ -8,13 +8,15 @@ last one backwards, up to one that does not care what was there before. They can
 - takes a tensor from outside: of another device, from a file, from numpy;
 - draws from a generator of the constructor's own;
 - exchanges a tensor's storage, or was done to no plain dense tensor;
-- came after somebody had asked whether the tensor is on the meta device, as `nn.init.orthogonal_` does in order to do
-  nothing there. `trunc_normal_` does too, and is common, so it is a step as it is.
+- came after somebody had asked whether the tensor is on the meta device, perhaps in order to do nothing there.
+Some functions of `nn.init` ask for just that. They are known, and are steps as a whole.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,8 +28,6 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-
-from plait.world.patch import replaced
 
 _aten = torch.ops.aten
 _DRAWS = frozenset({_aten.normal_.default, _aten.uniform_.default})
@@ -42,7 +42,6 @@ _EXCHANGES = frozenset({_aten.set_, _aten.resize_, _aten.resize_as_})
 """Give a tensor another storage."""
 _READS_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 """Make a tensor of Python's numbers, which no operation shows."""
-_truncated_normal = nn.init._no_grad_trunc_normal_  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +55,24 @@ class Place:
     dtype: torch.dtype
     is_all: bool
     """Whether these are all elements of the storage, one after another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A function of `nn.init`, as it is whenever it is called."""
+
+    name: str
+
+    def __call__(self, tensor: Tensor, **kwargs: Any) -> Any:
+        """Fill a tensor."""
+        return getattr(nn.init, self.name)(tensor, **kwargs)
+
+
+_WHOLE = {
+    getattr(nn.init, name).__code__: Whole(name)
+    for name in ("_no_grad_trunc_normal_", "orthogonal_", "sparse_", "dirac_")
+}
+"""Those that ask first whether a tensor is on the meta device, and do nothing if it is; else they fill all of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,9 +94,8 @@ class Step:
     def read(self) -> list[Place]:
         """The tensors among the arguments, except one that is written to without being looked at."""
         given = [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Place)]
-        if getattr(self.function, "overloadpacket", self.function) in (*_OVERWRITES, _truncated_normal):
-            return given[1:]
-        return given
+        overwrites = isinstance(self.function, Whole) or getattr(self.function, "overloadpacket", None) in _OVERWRITES
+        return given[1:] if overwrites else given
 
     def replaces(self, storage: int) -> bool:
         """Whether nothing that was in a storage before can be told afterwards."""
@@ -90,7 +106,7 @@ class Step:
 
     def does_as(self, other: Step) -> bool:
         """Whether another step does the same, perhaps to another tensor."""
-        return self._what() == other._what()
+        return bool(self._what() == other._what())
 
     def _what(self) -> Any:
         def nameless(leaf: Any) -> Any:
@@ -113,7 +129,6 @@ class Record:
         with ExitStack() as entering:
             entering.enter_context(_Operations(self))
             entering.enter_context(_Calls(self))
-            entering.enter_context(replaced(nn.init, _truncated_normal.__name__, self._truncate))
             self._entered = entering.pop_all()
         return self
 
@@ -191,14 +206,16 @@ class Record:
             defaults = {"device": results[0].device, "dtype": results[0].dtype}
             kwargs = kwargs | {key: value for key, value in defaults.items() if _takes(function, key)}
         own_generator = any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs)))
+        args, kwargs = tree_map(lambda leaf: places[id(leaf)] if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         step = Step(
             self._next(),
             function,
-            *tree_map(lambda leaf: places[id(leaf)] if isinstance(leaf, Tensor) else leaf, (args, kwargs)),
+            args,
+            kwargs,
             written=into,
             made=made,
             repeatable=None not in places.values() and packet not in _EXCHANGES and not own_generator,
-            draws=function is _truncated_normal or torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()),
+            draws=isinstance(function, Whole) or torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()),
         )
         for storage in _storages(step):
             self._steps[storage].append(step)
@@ -207,12 +224,6 @@ class Record:
         """Something may be left undone to a tensor, since it has no values."""
         if _on_meta(tensor) and not is_lazy(tensor):
             self._steps[self._number(tensor)].append(Step(self._next(), None, repeatable=False))
-
-    def _truncate(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not _on_meta(tensor):
-            return _truncated_normal(tensor, *args, **kwargs)  # type: ignore[no-any-return]
-        self.add(_truncated_normal, (tensor, *args), kwargs, written=[tensor])
-        return tensor
 
     def _next(self) -> int:
         self._count += 1
@@ -275,7 +286,13 @@ class _Calls(TorchFunctionMode):
         if func in _READS_NUMBERS and not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
             self._record.add(func, copy.deepcopy(args), copy.deepcopy(kwargs), written=[], result=result)
         elif func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
-            self._record.doubt(args[0])
+            asking = sys._getframe(1)
+            if asking.f_code in _WHOLE:
+                _, *names = inspect.getargs(asking.f_code).args
+                given = {name: asking.f_locals[name] for name in names}
+                self._record.add(_WHOLE[asking.f_code], args, given, written=[args[0]])
+            else:
+                self._record.doubt(args[0])
         return result
 
 
