@@ -83,18 +83,17 @@ def _writes(model: nn.Module, initializer: Initializer) -> Writes | None:
     """What an initializer does to each tensor, of the first module that has it; None where it fails."""
     found: Writes = []
     seen: set[int] = set()
-    with torch.no_grad(), Record() as record:
-        for module in model.modules():
-            own = [tensor for tensor in direct_tensors(module).values() if id(tensor) not in seen]
-            if not own:
-                continue
-            seen.update(id(tensor) for tensor in own)
-            record.forget()
-            try:
+    for module in model.modules():
+        own = [tensor for tensor in direct_tensors(module).values() if id(tensor) not in seen]
+        if not own:
+            continue
+        seen.update(id(tensor) for tensor in own)
+        try:
+            with torch.no_grad(), Record() as record:
                 initializer(module)
-            except Exception:  # it looks at values, or means something else by its argument
-                return None
-            found += [(tensor, record.writes_to(tensor)) for tensor in own]
+        except Exception:  # it looks at values, or means something else by its argument
+            return None
+        found += [(tensor, record.writes_to(tensor)) for tensor in own]
     return found
 
 

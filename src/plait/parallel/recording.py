@@ -40,7 +40,7 @@ _ALLOCATES = frozenset({_aten.empty, _aten.empty_like, _aten.empty_strided, _ate
 """Make tensors without values."""
 _EXCHANGES = frozenset({_aten.set_, _aten.resize_, _aten.resize_as_})
 """Give a tensor another storage."""
-_READS_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+_READS_NUMBERS = frozenset({torch.tensor, torch.as_tensor})
 """Make a tensor of Python's numbers, which no operation shows."""
 
 
@@ -139,8 +139,9 @@ class Record:
 
     def place_of(self, tensor: Tensor) -> Place | None:
         """Where a tensor lies; None where a step cannot be given it."""
-        plain = type(tensor) in (Tensor, nn.Parameter) and not is_lazy(tensor) and tensor.layout == torch.strided
-        if not plain or not _on_meta(tensor) or tensor.is_conj() or tensor.is_neg():
+        if type(tensor) not in (Tensor, nn.Parameter) or not _on_meta(tensor) or tensor.layout != torch.strided:
+            return None
+        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return None
         storage = self._number(tensor)
         is_all = tensor.numel() * tensor.itemsize == self.bytes_of(storage) and tensor.is_contiguous()
@@ -181,11 +182,6 @@ class Record:
         return tuple(found[number] for number in sorted(found)) if own else None
 
     # ---- what is written down
-
-    def forget(self) -> None:
-        """Drop all steps so far."""
-        for steps in self._steps:
-            steps.clear()
 
     def add(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, written: list[Tensor], result: Any = None
@@ -284,7 +280,8 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func in _READS_NUMBERS and not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
-            self._record.add(func, copy.deepcopy(args), copy.deepcopy(kwargs), written=[], result=result)
+            numbers = copy.deepcopy(args[0] if args else kwargs["data"])
+            self._record.add(torch.tensor, (numbers,), {}, written=[], result=result)
         elif func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
             asking = sys._getframe(1)
             if asking.f_code in _WHOLE:

@@ -148,7 +148,6 @@ class Computed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.places = nn.Parameter(0.02 * torch.randn(1, 40, DIM))
-        self.turned = nn.Parameter(torch.rand(DIM, 30).t())
         self.part = nn.Parameter(torch.randn(2 * VOCAB, 4)[:VOCAB])
         self.temperature = nn.Parameter(torch.ones(1) * math.log(1 / 0.07))
         self.gates = nn.Parameter(torch.tensor([0.25, 0.5]))
@@ -158,7 +157,19 @@ class Computed(nn.Module):
         self.register_buffer("cos", torch.cat((angles, angles), dim=-1).cos(), persistent=False)
         self.register_buffer("rotation", torch.polar(torch.ones_like(angles), angles))
         self.register_buffer("count", torch.tensor(4))
+        self.register_buffer("grid", torch.as_tensor([[0.5, 1], [2, 3]]).mul_(3))
         self.register_buffer("nothing", None)
+
+
+class Turned(nn.Module):
+    """Parameters that are no contiguous tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = nn.Parameter(torch.rand(DIM, 30).t())
+        self.written = nn.Parameter(torch.empty(DIM, 30).t())
+        nn.init.normal_(self.written[:, 1:])
+        nn.init.zeros_(self.written[:, 0])
 
 
 class Spread(nn.Module):
@@ -182,7 +193,17 @@ def normed() -> nn.Module:
     return weight_norm(nn.Linear(DIM, VOCAB))
 
 
-OWN: list[Callable[[], nn.Module]] = [NanoGpt, PublicGpt, Truncated, Padded, Computed, Spread, half_precision, normed]
+OWN: list[Callable[[], nn.Module]] = [
+    NanoGpt,
+    PublicGpt,
+    Truncated,
+    Padded,
+    Computed,
+    Turned,
+    Spread,
+    half_precision,
+    normed,
+]
 
 
 @pytest.mark.parametrize("build", OWN)
@@ -203,7 +224,7 @@ def test_the_measure_sees_another_deviation() -> None:
 
 def test_what_has_no_chance_in_it_is_equal_to_the_bit() -> None:
     found, real = replayed(Computed, seed=1), tensors_of(Computed())
-    for name in ("temperature", "gates", "frozen", "cos", "rotation", "count"):
+    for name in ("temperature", "gates", "frozen", "cos", "rotation", "count", "grid"):
         assert torch.equal(found[name], real[name]), name
     padded = replayed(Padded, seed=1)
     assert not padded["table.weight"][3].any()
@@ -231,6 +252,18 @@ def test_values_depend_on_seed_and_name_alone() -> None:
     assert not any(torch.equal(first[name], other[name]) for name in drawn)
     values = [first[name].detach().flatten()[:50] for name in drawn]
     assert len({tuple(each.tolist()) for each in values}) == len(drawn)
+
+
+@pytest.mark.parametrize("build", OWN)
+def test_a_second_time_gives_the_same_values(build: Callable[[], nn.Module]) -> None:
+    model, initializer = on_meta(build)
+    assert initializer is not None
+    give_storage(model, CPU)
+    states = []
+    for _ in range(2):
+        initialize(model, initializer, seed=3, device=CPU)
+        states.append(copy.deepcopy(tensors_of(model)))
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
 
 def test_tied_weights_stay_one_tensor() -> None:
