@@ -55,12 +55,13 @@ def find_initializer(model: nn.Module, built: Record | None = None) -> Initializ
         # Many write `init_weights` for the modules they care about, and leave the rest as torch makes them.
         possible = (_reset,) if declared is None else (declared, InTurn(_reset, declared))
         return next((each for each in possible if _fills(_writes(model, each))), None)
+    # Both are asked before `init_weights` is tried, which may exchange storages.
+    replay, before = find_replay(model, built), {id(tensor): built.writes_to(tensor) for tensor in _tensors(model)}
     writes = None if declared is None else _writes(model, declared)
-    if declared is None or writes is None or any(_loses(built.writes_to(tensor), made) for tensor, made in writes):
-        return find_replay(model, built)
+    if declared is None or writes is None or any(_loses(before[id(tensor)], made) for tensor, made in writes):
+        return replay
     if _fills(writes):
         return declared
-    replay = find_replay(model, built)
     return None if replay is None else InTurn(replay, declared)
 
 

@@ -214,6 +214,25 @@ def test_values_depend_on_seed_and_name_alone() -> None:
     assert torch.equal(materialized(Longer, 5)["head.weight"], first["head.weight"])
 
 
+class Exchanging(nn.Linear):
+    """Gives its weight another storage, as many do."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.init_weights(self)
+
+    def init_weights(self, module: nn.Module) -> None:
+        nn.init.zeros_(self.weight)
+        self.weight.data = torch.full_like(self.weight, 3.0)
+        nn.init.ones_(self.bias)
+
+
+def test_an_initializer_may_exchange_the_data_of_a_parameter() -> None:
+    found = materialized(Exchanging)
+    assert bool((found["weight"] == 3).all())
+    assert bool((found["bias"] == 1).all())
+
+
 def test_materializing_does_not_disturb_the_callers_random_numbers() -> None:
     torch.manual_seed(1)
     expected = torch.rand(3)
