@@ -190,6 +190,10 @@ def _recomputed(forward: Any) -> Any:
 ROWS: dict[str, tuple[str, Callable[..., Step]]] = {
     "plait-resident": ("Plait, nothing offloaded", plait(None)),
     "plait-cpu": ("Plait, `offload: cpu`", plait({"optimizer": "cpu"})),
+    "plait-cpu-updates": (
+        "Plait, `offload: {optimizer: cpu, update: cpu}`",
+        plait({"optimizer": "cpu", "update": "cpu"}),
+    ),
     "plait-delayed": (
         "Plait, `offload: {optimizer: cpu, delayed: true}`",
         plait({"optimizer": "cpu", "delayed": True}),

@@ -19,6 +19,7 @@ TIERS: dict[str, dict[str, Any]] = {
     "cpu": {"zero": 1, "offload": {"optimizer": "cpu", "bucket_mb": 0.02}},
     "nvme": {"zero": 2, "offload": {"optimizer": "nvme", "bucket_mb": 0.02}},
     "params-nvme": {"zero": 3, "offload": {"optimizer": "nvme", "params": "nvme", "persistent_params": 0}},
+    "visits-nvme": {"zero": 3, "offload": {"optimizer": "nvme", "update": "device", "bucket_mb": 0.02}},
     "delayed": {"zero": 0, "offload": {"optimizer": "cpu", "delayed": True}},
 }
 HALF = 2

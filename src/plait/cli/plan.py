@@ -216,7 +216,7 @@ def _time_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
         if max(values) > _NOTABLE_S:
             yield f"{words}, beside computing", values
     if any(account.total("update") for account in accounts):
-        yield "update on the host", [account.on_host() for account in accounts]
+        yield "update of what is offloaded", [account.on_host() for account in accounts]
         yield "  of that waited for", [account.updating() for account in accounts]
 
 

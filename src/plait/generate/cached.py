@@ -29,7 +29,7 @@ from plait.ops.ends import At
 
 SLOTS = 64
 """The cache is a multiple of so many tokens long: kernels that take a mask want its rows aligned."""
-READ_AT_ONCE = 4096
+READ_AT_ONCE = 8192
 """Tokens of prompts that keep a device busy; more at once would only need more memory, and more filling."""
 
 

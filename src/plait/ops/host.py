@@ -6,6 +6,7 @@ import mmap
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from math import prod
 
@@ -17,6 +18,10 @@ from plait.errors import TrainingError
 
 ALIGNMENT = 4096
 """What direct I/O asks of addresses, lengths and places in a file: enough for every disk in use."""
+
+
+_PART = 8 << 20
+"""Bytes whose pages a thread clears at a time."""
 
 
 def rounded(size: int) -> int:
@@ -48,9 +53,23 @@ def _pinned(size: int) -> Tensor:
         with suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
     room = torch.frombuffer(pages, dtype=torch.uint8)
-    room[::ALIGNMENT].zero_()  # on all threads: while it pins, CUDA would have pages cleared one after the other
+    _touch(room)
     pages.pin(room.data_ptr(), rounded(size))
     return room[:size]
+
+
+def _touch(room: Tensor) -> None:
+    """Have every page cleared, by many threads: while it pins, CUDA would have that done to one after the other.
+
+    The system clears about a GB/s in a thread. torch's own threads would not share so few operations.
+    """
+    parts = torch.split(room, _PART)
+    if len(parts) == 1:
+        room[::ALIGNMENT].zero_()
+        return
+    with ThreadPoolExecutor(min(len(parts), os.cpu_count() or 1)) as threads:
+        for _ in threads.map(lambda part: part[::ALIGNMENT].zero_(), parts):
+            pass
 
 
 class _Pages(mmap.mmap):

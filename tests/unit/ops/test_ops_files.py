@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 
 from plait.errors import TrainingError
+from plait.ops import host
 from plait.ops.files import FileQueue, TensorFile
 from plait.ops.host import ALIGNMENT, host_empty, rounded
 
@@ -118,3 +122,31 @@ def test_many_transfers_share_the_same_few_threads(tmp_path: Path) -> None:
         file.read_into(found, 0).wait()
         file.close()
     assert torch.equal(found, torch.stack(tensors))
+
+
+def test_pages_are_there_before_they_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def resident(address: int, size: int) -> None:
+        """Count the pages of a range that the system has made, as CUDA would find them."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        pages = (ctypes.c_ubyte * (size // mmap.PAGESIZE))()
+        assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages) == 0
+        seen.append(sum(page & 1 for page in pages))
+
+    monkeypatch.setattr(host._Pages, "pin", lambda _, address, size: resident(address, size))
+    for size in (random.randint(1, 1 << 16), random.randint(20 << 20, 40 << 20)):  # by one thread, and by several
+        tensor = host_empty(size, dtype=torch.uint8, pinned=True)
+        assert seen.pop() == rounded(size) // mmap.PAGESIZE
+        assert not tensor.any()
+
+
+def test_a_tensor_with_one_number_in_a_row_is_written_whatever_its_stride(queue: FileQueue, folder: Path) -> None:
+    tensor = torch.randn(()).expand(1)
+    assert tensor.is_contiguous()
+    assert tensor.stride() == (0,)
+    file = TensorFile.scratch(queue, folder, ALIGNMENT)
+    file.write_from(tensor, 0).wait()
+    found = torch.empty(1)
+    file.read_into(found, 0).wait()
+    assert torch.equal(found, tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from plait.config.rules import violations
 from plait.errors import ConfigError
 from plait.parallel.offload import visit
 from plait.parallel.offload.buckets import plan_spans
+from plait.parallel.offload.space import updates_on_device
+from plait.parallel.offload.visit import Part, cut
 from plait.strategy import prepare_native
 from plait.strategy.native.offloaded import OffloadedViews
 from plait.world import open_world
@@ -82,10 +85,15 @@ class WideNet(Net):
         self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(3))
 
 
+@pytest.mark.parametrize("update", ["cpu", "device"])
 @pytest.mark.parametrize("optim", ["AdamW", "AdamW8bit"])
-def test_one_run_may_use_device_memory_host_memory_and_files(optim: str, tmp_path: Path) -> None:
+def test_one_run_may_use_device_memory_host_memory_and_files(
+    optim: str, update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visit, "PIECE", 5000)  # a weight has 9,216 numbers
     rows = [torch.randn(4, 96) for _ in range(4)]
     offload = {"optimizer": "nvme", "ratio": 0.35, "host_ratio": 0.35, "bucket_mb": 0.04, "path": str(tmp_path)}
+    offload["update"] = update
     found = []
     for strategy in ({}, {"offload": offload}):
         config = parse_sections(strategy=strategy, seed=1, optim={"type": optim}).config
@@ -143,6 +151,46 @@ def test_state_that_does_not_fit_the_host_is_refused_before_it_is_made(
         run({"optimizer": "cpu"}, batches)
 
 
+def test_pieces_have_every_row_once_and_no_more_than_there_is_room_for() -> None:
+    for _ in range(200):
+        shapes = [torch.Size(random.choices(range(9), k=random.randint(0, 3))) for _ in range(random.randint(1, 6))]
+        most = random.randint(1, 60)
+        pieces = cut(shapes, most)
+        rows: dict[int, list[int]] = {place: [] for place in range(len(shapes))}
+        for piece in pieces:
+            sizes = [torch.empty(shapes[place])[part].numel() if shapes[place] else 1 for place, part in piece]
+            rows_of = [part.stop - part.start for (_, part), size in zip(piece, sizes, strict=True) if size]
+            assert sum(sizes) <= most or rows_of == [1]  # a row that is larger by itself
+            for place, part in piece:
+                rows[place] += range(part.start, part.stop)
+        for place, shape in enumerate(shapes):
+            assert rows[place] == list(range(shape[0] if shape else 1))
+
+
+def test_a_number_by_itself_and_an_empty_shard_are_taken_along() -> None:
+    pieces = cut([torch.Size(()), torch.Size((0, 4)), torch.Size((2, 3))], 100)
+    assert pieces == [[Part(0, slice(0, 1)), Part(1, slice(0, 0)), Part(2, slice(0, 2))]]
+
+
+@pytest.mark.parametrize(
+    ("offload", "optim", "kind", "cores", "expected"),
+    [
+        ({}, "AdamW", "cuda", 16, True),
+        ({}, "AdamW", "cuda", 17, False),
+        ({}, "AdamW8bit", "cuda", 64, True),
+        ({}, "AdamW8bit", "cpu", 2, False),
+        ({"delayed": True}, "AdamW", "cuda", 4, False),
+        ({"update": "cpu"}, "AdamW8bit", "cuda", 4, False),
+        ({"update": "device"}, "AdamW", "cuda", 64, True),
+        ({"update": "device"}, "AdamW", "cpu", 2, True),
+    ],
+)
+def test_who_computes_the_update(offload: dict[str, Any], optim: str, kind: str, cores: int, expected: bool) -> None:
+    strategy = {"offload": {"optimizer": "cpu", **offload}}
+    config = parse_sections(strategy=strategy, optim={"type": optim}).config
+    assert updates_on_device(config, kind, cores) is expected
+
+
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "params below stage 3": ({"zero": 2, "offload": {"optimizer": "cpu", "params": "cpu"}}, {}, "stage 3"),
     "params alone": ({"zero": 3, "offload": {"params": "cpu"}}, {}, "fetch every weight"),
@@ -150,6 +198,17 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a delay for some": ({"offload": {"optimizer": "cpu", "delayed": True, "ratio": 0.1}}, {}, "never late"),
     "a budget without files": ({"offload": {"optimizer": "cpu", "budget_gib": 1.0}}, {}, "has no effect"),
     "nothing for files": ({"offload": {"optimizer": "nvme", "ratio": 0.5, "host_ratio": 0.5}}, {}, "for files"),
+    "a late update by the device": (
+        {"offload": {"optimizer": "cpu", "update": "device", "delayed": True}},
+        {},
+        "wait for the next step",
+    ),
+    "the device, for weights of the host": (
+        {"zero": 3, "offload": {"optimizer": "cpu", "params": "cpu", "update": "device"}},
+        {},
+        "belong to the host",
+    ),
+    "an update of nothing": ({"offload": {"update": "device"}}, {}, "has no effect"),
     "a share of nothing": ({"offload": {"ratio": 0.5}}, {}, "has no effect"),
     "a copy of what is in files": ({"offload": "nvme"}, {"checkpoint": {"async_save": True}}, "host memory first"),
 }
@@ -163,10 +222,13 @@ def test_settings_that_contradict_each_other_are_refused(case: str) -> None:
     assert any(words in problem.message for problem in found), found
 
 
+@pytest.mark.parametrize("update", ["cpu", "device"])
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_a_step_that_is_not_finite_changes_nothing_and_names_the_gradient(tier: str, tmp_path: Path) -> None:
+def test_a_step_that_is_not_finite_changes_nothing_and_names_the_gradient(
+    tier: str, update: str, tmp_path: Path
+) -> None:
     said: list[str] = []
-    offload = {"optimizer": tier, **({"path": str(tmp_path)} if tier == "nvme" else {})}
+    offload = {"optimizer": tier, "update": update, **({"path": str(tmp_path)} if tier == "nvme" else {})}
     config = parse_sections(strategy={"offload": offload}, precision="bf16", seed=1).config
     engine = prepare_native(config, open_world(config), model=Net, say=said.append)
     engine.train_step([torch.randn(4, 8)])

@@ -14,7 +14,7 @@ from plait.config.layout import Layout, resolve_layout
 from plait.config.run import RunConfig
 from plait.plan.account import Account
 from plait.plan.hardware import Hardware, find_hardware, with_cores
-from plait.plan.hosted import Away, HostWork, host_work, mode_of, read_work
+from plait.plan.hosted import Away, HostWork, host_work, mode_of, read_work, with_update
 from plait.plan.plan import make_plan
 from plait.plan.rankplan import plan_rank
 from plait.plan.shares import best_share, with_ratio
@@ -84,10 +84,31 @@ def test_an_update_takes_as_long_as_the_memory_it_passes_over() -> None:
 
 
 def test_ranks_of_a_host_share_its_cores_its_memory_and_its_disk() -> None:
-    config = run_of({"zero": 1, "offload": "nvme"})
+    config = run_of({"zero": 1, "offload": {"optimizer": "nvme", "update": "cpu"}})
     away, spread = Away(1e8, 1e8, 0), resolve_layout(config.strategy, size=8, local_size=8)
     one, eight = (host_work(away, config, H100, each, state=8.0, wide=False) for each in (alone(config), spread))
     assert (eight.host, eight.files) == pytest.approx((8 * one.host, 8 * one.files))
+
+
+def test_what_a_device_updates_travels_over_its_own_link_as_fast_as_the_hosts_memory_lets_all_of_them() -> None:
+    config = run_of({"zero": 1, "offload": {"optimizer": "cpu", "update": "device"}})
+    away, numbers = Away(1e8, 0, 1e8), 1e8
+    spread = resolve_layout(config.strategy, size=8, local_size=8)
+    for memory in (10_000.0, 100.0):
+        hardware = replace(H100, host_gbps=memory)
+        one, eight = (
+            host_work(away, config, hardware, each, state=8.0, wide=False) for each in (alone(config), spread)
+        )
+        link = numbers * 14 / (hardware.pcie_gbps * 1e9)
+        assert one.seconds == pytest.approx(link)
+        assert eight.seconds == pytest.approx(link if memory > 1000 else numbers * 26 * 8 / (1.5e9 * memory))
+
+
+def test_a_plan_settles_who_updates_by_the_machine_that_is_planned_for() -> None:
+    config = run_of({"offload": "cpu"})
+    for hardware, who in ((replace(H100, host_cores=16), "device"), (replace(H100, host_cores=112), "cpu")):
+        assert with_update(config, hardware, alone(config)).strategy.offload.update == who
+    assert with_update(run_of({}), H100, alone(config)).strategy.offload.update == "auto"
 
 
 def test_what_shows_of_an_update_is_what_nothing_ran_beside() -> None:
@@ -177,9 +198,13 @@ def test_shares_planned_from_a_few_layers_take_what_all_layers_take() -> None:
     assert on_host[0] == pytest.approx(on_host[1], rel=0.1)
 
 
-@pytest.mark.parametrize(("ratio", "measured"), [(0.0, 1.68), (0.5, 0.97)])
-def test_the_seconds_of_an_offloaded_3b_run_are_those_measured_on_an_h200(ratio: float, measured: float) -> None:
-    offload = {"optimizer": "cpu", "ratio": ratio}
+@pytest.mark.parametrize(
+    ("ratio", "update", "measured"), [(0.0, "cpu", 1.68), (0.5, "cpu", 0.97), (0.0, "device", 1.13)]
+)
+def test_the_seconds_of_an_offloaded_3b_run_are_those_measured_on_an_h200(
+    ratio: float, update: str, measured: float
+) -> None:
+    offload = {"optimizer": "cpu", "ratio": ratio, "update": update}
     config = run_of({"offload": offload}, model=LLAMA_3B, batch={"micro": 4})
     plan = make_plan(config, H200_ALONE, ranks=1, detailed=False)
     assert plan.seconds == pytest.approx(measured, rel=0.15)

@@ -98,13 +98,18 @@ class _Room:
             self.left.synchronize()
 
 
+def room_bytes(largest: float, state_bytes: float) -> float:
+    """Memory of the device that visits take, where a bucket has at most so many numbers."""
+    return ROOMS * min(PIECE, largest) * (4 + state_bytes + _GRADIENT_BYTES)
+
+
 class Visits:
     """Updates buckets whose state is in host memory, on the device; see [Note: three rooms]."""
 
     def __init__(self, lanes: Lanes, *, largest: int, state_bytes: float) -> None:
         """`largest`: numbers of the largest bucket; `state_bytes`: what the optimizer keeps for each."""
         self._lanes = lanes
-        size = int(min(PIECE, largest) * (4 + state_bytes + _GRADIENT_BYTES))
+        size = int(room_bytes(largest, state_bytes) / ROOMS)
         self._rooms = [_Room(lanes, size) for _ in range(ROOMS)]
         self._come, self._work, self._go = (lanes.stream() for _ in range(3))
         lanes.order(self._come, lanes.mark())  # the rooms' memory may have been somebody else's until now
