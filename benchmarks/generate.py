@@ -57,6 +57,7 @@ class Job:
             seconds, texts = float("inf"), []
             for turn in range(self.given.turns + 1):
                 self._wait()
+                print(f"turn {turn} of {rows} rows begins", flush=True)  # the last words of a row that takes too long
                 begun = time.perf_counter()
                 texts = write(prompts)
                 self._wait()

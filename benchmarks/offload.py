@@ -250,6 +250,7 @@ def measure(name: str, given: argparse.Namespace) -> Result:
         if cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter())
+        print(f"ready after {ready:.0f} s; {index} steps after {times[-1] - begin:.0f} s", flush=True)  # last words
         loss = step(*batches[index % len(batches)])
     if cuda:
         torch.cuda.synchronize()
