@@ -1,0 +1,33 @@
+"""A limit of time for a search, which also ends a simulation that is under way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+SEARCH_S = 40.0
+"""How long a search for what makes a run fit may take beyond the plan itself."""
+
+
+class TimeUpError(Exception):
+    """The time is up. Nobody meets it: whoever gives patience catches it, and says what was left out."""
+
+
+class Patience:
+    """So many seconds from now on; a recorder's watcher, so that the next operation after them is the last."""
+
+    def __init__(self, seconds: float = SEARCH_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = seconds
+        self._clock = clock
+        self._end = clock() + seconds
+
+    @property
+    def over(self) -> bool:
+        """Whether the time is up."""
+        return self._clock() >= self._end
+
+    def saw(self, *_operation: Any) -> None:
+        """Go on, or not."""
+        if self.over:
+            raise TimeUpError
