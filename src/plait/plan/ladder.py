@@ -6,8 +6,10 @@ A micro-batch of 1, where it stays, then grows to the largest for which there is
 optimizer.
 
 [Note: what is cheap comes first] A simulation takes seconds. So a rung whose weights and optimizer alone are too large
-is not simulated (`least_gib`), and short models that two rungs have in common are simulated once (`Known`). All of it
-ends when the `Patience` does; what nobody has looked at by then is said.
+is not simulated (`least_gib`), and short models that two rungs have in common are simulated once (`Known`). Once half
+of the `Patience` is gone, rungs are passed over up to the last before tensor parallelism, which has all that ranks and
+hosts can take over: something that fits is worth more than the next figure, and what it does not need is taken back in
+the other half. All of it ends when the patience does; what nobody has looked at by then is said.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from plait.plan.rankplan import Known
 from plait.plan.shares import HOST_SHARE, SHARE, lowered_shares
 from plait.plan.states import count_params, least_gib
 
+_TENSOR = "strategy.layout.tp"
+
 
 @dataclass(frozen=True, slots=True)
 class Rung:
@@ -47,7 +51,7 @@ class Rung:
     least: float = 0.0
     """GiB that each device needs at least; where that is too much, nobody looks closer."""
     late: bool = False
-    """Whether it was not simulated because the time was up."""
+    """Whether there was no time to simulate it."""
 
     @property
     def fits(self) -> bool:
@@ -73,18 +77,21 @@ class Ladder:
     def climb(self) -> Iterator[Rung]:
         """Rung by rung up to the first that fits. Each keeps the global batch and the losses."""
         settings: dict[str, Any] = {}
-        for change in _changes(self.config, self.ranks, self.hardware):
-            rung = self._rung(settings, change)
+        changes = list(_changes(self.config, self.ranks, self.hardware))
+        top = max((index for index, change in enumerate(changes) if _TENSOR not in change), default=0)
+        for index, change in enumerate(changes):
+            hurries = index < top and self.patience.half_over and not self.patience.over
+            rung = self._passed_over(settings, change) if hurries else self._rung(settings, change)
             settings = dict(rung.candidate.settings)
             yield rung
             if rung.fits:
                 return
 
     def taken_back(self, rungs: Sequence[Rung]) -> Rung:
-        """The last of `rungs`, which fits, without those before it that are not needed."""
+        """The last of `rungs`, which fits, without those that are not needed."""
         least, needed = rungs[-1], [rung.added.settings for rung in rungs]
         try:
-            for index in reversed(range(len(rungs) - 1)):
+            for index in reversed(range(len(rungs))):  # the last too: what was before it may have been passed over
                 fewer = [*needed[:index], *needed[index + 1 :]]
                 candidate = Candidate({key: value for change in fewer for key, value in change.items()})
                 if candidate.settings == least.candidate.settings:  # a later rung has the last word on it
@@ -108,13 +115,12 @@ class Ladder:
 
     def left_out(self, rungs: Sequence[Rung]) -> str:
         """A sentence on what there was no time for; empty where there was."""
-        late = [rung for rung in rungs if rung.late]
         if not self.cut:
             return ""
         over = f"The {self.patience.seconds:.0f} s of this search were over"
-        if not late:
+        if rungs[-1].fits:
             return f"{over} before it was clear whether less would do."
-        words = [f"`{' '.join(rung.added.changes(self.config))}`" for rung in late]
+        words = [f"`{' '.join(rung.added.changes(self.config))}`" for rung in rungs if rung.late]
         return f"{over} before all was simulated: {', '.join(words)} may still make it fit."
 
     def _rung(self, before: dict[str, Any], change: dict[str, Any]) -> Rung:
@@ -133,8 +139,12 @@ class Ladder:
         except TimeUpError:
             late = self.cut = True
             reason = f"not simulated: the search's {self.patience.seconds:.0f} s were over"
-        added = {key: settings[key] for key in change if key not in before or before[key] != settings[key]}
-        return Rung(Candidate(settings), Candidate(added), plan, reason, least, late)
+        return Rung(Candidate(settings), _added(before, settings), plan, reason, least, late)
+
+    def _passed_over(self, before: dict[str, Any], change: dict[str, Any]) -> Rung:
+        settings = {**before, **change}
+        reason = f"passed over: half of the search's {self.patience.seconds:.0f} s were over"
+        return Rung(Candidate(settings), _added(before, settings), None, reason, late=True)
 
     def _plan(self, config: RunConfig) -> Plan:
         if self.patience.over:
@@ -210,6 +220,10 @@ class Ladder:
             return rung
 
 
+def _added(before: dict[str, Any], settings: dict[str, Any]) -> Candidate:
+    return Candidate({key: value for key, value in settings.items() if key not in before or before[key] != value})
+
+
 def _is_shares(change: Mapping[str, Any]) -> bool:
     return change.keys() <= {SHARE, HOST_SHARE}
 
@@ -248,5 +262,5 @@ def _changes(config: RunConfig, ranks: int, hardware: Hardware) -> Iterator[dict
         yield {"strategy.offload.optimizer": "nvme"}
     tensor = layout.tp * 2
     while tensor <= min(per_host, ranks) and layout.pp * tensor * layout.cp * layout.ep <= ranks:
-        yield {"strategy.layout.tp": tensor, "strategy.tensor.sequence_parallel": True}
+        yield {_TENSOR: tensor, "strategy.tensor.sequence_parallel": True}
         tensor *= 2

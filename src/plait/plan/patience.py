@@ -20,14 +20,22 @@ class Patience:
     def __init__(self, seconds: float = SEARCH_S, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = seconds
         self._clock = clock
-        self._end = clock() + seconds
+        self._start = clock()
 
     @property
     def over(self) -> bool:
         """Whether the time is up."""
-        return self._clock() >= self._end
+        return self._passed() >= self.seconds
+
+    @property
+    def half_over(self) -> bool:
+        """Whether half of it is."""
+        return self._passed() >= self.seconds / 2
 
     def saw(self, *_operation: Any) -> None:
         """Go on, or not."""
         if self.over:
             raise TimeUpError
+
+    def _passed(self) -> float:
+        return self._clock() - self._start

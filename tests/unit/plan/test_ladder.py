@@ -122,16 +122,38 @@ def test_when_the_time_is_up_every_rung_that_nobody_looked_at_is_named() -> None
     rungs = []
     for rung in ladder.climb():
         rungs.append(rung)
-        clock.now += 25.0
-    assert [rung.late for rung in rungs[:3]] == [False, False, True]
-    assert all(rung.late and rung.plan is None for rung in rungs[2:])
+        clock.now += 40.0
+    assert [rung.late for rung in rungs] == [False] + [True] * (len(rungs) - 1)
+    assert not any(rung.plan for rung in rungs[1:])
     said = ladder.left_out(rungs)
     assert "40 s" in said
-    for rung in rungs[2:]:
+    for rung in rungs[1:]:
         assert f"`{' '.join(rung.added.changes(config))}`" in said
         assert "40 s were over" in rung.reason
-    in_time = [rung.candidate for rung in Ladder(config, tight, 4, without_end()).climb()]
-    assert [rung.candidate for rung in rungs] == in_time
+    hopeless = Ladder(config, replace(tight, memory_gib=-1.0), 4, without_end())  # nothing to simulate
+    assert [rung.candidate for rung in rungs] == [rung.candidate for rung in hopeless.climb()]
+
+
+def test_at_half_time_rungs_are_passed_over_to_what_saves_most_and_taken_back_from_there() -> None:
+    config = small(batch={"total": 4, "micro": 1}, strategy="ddp")
+    sizes = {"vocab_size": 8000, "dim": 256, "layers": 4, "ffn_dim": 1024, "kv_heads": 2}
+    config = config.model_copy(update={"model": config.model.model_copy(update=sizes)})  # type: ignore[union-attr]
+    spare = replace(H100, context_gib=0.0)
+    shared = make_plan(Candidate({"strategy.zero": 1}).applied_to(config), spare, ranks=4).needed_gib
+    clock = Clock()
+    ladder = Ladder(config, replace(spare, memory_gib=shared * 1.01), 4, Patience(40.0, clock))
+    climbing = ladder.climb()
+    rungs = [next(climbing)]
+    clock.now = 20.0
+    rungs += climbing
+    assert rungs[0].plan is not None
+    assert all(rung.late and "passed over" in rung.reason for rung in rungs[1:-1])
+    assert rungs[-1].fits
+    assert rungs[-1].added.changes(config) == ["strategy.offload.optimizer=nvme"]
+    least = ladder.taken_back(rungs)
+    assert least.fits
+    assert not ladder.left_out(rungs)
+    assert least.candidate.changes(config) in (["strategy.zero=1"], ["strategy.recompute.mode=full", "strategy.zero=1"])
 
 
 def test_a_simulation_under_way_ends_when_the_time_is_up_and_leaves_nothing_behind() -> None:
@@ -252,8 +274,7 @@ def test_no_run_takes_less_than_its_weights_and_optimizer(strategy: Any, precisi
     assert config.model is not None
     least = least_gib(config, count_params(build_model(config.model))[0], layout)
     peak = make_plan(config, H100, ranks=ranks, detailed=False).fullest.account.peak[1] / 2**30
-    assert (strategy == "single" and 0.4 * peak < least) or least < peak
-    assert least <= peak
+    assert 0 <= least <= peak
 
 
 def test_a_rung_whose_states_alone_are_too_large_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
