@@ -16,6 +16,7 @@ from plait.errors import ConfigError
 from plait.plan.candidate import Candidate
 from plait.plan.expectation import Forecast, forecast
 from plait.plan.hardware import find_hardware
+from plait.plan.patience import Patience
 from plait.plan.plan import make_plan
 from plait.plan.quick import Quick
 from plait.plan.rankplan import plan_rank
@@ -148,7 +149,12 @@ def gate(config: RunConfig, **options: Any) -> Forecast | str:
     return forecast(config, ranks=1, local_ranks=1, **options)
 
 
-def test_a_run_that_cannot_fit_is_refused_with_the_change_that_would_make_it_fit(tmp_path: Any) -> None:
+@pytest.mark.parametrize("in_time", [True, False], ids=["in-time", "time-up"])
+def test_a_run_that_cannot_fit_is_refused_with_the_change_that_would_make_it_fit(
+    in_time: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Patience, "over", not in_time)
+    monkeypatch.setattr(Patience, "half_over", not in_time)
     config = small(batch={"total": 64, "micro": 64}, strategy="single")
     needed = make_plan(config, H100, ranks=1).fullest.account.peak[1] / 2**30
     machine = tmp_path / "machine.yaml"
@@ -157,7 +163,8 @@ def test_a_run_that_cannot_fit_is_refused_with_the_change_that_would_make_it_fit
     found = gate(config.model_copy(update={"plan": config.plan.model_copy(update={"hardware": str(machine)})}))
     assert isinstance(found, Forecast)
     assert found.refusal is not None
-    with pytest.raises(ConfigError, match=r"With `batch\.micro=\d+"):
+    said = r"With `batch\.micro=\d+" if in_time else r"40 s .* were over .*`batch\.micro=1`, .* may still make it fit"
+    with pytest.raises(ConfigError, match=said):
         raise found.refusal
 
 
