@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 SEARCH_S = 40.0
 """How long a search for what makes a run fit may take beyond the plan itself."""
 
@@ -15,7 +17,10 @@ class TimeUpError(Exception):
 
 
 class Patience:
-    """So many seconds from now on; a recorder's watcher, so that the next operation after them is the last."""
+    """So many seconds from now on; a recorder's watcher, so that an operation soon after them is the last.
+
+    Not one of a backward pass: autograd's threads do not survive it. What comes after the pass is as good.
+    """
 
     def __init__(self, seconds: float = SEARCH_S, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = seconds
@@ -34,7 +39,7 @@ class Patience:
 
     def saw(self, *_operation: Any) -> None:
         """Go on, or not."""
-        if self.over:
+        if torch._C._current_graph_task_id() == -1 and self.over:
             raise TimeUpError
 
     def _passed(self) -> float:

@@ -157,13 +157,16 @@ def test_at_half_time_rungs_are_passed_over_to_what_saves_most_and_taken_back_fr
 
 
 def test_a_simulation_under_way_ends_when_the_time_is_up_and_leaves_nothing_behind() -> None:
-    config = small(strategy={"zero": 3, "recompute": "full"})
-    before = make_plan(config, H100, ranks=4).to_dict()
-    known: Known = {}
+    config = small(strategy={"zero": 3, "recompute": "full"}, batch={"micro": 1})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"layers": 3})})  # type: ignore[union-attr]
     clock = Clock(each=1.0)
-    with pytest.raises(TimeUpError):
-        make_plan(config, H100, ranks=4, known=known, patience=Patience(random.randrange(20, 200), clock))
-    assert not known
+    before = make_plan(config, H100, ranks=4, patience=Patience(1e9, clock)).to_dict()
+    operations = int(clock.now)
+    for moment in random.sample(range(operations - 2), 5):  # in the build, forward, in the update
+        known: Known = {}
+        with pytest.raises(TimeUpError):
+            make_plan(config, H100, ranks=4, known=known, patience=Patience(moment, Clock(each=1.0)))
+        assert not known
     assert make_plan(config, H100, ranks=4).to_dict() == before
 
 
