@@ -1,12 +1,15 @@
-"""Where the time of one token goes when a Llama writes greedily, and what each trick is worth. For a GPU.
+"""Where the time of one token goes when a Llama writes, and what each trick is worth. For a GPU.
 
     python benchmarks/decode_step.py                   # the 1B in bf16: 8, 32 and 128 rows, all ways
     python benchmarks/decode_step.py --rows 128 --ways now,no-ahead --kernels
+    python benchmarks/decode_step.py --rows 8,32,128 --ways now,sampled,sampled-logits
+    python benchmarks/decode_step.py --device cpu --size tiny --rows 2 --ways now,sampled       # whether it runs
 
 A step of `plait.generate.quick` is recorded as a CUDA graph and repeated, with the cache as full as in the middle of
 256 new tokens behind prompts of about 96. `floor` is how long the memory needs for the weights and the cache at
-4.1 TB/s; `reading` is what the prompts take, divided by 256. Each way is the usual one, `now`, with one thing changed.
-Kernels are compiled by several processes at once. `--kernels` shows what a profiler says of each kernel.
+4.1 TB/s; `reading` is what the prompts take, divided by 256. Each way is the usual one, `now`, which takes the
+likeliest token, with one thing changed. Kernels are compiled by several processes at once. `--kernels` shows what a
+profiler says of each kernel. On the CPU the kernels' plain twins do it, in fp32 and without a recording.
 """
 
 from __future__ import annotations
@@ -14,20 +17,21 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 
 SPEED = 4.1e12
 """Bytes a second that an H200 reads."""
 SLOTS, PLACE, NEW = 384, 224, 256
-DEVICE = "cuda"
+SEED = 3
 Step = Callable[[], None]
 
 
 class Case:
     """A model, rows with a cache, and what is noted about them."""
 
-    def __init__(self, rows: int, size: str, layers: int | None = None) -> None:
+    def __init__(self, rows: int, size: str, device: str, layers: int | None = None) -> None:
         import torch
 
         from plait.generate.batch import Answers
@@ -37,25 +41,26 @@ class Case:
 
         changes = {} if layers is None else {"layers": layers}
         config: Any = preset("llama", size, seq_len=4096, **changes)
-        torch.manual_seed(3)
-        with torch.device(DEVICE):
-            self.model = build_model(config).to(torch.bfloat16).requires_grad_(False).eval()
+        self.device, dtype = torch.device(device), torch.bfloat16 if device == "cuda" else torch.float32
+        torch.manual_seed(SEED)
+        with self.device:
+            self.model = build_model(config).to(dtype).requires_grad_(False).eval()
             place = torch.full((rows,), PLACE)
             self.at = At(place.clone(), place.clone(), place)  # rows that are full stay where they are
             shape = (rows, config.kv_heads, SLOTS, config.dim // config.heads)
-            self.caches = [tuple(torch.randn(2, *shape, dtype=torch.bfloat16)) for _ in range(config.layers)]
-        self.answers = Answers(
-            [[1]] * rows, range(rows), [NEW] * rows, Sampling(NEW, temperature=0.0), torch.device(DEVICE)
-        )
+            self.caches = [tuple(torch.randn(2, *shape, dtype=dtype)) for _ in range(config.layers)]
+        self.answers = Answers([[1]] * rows, range(rows), [NEW] * rows, Sampling(NEW, temperature=0.0), self.device)
         self.answers.done.fill_(True)  # so that they are noted in the last column, however often
         weights = sum(each.numel() for each in self.model.parameters())
         seen = config.layers * 2 * rows * config.kv_heads * PLACE * shape[3]
-        self.floor = 2 * (weights + seen) / SPEED
+        self.floor = dtype.itemsize * (weights + seen) / SPEED
 
     def step(self, way: str) -> Step:
         """One token for each row, in one of the ways."""
         from plait.generate.quick import QuickStep
         from plait.ops.chain import AHEAD
+        from plait.ops.chance import Chance
+        from plait.ops.draw import draw_plain
         from plait.ops.note import Book, note_plain
 
         options: dict[str, Any] = {
@@ -65,12 +70,18 @@ class Case:
             "late": {"early": False},
         }.get(way, {})
         quick, answers = QuickStep(self.model, SLOTS, **options), self.answers
+        chance = Chance(answers.keys, answers.counts, SEED)
 
         def call() -> None:
             if way == "logits":
                 answers.take(quick(answers.token, self.at, self.caches))
                 return
-            found = quick.likeliest(answers.token, self.at, self.caches)
+            if way == "sampled":
+                found = quick.draw(answers.token, self.at, self.caches, 1.0, chance)
+            elif way == "sampled-logits":
+                found = draw_plain(quick(answers.token, self.at, self.caches), 1.0, chance)
+            else:
+                found = quick.likeliest(answers.token, self.at, self.caches)
             if way == "plain-notes":
                 a = answers
                 state = (a.token, a.tokens, a.logprobs, a.counts, a.limits, a.done, a.stopped, a.counts[:0])
@@ -86,23 +97,33 @@ class Case:
 
         from plait.generate.cached import CachedDecoder
 
-        decoder, rows = CachedDecoder(self.model, torch.device(DEVICE)), len(self.answers.done)
+        decoder, rows = CachedDecoder(self.model, self.device), len(self.answers.done)
         prompts = [[1] * (64 + 64 * row // rows) for row in range(rows)]
         best = float("inf")
         with torch.no_grad():
             for _ in range(3):
-                torch.cuda.synchronize()
+                wait_for(self.device.type)
                 begun = time.perf_counter()
                 decoder.begin(prompts, [NEW] * rows)
-                torch.cuda.synchronize()
+                wait_for(self.device.type)
                 best = min(best, time.perf_counter() - begun)
         decoder.close()
         return best
 
 
-WAYS = ("now", "no-ahead", "ahead", "more-ahead", "late", "logits", "plain-notes", "unchained")
+TRICKS = ("no-ahead", "ahead", "more-ahead", "late", "logits", "plain-notes", "unchained")
+WAYS = ("now", *TRICKS, "sampled", "sampled-logits")
 """`ahead`: also with few rows. `late`: no early loads. `logits`: they are written, and read again. `plain-notes`: torch
-writes down. `unchained`: no kernel begins before the one before has ended."""
+writes down. `unchained`: no kernel begins before the one before has ended. `sampled`: a token is drawn from all at
+temperature 1, as generation does it. `sampled-logits`: torch draws it, in several passes over all logits."""
+
+
+def wait_for(device: str) -> None:
+    """Until a device has done what it was asked for."""
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def set_chaining(on: bool) -> None:
@@ -119,17 +140,30 @@ def compile_some(jobs: list[tuple[int, str]], size: str) -> None:
     for rows, way in jobs:
         set_chaining(way != "unchained")
         with torch.no_grad():
-            Case(rows, size, layers=2).step(way)()
+            Case(rows, size, "cuda", layers=2).step(way)()
         torch.cuda.synchronize()
 
 
-def seconds_of(step: Step, turns: int) -> float:
+def compile_all(jobs: list[tuple[int, str]], size: str, processes: int) -> None:
+    """The kernels of all steps, by several processes."""
+    context = multiprocessing.get_context("spawn")
+    parts = [jobs[number::processes] for number in range(min(processes, len(jobs)))]
+    workers = [context.Process(target=compile_some, args=(part, size)) for part in parts]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
+def seconds_of(step: Step, turns: int, device: str) -> float:
     """The best of some dozens of repeated steps, without what begins the first of them."""
     import torch
 
     from plait.generate.graph import record
 
     step()
+    if device == "cpu":
+        return min(timeit.repeat(step, number=1, repeat=16 * turns))
     graph, best = record(step), float("inf")
     for _ in range(turns):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -166,7 +200,8 @@ def kernels_of(step: Step) -> list[str]:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--size", choices=("1b", "3b", "8b"), default="1b")
+    options.add_argument("--size", choices=("tiny", "1b", "3b", "8b"), default="1b")
+    options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--rows", default="8,32,128")
     options.add_argument("--ways", default=",".join(WAYS))
     options.add_argument("--turns", type=int, default=5)
@@ -176,27 +211,25 @@ def main() -> None:
     ways = given.ways.split(",")
     if strange := set(ways) - set(WAYS):
         options.error(f"--ways has {', '.join(sorted(strange))}; it is among {', '.join(WAYS)}")
+    if given.kernels and given.device == "cpu":
+        options.error("--kernels needs a GPU")
     jobs = [(int(rows), way) for rows in given.rows.split(",") for way in ways]
     begun = time.perf_counter()
-    context = multiprocessing.get_context("spawn")
-    parts = [jobs[number :: given.processes] for number in range(min(given.processes, len(jobs)))]
-    workers = [context.Process(target=compile_some, args=(part, given.size)) for part in parts]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    print(f"{len(jobs)} steps compiled in {time.perf_counter() - begun:.0f} s", flush=True)
+    if given.device == "cuda":
+        compile_all(jobs, given.size, given.processes)
+        print(f"{len(jobs)} steps compiled in {time.perf_counter() - begun:.0f} s", flush=True)
 
     import torch
 
     with torch.no_grad():
         for rows in dict.fromkeys(rows for rows, _ in jobs):
-            case = Case(rows, given.size)
+            case = Case(rows, given.size, given.device)
             reading = 1e6 * case.reading() / NEW
             print(f"{rows} rows: floor {1e6 * case.floor:.0f} us, reading {reading:.0f} us a token", flush=True)
             for way in ways:
                 set_chaining(way != "unchained")
-                print(f"  {way:12} {1e6 * seconds_of(case.step(way), given.turns):7.0f} us", flush=True)
+                seconds = seconds_of(case.step(way), given.turns, given.device)
+                print(f"  {way:14} {1e6 * seconds:7.0f} us", flush=True)
                 if given.kernels:
                     print(*kernels_of(case.step(way)), sep="\n", flush=True)
             del case

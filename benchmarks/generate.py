@@ -1,12 +1,14 @@
 """Tokens a second when a Llama writes: Plait beside `transformers.generate`, with the same weights.
 
     python benchmarks/generate.py                                   # 1B in bf16, 256 new tokens, batches of 8, 32, 128
+    python benchmarks/generate.py --sample                          # drawn from all words, as rollouts are
     python benchmarks/generate.py --size tiny --device cpu --batches 1,8 --new 64
 
-Each row in a process of its own; greedy, no token ends a text, prompts of unequal length. `plait`: cache and CUDA
+Each row in a process of its own; greedy or, with `--sample`, drawn at temperature 1 from all words; no token ends a
+text, prompts of unequal length. `plait`: cache and CUDA
 graphs. `plait-eager`: no graphs. `hybrid`: from a policy in training, gathering included. `per-layer`: FSDP2 gathers
 each block for every token, as a sharded policy without a rollout engine would. `first` is the share of rows whose
-first 16 tokens are those of the first row in the table: in bf16 texts part sooner or later.
+first 16 tokens are those of the first row in the table: in bf16 texts part sooner or later. Drawn texts differ anyway.
 """
 
 from __future__ import annotations
@@ -64,9 +66,16 @@ class Job:
             found["batches"][str(rows)] = {
                 "tokens_per_s": rows * self.given.new / seconds,
                 "ms_per_token": 1000 * seconds / self.given.new,
-                "first": [text[:16] for text in texts],
             }
+            if not self.given.sample:
+                found["batches"][str(rows)]["first"] = [text[:16] for text in texts]
         return found
+
+    def sampling(self) -> Any:
+        """How Plait chooses tokens."""
+        from plait.generate import Sampling
+
+        return Sampling(self.given.new, temperature=1.0 if self.given.sample else 0.0, seed=SEED)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -97,7 +106,9 @@ def transformers_row(job: Job) -> Result:
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=job.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=job.device)
-        options = {"max_new_tokens": job.given.new, "min_new_tokens": job.given.new, "do_sample": False}
+        options = {"max_new_tokens": job.given.new, "min_new_tokens": job.given.new, "do_sample": job.given.sample}
+        if job.given.sample:
+            options |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
         with torch.no_grad():
             out = theirs.generate(ids, attention_mask=mask, pad_token_id=0, **options)
         answers: list[list[int]] = out[:, width:].tolist()
@@ -108,16 +119,16 @@ def transformers_row(job: Job) -> Result:
 
 def plait_row(job: Job, *, graphs: bool = True) -> Result:
     """Plait's own generation."""
-    from plait.generate import Generator, Sampling
+    from plait.generate import Generator
 
-    generator, sampling = Generator(job.model, graphs=graphs), Sampling(job.given.new, temperature=0.0)
+    generator, sampling = Generator(job.model, graphs=graphs), job.sampling()
     return job.measure(lambda prompts: [each.tokens for each in generator.generate(prompts, sampling)])
 
 
 def hybrid_row(job: Job) -> Result:
     """From an engine in training, with the gathering of every rollout in the time."""
     from plait.config import parse_sections
-    from plait.generate import HybridEngine, Sampling
+    from plait.generate import HybridEngine
     from plait.strategy import prepare_manual
     from plait.world import open_world
 
@@ -131,7 +142,7 @@ def hybrid_row(job: Job) -> Result:
     engine.weights_changed()
     del weights, job.model
     hybrid = HybridEngine(engine, config, mode="gathered", max_rows=max(job.given.batches))
-    sampling = Sampling(job.given.new, temperature=0.0)
+    sampling = job.sampling()
     return job.measure(lambda prompts: [each.tokens for each in hybrid.generate(prompts, sampling)])
 
 
@@ -141,14 +152,14 @@ def per_layer_row(job: Job) -> Result:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    from plait.generate import Generator, Sampling
+    from plait.generate import Generator
 
     dist.init_process_group("nccl" if job.device.type == "cuda" else "gloo")
     for block in job.model.blocks:
         fully_shard(block)
     fully_shard(job.model)
     generator = Generator(job.model, graphs=False, device=job.device)
-    sampling = Sampling(job.given.new, temperature=0.0)
+    sampling = job.sampling()
     return job.measure(lambda prompts: [each.tokens for each in generator.generate(prompts, sampling)])
 
 
@@ -166,19 +177,23 @@ def run(name: str, given: argparse.Namespace) -> Result:
 
 
 def as_table(found: dict[str, Result], batches: list[int]) -> str:
-    """Tokens a second, and how often that of the first row."""
+    """Tokens a second, and how often that of the first row; how many texts begin as its do, where that is known."""
     lines, base = [], next((one["batches"] for one in found.values() if "batches" in one), {})
+    compared = any("first" in one for one in base.values())
     for name, one in found.items():
         if "error" in one:
-            lines.append([name, one["error"], "", "", "", ""])
+            lines.append([name, one["error"], "", "", ""])
             continue
         for rows in map(str, batches):
             here, there = one["batches"][rows], base[rows]
-            same = sum(a == b for a, b in zip(here["first"], there["first"], strict=True)) / int(rows)
             ratio = here["tokens_per_s"] / there["tokens_per_s"]
             speed = f"{here['tokens_per_s']:,.0f}"
-            lines.append([name, rows, speed, f"{here['ms_per_token']:.2f}", f"{ratio:.1f}×", f"{same:.0%}"])
-    return common.table(["row", "batch", "tokens/s", "ms/token", "beside the first", "first"], lines)
+            lines.append([name, rows, speed, f"{here['ms_per_token']:.2f}", f"{ratio:.1f}×"])
+            if compared:
+                same = sum(a == b for a, b in zip(here["first"], there["first"], strict=True)) / int(rows)
+                lines[-1].append(f"{same:.0%}")
+    head = ["row", "batch", "tokens/s", "ms/token", "beside the first", *(["first"] if compared else [])]
+    return common.table(head, [line + [""] * (len(head) - len(line)) for line in lines])
 
 
 def main() -> None:
@@ -188,6 +203,7 @@ def main() -> None:
     options.add_argument("--batches", default="8,32,128", help="rows of a batch, comma-separated")
     options.add_argument("--prompt", type=int, default=128, help="tokens of the longest prompt")
     options.add_argument("--new", type=int, default=256, help="new tokens of each row")
+    options.add_argument("--sample", action="store_true", help="draw at temperature 1 from all words")
     options.add_argument("--turns", type=int, default=2, help="measured turns; the best counts")
     options.add_argument("--limit", type=float, default=400.0, help="seconds that one row may take")
     given = options.parse_args()
@@ -197,6 +213,7 @@ def main() -> None:
     where, found = common.machine(), {}
     shape = {k: getattr(given, k) for k in ("size", "device", "prompt", "new", "turns")} | {"batches": text}
     words = [str(word) for key, value in shape.items() for word in (f"--{key}", value)]
+    words += ["--sample"] if given.sample else []
     for name in common.chosen(given.rows, ROWS):
         said = common.run_child(common.itself(__file__, "--child", name, *words), limit=given.limit)
         found[name] = said if "error" in said else said["ranks"][0]
@@ -205,7 +222,8 @@ def main() -> None:
     device = next((one["device"] for one in found.values() if "device" in one), given.device)
     title = (
         f"{device}; {common.say_machine(where)}, transformers {common.version('transformers')}; Llama {given.size}, "
-        f"prompts of {given.prompt // 2} to {given.prompt} tokens, {given.new} new ones, greedy"
+        f"prompts of {given.prompt // 2} to {given.prompt} tokens, {given.new} new ones, "
+        + ("drawn at temperature 1 from all words" if given.sample else "greedy")
     )
     found_and_where = {"machine": where, "results": found}
     common.finish(given.json, found_and_where, f"{title}.\n\n{as_table(found, given.batches)}")

@@ -159,6 +159,10 @@ class Llama(nn.Module):
         if size.tied:
             self.head.weight = self.embedding.weight
 
+    def init_weights(self, module: nn.Module) -> None:
+        """Fill one module as the constructor did: who knows this builds the model without memory first."""
+        _normal(module)
+
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         """The mean cross-entropy of the labels."""
         x = self.embedding(ids)

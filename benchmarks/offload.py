@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -146,7 +147,7 @@ def deepspeed(stage: int, *, params: bool = False, ratio: float | None = None) -
         if params:
             zero["offload_param"] = pinned
         if ratio is not None:
-            zero["offload_optimizer"] = {**pinned, "ratio": ratio}
+            zero["offload_optimizer"] = {**pinned, "ratio": ratio if given.ratio is None else 1.0 - given.ratio}
         config = {
             "train_micro_batch_size_per_gpu": given.batch,
             "gradient_clipping": 1.0,
@@ -215,6 +216,10 @@ ROWS: dict[str, tuple[str, Callable[..., Step]]] = {
     "ds2": ("DeepSpeed, stage 2, optimizer on the CPU", deepspeed(2)),
     "ds3": ("DeepSpeed, stage 3, optimizer on the CPU", deepspeed(3)),
     "ds3-ratio": ("DeepSpeed, stage 3, `ratio: 0.5` of the optimizer on the CPU", deepspeed(3, ratio=0.5)),
+    "ds3-ratio-params": (
+        "DeepSpeed, stage 3, `ratio: 0.5` of the optimizer on the CPU, parameters too",
+        deepspeed(3, params=True, ratio=0.5),
+    ),
     "ds3-params": ("DeepSpeed, stage 3, optimizer and parameters on the CPU", deepspeed(3, params=True)),
 }
 
@@ -262,16 +267,25 @@ def measure(name: str, given: argparse.Namespace) -> Result:
     return found
 
 
-def as_table(found: dict[tuple[str, str], Result]) -> str:
+def label_of(name: str, ratio: float | None) -> str:
+    """What a row is called; `ratio` is the share on the GPU that the command line asks for, DeepSpeed's on the CPU."""
+    label = ROWS[name][0]
+    if ratio is None:
+        return label
+    return re.sub(r"\bratio: [\w.]+", f"ratio: {1.0 - ratio if name.startswith('ds') else ratio:g}", label, count=1)
+
+
+def as_table(found: dict[tuple[str, str], Result], ratio: float | None) -> str:
     """One line a row."""
     lines = []
     for (size, name), one in found.items():
+        label = label_of(name, ratio)
         if "error" in one:
-            lines.append([size, ROWS[name][0], *"–" * 5, f"did not run: {one['error']}"])
+            lines.append([size, label, *"–" * 5, f"did not run: {one['error']}"])
             continue
         peak = "–" if one["peak_gib"] is None else f"{one['peak_gib']:.1f}"
         numbers = [f"{one['seconds']:.2f}", f"{one['tokens_per_s']:,}", f"{one['tflops']:.0f}", peak]
-        lines.append([size, ROWS[name][0], *numbers, f"{one['host_gib']:.1f}", f"{one['loss']:.3f}"])
+        lines.append([size, label, *numbers, f"{one['host_gib']:.1f}", f"{one['loss']:.3f}"])
     head = ["model", "row", "s/step", "tokens/s", "TFLOP/s", "GPU GiB", "host GiB", "last loss"]
     return common.table(head, lines)
 
@@ -308,7 +322,7 @@ def parse() -> argparse.Namespace:
     options.add_argument("--steps", type=int, default=3)
     options.add_argument("--expect", action="store_true", help="say how long each row should take, and run none")
     options.add_argument("--cores", type=int, help="of the machine that --expect is about; absent: of this one")
-    options.add_argument("--ratio", type=float, help="share on the GPU, of the rows that have one")
+    options.add_argument("--ratio", type=float, help="share of the optimizer on the GPU, of the rows that have one")
     options.add_argument("--share", type=float, help=argparse.SUPPRESS)
     options.add_argument("--host-ratio", type=float, help="share in host memory, of the rows that have one")
     options.add_argument("--recompute", action="store_true", help="recompute every block in the backward pass")
@@ -359,7 +373,7 @@ def main() -> None:
             Path(given.json).write_text(json.dumps(as_json(where, found), indent=1) + "\n")
     device = next((one["device"] for one in found.values() if "device" in one), given.device)
     title = f"{device}; {common.say_machine(where)}; {given.batch} × {given.seq} tokens a step, {given.steps} steps"
-    common.finish(given.json, as_json(where, found), f"{title}.\n\n{as_table(found)}")
+    common.finish(given.json, as_json(where, found), f"{title}.\n\n{as_table(found, given.ratio)}")
 
 
 def as_json(where: Any, found: dict[tuple[str, str], Result]) -> Result:

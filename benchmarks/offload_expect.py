@@ -9,6 +9,7 @@ from nets import LlamaSize
 AWAY = {
     "plait-resident": (0.0, 0.0),
     "ds3-ratio": (0.5, 0.0),
+    "ds3-ratio-params": (0.5, 0.0),
     "plait-ratio": (0.5, 0.0),
     "plait-auto": (0.3, 0.0),
     "plait-ratio8": (0.6, 0.0),

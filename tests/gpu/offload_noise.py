@@ -13,6 +13,7 @@ that waits for the device after every hand-over still differ? (Then nothing is o
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -72,6 +73,7 @@ def train(config: RunConfig, *, steps: int = 8, change: Change | None = None) ->
         losses, length = [], config.model.seq_len  # type: ignore[union-attr]
         for step in range(steps):
             if step == 1 and cuda:
+                gc.collect()  # what runs before this one have left
                 torch.cuda.reset_peak_memory_stats()
             ids = torch.randint(0, VOCABULARY, (2, 2, length + 1), generator=generator)
             batches = [{"input_ids": each[:, :-1], "labels": each[:, 1:]} for each in ids]

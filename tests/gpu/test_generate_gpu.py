@@ -15,10 +15,12 @@ from plait.generate.cached import CachedDecoder
 from plait.generate.graph import WARM_UP, record
 from plait.generate.quick import QuickStep
 from plait.models import build_model, preset
+from plait.ops.chance import CHANCE_BITS, Chance
 from plait.ops.decode_attention import attend_cached
-from plait.ops.ends import At, likeliest, look_up
+from plait.ops.draw import draw, draw_plain
+from plait.ops.ends import At, drawn, likeliest, look_up
 from plait.ops.greedy import greedy
-from plait.ops.skinny import Norm, Stream, add, gated, make_counters, project
+from plait.ops.skinny import TILES, Norm, Stream, Tiles, add, gated, make_counters, project
 from plait.strategy import prepare_manual
 from plait.world import open_world
 
@@ -30,6 +32,7 @@ pytestmark = [
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "all tokens": {"temperature": 1.0},
+    "all tokens, colder": {"temperature": 0.6},
     "top k": {"temperature": 0.8, "top_k": 20},
     "top p": {"temperature": 1.0, "top_p": 0.9},
     "penalty": {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.3},
@@ -163,8 +166,86 @@ def test_a_llama_of_sixteen_bits_takes_the_short_way_and_says_what_it_says(rows:
     decoder.close()
 
 
+def assert_drawn(logits: torch.Tensor, temperature: float, chance: Chance, found: tuple[torch.Tensor, ...]) -> None:
+    """The chance lies in the token's share of the row, up to rounding, and the log-probability is the model's."""
+    place, aim, close = found[0][:, None], chance.bits().double() / 2**CHANCE_BITS, 4e-6
+    share = (logits.double() / temperature).softmax(-1)
+    high, own = (each.gather(1, place).squeeze(1) for each in (share.cumsum(-1), share))
+    assert (own > 0).all()
+    assert (aim - high).max() <= close
+    assert (high - own - aim).max() <= close
+    exact = logits.double().log_softmax(-1).gather(1, place).squeeze(1)
+    torch.testing.assert_close(found[1].double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def some_chance(rows: int) -> Chance:
+    keys, counts = torch.randint(2**40, (rows,), device="cuda"), torch.randint(2**12, (rows,), device="cuda")
+    return Chance(keys, counts, random.randrange(-(2**63), 2**63))
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("rows", [1, 8, 32, 50, 128, 200])
+def test_the_head_of_a_llama_draws_from_all_its_words(rows: int, temperature: float) -> None:
+    vocabulary, width, counters = 128256, 2048, make_counters(torch.device("cuda"))
+    with torch.device("cuda"):
+        head = (torch.randn(vocabulary, width) * 2.0 * width**-0.5).bfloat16()
+        norm = Norm((1.0 + 0.1 * torch.randn(width)).bfloat16(), 1e-5)
+        stream = look_up(torch.randint(900, (rows,)), torch.randn(900, width).bfloat16(), norm)
+    tables: list[dict[tuple[str, int], Tiles | None]] = [dict(TILES)]
+    if rows <= 32:  # the same words, in tiles of another size
+        tables.append({**TILES, ("wide", 16): TILES["wide", 32], ("wide", 32): TILES["wide", 16]})
+    for table in tables:
+        chance, logits = some_chance(rows), project(stream, [head], counters, table=table)
+        found = drawn(stream, head, temperature, chance, counters, table=table)
+        assert_drawn(logits, temperature, chance, found)
+        for other in (
+            drawn(stream, head, temperature, chance, counters, table=table),
+            draw(logits, temperature, chance),
+        ):
+            assert torch.equal(found[0], other[0])
+            torch.testing.assert_close(found[1], other[1], rtol=1e-5, atol=1e-5)
+        plain = draw_plain(logits, temperature, chance)
+        assert_drawn(logits, temperature, chance, plain)
+        assert (plain[0] != found[0]).sum() <= 3 + rows // 8
+        some = torch.randperm(rows, device="cuda")[: max(1, rows // 3)]
+        part = draw(logits[some], temperature, Chance(chance.keys[some], chance.counts[some], chance.seed))
+        assert torch.equal(part[0], found[0][some])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocabulary", [1, 65, 9001, 50257])
+def test_draws_from_given_logits_agree_with_float64(vocabulary: int, dtype: torch.dtype) -> None:
+    for temperature in (0.3, 0.7, 1.0, 2.0):
+        rows = random.randint(7, 130)
+        logits = (random.choice((0.1, 1.0, 4.0)) * torch.randn(rows, vocabulary, device="cuda")).to(dtype)
+        logits[0, 1 : vocabulary // 2] = -torch.inf
+        chance = some_chance(rows)
+        assert_drawn(logits, temperature, chance, draw(logits, temperature, chance))
+        logits[1], logits[2, 0], logits[3], logits[4, -1] = torch.nan, torch.nan, -torch.inf, torch.inf
+        token, logprob = draw(logits, temperature, chance)
+        assert ((token >= 0) & (token < vocabulary)).all()
+        assert logprob[1:5].isnan().all()
+        assert logprob[5:].isfinite().all()
+        assert logprob[0].isfinite()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_tokens_come_as_often_as_they_should(temperature: float) -> None:
+    draws, vocabulary = 400_000, 500
+    logits = torch.randn(vocabulary, device="cuda")
+    keys = torch.arange(draws, device="cuda")
+    chance = Chance(keys, torch.full_like(keys, random.randrange(99)), random.randrange(2**40))
+    token, _ = draw(logits.repeat(draws, 1), temperature, chance)
+    expected = draws * (logits.double() / temperature).softmax(-1)
+    far = ((torch.bincount(token, minlength=vocabulary) - expected).square() / expected).sum()
+    assert torch.special.gammaincc(torch.tensor((vocabulary - 1) / 2).double(), far.cpu() / 2) > 1e-9
+
+
+@pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("rows", [8, 32, 128])
-def test_kernels_that_overlap_find_what_kernels_in_turn_find(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_overlap_find_what_kernels_in_turn_find(
+    rows: int, sampled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = preset("llama", "tiny", seq_len=512, vocab_size=20000, dim=1024, layers=4, heads=16, kv_heads=4)
     with torch.device("cuda"):
         model = build_model(config).bfloat16().eval()
@@ -177,7 +258,11 @@ def test_kernels_that_overlap_find_what_kernels_in_turn_find(rows: int, monkeypa
         every, logprobs = torch.zeros(rows, 100, dtype=torch.int64, device="cuda"), torch.zeros(rows, device="cuda")
 
         def step() -> None:
-            chosen, logprob = quick.likeliest(latest, at, [tuple(layer) for layer in own])
+            layers: Any = [tuple(layer) for layer in own]
+            if sampled:
+                chosen, logprob = quick.draw(latest, at, layers, 0.8, Chance(start, at.lengths, 5))
+            else:
+                chosen, logprob = quick.likeliest(latest, at, layers)
             every.scatter_(1, (at.lengths - 1 - start)[:, None], chosen[:, None])
             logprobs.add_(logprob)
             latest.copy_(chosen)

@@ -25,6 +25,8 @@ TIERS: dict[str, dict[str, Any]] = {
     "cpu": {"offload": {"optimizer": "cpu", "bucket_mb": 4.0}},
     "ratio": {"offload": {"optimizer": "cpu", "bucket_mb": 4.0, "ratio": 0.5}},
     "nvme": {"offload": {"optimizer": "nvme", "bucket_mb": 4.0}},
+    "cpu-updates": {"offload": {"optimizer": "cpu", "update": "cpu", "bucket_mb": 4.0}},
+    "cpu-updates-nvme": {"offload": {"optimizer": "nvme", "update": "cpu", "bucket_mb": 4.0}},
     "compiled": {"offload": {"optimizer": "cpu", "bucket_mb": 4.0}, "compile": {"backend": "eager"}},
     "params-cpu": {"zero": 3, "offload": {"optimizer": "cpu", "params": "cpu", "bucket_mb": 4.0}},
     "params-nvme": {"zero": 3, "offload": {"optimizer": "nvme", "params": "nvme", "bucket_mb": 4.0}},
@@ -62,7 +64,10 @@ def yardsticks() -> Callable[[str], Yardstick]:
 # adds steps that are skipped. So not every pair has something of its own to show.
 @pytest.mark.parametrize(
     ("tier", "precision"),
-    [("cpu", "fp32"), ("cpu", "bf16"), ("ratio", "bf16"), ("ratio", "fp16"), ("nvme", "fp32"), ("nvme", "fp16")],
+    [
+        *(("cpu", "fp32"), ("cpu", "bf16"), ("ratio", "bf16"), ("ratio", "fp16"), ("nvme", "fp32"), ("nvme", "fp16")),
+        *(("cpu-updates", "bf16"), ("cpu-updates", "fp16"), ("cpu-updates-nvme", "bf16")),
+    ],
 )
 def test_every_gradient_and_every_new_weight_arrives_in_time(tier: str, precision: str, tmp_path: Path) -> None:
     for _ in range(2):  # what is out of order shows only sometimes
@@ -76,7 +81,7 @@ def test_every_gradient_and_every_new_weight_arrives_in_time(tier: str, precisio
         *(("cpu", precision) for precision in PRECISIONS),
         *(("ratio", precision) for precision in ("fp32", "bf16")),
         *(("nvme", precision) for precision in ("bf16", "fp16")),
-        ("compiled", "bf16"),
+        *((tier, "bf16") for tier in ("compiled", "cpu-updates", "cpu-updates-nvme")),
         *(("params-cpu", precision) for precision in ("bf16", "fp16")),
         ("params-nvme", "bf16"),
     ],

@@ -175,3 +175,44 @@ def rows(seed: int, count: int) -> dict[str, Tensor]:
 
 def take(batch: dict[str, Tensor], start: int, end: int) -> dict[str, Tensor]:
     return {name: tensor[start:end] for name, tensor in batch.items()}
+
+
+class OwnNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class OwnStartNet(Net):
+    """Initialises itself in its constructor, as most models do: nothing but that knows its first values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            layer.norm = OwnNorm()  # type: ignore[assignment]
+        self.shift = nn.Parameter(0.02 * torch.randn(DIM))
+        self.register_buffer("mask", torch.tril(torch.ones(DIM, DIM)))
+        self.apply(self._fill)
+        for name, param in self.named_parameters():
+            if name.endswith("down.weight"):
+                nn.init.trunc_normal_(param, std=0.005)
+
+    def _fill(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
+
+    def predict(self, x: Tensor) -> Tensor:
+        return super().predict(x + self.shift)
+
+
+def own_start_stack(width: int = DIM, layers: int = 4) -> nn.Module:
+    """Layers in a row, filled when all are there."""
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.02)
+    return model

@@ -17,12 +17,16 @@ TIERS: dict[str, dict[str, Any]] = {
     "cpu": {"optimizer": "cpu", "bucket_mb": 0.02},
     "nvme": {"optimizer": "nvme", "bucket_mb": 0.02},
     "ratio": {"optimizer": "cpu", "bucket_mb": 0.02, "ratio": 0.4},
+    # The device is the same CPU here, but states travel to rooms of its own, and home again.
+    "cpu-visits": {"optimizer": "cpu", "update": "device", "bucket_mb": 0.02},
+    "nvme-visits": {"optimizer": "nvme", "update": "device", "bucket_mb": 0.02},
     "params-cpu": {"optimizer": "cpu", "params": "cpu", "persistent_params": 0, "bucket_mb": 0.02},
     "params-nvme": {"optimizer": "nvme", "params": "nvme", "persistent_params": 0, "bucket_mb": 0.02},
 }
 CASES = [
     *((stage, tier) for stage in (1, 2, 3) for tier in ("cpu", "nvme")),
-    *((0, tier) for tier in ("cpu", "ratio")),
+    *((0, tier) for tier in ("cpu", "ratio", "cpu-visits")),
+    *((stage, tier) for stage in (1, 2, 3) for tier in ("cpu-visits", "nvme-visits")),
     *((3, tier) for tier in ("params-cpu", "params-nvme")),
 ]
 # The same additions in the same order; only the factor of all gradients is multiplied in elsewhere. Now and then its

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,18 @@ LLAMA = {"type": "llama", "vocab_size": 53, "dim": 16, "layers": 2, "heads": 2, 
 STRATEGIES: list[dict[str, Any]] = [{}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "meta_init": False}]
 
 
-def start(rank: int, size: int, strategies: list[dict[str, Any]], sections: dict[str, Any]) -> list[dict[str, Tensor]]:
+def start(
+    rank: int,
+    size: int,
+    strategies: list[dict[str, Any]],
+    sections: dict[str, Any],
+    factory: Callable[[], nn.Module] | None = None,
+) -> list[dict[str, Tensor]]:
     """The first weights and buffers, whole, for each strategy."""
     found = []
     for strategy in strategies:
         config = parse_sections(strategy=strategy, seed=11, **sections).config
-        engine = prepare_native(config, open_world(config))
+        engine = prepare_native(config, open_world(config), model=factory)
         found.append({name: whole(t) for name, t in engine.state_tensors().items()})
         found[-1] |= {f"buffer.{name}": b.clone() for name, b in engine.model.named_buffers()}
     return found
@@ -73,6 +80,27 @@ def test_transformers_models_start_alike_with_their_tables(two_ranks: RankPool, 
         assert torch.allclose(table, 10000.0 ** (-torch.arange(0, 16, 2) / 16))
 
 
+def test_a_model_that_initialises_itself_starts_alike_everywhere(two_ranks: RankPool) -> None:
+    (expected,) = start(0, 1, [{}], {}, nets.OwnStartNet)
+    for rank in two_ranks.run(start, [{}, {"zero": 1}, {"zero": 2}, {"zero": 3}], {}, nets.OwnStartNet):
+        for found in rank:
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert torch.equal(expected["model.layers.0.norm.weight"], torch.ones(nets.DIM))
+    assert torch.equal(expected["model.mask"], torch.tril(torch.ones(nets.DIM, nets.DIM)))
+    assert 0 < expected["model.layers.1.down.weight"].std() < 0.01 < expected["model.layers.1.up.weight"].std()
+    assert not torch.equal(expected["model.layers.0.up.weight"], expected["model.layers.1.up.weight"])
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_model_that_initialises_itself_starts_alike_in_stages(two_ranks: RankPool, zero: int) -> None:
+    (expected,) = start(0, 1, [{}], {}, nets.own_start_stack)
+    answers = two_ranks.run(start, [{"zero": zero, "layout": {"pp": 2}}], {}, nets.own_start_stack)
+    found = answers[0][0] | answers[1][0]
+    assert len(answers[0][0]) < len(expected) == len(found)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def tied_start(rank: int, size: int, strategy: dict[str, Any], factory: Callable[[], nn.Module]) -> tuple[bool, Tensor]:
     config = parse_sections(strategy=strategy, seed=2).config
     engine = prepare_native(config, open_world(config), model=factory)
@@ -112,13 +140,17 @@ def test_models_brought_by_the_ranks_become_that_of_rank_0(two_ranks: RankPool, 
 # ---- memory
 
 
-def peak_growth(rank: int, size: int, strategy: dict[str, Any], model: dict[str, Any]) -> tuple[int, int, int]:
-    """Bytes by which building raised this process's peak; the bytes of the model, and of this rank's part."""
+def peak_growth(rank: int, size: int, strategy: dict[str, Any], model: Any) -> tuple[int, int, int]:
+    """Bytes by which building raised this process's peak; the bytes of the model, and of this rank's part.
+
+    The model is a section, or a function that makes it.
+    """
     status = Path("/proc/self/status")
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
     before = _kib(status.read_text(), "VmRSS")
-    config = parse_sections(model=model, strategy=strategy, optim={"type": "SGD", "lr": 0.1}).config
-    engine = prepare_native(config, open_world(config))
+    factory, sections = (model, {}) if callable(model) else (None, {"model": model})
+    config = parse_sections(strategy=strategy, optim={"type": "SGD", "lr": 0.1}, **sections).config
+    engine = prepare_native(config, open_world(config), model=factory)
     peak = _kib(status.read_text(), "VmHWM")
     params = list(engine.model.parameters())
     own = sum(local_part(p.detach()).numel() for p in params) * 4
@@ -140,3 +172,12 @@ def test_no_rank_ever_holds_the_whole_model(four_ranks: RankPool) -> None:
         assert growth < size / 2  # its part, one module, and what the allocator keeps
     for growth, size, _ in four_ranks.run(peak_growth, {"zero": 3, "meta_init": False}, model):
         assert growth > 0.9 * size  # the measure does see a whole model
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_no_rank_ever_holds_a_whole_model_that_initialises_itself(four_ranks: RankPool) -> None:
+    model = partial(nets.own_start_stack, width=1024, layers=48)
+    for growth, size, own in four_ranks.run(peak_growth, {"zero": 3}, model):
+        assert size > 190e6
+        assert own < size / 3.9
+        assert growth < size / 2

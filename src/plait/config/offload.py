@@ -15,7 +15,10 @@ class OffloadConfig(Shorthand):
     """What lives in host memory or in files rather than on the device. A word says where the optimizer does."""
 
     optimizer: Tier = "none"
-    """Where the fp32 weights and the optimizer's state live, and where the update is computed: on the CPU."""
+    """Where the fp32 weights and the optimizer's state live."""
+    update: Literal["auto", "cpu", "device"] = "auto"
+    """Who computes the update: the CPU, or the device, which states visit in pieces. `auto`: a CUDA device with at most
+    16 of the host's cores to itself, or with 8-bit moments, unless it is `delayed` or `params` are offloaded."""
     params: Tier = "none"
     """Where the weights live that compute, between their uses; goes with `zero: 3`."""
     activations: Literal["none", "all"] | Many[str] = "none"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from itertools import count
 
 import torch
 from torch import Tensor
 
-from plait.generate.choose import chances, choose
+from plait.generate.choose import choose
 from plait.generate.decoder import Decoder
 from plait.generate.graph import Recorded
 from plait.generate.options import Completion, Sampling
+from plait.ops.chance import Chance
 from plait.ops.note import Book, note
 
 CHECK_EVERY = 16
@@ -25,7 +27,7 @@ Agree = Callable[[bool], bool]
 
 
 class Answers:
-    """The answers so far, all of them on the device; see [Note: a row's chance is its own] in `choose`.
+    """The answers so far, all of them on the device; see [Note: a row's chance is its own] in `ops.chance`.
 
     Rows that are done go on being computed, into a column that nobody reads, until enough of them are done for a
     smaller batch to pay. Nothing here depends on when that is.
@@ -61,8 +63,7 @@ class Answers:
             self._seen = torch.zeros_like(logits, dtype=torch.bool)
             for row, prompt in zip(self._seen, self._prompts, strict=True):
                 row[torch.tensor(prompt, device=row.device)] = True
-        chance = chances(sampling.seed, self.keys, self.counts) if sampling.temperature else None
-        token, logprob = choose(logits, chance, sampling, self._seen)
+        token, logprob = choose(logits, self._chance(), sampling, self._seen)
         if self._seen is not None:
             self._seen.scatter_(1, token[:, None], True)
         self.note(token, logprob)
@@ -76,8 +77,13 @@ class Answers:
         """One step: what the model says to the last tokens, and the choice of the next."""
         if self._sampling.is_greedy:
             self.note(*decoder.likeliest(self.token))
+        elif self._sampling.draws_from_all:
+            self.note(*decoder.draw(self.token, self._sampling.temperature, self._chance()))
         else:
             self.take(decoder.step(self.token))
+
+    def _chance(self) -> Chance:
+        return Chance(self.keys, self.counts, self._sampling.seed)
 
     def keep(self, rows: Tensor) -> Answers:
         """These rows alone."""
@@ -144,7 +150,8 @@ def answering(
     try:
         live.take(decoder.begin(prompts, limits))
         recorded = graphs and decoder.capturable
-        step = Recorded(lambda: live.go_on(decoder), on=recorded, is_warm=lambda: decoder.is_warm(sampling))
+        way = replace(sampling, seed=0)  # every seed goes the same way
+        step = Recorded(lambda: live.go_on(decoder), on=recorded, is_warm=lambda: decoder.is_warm(way))
         for length in count(1):
             # Ranks that go together must look at the same moments, however long their own rows are.
             if length % check_every == 0 or (agree is None and length >= longest):

@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from plait.generate.decoder import Call, Decoder, lengths_of, padded
 from plait.generate.quick import QuickStep, fused, takes_model
 from plait.models.common.attention import Attention
+from plait.ops.chance import Chance
 from plait.ops.ends import At
 
 SLOTS = 64
@@ -166,6 +167,12 @@ class CachedDecoder(Decoder):
         if self._quick is None:
             return super().likeliest(tokens)
         return self._quick.likeliest(tokens, self._begun().at, self._caches())
+
+    def draw(self, tokens: Tensor, temperature: float, chance: Chance) -> tuple[Tensor, Tensor]:
+        """One token to each row, at its own end; where the short way is known, logits are passed over once."""
+        if self._quick is None:
+            return super().draw(tokens, temperature, chance)
+        return self._quick.draw(tokens, self._begun().at, self._caches(), temperature, chance)
 
     def is_warm(self, way: Hashable) -> bool:
         """Whether steps of this size and way were taken before."""

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.ops.chance import Chance
+from plait.ops.draw import draw
 from plait.ops.greedy import greedy
 from plait.world import is_sharded
 
@@ -36,6 +38,13 @@ class Decoder(ABC):
     def likeliest(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Like `step`, but returns the likeliest tokens that come next, and their log-probabilities in fp32."""
         return greedy(self.step(tokens))
+
+    def draw(self, tokens: Tensor, temperature: float, chance: Chance) -> tuple[Tensor, Tensor]:
+        """Like `step`, but draws the tokens that come next from all; returns them and their log-probabilities.
+
+        `temperature` is above 0. The log-probabilities, in fp32, are those of temperature 1.
+        """
+        return draw(self.step(tokens), temperature, chance)
 
     def is_warm(self, way: Hashable) -> bool:
         """Whether steps of this size and way were taken before, so that nothing has to be set up for the next.

@@ -56,6 +56,12 @@ class Sampling:
         return self.temperature == 0.0 and self.repetition_penalty == 1.0
 
     @property
+    def draws_from_all(self) -> bool:
+        """Whether a token is drawn from all, as likely as the model has each at the temperature."""
+        whole = self.top_k is None and self.top_p in (None, 1.0)
+        return self.temperature > 0.0 and whole and self.repetition_penalty == 1.0
+
+    @property
     def stop_tokens(self) -> tuple[int, ...]:
         """Those of `stop` that are tokens."""
         return tuple(each for each in self.stop if isinstance(each, int))

@@ -21,8 +21,9 @@ from plait.models.fused import FusedAttention, FusedLlamaBlock, FusedRMSNorm, Fu
 from plait.models.llama.block import LlamaBlock, SwiGLU
 from plait.models.llama.model import Llama
 from plait.ops.chain import AHEAD, Ahead
+from plait.ops.chance import Chance
 from plait.ops.decode_attention import attend_cached, takes
-from plait.ops.ends import At, likeliest, look_up
+from plait.ops.ends import At, drawn, likeliest, look_up
 from plait.ops.skinny import EARLY, Norm, Stream, add, ahead_of, gated, make_counters, project
 from plait.ops.triton import has_kernels
 
@@ -102,6 +103,18 @@ class QuickStep:
         """The likeliest token behind one token for each row, and its log-probability; otherwise like a call."""
         stream = self._through(tokens, at, caches)
         return likeliest(stream, self._head(), self._counters)
+
+    def draw(
+        self,
+        tokens: Tensor,
+        at: At,
+        caches: Iterable[tuple[Tensor, Tensor]],
+        temperature: float,
+        chance: Chance,
+    ) -> tuple[Tensor, Tensor]:
+        """A token drawn from all behind one token for each row, and its log-probability; otherwise like a call."""
+        stream = self._through(tokens, at, caches)
+        return drawn(stream, self._head(), temperature, chance, self._counters)
 
     def _through(self, tokens: Tensor, at: At, caches: Iterable[tuple[Tensor, Tensor]]) -> Stream:
         model, counters, early = self._model, self._counters, self._early

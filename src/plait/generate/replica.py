@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.parallel.initializer import find_initializer
+from plait.parallel.recording import Record
 from plait.strategy.native.engine import NativeEngine
 from plait.world import is_sharded, local_part, same_kind
 
@@ -31,11 +32,11 @@ class Replica:
     """The same module without the parallelism, empty until it is filled.
 
     Built on the meta device, so that while it is empty it takes no memory; buffers that are not part of the state get
-    their values from the model's own initializer.
+    their values from the model's own initializer, or as its constructor made them.
     """
 
     def __init__(self, build: Callable[[], nn.Module], dtype: torch.dtype, device: torch.device) -> None:
-        with torch.device("meta"):
+        with torch.device("meta"), Record() as built:
             self.module = build()
         self._dtype, self._device = dtype, device
         self._holders: dict[str, list[tuple[nn.Module, str]]] = {}
@@ -45,7 +46,7 @@ class Replica:
                 if param is not None:
                     name = names.setdefault(id(param), f"{prefix}.{key}" if prefix else key)
                     self._holders.setdefault(name, []).append((part, key))
-        self._make_buffers()
+        self._make_buffers(built)
         self.module.eval().requires_grad_(False)
 
     @property
@@ -85,11 +86,11 @@ class Replica:
         for part, key in self._holders[name]:
             part._parameters[key] = param
 
-    def _make_buffers(self) -> None:
+    def _make_buffers(self, built: Record) -> None:
         holders = [part for part in self.module.modules() if any(b is not None for b in part._buffers.values())]
         if not holders:
             return
-        initializer = find_initializer(self.module)
+        initializer = find_initializer(self.module) or find_initializer(self.module, built)
         if initializer is None:
             raise ModelError(
                 f"the {type(self.module).__name__} has buffers, and nothing can give them values after a build on the "

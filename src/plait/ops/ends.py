@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 from plait.ops import ends_kernel as kernels
 from plait.ops.chain import Ahead, ahead_options, chain_options, is_chained
+from plait.ops.chance import Chance
+from plait.ops.draw import PIECE, WORD_BITS, Weighed, can_weigh, draw, pieces_of, scale_at
 from plait.ops.greedy import Pieces, greedy
 from plait.ops.skinny import (
     MOST_ROWS,
@@ -98,3 +100,38 @@ def likeliest(stream: Stream, head: Tensor, counters: Tensor, *, table: Table = 
             **launch_options(tiles, x),
         )
     return pieces.likeliest(chained=is_chained(x))
+
+
+def drawn(
+    stream: Stream, head: Tensor, temperature: float, chance: Chance, counters: Tensor, *, table: Table = TILES
+) -> tuple[Tensor, Tensor]:
+    """`draw` of the norm of the stream times a weight (vocabulary, width); who multiplies leaves the sums too."""
+    tiles = tiles_for("wide", stream.x, [head], table)
+    # In fp32, whose logits are not rounded, a compiler would join the norm to what is done with them here.
+    short = len(head) >= WIDE and stream.x.itemsize == 2 and can_weigh(len(head), chance)
+    if tiles is None or not short or tiles.n % PIECE:
+        return draw(project(stream, [head], counters, table=table), temperature, chance)
+    x, squares = stream.readable()
+    (rows, width), logits = x.shape, x.new_empty(len(x), len(head))
+    weighed = Weighed.empty(rows, len(head), x.device)
+    with on_device_of(x):
+        kernels.weighing_kernel[(-(-len(head) // tiles.n),)](
+            x,
+            x if squares is None else squares,
+            head,
+            logits,
+            *weighed,
+            rows,
+            width,
+            len(head),
+            pieces_of(len(head)),
+            0 if squares is None else len(squares),
+            stream.norm.eps,
+            scale_at(temperature),
+            is_normed=squares is not None,
+            is_scaled=temperature != 1.0,
+            piece=PIECE,
+            bits=WORD_BITS,
+            **launch_options(tiles, x),
+        )
+    return weighed.draw(logits, temperature, chance, chained=is_chained(x))

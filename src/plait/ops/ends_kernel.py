@@ -9,7 +9,38 @@ if HAS_TRITON:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     from plait.ops.chain import NO_KEYS, ask_for, follow, look_ahead
+    from plait.ops.draw import weigh
     from plait.ops.skinny_kernel import product_of, scale_of, squares_of
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def _logits(  # type: ignore[no-untyped-def]
+        x,
+        squares,
+        weight,
+        row,
+        column,
+        rows,
+        width,
+        features,
+        pieces,
+        eps,
+        is_normed: tl.constexpr,
+        block_m: tl.constexpr,
+        block_n: tl.constexpr,
+        block_k: tl.constexpr,
+        chained: tl.constexpr,
+    ):
+        """A tile of logits, rounded as they would be written: what is chosen must not depend on who looks for it."""
+        safe = tl.minimum(column, features - 1)
+        if chained:  # see [Note: chained kernels]
+            ask_for(weight, safe, 0, width, width, 16)
+            follow()
+        total = product_of(x, weight, row, safe, 0, tl.cdiv(width, block_k), rows, width, block_m, block_n, block_k)
+        if is_normed:
+            begun = squares_of(squares, 0, pieces, row, rows, block_m)
+            total *= scale_of(begun, squares, pieces, row, rows, width, eps, block_m)[:, None]
+        value = total.to(x.dtype.element_ty)
+        return tl.where((column < features)[None, :], value, float("-inf"))
 
     @triton.jit(do_not_specialize=["rows", "pieces"])  # type: ignore[untyped-decorator,misc,unused-ignore]
     def likeliest_kernel(  # type: ignore[no-untyped-def]
@@ -33,17 +64,23 @@ if HAS_TRITON:
         """One program for a tile of logits, of which it leaves what `greedy` would find in such a piece."""
         tile = tl.program_id(0)
         row, column = tl.arange(0, block_m), tile * block_n + tl.arange(0, block_n)
-        safe = tl.minimum(column, features - 1)
-        if chained:  # see [Note: chained kernels]
-            ask_for(weight, safe, 0, width, width, 16)
-            follow()
-        total = product_of(x, weight, row, safe, 0, tl.cdiv(width, block_k), rows, width, block_m, block_n, block_k)
-        if is_normed:
-            begun = squares_of(squares, 0, pieces, row, rows, block_m)
-            total *= scale_of(begun, squares, pieces, row, rows, width, eps, block_m)[:, None]
-        # Rounded as logits would be: what is chosen must not depend on who looks for it.
-        value = total.to(x.dtype.element_ty).to(tl.float32)
-        value = tl.where((column < features)[None, :], value, float("-inf"))
+        value = _logits(
+            x,
+            squares,
+            weight,
+            row,
+            column,
+            rows,
+            width,
+            features,
+            pieces,
+            eps,
+            is_normed,
+            block_m,
+            block_n,
+            block_k,
+            chained,
+        ).to(tl.float32)
         peak = tl.max(value, 1)
         there = row.to(tl.int64) * tl.num_programs(0) + tile
         tl.store(most + there, peak, mask=row < rows)
@@ -52,6 +89,64 @@ if HAS_TRITON:
         # A piece in which nothing is possible must not make its sum undefined.
         shift = tl.where(peak == float("-inf"), 0.0, peak)
         tl.store(sums + there, tl.sum(tl.exp(value - shift[:, None]), 1), mask=row < rows)
+
+    @triton.jit(do_not_specialize=["rows", "pieces"])  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def weighing_kernel(  # type: ignore[no-untyped-def]
+        x,
+        squares,
+        weight,
+        out,
+        most,
+        sums,
+        weights,
+        rows,
+        width,
+        features,
+        words,
+        pieces,
+        eps,
+        scale,
+        is_normed: tl.constexpr,
+        is_scaled: tl.constexpr,
+        piece: tl.constexpr,
+        bits: tl.constexpr,
+        block_m: tl.constexpr,
+        block_n: tl.constexpr,
+        block_k: tl.constexpr,
+        chained: tl.constexpr,
+    ):
+        """One program for a tile of logits, which it writes, and of which it leaves what `draw` has to know.
+
+        `words` is how many pieces of `piece` words there are.
+        """
+        row, column = tl.arange(0, block_m), tl.program_id(0) * block_n + tl.arange(0, block_n)
+        value = _logits(
+            x,
+            squares,
+            weight,
+            row,
+            column,
+            rows,
+            width,
+            features,
+            pieces,
+            eps,
+            is_normed,
+            block_m,
+            block_n,
+            block_k,
+            chained,
+        )
+        inside = (row < rows)[:, None] & (column < features)[None, :]
+        tl.store(out + row.to(tl.int64)[:, None] * features + column[None, :], value, mask=inside)
+        each: tl.constexpr = block_n // piece
+        peak, total, heavy = weigh(tl.reshape(value, (block_m * each, piece)).to(tl.float32), scale, bits, is_scaled)
+        number = tl.arange(0, block_m * each)
+        its_row, own = number // each, tl.program_id(0) * each + number % each
+        inside, there = (its_row < rows) & (own < words), its_row.to(tl.int64) * words + own
+        tl.store(most + there, peak, mask=inside)
+        tl.store(sums + there, total, mask=inside)
+        tl.store(weights + there, heavy, mask=inside)
 
     @triton.jit(do_not_specialize=NO_KEYS)  # type: ignore[untyped-decorator,misc,unused-ignore]
     def lookup_kernel(  # type: ignore[no-untyped-def]

@@ -151,8 +151,10 @@ class TensorFile:
         os.close(self._file)
 
     def _move(self, tensor: Tensor, at: int, request: Callable[[Tensor, int], None]) -> Transfer:
-        flat = tensor.detach().view(-1).view(torch.uint8)
         assert tensor.device.type == "cpu", "files meet host memory only"
+        assert tensor.is_contiguous(), "a file takes bytes in a row"
+        # By its strides: a tensor with one element in a row counts as contiguous whatever stride that row has.
+        flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         assert at % ALIGNMENT == 0, f"byte {at} is not the beginning of a block"
         assert at + flat.numel() <= self.size, f"{self.where} ends at byte {self.size}"
         step = self._queue.request_bytes

@@ -2,72 +2,47 @@
 
 [Note: when a model may be built without values]
 On the meta device a constructor runs, but its numbers are lost. So a model may be built there only if something
-else makes the same numbers again, module by module: its own `init_weights(module)`, or each module's
-`reset_parameters`. Neither is believed on its word. What the constructor wrote into each tensor was recorded, and
-so is what the initializer writes. A tensor that it leaves out, a constructor that does more than resets (an
-initialisation of its own, weights from a file), a tensor that is no parameter and no buffer: each of them means
-that the model is built for real.
+else makes such numbers again, module by module. That is, in this order:
+- its own `init_weights(module)`, if it fills every tensor;
+- what its constructor did, done again ([Note: the constructor is the initializer], `replay.py`), and after that its
+  `init_weights(module)`, if it has one;
+- of a model that came as an object, whose constructor nobody watched: each module's `reset_parameters`.
+`init_weights` is left out where it would lose something: where the constructor wrote tensors into what it fills, or
+wrote over what it had written, as those do that give some weights another deviation at the end. Where nothing of this
+can be done, or a tensor is no parameter and no buffer, the model is built for real.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from plait.parallel.recording import Record, Step
+from plait.parallel.replay import direct_tensors, find_replay
 
 Initializer = Callable[[nn.Module], None]
-Write = tuple[Any, Any, tuple[Any, ...]]
-"""The operation, which part of the storage it wrote to, and its other arguments."""
-
-_DRAWS = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
-"""There is nothing to draw on the meta device, and torch would load its compiler: [Note: dynamo is loaded late]."""
-_DATA = "data"
-"""Stands for a tensor that was an argument of a write: values that nobody can make again."""
+Writes = list[tuple[Tensor, list[Step]]]
+"""Tensors of a model, and what wrote into each."""
 
 
-class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records, for each storage, the operations that wrote into it since it was allocated."""
+@dataclass(frozen=True, slots=True)
+class InTurn:
+    """Two initializers of one model, the second after the first."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._of: dict[int, list[Write]] = {}
+    first: Initializer
+    second: Initializer
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False: nothing is compiled in here, and to tell the compiler so would load it ([Note: dynamo is loaded late],
-        `plait/optim/build.py`)."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = args[0] if func in _DRAWS and args[0].is_meta else func(*args, **kwargs)
-        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and _storage(leaf) not in given:
-                self._of.pop(_storage(leaf), None)  # newly allocated, perhaps where an old one lay
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and isinstance(value, Tensor):
-                rest = tuple(_DATA if isinstance(a, Tensor) else a for a in args[1:])
-                where = (value.storage_offset(), tuple(value.shape))
-                self._of.setdefault(_storage(value), []).append((func, where, rest))
-        return result
-
-    def of(self, tensor: Tensor) -> list[Write]:
-        """What wrote into a tensor, in order."""
-        return self._of.get(_storage(tensor), [])
-
-    def forget(self) -> None:
-        """Drop what was recorded so far."""
-        self._of.clear()
+    def __call__(self, module: nn.Module) -> None:
+        """Fill the parameters and buffers of one module."""
+        self.first(module)
+        self.second(module)
 
 
-def find_initializer(model: nn.Module, built: Writes | None = None) -> Initializer | None:
+def find_initializer(model: nn.Module, built: Record | None = None) -> Initializer | None:
     """What sets the values of one module of a model on the meta device, or None where it must be built for real.
 
     `built` is the record of the model's construction; without it the model's own word has to do.
@@ -76,18 +51,18 @@ def find_initializer(model: nn.Module, built: Writes | None = None) -> Initializ
     if not all(tensor.is_meta for tensor in _tensors(model)) or _has_loose_tensors(model):
         return None
     declared = _declared(model)
-    if declared is None:
-        return _reset if _remakes(model, _reset, built, exactly=True) else None
-
-    def reset_and_declared(module: nn.Module) -> None:
-        _reset(module)
-        declared(module)
-
-    # Many write `init_weights` for the modules they care about, and leave the rest as torch makes them.
-    for initializer in (declared, reset_and_declared):
-        if _remakes(model, initializer, built, exactly=False):
-            return initializer
-    return None
+    if built is None:
+        # Many write `init_weights` for the modules they care about, and leave the rest as torch makes them.
+        possible = (_reset,) if declared is None else (declared, InTurn(_reset, declared))
+        return next((each for each in possible if _fills(_writes(model, each))), None)
+    # Both are asked before `init_weights` is tried, which may exchange storages.
+    replay, before = find_replay(model, built), {id(tensor): built.writes_to(tensor) for tensor in _tensors(model)}
+    writes = None if declared is None else _writes(model, declared)
+    if declared is None or writes is None or any(_loses(before[id(tensor)], made) for tensor, made in writes):
+        return replay
+    if _fills(writes):
+        return declared
+    return None if replay is None else InTurn(replay, declared)
 
 
 def _declared(model: nn.Module) -> Initializer | None:
@@ -105,38 +80,36 @@ def _reset(module: nn.Module) -> None:
         reset()
 
 
-def _remakes(model: nn.Module, initializer: Initializer, built: Writes | None, *, exactly: bool) -> bool:
-    """Whether an initializer fills every tensor, and loses nothing that the constructor did.
-
-    `exactly`: it must write what the constructor wrote last. Otherwise only what cannot be made again counts.
-    """
+def _writes(model: nn.Module, initializer: Initializer) -> Writes | None:
+    """What an initializer does to each tensor, of the first module that has it; None where it fails."""
+    found: Writes = []
     seen: set[int] = set()
-    with torch.no_grad(), Writes() as writes:
-        for module in model.modules():
-            own = [tensor for tensor in _direct(module) if id(tensor) not in seen]
-            if not own:
-                continue
-            seen.update(id(tensor) for tensor in own)
-            writes.forget()
-            try:
+    for module in model.modules():
+        own = [tensor for tensor in direct_tensors(module).values() if id(tensor) not in seen]
+        if not own:
+            continue
+        seen.update(id(tensor) for tensor in own)
+        try:
+            with torch.no_grad(), Record() as record:
                 initializer(module)
-            except Exception:  # it looks at values, or means something else by its argument
-                return False
-            for tensor in own:
-                made = writes.of(tensor)
-                if not made or (built is not None and _loses(built.of(tensor), made, exactly=exactly)):
-                    return False
-    return True
+        except Exception:  # it looks at values, or means something else by its argument
+            return None
+        found += [(tensor, record.writes_to(tensor)) for tensor in own]
+    return found
 
 
-def _loses(before: list[Write], made: list[Write], *, exactly: bool) -> bool:
-    return before[-len(made) :] != made if exactly else any(_DATA in rest for _, _, rest in before)
+def _fills(writes: Writes | None) -> bool:
+    return writes is not None and all(made for _, made in writes)
 
 
-def _direct(module: nn.Module) -> Iterator[Tensor]:
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None:
-            yield tensor
+def _loses(before: list[Step], made: list[Step]) -> bool:
+    """Whether something that a constructor wrote is lost where an initializer writes instead."""
+    if not made:
+        return False
+    from_tensors = any(read.storage != into.storage for step in before for read in step.read for into in step.written)
+    starts = range(len(before) - len(made) + 1)
+    same = [all(a.does_as(b) for a, b in zip(before[start:], made, strict=False)) for start in starts]
+    return from_tensors or (any(same) and not same[-1])
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -147,8 +120,3 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 def _has_loose_tensors(model: nn.Module) -> bool:
     """Tensors that are plain attributes: nothing would ever give them values."""
     return any(isinstance(value, Tensor) for module in model.modules() for value in vars(module).values())
-
-
-def _storage(tensor: Tensor) -> int:
-    """Which storage a tensor has. `data_ptr`, the public number, is 0 for all of them on the meta device."""
-    return int(tensor.untyped_storage()._cdata)

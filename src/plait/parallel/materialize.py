@@ -86,8 +86,13 @@ def _initialize_module(
     keep: Keep | None,
 ) -> None:
     """Fill the `fresh` parameters of one module; the others it shares with a module that came before."""
+    # A parameter that is whole here already is filled where it is.
+    there = {key for key in fresh if keep is None and _is_whole(held[key], device)}
     whole = {
-        key: nn.Parameter(torch.empty(p.shape, dtype=_wide(p, keep), device=device), requires_grad=p.requires_grad)
+        key: nn.Parameter(
+            p.detach() if key in there else torch.empty(p.shape, dtype=_wide(p, keep), device=device),
+            requires_grad=p.requires_grad,
+        )
         for key, p in held.items()
     }
     module._parameters.update(whole)
@@ -96,8 +101,19 @@ def _initialize_module(
     finally:
         module._parameters.update(held)
     for key in fresh:
-        if keep is None or not keep(held[key], whole[key].data):
-            assign_whole(held[key], whole[key].data)
+        values = whole[key].data
+        if key in there and _storage(values) == _storage(held[key]):
+            continue  # unless the initializer gave it another one
+        if keep is None or not keep(held[key], values):
+            assign_whole(held[key], values)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_whole(param: nn.Parameter, device: torch.device) -> bool:
+    return not is_sharded(param) and param.device == device and param.is_contiguous()
 
 
 def _wide(param: nn.Parameter, keep: Keep | None) -> torch.dtype:

@@ -15,6 +15,7 @@ from typing import Literal
 
 from plait.config.layout import Layout
 from plait.config.run import RunConfig
+from plait.parallel.offload.space import updates_on_device
 from plait.plan.hardware import Hardware
 from plait.precision import make_policy
 
@@ -22,6 +23,10 @@ Mode = Literal["beside", "waited", "late"]
 """What an update overlaps with: the next forward pass, nothing, or the whole next step."""
 _EIGHT_BIT = 90e6
 """Numbers with 8-bit moments that a core updates in a second: that much is arithmetic, not memory."""
+
+
+_DIRECT = 1.5e9
+"""Bytes a second of host memory that devices copied, for each GB/s that cores reached in an update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +86,30 @@ def host_work(
     if config.optim.type == "AdamW8bit":
         each = max(each, 1.0 / (_EIGHT_BIT * hardware.host_cores))
     link = hardware.pcie_gbps * 1e9 if hardware.kind == "cuda" else float("inf")
+    files = away.in_files * 2 * (4 + state) * ranks / (hardware.disk_gbps * 1e9)
+    if updates_on_device(config, hardware.kind, hardware.host_cores / ranks):
+        # States come, with a gradient that waited on the host, while others go; host memory serves all ranks' links.
+        comes = max(
+            (4 + state + gradient) / link, (gradient + 2 * (4 + state)) * ranks / (_DIRECT * hardware.host_gbps)
+        )
+        return HostWork(host=away.on_host * comes, through=away.in_files * comes, files=files)
     fetched = away.in_files * gradient / link
     return HostWork(
         host=away.on_host * each * ranks,
         through=away.in_files * each * ranks + fetched,
-        files=away.in_files * 2 * (4 + state) * ranks / (hardware.disk_gbps * 1e9),
+        files=files,
         back=away.back * computed / link,
     )
+
+
+def with_update(config: RunConfig, hardware: Hardware, layout: Layout) -> RunConfig:
+    """The run with a word for who computes its updates: `auto` asks the machine it runs on, which may be another."""
+    if not config.strategy.offload.on or config.strategy.offload.update != "auto":
+        return config
+    cores = hardware.host_cores / min(layout.size, hardware.per_host)
+    who = "device" if updates_on_device(config, hardware.kind, cores) else "cpu"
+    offload = config.strategy.offload.model_copy(update={"update": who})
+    return config.model_copy(update={"strategy": config.strategy.model_copy(update={"offload": offload})})
 
 
 def mode_of(config: RunConfig, layout: Layout, kind: str) -> Mode:

@@ -25,7 +25,7 @@ from plait.plan.classify import Owners
 from plait.plan.example import example_of
 from plait.plan.fused import compiled_units
 from plait.plan.hardware import Hardware
-from plait.plan.hosted import Away, host_work, mode_of
+from plait.plan.hosted import Away, host_work, mode_of, with_update
 from plait.plan.keeping import Keeping, completed
 from plait.plan.kernels import MATMUL_WORKSPACE, kernels_of_cuda
 from plait.plan.patience import Patience
@@ -96,6 +96,7 @@ def simulate(
         on_cuda = hardware.kind == "cuda"
         if on_cuda:
             stack.enter_context(kernels_of_cuda(hardware.capability))
+        config = with_update(config, hardware, world.layout)
         timing = Timing(hardware, config, world.layout)
         watchers = (timing,) if patience is None else (timing, patience)
         recorder = Recorder(hardware.kind, allocator=CachingAllocator() if on_cuda else None, watchers=watchers)

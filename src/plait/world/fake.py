@@ -60,6 +60,7 @@ def fake_world(
             stack.enter_context(_meshes_have_values())
             mesh = make_mesh(layout, kind)
         stack.enter_context(replaced(nn.Module, "_apply", _apply))
+        stack.enter_context(replaced(nn.init, "_no_grad_trunc_normal_", _draw_twice))
         stack.enter_context(Valueless(allow_non_fake_inputs=True))
         yield World(ranks, kind, layout, mesh, owns_processes=False)
 
@@ -93,7 +94,8 @@ def _on_meta(args: Any, kwargs: Any) -> bool:
     device = kwargs.get("device")
     if device is not None:
         return torch.device(device).type == "meta"
-    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+    given = [value if isinstance(value, (list, tuple)) else (value,) for value in (*args, *kwargs.values())]
+    tensors = [each for values in given for each in values if isinstance(each, torch.Tensor)]
     return bool(tensors) and all(each.is_meta for each in tensors)
 
 
@@ -109,6 +111,13 @@ def _apply(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
             if buffer is not None:
                 module._buffers[key] = change(buffer)
     return module
+
+
+def _draw_twice(tensor: torch.Tensor, mean: float, std: float, low: float, high: float, **_: Any) -> torch.Tensor:
+    """`nn.init.trunc_normal_`. torch's own draws again until no value is outside, and here there always is one."""
+    with torch.no_grad():
+        outside = (tensor.normal_(mean, std) < low) | (tensor > high)
+        return tensor.copy_(torch.where(outside, torch.empty_like(tensor).normal_(mean, std), tensor))
 
 
 @contextmanager

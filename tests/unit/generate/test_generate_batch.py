@@ -16,9 +16,10 @@ from plait.errors import GenerateError
 from plait.generate import Completion, Generator, Sampling, generate
 from plait.generate.batch import Answers
 from plait.generate.cached import CachedDecoder
-from plait.generate.choose import CHANCE_BITS, chances, choose
+from plait.generate.choose import choose
 from plait.generate.perplexity import measure_perplexity
 from plait.models import build_model, preset
+from plait.ops.chance import CHANCE_BITS, Chance
 
 VOCABULARY = 256
 HF: dict[str, dict[str, Any]] = {
@@ -79,6 +80,7 @@ def test_a_batch_writes_what_each_prompt_gets_alone_and_what_no_cache_would_give
     model, prompts = make(kind), some_prompts(4)
     ways: list[dict[str, Any]] = [
         {"temperature": 0.0},
+        {"temperature": 1.2, "stop": range(0, 256, 20)},
         {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.3, "stop": range(0, 256, 20)},
     ]
     for way in ways:
@@ -159,7 +161,12 @@ class NoWaiting(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_a_step_can_be_recorded_for_it_waits_for_nothing_and_changes_the_same_tensors(kind: str) -> None:
     model, prompts = make(kind).eval(), some_prompts(3)
-    for way in ({"temperature": 0.0}, {"top_k": 9, "repetition_penalty": 1.2}, {"top_p": 0.7, "stop": (1, 2)}):
+    for way in (
+        {"temperature": 0.0},
+        {"temperature": 0.8},
+        {"top_k": 9, "repetition_penalty": 1.2},
+        {"top_p": 0.7, "stop": (1, 2)},
+    ):
         decoder = CachedDecoder(model, torch.device("cpu"))
         answers = Answers(prompts, [0, 1, 2], [9, 9, 9], Sampling(9, **way), torch.device("cpu"))  # type: ignore[arg-type]
         with torch.no_grad():
@@ -167,7 +174,7 @@ def test_a_step_can_be_recorded_for_it_waits_for_nothing_and_changes_the_same_te
             held = {id(each): each.data_ptr() for each in tensors_of(answers, decoder._cache, *decoder._layers)}
             with NoWaiting():
                 for _ in range(5):
-                    answers.take(decoder.step(answers.token))
+                    answers.go_on(decoder)
         after = {id(each): each.data_ptr() for each in tensors_of(answers, decoder._cache, *decoder._layers)}
         decoder.close()
         assert after == held
@@ -183,11 +190,11 @@ def tensors_of(*owners: Any) -> list[torch.Tensor]:
 def test_draws_follow_the_distribution_that_was_asked_for() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])
     rows = 20000
-    chance = chances(3, torch.arange(rows), torch.full((rows,), 4))
+    chance = Chance(torch.arange(rows), torch.full((rows,), 4), 3).bits()
     assert 0 <= chance.min() <= chance.max() < 2**CHANCE_BITS
     assert abs(float(chance.double().mean()) / 2**CHANCE_BITS - 0.5) < 0.01
     assert len(set(chance.tolist())) > 0.99 * rows
-    other = chances(3, torch.arange(rows), torch.full((rows,), 5))
+    other = Chance(torch.arange(rows), torch.full((rows,), 5), 3).bits()
     assert abs(float(torch.corrcoef(torch.stack([chance, other]).double())[0, 1])) < 0.03
     edges = torch.tensor([0, 2**CHANCE_BITS - 1])
     assert choose(logits.expand(2, 5), edges, Sampling(), None)[0].tolist() == [0, 4]

@@ -13,10 +13,12 @@ from torch import nn
 from plait.config.model import GptConfig, LlamaConfig, MoeConfig
 from plait.generate import Generator, Sampling, cached, generate
 from plait.generate.cached import CachedDecoder
+from plait.generate.choose import choose
 from plait.generate.graph import WARM_UP, Recorded
 from plait.generate.quick import QuickStep, takes_model
 from plait.models import build_model
 from plait.models.fused import fuse
+from plait.ops.chance import Chance
 from plait.ops.triton import interprets
 
 VOCABULARY = 61
@@ -191,3 +193,62 @@ def test_the_likeliest_token_is_that_of_the_logits(always: list[QuickStep]) -> N
             tokens = chosen
     for decoder in decoders:
         decoder.close()
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_what_is_drawn_is_what_the_logits_give(always: list[QuickStep], temperature: float) -> None:
+    model, prompts = make().eval(), some_prompts(3)
+    decoders = [CachedDecoder(each, torch.device("cpu")) for each in (model, deepcopy(model))]
+    keys, counts = torch.randint(999, (3,)), torch.zeros(3, dtype=torch.int64)
+    with torch.no_grad():
+        for decoder in decoders:
+            decoder.begin(prompts, [5] * 3)
+        tokens = torch.randint(VOCABULARY, (3,))
+        for _ in range(4):
+            chance = Chance(keys, counts, 7)
+            found = decoders[0].draw(tokens, temperature, chance)
+            logits = decoders[1].step(tokens)
+            wanted = choose(logits, chance.bits(), Sampling(temperature=temperature), None)
+            assert torch.equal(found[0], wanted[0])
+            torch.testing.assert_close(found[1], wanted[1])
+            torch.testing.assert_close(found[1], logits.log_softmax(1).gather(1, found[0][:, None]).squeeze(1))
+            tokens, counts = found[0], counts + 1
+    for decoder in decoders:
+        decoder.close()
+
+
+@pytest.mark.parametrize(
+    ("way", "steps"),
+    [({"temperature": 0.0}, "likeliest"), ({}, "draw"), ({"temperature": 0.5, "top_p": 1.0}, "draw")]
+    + [({changed: value}, "step") for changed, value in (("top_k", 3), ("top_p", 0.9), ("repetition_penalty", 1.1))],
+)
+def test_each_way_of_choosing_has_its_step(monkeypatch: pytest.MonkeyPatch, way: dict[str, Any], steps: str) -> None:
+    taken: set[str] = set()
+    usual_call = QuickStep.__call__
+    for name in ("likeliest", "draw", "step"):
+        usual = getattr(CachedDecoder, name)
+
+        def noted(self: Any, *args: Any, name: str = name, usual: Any = usual) -> Any:
+            taken.add(name)
+            return usual(self, *args)
+
+        monkeypatch.setattr(CachedDecoder, name, noted)
+    monkeypatch.setattr("plait.generate.quick.has_kernels", lambda _: True)
+    monkeypatch.setattr(QuickStep, "__call__", lambda self, *args: taken.add("logits") or usual_call(self, *args))
+    generate(make(), some_prompts(2), max_new_tokens=4, **way)
+    assert taken == ({"step", "logits"} if steps == "step" else {steps})
+
+
+def test_another_seed_needs_no_setting_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    usual = CachedDecoder.is_warm
+
+    def noted(self: CachedDecoder, way: Any) -> bool:
+        asked.append(usual(self, way))
+        return asked[-1]
+
+    monkeypatch.setattr(CachedDecoder, "is_warm", noted)
+    generator = Generator(make())
+    for seed, temperature in ((1, 1.0), (2, 1.0), (2, 0.9)):
+        generator.generate([[1, 2]], Sampling(4, seed=seed, temperature=temperature))
+    assert asked == [False, True, False]

@@ -16,8 +16,8 @@ def options_need_a_tier(facts: Facts) -> Iterator[Problem]:
     offload = facts.config.strategy.offload
     if not offload.on:
         reason = "nothing is offloaded (`strategy.offload.optimizer` is none)"
-        names = ("bucket_mb", "ratio", "delayed")
-        yield from idle(_PATH, offload, names, reason, "Leave it out, or write `optimizer: cpu`.")
+        with_one = ("bucket_mb", "ratio", "delayed", "update")
+        yield from idle(_PATH, offload, with_one, reason, "Leave it out, or write `optimizer: cpu`.")
     if offload.optimizer != "nvme":
         reason = f"`{_PATH}.optimizer` is {offload.optimizer}"
         yield from idle(
@@ -68,6 +68,21 @@ def delay_is_for_all(facts: Facts) -> Iterator[Problem]:
         yield Problem(f"{_PATH}.delayed", message, "Leave one of the two out.")
 
 
+def a_device_updates_its_own_weights_at_once(facts: Facts) -> Iterator[Problem]:
+    """What the device updates is the model's at once, and on the device."""
+    offload = facts.config.strategy.offload
+    if offload.update != "device":
+        return
+    if offload.delayed:
+        message = (
+            f"device, but `{_PATH}.delayed` has updates wait for the next step, and the device has no room for that"
+        )
+        yield Problem(f"{_PATH}.update", message, "Write `update: cpu`, or leave one of the two out.")
+    if offload.params != "none":
+        message = f"device, but with `{_PATH}.params: {offload.params}` the new weights belong to the host"
+        yield Problem(f"{_PATH}.update", message, "Write `update: cpu`, or leave one of the two out.")
+
+
 def files_are_saved_in_the_foreground(facts: Facts) -> Iterator[Problem]:
     """Saving in the background copies all state to host memory first, which is what files are to spare."""
     config = facts.config
@@ -82,5 +97,6 @@ RULES = (
     optimizer_works_by_element,
     shares_leave_something,
     delay_is_for_all,
+    a_device_updates_its_own_weights_at_once,
     files_are_saved_in_the_foreground,
 )

@@ -69,6 +69,8 @@ class Bucket:
     """The update in progress."""
     published: Any = None
     """A mark after the copies to the device of the last update."""
+    home: Any = None
+    """A mark: what the device updated is back in host memory."""
 
     @property
     def numel(self) -> int:

@@ -86,6 +86,32 @@ class Lanes:
         if mark is not None:
             self._back.wait_event(mark)
 
+    def stream(self) -> Any:
+        """One more, for whoever has an order of its own; None where there are none."""
+        return torch.cuda.Stream(self.device) if self._streams else None  # type: ignore[no-untyped-call]
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """The context for work on such a stream."""
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    def mark_of(self, stream: Any) -> Any:
+        """What it was asked for until now."""
+        return None if stream is None else stream.record_event()
+
+    def order(self, stream: Any, mark: Any) -> None:
+        """Let it begin nothing more before a mark."""
+        if stream is not None and mark is not None:
+            stream.wait_event(mark)
+
+    def used_by(self, stream: Any, tensor: Tensor) -> None:
+        """Keep the memory of a tensor until what such a stream was asked for is done."""
+        if stream is not None and tensor.is_cuda:
+            tensor.record_stream(stream)
+
+    def is_room(self, tensor: Tensor) -> bool:
+        """Whether copies from and to a tensor of the host need not be waited for."""
+        return not self._streams or tensor.is_pinned()
+
     def follow(self, mark: Any) -> None:
         """Let the current stream wait for a mark."""
         if mark is not None:

@@ -42,8 +42,10 @@ class Outbox:
         if bucket.span.home != "cpu":
             self._sent[index] = Sent(grad, None)
             return
-        if len(self._rooms) == 1 and bucket.update is not None:
-            bucket.update.result()  # of a parameter that took no part since: it still reads the room
+        if len(self._rooms) == 1:  # of a parameter that took no part since, an update may still read the room
+            if bucket.update is not None:
+                bucket.update.result()
+            self._lanes.follow(bucket.published)
         room = self._room(index, grad)
         self._sent[index] = Sent(room, self._lanes.out(room, grad))
 

@@ -6,7 +6,7 @@ turn. They are all the host memory that the state of any number of parameters ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,18 @@ from torch.optim import Optimizer
 from plait.ops.files import FileQueue, Transfer
 from plait.ops.host import host_empty
 from plait.parallel.offload.buckets import Bucket
+from plait.parallel.offload.leaves import PART, leaves
 from plait.parallel.offload.shelf import Key, Shelf
 
 ROOMS = 3
 _WEIGHT = "weight"
-_PART = "/"
-"""Between the name of a state and of a tensor inside of it."""
 
 
 class _Room:
     """Host memory for one bucket at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
         self._memory: list[Tensor] = []
         self.under_way: list[Transfer] = []
         self.bucket: int | None = None
@@ -38,7 +38,7 @@ class _Room:
             self._memory.append(torch.empty(0, dtype=torch.uint8))
         if self._memory[number].numel() < size:
             self._memory[number] = torch.empty(0, dtype=torch.uint8)  # free it first
-            self._memory[number] = host_empty(size, dtype=torch.uint8)
+            self._memory[number] = host_empty(size, dtype=torch.uint8, pinned=self._pinned)
         return self._memory[number]
 
     def wait(self) -> None:
@@ -50,7 +50,10 @@ class _Room:
 class Passage:
     """The fp32 weights and optimizer state of buckets in files. Between their turns the tensors have no memory."""
 
-    def __init__(self, buckets: Sequence[Bucket], folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], folder: Path, say: Callable[[str], None], *, pinned: bool = False
+    ) -> None:
+        """`pinned`: a device copies from and to the rooms."""
         self._folder = folder
         self._queue = FileQueue()
         self._buckets = list(buckets)
@@ -66,7 +69,7 @@ class Passage:
         self._states: list[Shelf | None] = [None] * len(self._buckets)
         self._packed: dict[Key, Any] = {}
         """States that are several tensors: what they are made of, without the tensors."""
-        self._rooms = [_Room() for _ in range(ROOMS)]
+        self._rooms = [_Room(pinned=pinned) for _ in range(ROOMS)]
         self._optimizer: Optimizer | None = None
         for bucket in self._buckets:
             self._hide(bucket)
@@ -112,6 +115,10 @@ class Passage:
             room.under_way.append(states.write(room.memory(1, states.size)))
         room.bucket = None
         self._hide(bucket)
+
+    def is_last(self, bucket: Bucket) -> bool:
+        """Whether no other one has its turn after it."""
+        return bucket is self._buckets[-1]
 
     def weights(self, bucket: Bucket) -> list[Tensor]:
         """A bucket's fp32 weights, until the next call: for bringing the model up to date outside of an update."""
@@ -187,7 +194,7 @@ class Passage:
         return [
             ((index, key), value)
             for index, master, _ in bucket.items()
-            for key, value in _leaves(self._optimizer.state.get(master, {}))
+            for key, value in leaves(self._optimizer.state.get(master, {}))
         ]
 
     def _store_states(self, number: int, bucket: Bucket) -> None:
@@ -211,7 +218,7 @@ class Passage:
             else:
                 assert self._optimizer is not None
                 state = self._optimizer.state[masters[index]]
-                name, _, part = key.partition(_PART)
+                name, _, part = key.partition(PART)
                 if part:
                     whole = state[name] if hasattr(state.get(name), "_replace") else self._packed[index, name]
                     state[name] = whole._replace(**{part: tensor})
@@ -223,16 +230,5 @@ class Passage:
             # The right shape, and no memory.
             master.data = torch.empty((), dtype=master.dtype).expand(master.shape)
             state = self._optimizer.state.get(master, {}) if self._optimizer is not None else {}
-            for key in {key.partition(_PART)[0] for key, _ in _leaves(state)}:
+            for key in {key.partition(PART)[0] for key, _ in leaves(state)}:
                 del state[key]
-
-
-def _leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a parameter's state that are no scalars, also those inside of a named tuple."""
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            if value.ndim > 0:
-                yield key, value
-        elif hasattr(value, "_fields"):
-            parts = ((part, getattr(value, part)) for part in value._fields)
-            yield from ((f"{key}{_PART}{part}", each) for part, each in parts if isinstance(each, Tensor))

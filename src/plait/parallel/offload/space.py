@@ -1,4 +1,4 @@
-"""How much host memory and disk an offloaded run takes, asked before it starts."""
+"""Where an offloaded run has its place: how much host memory and disk it takes, and who computes its updates."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from plait.config.optim import AdamW8bitConfig
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, Problem
 from plait.launch.environment import cgroup_limit
@@ -23,6 +24,20 @@ _ASIDE = 10 << 20
 _MOST = 0.8
 """From this share of the free memory on, a run says so."""
 _PATH = "strategy.offload"
+
+
+FEW_CORES = 16
+"""With so many cores for each device, or fewer, the link to the device is the faster way for AdamW. On an H200 it
+carried 51 GB/s in and out at once, while 16 cores updated 3.2 billion numbers in 1.4 s: 65 % longer."""
+
+
+def updates_on_device(config: RunConfig, kind: str, cores: float) -> bool:
+    """Whether a device of this kind computes the update, with so many cores of the host for each device."""
+    offload = config.strategy.offload
+    if offload.update != "auto":
+        return offload.update == "device"
+    able = kind == "cuda" and not offload.delayed and offload.params == "none"
+    return able and (cores <= FEW_CORES or isinstance(config.optim, AdamW8bitConfig))
 
 
 def state_bytes(config: RunConfig) -> float:

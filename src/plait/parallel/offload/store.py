@@ -20,6 +20,7 @@ from plait.parallel.offload.outbox import Outbox
 from plait.parallel.offload.params import ParamStream
 from plait.parallel.offload.passage import ROOMS, Passage
 from plait.parallel.offload.update import Updates
+from plait.parallel.offload.visit import Visits
 from plait.world import has_values, local_part
 
 
@@ -37,6 +38,8 @@ class OffloadOptions:
     state_bytes: float = 8.0
     """What the optimizer keeps for each number."""
     delayed: bool = False
+    on_device: bool = False
+    """Whether the device computes the update."""
     folder: Path | None = None
     """For files; only with the home `nvme`."""
 
@@ -90,11 +93,13 @@ class Offload:
         in_files = [bucket for bucket in self.buckets if bucket.span.home == "nvme"]
         if in_files and not self.lanes.fake:
             assert options.folder is not None
-            self._passage = Passage(in_files, options.folder, say)
+            self._passage = Passage(in_files, options.folder, say, pinned=options.on_device and self.lanes.separate)
         self.stand_in = torch.empty(int(self._states_on_host()) if self.lanes.fake else 0, dtype=torch.uint8)
         """A plan makes no states; on a CPU their memory counts all the same."""
         self.outbox = Outbox(self.buckets, self.lanes, sets=2 if options.delayed else 1)
-        self._updates = Updates(self.buckets, self.lanes, self._passage, delayed=options.delayed)
+        away = [bucket.numel for bucket in self.buckets if bucket.span.home != "device"]
+        visits = Visits(self.lanes, largest=max(away), state_bytes=options.state_bytes) if options.on_device else None
+        self._updates = Updates(self.buckets, self.lanes, self._passage, visits, delayed=options.delayed)
         if stream is not None:
             of_param = {id(param): self.bucket_of[index] for index, param in enumerate(params)}
             stream.follow_updates(of_param, self._updates.wait_for)
@@ -104,6 +109,8 @@ class Offload:
             same = target.dtype == dtype
             return nn.Parameter(target if same else torch.empty_like(target, dtype=dtype))
         if span.home == "cpu":
+            if self.options.on_device:
+                return nn.Parameter(self.lanes.room(target.shape, dtype))
             return nn.Parameter(host_empty(*target.shape, dtype=dtype))
         return nn.Parameter(torch.empty((), dtype=dtype).expand(target.shape))
 

@@ -24,6 +24,7 @@ from plait.parallel.offload.lanes import Lanes, Scratch
 from plait.parallel.offload.outbox import Sent
 from plait.parallel.offload.passage import Passage
 from plait.parallel.offload.step import step_bucket
+from plait.parallel.offload.visit import Visits
 
 _STAGES = 2
 """Sets of pinned memory for weights on their way back: one is filled while the other is copied."""
@@ -32,10 +33,22 @@ _STAGES = 2
 class Updates:
     """Updates buckets and brings the model's weights up to date."""
 
-    def __init__(self, buckets: Sequence[Bucket], lanes: Lanes, passage: Passage | None, *, delayed: bool) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        lanes: Lanes,
+        passage: Passage | None,
+        visits: Visits | None = None,
+        *,
+        delayed: bool,
+    ) -> None:
+        """`visits`: what updates on the device; without it the CPU does."""
         self._buckets = buckets
         self._lanes = lanes
         self._passage = passage
+        self._visits = visits
+        self._leaving: Bucket | None = None
+        """A bucket of files that is on its way home from the device."""
         self._delayed = delayed
         self._optimizer: Optimizer | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plait-offload", initializer=lanes.enter_thread)
@@ -92,6 +105,8 @@ class Updates:
             if bucket.update is not None:
                 bucket.update.result()
                 bucket.update = None
+        if self._visits is not None:
+            self._visits.settle()
         if self._passage is not None:
             self._passage.settle()
 
@@ -115,6 +130,8 @@ class Updates:
     def publish(self) -> None:
         """Give the model all weights as they are in the masters: after they were made or loaded."""
         self._late = []
+        if self._visits is not None:
+            self._visits.forget()
         for bucket in self._buckets:
             weights: Sequence[Tensor] = bucket.masters
             if bucket.span.home == "nvme" and self._passage is not None:
@@ -144,6 +161,11 @@ class Updates:
         files = self._passage if bucket.span.home == "nvme" else None
         if files is not None:
             files.enter(bucket)
+        if self._visits is not None:
+            self._visits.update(bucket, sent, factor, clip_value, computed)
+            if files is not None:
+                self._send_home(bucket, files)
+            return
         rooms = self._rooms(bucket)
         step_bucket(bucket, self._arrived(bucket, sent, computed), rooms, factor, clip_value, self._crew)
         if files is not None:
@@ -153,6 +175,18 @@ class Updates:
         else:
             self._lanes.hold_back(computed)
             self._deliver(bucket, rooms)
+
+    def _send_home(self, bucket: Bucket, files: Passage) -> None:
+        """Let the bucket before go to its file, now that this one is on its way; the last one goes at once."""
+        assert self._visits is not None
+        waiting = [self._leaving] if self._leaving is not None else []
+        self._leaving = bucket
+        if files.is_last(bucket):
+            waiting, self._leaving = [*waiting, bucket], None
+        for each in waiting:
+            if each.home is not None:
+                each.home.synchronize()
+            files.leave(each)
 
     def _arrived(self, bucket: Bucket, sent: Sequence[Sent], computed: Any) -> list[Tensor]:
         """The gradients on the host."""

@@ -14,7 +14,8 @@ from plait.config.run import RunConfig
 from plait.errors import ModelError
 from plait.models import build_model
 from plait.parallel import materialize
-from plait.parallel.initializer import Initializer, Writes, find_initializer
+from plait.parallel.initializer import Initializer, find_initializer
+from plait.parallel.recording import Record
 from plait.world import seed_everything
 
 ModelSource = nn.Module | Callable[[], nn.Module] | None
@@ -30,6 +31,7 @@ def build_module(config: RunConfig, model: ModelSource) -> tuple[nn.Module, Init
             raise ModelError("there is no model: give one as an object, or describe it in the section `model`")
         model = partial(build_model, described)
     if config.strategy.meta_init:
+        seed_everything(config.seed, 0)  # a constructor may choose constants by Python's generator
         module, initializer = _build_on_meta(model)
         if module is not None and initializer is not None:
             return module, initializer
@@ -42,7 +44,7 @@ def build_module(config: RunConfig, model: ModelSource) -> tuple[nn.Module, Init
 
 def _build_on_meta(model: Callable[[], nn.Module]) -> tuple[nn.Module | None, Initializer | None]:
     try:
-        with torch.device("meta"), Writes() as built:
+        with torch.device("meta"), Record() as built:
             module = model()
     except (RuntimeError, NotImplementedError):  # a constructor that looks at values; if not, it fails again soon
         return None, None

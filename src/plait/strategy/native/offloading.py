@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, Problem
+from plait.launch import cpu_count
 from plait.parallel.gradients import Gradients, as_one
 from plait.parallel.materialize import part_of
 from plait.parallel.offload.buckets import Home
 from plait.parallel.offload.collect import StreamedGradients, gathering_stream, listen_to_shards
 from plait.parallel.offload.lanes import Lanes
 from plait.parallel.offload.params import ParamLimits, ParamStream
-from plait.parallel.offload.space import check_space, numbers_in_a_bucket, state_bytes
+from plait.parallel.offload.space import check_space, numbers_in_a_bucket, state_bytes, updates_on_device
 from plait.parallel.offload.store import Offload, OffloadOptions
 from plait.parallel.replicate import GradientBuckets
 from plait.parallel.units import Unit
@@ -105,6 +106,7 @@ class Offloading:
             host_ratio=offload.host_ratio,
             state_bytes=state_bytes(self._config),
             delayed=offload.delayed,
+            on_device=updates_on_device(self._config, device.type, cpu_count() / self._world.ranks.local_size),
             folder=folder,
         )
         order = _order(params, [unit for each in units for unit in each])

@@ -16,7 +16,8 @@ from torch import nn
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, Problem
 from plait.parallel.gradients import Gradients
-from plait.parallel.initializer import Initializer
+from plait.parallel.initializer import Initializer, InTurn
+from plait.parallel.replay import Replay
 from plait.parallel.units import Unit
 from plait.precision import Policy
 from plait.strategy.native.views import Views
@@ -157,7 +158,11 @@ def _is_one_message(model: nn.Module, config: RunConfig) -> bool:
 
 
 def rebound(initializer: Initializer, part: nn.Module) -> Initializer:
-    """An initializer that is a model's own method, as that of a copy of it."""
+    """An initializer of a model, as that of a part or a copy of it."""
+    if isinstance(initializer, InTurn):
+        return InTurn(rebound(initializer.first, part), rebound(initializer.second, part))
+    if isinstance(initializer, Replay):
+        return initializer.onto(part)
     owner = getattr(initializer, "__self__", None)
     if isinstance(owner, nn.Module) and owner is not part and type(owner) is type(part):
         return getattr(part, initializer.__name__)  # type: ignore[no-any-return]
