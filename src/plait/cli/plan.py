@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from plait.plan.hardware import Hardware
     from plait.plan.ladder import Rung
     from plait.plan.plan import Plan
+    from plait.plan.rankplan import Known
     from plait.plan.ways import Search
 
 GIB, MIB = 2**30, 2**20
@@ -77,7 +78,8 @@ def plan_run(
     asked = parse(source, overrides).config
     config = as_native(asked)
     machine, ranks = _machine(gpu, config), gpus or least_ranks(config.strategy)
-    plan = make_plan(config, machine, ranks=ranks, exact=exact or timeline is not None)
+    known: Known = {}
+    plan = make_plan(config, machine, ranks=ranks, exact=exact or timeline is not None, known=known)
     console = Console(soft_wrap=True)
     if asked is not config:
         stage = asked.strategy.stage
@@ -94,7 +96,7 @@ def plan_run(
         write_file(timeline, draw_timeline(plan), "--timeline")
         console.print(f"{timeline}: memory from the build to a save")
     if not plan.fits:
-        _show_ladder(console, config, machine, ranks)
+        _show_ladder(console, config, machine, ranks, known)
     return plan.fits
 
 
@@ -220,28 +222,33 @@ def _time_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
         yield "  of that waited for", [account.updating() for account in accounts]
 
 
-def _show_ladder(console: Console, config: RunConfig, machine: Hardware, ranks: int) -> None:
-    """Rung by rung as they are planned; at the end what to write, or that nothing helps."""
-    from plait.plan.ladder import climb, taken_back
+def _show_ladder(console: Console, config: RunConfig, machine: Hardware, ranks: int, known: Known) -> None:
+    """Rung by rung as they are planned; at the end what to write, that nothing helps, or that the time was up."""
+    from plait.plan.ladder import Ladder
 
     console.print("\nOne change after the other, each on top of those before:")
+    ladder = Ladder(config, machine, ranks, known=known)
     rungs: list[Rung] = []
-    for rung in climb(config, machine, ranks=ranks):
+    for rung in ladder.climb():
         rungs.append(rung)
         words = " ".join(rung.added.changes(config))
-        if rung.plan is None:
+        if rung.reason:
             console.print(f"  {words}: {rung.reason}", markup=False, highlight=False)
-            continue
-        host = "" if rung.plan.host_gib <= machine.host_memory_gib else f" and {rung.plan.host_gib:.0f} on a host"
-        verdict = "[green]fits[/]" if rung.fits else "too much"
-        console.print(f"  {words}: {rung.plan.needed_gib:.1f} GiB{host}, {verdict}", highlight=False)
-    if not rungs or not rungs[-1].fits:
+        elif rung.plan is None:
+            console.print(f"  {words}: at least {rung.least:.1f} GiB, too much", highlight=False)
+        else:
+            host = "" if rung.plan.host_gib <= machine.host_memory_gib else f" and {rung.plan.host_gib:.0f} on a host"
+            verdict = "[green]fits[/]" if rung.fits else "too much"
+            console.print(f"  {words}: {rung.plan.needed_gib:.1f} GiB{host}, {verdict}", highlight=False)
+    if rungs and rungs[-1].fits:
+        least = ladder.taken_back(rungs)
+        assert least.plan is not None
+        words, needed = " ".join(least.candidate.changes(config)), least.plan.needed_gib
+        console.print(f"What it takes: {words} ({needed:.1f} GiB)", markup=False, highlight=False)
+    elif not ladder.cut:
         console.print("None of this makes it fit. `--search` looks at pipelines too; else use more devices.")
-        return
-    least = taken_back(config, machine, rungs, ranks=ranks)
-    assert least.plan is not None
-    words, needed = " ".join(least.candidate.changes(config)), least.plan.needed_gib
-    console.print(f"What it takes: {words} ({needed:.1f} GiB)", markup=False, highlight=False)
+    if left_out := ladder.left_out(rungs):
+        console.print(left_out, markup=False, highlight=False)
 
 
 def _show_search(console: Console, found: Search, config: RunConfig, ranks: int) -> None:

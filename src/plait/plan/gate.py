@@ -15,8 +15,9 @@ from plait.config.run import RunConfig
 from plait.errors import ConfigError, PlaitError, Problem, in_one_line
 from plait.plan.expectation import Forecast
 from plait.plan.hardware import Hardware, find_hardware, hardware_here
-from plait.plan.ladder import climb, taken_back
+from plait.plan.ladder import Ladder
 from plait.plan.plan import Plan, make_plan
+from plait.plan.rankplan import Known
 from plait.plan.shares import SHARE, with_ratio
 from plait.plan.ways import search
 
@@ -53,8 +54,11 @@ def look_ahead(
         options: dict[str, Any] = {"model": _maker(model), "loss_function": loss_function}
         if example is not None:
             options["make_example"] = lambda _config, _micro: _blank(example)
-        plan = make_plan(config, machine, ranks=ranks, detailed=False, **options)
-        refusal = None if plan.fits else _refusal(config, plan, machine, ranks, options)
+        options = {key: value for key, value in options.items() if value is not None}
+        simulated: Known = {}
+        plan = make_plan(config, machine, ranks=ranks, detailed=False, known=simulated, **options)
+        ladder = Ladder(config, machine, ranks, known=simulated, options=options)
+        refusal = None if plan.fits else _refusal(config, plan, ladder)
         known = machine.kind == "cuda" or bool(machine.measured)
         peak = plan.fullest.account.peak[1] / 2**30
         return Forecast(
@@ -102,7 +106,8 @@ def _blank(example: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), example)
 
 
-def _refusal(config: RunConfig, plan: Plan, machine: Hardware, ranks: int, options: dict[str, Any]) -> ConfigError:
+def _refusal(config: RunConfig, plan: Plan, ladder: Ladder) -> ConfigError:
+    machine = ladder.hardware
     phase, _ = plan.fullest.account.peak
     if plan.needed_gib > machine.memory_gib:
         what = (
@@ -111,10 +116,14 @@ def _refusal(config: RunConfig, plan: Plan, machine: Hardware, ranks: int, optio
     else:
         host, phase = plan.host_gib, plan.host_phase
         what = f"a host would need {host:.0f} GiB, in the {phase} phase, and has {machine.host_memory_gib:.0f}"
-    remedy = "Nothing on the ladder makes it fit here: use more devices, or a smaller model."
-    rungs = list(climb(config, machine, ranks=ranks, **options))
+    rungs = list(ladder.climb())
+    remedy = ""
     if rungs and rungs[-1].fits:
-        least = taken_back(config, machine, rungs, ranks=ranks, **options)
+        least = ladder.taken_back(rungs)
         assert least.plan is not None
         remedy = f"With `{' '.join(least.candidate.changes(config))}` it needs {least.plan.needed_gib:.1f} GiB."
-    return ConfigError(Problem("strategy", what, f"{remedy} `plan=warn` starts it all the same."))
+    elif not ladder.cut:
+        remedy = "Nothing on the ladder makes it fit here: use more devices, or a smaller model."
+    left_out = ladder.left_out(rungs)
+    sentences = (remedy, left_out, "`plan=warn` starts it all the same.")
+    return ConfigError(Problem("strategy", what, " ".join(each for each in sentences if each)))

@@ -2,21 +2,39 @@
 
 [Note: up the ladder, and down again] The last rung may save so much that some before it were not needed: with weights
 shared out, the optimizer can stay on the device. So those are taken back that the run fits without, the dearest first.
-A micro-batch of 1, where it stays, then grows to the largest for which there is room.
+A micro-batch of 1, where it stays, then grows to the largest for which there is room, and so do shares of an offloaded
+optimizer.
+
+[Note: what is cheap comes first] A simulation takes seconds. So a rung whose weights and optimizer alone are too large
+is not simulated (`least_gib`), and short models that two rungs have in common are simulated once (`Known`). Once half
+of the `Patience` is gone, rungs are passed over up to the last before tensor parallelism, which has all that ranks and
+hosts can take over: something that fits is worth more than the next figure, and what it does not need is taken back in
+the other half. All of it ends when the patience does; what nobody has looked at by then is said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import torch
+
 from plait.config import resolve_batch, resolve_layout
+from plait.config.model import HFConfig, ImportedModel
 from plait.config.run import RunConfig
 from plait.errors import PlaitError, in_one_line
+from plait.models import build_model
 from plait.plan.candidate import Candidate
 from plait.plan.hardware import Hardware
+from plait.plan.patience import Patience, TimeUpError
 from plait.plan.plan import Plan, make_plan
+from plait.plan.rankplan import Known
+from plait.plan.shares import HOST_SHARE, SHARE, lowered_shares
+from plait.plan.states import count_params, least_gib
+
+_TENSOR = "strategy.layout.tp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +48,10 @@ class Rung:
     plan: Plan | None
     reason: str = ""
     """Why there is no plan."""
+    least: float = 0.0
+    """GiB that each device needs at least; where that is too much, nobody looks closer."""
+    late: bool = False
+    """Whether there was no time to simulate it."""
 
     @property
     def fits(self) -> bool:
@@ -37,68 +59,173 @@ class Rung:
         return self.plan is not None and self.plan.fits
 
 
-def climb(config: RunConfig, hardware: Hardware, *, ranks: int, **options: Any) -> Iterator[Rung]:
-    """Rung by rung up to the first that fits. Each keeps the global batch and the losses."""
-    settings: dict[str, Any] = {}
-    for change in _changes(config, ranks, hardware):
-        added = Candidate(
-            {key: value for key, value in change.items() if key not in settings or settings[key] != value}
-        )
-        settings = {**settings, **change}
-        candidate = Candidate(dict(settings))
+@dataclass
+class Ladder:
+    """The changes that may make a run fit, and what is known of them so far."""
+
+    config: RunConfig
+    hardware: Hardware
+    ranks: int
+    patience: Patience = field(default_factory=Patience)
+    known: Known = field(default_factory=dict)
+    """What was simulated, perhaps by the plan that did not fit."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of `make_plan`: what the run was given beside its description."""
+    cut: bool = False
+    """Whether the time was up before all was done."""
+
+    def climb(self) -> Iterator[Rung]:
+        """Rung by rung up to the first that fits. Each keeps the global batch and the losses."""
+        settings: dict[str, Any] = {}
+        changes = list(_changes(self.config, self.ranks, self.hardware))
+        top = max((index for index, change in enumerate(changes) if _TENSOR not in change), default=0)
+        for index, change in enumerate(changes):
+            hurries = index < top and self.patience.half_over and not self.patience.over
+            rung = self._passed_over(settings, change) if hurries else self._rung(settings, change)
+            settings = dict(rung.candidate.settings)
+            yield rung
+            if rung.fits:
+                return
+
+    def taken_back(self, rungs: Sequence[Rung]) -> Rung:
+        """The last of `rungs`, which fits, without those that are not needed."""
+        least, needed = rungs[-1], [rung.added.settings for rung in rungs]
         try:
-            plan = make_plan(candidate.applied_to(config), hardware, ranks=ranks, detailed=False, **options)
+            for index in reversed(range(len(rungs))):  # the last too: what was before it may have been passed over
+                fewer = [*needed[:index], *needed[index + 1 :]]
+                candidate = Candidate({key: value for change in fewer for key, value in change.items()})
+                if candidate.settings == least.candidate.settings:  # a later rung has the last word on it
+                    needed = fewer
+                    continue
+                try:
+                    config = candidate.applied_to(self.config)
+                    if self._least(config) > self.hardware.memory_gib:
+                        continue
+                    plan = self._plan(config)
+                except PlaitError:
+                    continue  # what came later rests on it
+                if plan.fits:
+                    least, needed = Rung(candidate, rungs[-1].added, plan), fewer
+            if least is not rungs[-1] or not _is_shares(least.added.settings):
+                least = self._larger_shares(least)
+            return self._larger_micro(least)
+        except TimeUpError:
+            self.cut = True
+            return least
+
+    def left_out(self, rungs: Sequence[Rung]) -> str:
+        """A sentence on what there was no time for; empty where there was."""
+        if not self.cut:
+            return ""
+        over = f"The {self.patience.seconds:.0f} s of this search were over"
+        if rungs[-1].fits:
+            return f"{over} before it was clear whether less would do."
+        words = [f"`{' '.join(rung.added.changes(self.config))}`" for rung in rungs if rung.late]
+        return f"{over} before all was simulated: {', '.join(words)} may still make it fit."
+
+    def _rung(self, before: dict[str, Any], change: dict[str, Any]) -> Rung:
+        settings = {**before, **change}
+        plan, least, reason, late = None, 0.0, "", False
+        try:
+            config = Candidate(settings).applied_to(self.config)
+            least = self._least(config)
+            if least <= self.hardware.memory_gib:
+                if _is_shares(change):
+                    settings |= self._shares(settings)
+                    config = Candidate(settings).applied_to(self.config)
+                plan = self._plan(config)
         except PlaitError as error:
-            yield Rung(candidate, added, None, in_one_line(error))
-            continue
-        yield Rung(candidate, added, plan)
-        if plan.fits:
-            return
+            reason = in_one_line(error)
+        except TimeUpError:
+            late = self.cut = True
+            reason = f"not simulated: the search's {self.patience.seconds:.0f} s were over"
+        return Rung(Candidate(settings), _added(before, settings), plan, reason, least, late)
 
+    def _passed_over(self, before: dict[str, Any], change: dict[str, Any]) -> Rung:
+        settings = {**before, **change}
+        reason = f"passed over: half of the search's {self.patience.seconds:.0f} s were over"
+        return Rung(Candidate(settings), _added(before, settings), None, reason, late=True)
 
-def taken_back(config: RunConfig, hardware: Hardware, rungs: Sequence[Rung], *, ranks: int, **options: Any) -> Rung:
-    """The last of `rungs`, which fits, without those before it that are not needed."""
-    least, needed = rungs[-1], [rung.added.settings for rung in rungs]
-    for index in reversed(range(len(rungs) - 1)):
-        fewer = [*needed[:index], *needed[index + 1 :]]
-        candidate = Candidate({key: value for change in fewer for key, value in change.items()})
-        if candidate.settings == least.candidate.settings:  # a later rung has the last word on it
-            needed = fewer
-            continue
+    def _plan(self, config: RunConfig) -> Plan:
+        if self.patience.over:
+            raise TimeUpError
+        common: dict[str, Any] = {"known": self.known, "patience": self.patience}
+        return make_plan(config, self.hardware, ranks=self.ranks, detailed=False, **common, **self.options)
+
+    def _least(self, config: RunConfig) -> float:
+        """GiB that a device needs at least; 0 where that is not known: of a model that was given, or learns in part."""
+        if self.options or config.model is None or config.lora is not None or isinstance(config.model, ImportedModel):
+            return 0.0
+        return least_gib(config, self._params, resolve_layout(config.strategy, size=self.ranks, local_size=self._local))
+
+    @cached_property
+    def _params(self) -> int:
+        model = self.config.model
+        assert model is not None
+        if isinstance(model, HFConfig):  # its shapes are enough
+            model = model.model_copy(update={"pretrained": False})
+        with torch.device("meta"):
+            return count_params(build_model(model))[0]
+
+    @property
+    def _local(self) -> int:
+        return min(self.ranks, self.hardware.per_host)
+
+    # ---- as much as there is room for
+
+    def _shares(self, settings: dict[str, Any]) -> dict[str, float]:
+        """The shares of the run's own description, as large as fits with these settings."""
+        others = {key: value for key, value in settings.items() if key not in (SHARE, HOST_SHARE)}
+
+        def plan_with(shares: dict[str, Any]) -> Plan:
+            return self._plan(Candidate({**others, **shares}).applied_to(self.config))
+
+        return lowered_shares(self.config, plan_with)
+
+    def _larger_shares(self, rung: Rung) -> Rung:
+        """A rung that fits, with the largest shares that fit too."""
+        settings = dict(rung.candidate.settings)
+        away = settings.get("strategy.offload.params", "none") != "none"  # nothing is left to be updated on the device
+        if away or not (SHARE in settings or HOST_SHARE in settings):
+            return rung
+        candidate = Candidate({**settings, **self._shares(settings)})
+        if candidate.settings == rung.candidate.settings:
+            return rung
+        plan = self._plan(candidate.applied_to(self.config))
+        return Rung(candidate, rung.added, plan) if plan.fits else rung
+
+    def _larger_micro(self, rung: Rung) -> Rung:
+        """A rung that fits with a micro-batch of 1, with the largest that fits too: memory grows evenly with it."""
+        if rung.plan is None or rung.candidate.settings.get("batch.micro") != 1:
+            return rung
+
+        def at(micro: int) -> Rung:
+            candidate = Candidate({**rung.candidate.settings, "batch.micro": micro})
+            return Rung(candidate, rung.added, self._plan(candidate.applied_to(self.config)))
+
+        layout = resolve_layout(self.config.strategy, size=self.ranks, local_size=self._local)
+        stages = self.config.strategy.pipeline.micro_batches
+        written = resolve_batch(self.config.batch, layout.data_parallel, micro_batches=stages).micro
         try:
-            plan = make_plan(candidate.applied_to(config), hardware, ranks=ranks, detailed=False, **options)
+            whole = at(written).plan
+            assert whole is not None
+            grows = (whole.needed_gib - rung.plan.needed_gib) / (written - 1)
+            most = 1 + (self.hardware.memory_gib - rung.plan.needed_gib) / max(grows, 1e-9)
+            sizes = [size for size in range(2, written) if written % size == 0 and size <= most]
+            return next((found for size in reversed(sizes[-2:]) if (found := at(size)).fits), rung)
         except PlaitError:
-            continue  # what came later rests on it
-        if plan.fits:
-            least, needed = Rung(candidate, rungs[-1].added, plan), fewer
-    return _larger_micro(config, hardware, least, ranks=ranks, **options)
+            return rung  # another layout takes no other micro-batch
+        except TimeUpError:
+            self.cut = True
+            return rung
 
 
-def _larger_micro(config: RunConfig, hardware: Hardware, rung: Rung, *, ranks: int, **options: Any) -> Rung:
-    """A rung that fits with a micro-batch of 1, with the largest that fits too: memory grows evenly with it."""
-    if rung.plan is None or rung.candidate.settings.get("batch.micro") != 1:
-        return rung
-
-    def at(micro: int) -> Rung:
-        candidate = Candidate({**rung.candidate.settings, "batch.micro": micro})
-        plan = make_plan(candidate.applied_to(config), hardware, ranks=ranks, detailed=False, **options)
-        return Rung(candidate, rung.added, plan)
-
-    written = _micro(config, ranks, hardware)
-    try:
-        whole = at(written).plan
-        assert whole is not None
-        grows = (whole.needed_gib - rung.plan.needed_gib) / (written - 1)
-        most = 1 + (hardware.memory_gib - rung.plan.needed_gib) / max(grows, 1e-9)
-        sizes = [size for size in range(2, written) if written % size == 0 and size <= most]
-        return next((found for size in reversed(sizes[-2:]) if (found := at(size)).fits), rung)
-    except PlaitError:
-        return rung  # another layout takes no other micro-batch
+def _added(before: dict[str, Any], settings: dict[str, Any]) -> Candidate:
+    return Candidate({key: value for key, value in settings.items() if key not in before or before[key] != value})
 
 
-def _micro(config: RunConfig, ranks: int, hardware: Hardware) -> int:
-    layout = resolve_layout(config.strategy, size=ranks, local_size=min(ranks, hardware.per_host))
-    return resolve_batch(config.batch, layout.data_parallel, micro_batches=config.strategy.pipeline.micro_batches).micro
+def _is_shares(change: Mapping[str, Any]) -> bool:
+    return change.keys() <= {SHARE, HOST_SHARE}
 
 
 def _changes(config: RunConfig, ranks: int, hardware: Hardware) -> Iterator[dict[str, Any]]:
@@ -121,13 +248,19 @@ def _changes(config: RunConfig, ranks: int, hardware: Hardware) -> Iterator[dict
             yield {**clear, **free, "strategy.zero": stage}
     if has_host and strategy.offload.optimizer == "none":
         yield {"strategy.offload.optimizer": "cpu"}
+    shares = {SHARE: strategy.offload.share, HOST_SHARE: strategy.offload.host_ratio}
+    given = {key: 0.0 for key, share in shares.items() if share > 0 and strategy.offload.on}
+    if given and strategy.offload.params == "none":
+        yield given  # the smallest; how large they may be is looked for
     if spreads and strategy.stage < 3:
         yield {**clear, **free, "strategy.zero": 3}
     if has_host and strategy.offload.params == "none":
-        yield {**clear, "strategy.zero": 3, "strategy.offload.params": "cpu"}
+        # Weights that do not live on the device are not updated there.
+        nothing_here = {SHARE: 0.0} if SHARE in given else {}
+        yield {**clear, "strategy.zero": 3, "strategy.offload.params": "cpu", **nothing_here}
     if has_host and strategy.offload.optimizer != "nvme":
         yield {"strategy.offload.optimizer": "nvme"}
     tensor = layout.tp * 2
     while tensor <= min(per_host, ranks) and layout.pp * tensor * layout.cp * layout.ep <= ranks:
-        yield {"strategy.layout.tp": tensor, "strategy.tensor.sequence_parallel": True}
+        yield {_TENSOR: tensor, "strategy.tensor.sequence_parallel": True}
         tensor *= 2

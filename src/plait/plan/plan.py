@@ -17,7 +17,8 @@ from plait.plan.account import Account
 from plait.plan.example import example_of
 from plait.plan.hardware import Hardware
 from plait.plan.host import host_peaks
-from plait.plan.rankplan import plan_rank
+from plait.plan.patience import Patience
+from plait.plan.rankplan import Known, plan_rank
 from plait.plan.shares import with_ratio
 from plait.plan.simulate import MakeExample
 from plait.spec.phase import Phase
@@ -134,17 +135,21 @@ def make_plan(
     make_example: MakeExample = example_of,
     detailed: bool = True,
     exact: bool = False,
+    known: Known | None = None,
+    patience: Patience | None = None,
 ) -> Plan:
     """Plan a run of `ranks` ranks; of a pipeline, its first and its last stage are looked at.
 
-    The first has the most micro-batches under way, the last has the head and the loss.
+    The first has the most micro-batches under way, the last has the head and the loss. Plans that share `known` and
+    differ little simulate little; `patience` ends a plan with its `TimeUpError`.
     """
     if isinstance(config.model, HFConfig) and config.model.pretrained:  # its shapes are enough
         config = config.model_copy(update={"model": config.model.model_copy(update={"pretrained": False})})
     notes: list[str] = []
     if config.strategy.offload.ratio == "auto":
+        known = {} if known is None else known
         given = {"model": model, "loss_function": loss_function, "make_example": make_example}
-        config = with_ratio(config, hardware, ranks=ranks, **given)
+        config = with_ratio(config, hardware, ranks=ranks, **given, known=known, patience=patience)
         notes.append(f"strategy.offload.ratio: auto is {config.strategy.offload.share:g}")
     layout = resolve_layout(config.strategy, size=ranks, local_size=min(ranks, hardware.per_host))
     pipeline = config.strategy.pipeline
@@ -156,6 +161,8 @@ def make_plan(
         "make_example": make_example,
         "detailed": detailed,
         "exact": exact,
+        "known": known,
+        "patience": patience,
     }
     first = plan_rank(config, hardware, **options)
     found = [RankPlan("every rank" if layout.pp == 1 else "first pipeline stage", first.account, tuple(first.trail))]

@@ -10,6 +10,7 @@ from plait.config.run import RunConfig
 from plait.plan.account import Account
 from plait.plan.example import example_of
 from plait.plan.hardware import Hardware
+from plait.plan.patience import Patience
 from plait.plan.shorten import Lengths, lengths_of, shortened
 from plait.plan.simulate import MakeExample, Simulated, simulate
 
@@ -19,6 +20,11 @@ _GROUPS = (2, 3)
 """How many groups of layers the two short models have."""
 _GATHERED = (3, 4)
 """The same where weights are gathered layer by layer: the next ones come ahead, so a layer has others around it."""
+Known = dict[tuple[str, int, int, bool], Simulated]
+"""What was simulated before, by run, ranks, rank and detail: many plans of one search need the same short models.
+
+It holds for one machine, model, loss and example.
+"""
 
 
 def plan_rank(
@@ -34,8 +40,13 @@ def plan_rank(
     received: Any = None,
     detailed: bool = False,
     exact: bool = False,
+    known: Known | None = None,
+    patience: Patience | None = None,
 ) -> Simulated:
-    """Simulate `rank`, which has the pipeline stage `stage`: whole where `exact`, else by [Note: a few layers]."""
+    """Simulate `rank`, which has the pipeline stage `stage`: whole where `exact`, else by [Note: a few layers].
+
+    What is in `known` is not simulated again, and what is simulated is put there.
+    """
     options: dict[str, Any] = {
         "ranks": ranks,
         "rank": rank,
@@ -43,11 +54,13 @@ def plan_rank(
         "make_example": make_example,
         "received": received,
         "detailed": detailed,
+        "known": known,
+        "patience": patience,
     }
     lengths = None if model is not None else lengths_of(config, ranks, hardware.per_host, stage)
     if lengths is None or exact or (lengths.is_short and not lengths.repeats):
         layers = 1 if lengths is None else lengths.layers
-        return simulate(config, hardware, model=model, layers=layers, **options)
+        return _simulated(config, hardware, model=model, layers=layers, **options)
     if lengths.is_short:
         return _from_few_micro_batches(config, hardware, lengths, stage, options)
     groups = _GATHERED if config.strategy.stage == 3 else _GROUPS
@@ -64,6 +77,17 @@ def plan_rank(
     return _between(shares, at)
 
 
+def _simulated(config: RunConfig, hardware: Hardware, *, known: Known | None, **options: Any) -> Simulated:
+    if known is None:
+        return simulate(config, hardware, **options)
+    key = config.model_dump_json(), options["ranks"], options["rank"]
+    for detailed in (True, False)[: 1 if options["detailed"] else 2]:
+        if (*key, detailed) in known:
+            return known[*key, detailed]
+    found = known[*key, options["detailed"]] = simulate(config, hardware, **options)
+    return found
+
+
 def _from_few(
     config: RunConfig,
     hardware: Hardware,
@@ -74,8 +98,8 @@ def _from_few(
 ) -> Simulated:
     ranks = options["ranks"]
     few, more = (shortened(config, ranks, hardware.per_host, stage, count, lengths) for count in groups)
-    short = simulate(few.config, hardware, layers=few.layers, **options)
-    longer = simulate(more.config, hardware, layers=more.layers, **options)
+    short = _simulated(few.config, hardware, layers=few.layers, **options)
+    longer = _simulated(more.config, hardware, layers=more.layers, **options)
     times = (lengths.layers / lengths.period - groups[0]) / (groups[1] - groups[0])
     account = short.account.stretched(longer.account, times)
     account = account.repeated(lengths.micro_batches / lengths.least_micro_batches)
@@ -91,7 +115,7 @@ def _from_few_micro_batches(
     """All layers, and as few micro-batches as will do."""
     groups = lengths.layers // lengths.period
     short = shortened(config, options["ranks"], hardware.per_host, stage, groups, lengths)
-    found = simulate(short.config, hardware, layers=short.layers, **options)
+    found = _simulated(short.config, hardware, layers=short.layers, **options)
     account = found.account.repeated(lengths.micro_batches / lengths.least_micro_batches)
     return replace(found, account=account, flops_per_token=None, trail=[])
 

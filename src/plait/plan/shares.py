@@ -7,14 +7,20 @@ larger share only takes memory. So of all shares that fit, the smallest is taken
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any
+from math import ceil
+from typing import TYPE_CHECKING, Any
 
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, Problem
 from plait.plan.hardware import Hardware
 
+if TYPE_CHECKING:
+    from plait.plan.plan import Plan
+
 SHARE = "strategy.offload.ratio"
+HOST_SHARE = "strategy.offload.host_ratio"
 STEPS = 20
 """Shares are looked at in steps of one part in so many."""
 _ROOM = 0.95
@@ -49,6 +55,38 @@ def with_ratio(config: RunConfig, hardware: Hardware, *, ranks: int, **options: 
             return found
         share = round(max(share - 2 / STEPS, 0.0), 4)
     return with_share(config, 0.0)
+
+
+def lowered_shares(config: RunConfig, plan_with: Callable[[dict[str, Any]], Plan]) -> dict[str, float]:
+    """Settings with the largest shares, up to those that the run says, that fit; the smallest where none do.
+
+    [Note: what leaves the device goes to the host first] Of an optimizer in files, a part that is no longer on the
+    device joins the share in host memory, where the run has one and the host has room; what is left goes to files,
+    which are slower. A run with shares is planned from runs with none and with nearly all ([Note: shares]), so once
+    these are known, any other share is a matter of adding.
+    """
+    offload = config.strategy.offload
+    ratio, host = offload.share, offload.host_ratio
+
+    def beside(share: float) -> dict[str, float]:
+        """With so much on the device, and as much in host memory as it has room for."""
+        on_device = {SHARE: share} if ratio > 0 else {}
+        if host == 0:
+            return on_device
+
+        def has_room(part: float) -> bool:
+            plan = plan_with({**on_device, HOST_SHARE: part})
+            return plan.host_gib <= plan.hardware.host_memory_gib
+
+        return {**on_device, HOST_SHARE: _largest(round(host + ratio - share, 4), has_room)}
+
+    return beside(_largest(ratio, lambda share: plan_with(beside(share)).fits))
+
+
+def _largest(most: float, fits: Callable[[float], bool]) -> float:
+    """The largest of `most` and the steps below it that fits; 0 where none does. Less always needs less."""
+    steps = [most, *(step / STEPS for step in reversed(range(ceil(round(most * STEPS, 6)))))]
+    return steps[min(bisect_left(steps, True, key=fits), len(steps) - 1)]
 
 
 def with_share(config: RunConfig, share: float) -> RunConfig:

@@ -28,6 +28,7 @@ from plait.plan.hardware import Hardware
 from plait.plan.hosted import Away, host_work, mode_of, with_update
 from plait.plan.keeping import Keeping, completed
 from plait.plan.kernels import MATMUL_WORKSPACE, kernels_of_cuda
+from plait.plan.patience import Patience
 from plait.plan.recorder import Peak, Recorder
 from plait.plan.timing import Timing
 from plait.spec.phase import Phase
@@ -73,8 +74,9 @@ def simulate(
     make_example: MakeExample = example_of,
     received: Any = None,
     detailed: bool = False,
+    patience: Patience | None = None,
 ) -> Simulated:
-    """Run `rank` of `ranks` through two steps; `detailed` adds whose the memory is.
+    """Run `rank` of `ranks` through two steps, as long as there is `patience`; `detailed` adds whose the memory is.
 
     `layers` is how many layers this rank has: the end of its backward pass is the last of so many parts.
     `received` is what the stage before hands on, for ranks that are not first in a pipeline.
@@ -96,7 +98,8 @@ def simulate(
             stack.enter_context(kernels_of_cuda(hardware.capability))
         config = with_update(config, hardware, world.layout)
         timing = Timing(hardware, config, world.layout)
-        recorder = Recorder(hardware.kind, allocator=CachingAllocator() if on_cuda else None, watchers=(timing,))
+        watchers = (timing,) if patience is None else (timing, patience)
+        recorder = Recorder(hardware.kind, allocator=CachingAllocator() if on_cuda else None, watchers=watchers)
         recorder.trail = [] if detailed else None
         mode = config.strategy.recompute.mode
         stack.enter_context(compiled_units(recorder, timing, notes.append))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from plait.config.layout import Layout
 from plait.config.optim import (
     AdafactorConfig,
     AdagradConfig,
@@ -215,3 +216,18 @@ def account_of(config: RunConfig, params: int) -> StatesAccount:
         each = 1 + 4 / 256  # a code, and a share of a block's scale
     gradients = weights if not precision.master or precision.reduce in ("bf16", "fp16") else 4
     return StatesAccount(params, weights, gradients, separate + moments * each)
+
+
+def least_gib(config: RunConfig, params: int, layout: Layout) -> float:
+    """What a device needs at least: weights and optimizer where all parameters are trained, spread evenly.
+
+    A run takes more than that, never less: gradients come on top, activations, and weights that ranks hold together.
+    """
+    strategy, offload = config.strategy, config.strategy.offload
+    apart = layout.tp * layout.pp * layout.ep
+    account, shards = account_of(config, params), layout.size // apart
+    on_device = offload.share if offload.on else 1.0
+    optimizer = account.optimizer * on_device / (shards if strategy.stage > 0 else 1)
+    whole = strategy.stage == 0 or (strategy.stage < 3 and account.weights < 4 and config.precision.master)
+    weights = 0.0 if offload.params != "none" else account.weights / (1 if whole else shards)
+    return params / apart * (optimizer + weights) / 2**30

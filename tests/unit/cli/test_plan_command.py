@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from plait.cli.main import main
+from plait.plan.patience import Patience
 
 RUN = """
 model: {type: llama, vocab_size: 32, dim: 16, layers: 4, heads: 2, seq_len: 8}
@@ -81,12 +82,26 @@ def test_a_plan_says_that_it_fits_and_writes_all_figures(
 def test_a_plan_that_does_not_fit_says_so_with_its_exit_code_and_shows_the_ladder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(Patience, "over", False)  # however busy this machine is
+    monkeypatch.setattr(Patience, "half_over", False)
     words = ("model.dim=4096", "model.layers=20", "strategy.zero=2", "strategy.recompute=full")
     assert planned(tmp_path, monkeypatch, *words, "--gpus", "8", "--gpu", "v100-16g") == 1
     said = capsys.readouterr().out
     assert "does not fit" in said
     assert re.search(r"strategy\.offload\.optimizer=cpu: .* too much\n +strategy\.zero=3: .* fits\n", said)
     assert "What it takes: strategy.zero=3 (" in said
+
+
+def test_a_search_for_what_fits_that_has_no_time_left_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Patience, "over", True)
+    words = ("model.dim=4096", "model.layers=20", "strategy.zero=2", "strategy.recompute=full")
+    assert planned(tmp_path, monkeypatch, *words, "--gpus", "8", "--gpu", "v100-16g") == 1
+    said = capsys.readouterr().out
+    assert "strategy.zero=3: not simulated: the search's 40 s were over" in said
+    assert re.search(r"The 40 s .* were over .*`strategy\.zero=3`, .* may still make it fit", said)
+    assert "None of this makes it fit" not in said
 
 
 def test_a_search_shows_the_best_first(

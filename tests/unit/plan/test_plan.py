@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from plait.errors import ConfigError
 from plait.plan.candidate import Candidate
 from plait.plan.expectation import Forecast, forecast
 from plait.plan.hardware import find_hardware
-from plait.plan.ladder import climb, taken_back
+from plait.plan.patience import Patience
 from plait.plan.plan import make_plan
 from plait.plan.quick import Quick
 from plait.plan.rankplan import plan_rank
@@ -109,56 +108,6 @@ def test_more_memory_is_needed_than_tensors_take() -> None:
     assert plan.needed_gib * 2**30 > plan.fullest.account.peak[1] + H100.context_gib * 2**30 * 0.99
 
 
-def test_what_does_not_fit_is_led_up_the_ladder_to_what_does() -> None:
-    config = small(batch={"total": 64, "micro": 16}, strategy="ddp")
-    written = parse_sections(**config.model_dump(exclude_unset=True) | {"batch": {"total": 64, "micro": 1}}).config
-    spare = replace(H100, context_gib=0.0)
-    tight = replace(spare, memory_gib=make_plan(written, spare, ranks=4).needed_gib * 0.97)
-    rungs = list(climb(config, tight, ranks=4))
-    assert rungs[-1].fits
-    assert not any(rung.fits for rung in rungs[:-1])
-    assert rungs[0].candidate.settings["batch.micro"] == 1
-    assert rungs[0].candidate.settings["batch.total"] == 64
-
-
-def test_rungs_that_a_later_one_makes_needless_are_taken_back() -> None:
-    config = small(batch={"total": 4, "micro": 1}, strategy="ddp")
-    sizes = {"vocab_size": 8000, "dim": 256, "layers": 6, "ffn_dim": 1024}
-    config = config.model_copy(update={"model": config.model.model_copy(update=sizes)})  # type: ignore[union-attr]
-    spare = replace(H100, context_gib=0.0)
-    shared = make_plan(Candidate({"strategy.zero": 1}).applied_to(config), spare, ranks=4).needed_gib
-    tight = replace(spare, memory_gib=shared * 1.01)
-    rungs = list(climb(config, tight, ranks=4))
-    assert rungs[-1].candidate.changes(config) == ["strategy.recompute.mode=full", "strategy.zero=1"]
-    least = taken_back(config, tight, rungs, ranks=4)
-    assert least.fits
-    assert least.candidate.changes(config) == ["strategy.zero=1"]
-
-
-def test_a_micro_batch_of_one_grows_to_the_largest_for_which_there_is_room() -> None:
-    config = small(batch={"total": 64, "micro": 64}, strategy="single")
-    spare = replace(H100, context_gib=0.0)
-    whole = make_plan(config, spare, ranks=1).needed_gib
-    one = make_plan(Candidate({"batch.micro": 1}).applied_to(config), spare, ranks=1).needed_gib
-    tight = replace(spare, memory_gib=one + 0.6 * (whole - one))
-    rungs = list(climb(config, tight, ranks=1))
-    least = taken_back(config, tight, rungs, ranks=1)
-    assert rungs[-1].candidate.settings["batch.micro"] == 1
-    assert least.fits
-    assert least.candidate.changes(config) in (["batch.micro=32"], ["batch.micro=16"])
-
-
-def test_above_zero_2_the_ladder_leads_to_host_memory() -> None:
-    config = small(batch={"total": 4, "micro": 1}, strategy={"zero": 2, "recompute": "full"}, precision="bf16")
-    rungs = list(islice(climb(config, replace(H100, memory_gib=0.001), ranks=4), 3))
-    added = [rung.added.changes(config) for rung in rungs]
-    assert added == [["strategy.offload.optimizer=cpu"], ["strategy.zero=3"], ["strategy.offload.params=cpu"]]
-    assert rungs[-1].candidate.changes(config) == [word for words in added for word in words]
-    needs = [rung.plan.needed_gib for rung in rungs if rung.plan is not None]
-    assert len(needs) == 3
-    assert needs == sorted(needs, reverse=True)
-
-
 def test_a_search_finds_the_fastest_that_fits_and_gives_a_reason_for_every_other() -> None:
     config = small(batch={"total": 8}, strategy="ddp")
     found = search(config, H100, ranks=2, close=2)
@@ -200,7 +149,12 @@ def gate(config: RunConfig, **options: Any) -> Forecast | str:
     return forecast(config, ranks=1, local_ranks=1, **options)
 
 
-def test_a_run_that_cannot_fit_is_refused_with_the_change_that_would_make_it_fit(tmp_path: Any) -> None:
+@pytest.mark.parametrize("in_time", [True, False], ids=["in-time", "time-up"])
+def test_a_run_that_cannot_fit_is_refused_with_the_change_that_would_make_it_fit(
+    in_time: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Patience, "over", not in_time)
+    monkeypatch.setattr(Patience, "half_over", not in_time)
     config = small(batch={"total": 64, "micro": 64}, strategy="single")
     needed = make_plan(config, H100, ranks=1).fullest.account.peak[1] / 2**30
     machine = tmp_path / "machine.yaml"
@@ -209,7 +163,8 @@ def test_a_run_that_cannot_fit_is_refused_with_the_change_that_would_make_it_fit
     found = gate(config.model_copy(update={"plan": config.plan.model_copy(update={"hardware": str(machine)})}))
     assert isinstance(found, Forecast)
     assert found.refusal is not None
-    with pytest.raises(ConfigError, match=r"With `batch\.micro=\d+"):
+    said = r"With `batch\.micro=\d+" if in_time else r"40 s .* were over .*`batch\.micro=1`, .* may still make it fit"
+    with pytest.raises(ConfigError, match=said):
         raise found.refusal
 
 
