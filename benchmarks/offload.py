@@ -35,6 +35,8 @@ from offload_overlap import overlap
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 SIZES: dict[str, dict[str, Any]] = {
     "8b": {"layers": 32, "dim": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "tied": False},
+    "10b": {"layers": 40, "dim": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "tied": False},
+    "12b": {"layers": 48, "dim": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "tied": False},
     "14b": {"layers": 40, "dim": 5120, "heads": 40, "kv_heads": 8, "ffn": 17408, "tied": False},
     "20b": {"layers": 48, "dim": 5632, "heads": 44, "kv_heads": 4, "ffn": 19712, "tied": False},
     "27b": {"layers": 56, "dim": 6144, "heads": 48, "kv_heads": 8, "ffn": 20480, "tied": False},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -86,6 +86,7 @@ def translate_autotuning(section: Mapping[str, Any], *, nproc: int = 1) -> Trans
             continue
         settings |= changed
         account.append(entry)
+    problems += _contradictions(settings) if not problems else []
     if problems:
         raise ConfigError(problems)
     return Translated(
@@ -95,6 +96,19 @@ def translate_autotuning(section: Mapping[str, Any], *, nproc: int = 1) -> Trans
         fresh=bool(section.get("overwrite", False)),
         account=tuple(account),
     )
+
+
+def _contradictions(settings: Mapping[str, Any]) -> Iterator[Problem]:
+    """Two keys, of which one may be DeepSpeed's default, that leave nothing to search."""
+    begin, end = settings["warmup"] + 1, settings["steps"]
+    if begin > end:
+        message = f"{begin}, but `end_profile_step` is {end}: nothing would be measured"
+        yield Problem("autotuning.start_profile_step", message, "Let the end come after the start (3 and 5 if absent).")
+    least, most = (settings.get(key, TuneConfig.model_fields[key].default) for key in ("micro_min", "micro_max"))
+    if least > most:
+        message = f"{least}, but `max_train_micro_batch_size_per_gpu` is {most}"
+        remedy = "Make the smallest micro-batch no larger than the largest."
+        yield Problem("autotuning.min_train_micro_batch_size_per_gpu", message, remedy)
 
 
 def _translated(key: str, value: Any) -> tuple[dict[str, Any], Account]:

@@ -294,12 +294,13 @@ def test_offload_and_infinity_reach_their_words() -> None:
     assert sections({"zero_optimization": config})["strategy"]["offload"] == {
         "optimizer": "nvme",
         "path": "/disk",
-        "ratio": 0.25,
-        "params": "nvme",
+        "params": "nvme",  # so no weight lives on the device, and `ratio` has none to keep there
         "live_params": 1_000_000_000,
         "prefetch_params": 4_000_000,
         "persistent_params": 10_000,
     }
+    alone = {"stage": 3, "offload_optimizer": config["offload_optimizer"]}
+    assert sections({"zero_optimization": alone})["strategy"]["offload"]["ratio"] == 0.25
     config["offload_param"] = {"device": "nvme", "nvme_path": "/other"}
     assert "/disk" in problems({"zero_optimization": config})["zero_optimization.offload_param.nvme_path"]
 

@@ -208,6 +208,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "belong to the host",
     ),
+    "a share of weights that live on the host": (
+        {"zero": 3, "offload": {"optimizer": "cpu", "params": "cpu", "ratio": 0.3}},
+        {},
+        "no weight lives on the device",
+    ),
     "an update of nothing": ({"offload": {"update": "device"}}, {}, "has no effect"),
     "a share of nothing": ({"offload": {"ratio": 0.5}}, {}, "has no effect"),
     "a copy of what is in files": ({"offload": "nvme"}, {"checkpoint": {"async_save": True}}, "host memory first"),

@@ -90,6 +90,12 @@ def test_the_folder_and_what_is_in_it() -> None:
         ({"metric": ["throughput"]}, "autotuning.metric"),
         ({"enabled": "yes"}, "neither true nor false"),
         ({"start_profile_step": 9, "end_profile_step": 5}, "nothing would be measured"),
+        ({"start_profile_step": 6}, "autotuning.start_profile_step: 6, but `end_profile_step` is 5"),
+        ({"end_profile_step": 2}, "autotuning.start_profile_step: 3, but `end_profile_step` is 2"),
+        (
+            {"min_train_micro_batch_size_per_gpu": 8, "max_train_micro_batch_size_per_gpu": 4},
+            "autotuning.min_train_micro_batch_size_per_gpu: 8",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(section: dict[str, Any], message: str) -> None:

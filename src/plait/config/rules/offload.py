@@ -60,6 +60,14 @@ def shares_leave_something(facts: Facts) -> Iterator[Problem]:
         yield Problem(f"{_PATH}.host_ratio", message, "Make one of them smaller, or write `optimizer: cpu`.")
 
 
+def a_share_needs_weights_on_the_device(facts: Facts) -> Iterator[Problem]:
+    """The share that is updated on the device must be there; with `params` all weights live on the host."""
+    offload = facts.config.strategy.offload
+    if offload.params != "none" and offload.ratio != 0:
+        message = f"{offload.ratio}, but with `{_PATH}.params: {offload.params}` no weight lives on the device"
+        yield Problem(f"{_PATH}.ratio", message, "Leave one of the two out.")
+
+
 def delay_is_for_all(facts: Facts) -> Iterator[Problem]:
     """What stays on the device is updated at once, so a delay would be one for some weights only."""
     offload = facts.config.strategy.offload
@@ -96,6 +104,7 @@ RULES = (
     params_need_stage_three,
     optimizer_works_by_element,
     shares_leave_something,
+    a_share_needs_weights_on_the_device,
     delay_is_for_all,
     a_device_updates_its_own_weights_at_once,
     files_are_saved_in_the_foreground,

@@ -85,6 +85,8 @@ def _path(what: str) -> Key:
 def _ratio(work: Work, key: str, value: float) -> None:
     if tier(work, "optimizer") == "none":
         work.leave(key, value, "nothing is offloaded")
+    elif _parameters_move(work):
+        work.leave(key, value, "the weights live on the host, and so does their update")
     elif value == 1:
         work.honour(key, value, "all of the update is offloaded")
     elif value == 0:
