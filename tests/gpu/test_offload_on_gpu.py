@@ -15,6 +15,7 @@ from plait.config.run import RunConfig
 from plait.generate import sample
 from plait.generate.streamed import build_streamed
 from plait.models import build_model
+from plait.ops.host import link_gbps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -111,3 +112,7 @@ def test_streamed_weights_generate_the_same_text(tier: Any, tmp_path: Path) -> N
     expected = sample(whole, prompt, new_tokens=16, window=128, temperature=0.0)
     assert torch.equal(sample(model, prompt, new_tokens=16, window=128, temperature=0.0), expected)
     assert stream.device_bytes() < 0.7 * sum(param.nbytes for param in whole.parameters())
+
+
+def test_the_speed_of_the_link_is_that_of_a_link() -> None:
+    assert 1.0 < link_gbps(torch.device("cuda")) < 1000.0

@@ -17,8 +17,8 @@ class OffloadConfig(Shorthand):
     optimizer: Tier = "none"
     """Where the fp32 weights and the optimizer's state live."""
     update: Literal["auto", "cpu", "device"] = "auto"
-    """Who computes the update: the CPU, or the device, which states visit in pieces. `auto`: a CUDA device with at most
-    16 of the host's cores to itself, or with 8-bit moments, unless it is `delayed` or `params` are offloaded."""
+    """Who computes the update: the CPU, or the device, which states visit in pieces. `auto`: a CUDA device does whose
+    link is faster than its share of the host's cores, or with 8-bit moments; not with `delayed` or `params`."""
     params: Tier = "none"
     """Where the weights live that compute, between their uses; goes with `zero: 3`."""
     activations: Literal["none", "all"] | Many[str] = "none"

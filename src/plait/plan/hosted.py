@@ -87,7 +87,7 @@ def host_work(
         each = max(each, 1.0 / (_EIGHT_BIT * hardware.host_cores))
     link = hardware.pcie_gbps * 1e9 if hardware.kind == "cuda" else float("inf")
     files = away.in_files * 2 * (4 + state) * ranks / (hardware.disk_gbps * 1e9)
-    if updates_on_device(config, hardware.kind, cores_of_a_rank(hardware, layout)):
+    if device_updates(config, hardware, layout):
         # States come, with a gradient that waited on the host, while others go; host memory serves all ranks' links.
         comes = max(
             (4 + state + gradient) / link, (gradient + 2 * (4 + state)) * ranks / (_DIRECT * hardware.host_gbps)
@@ -102,16 +102,17 @@ def host_work(
     )
 
 
-def cores_of_a_rank(hardware: Hardware, layout: Layout) -> float:
-    """Cores of a host for each of its ranks."""
-    return hardware.host_cores / min(layout.size, hardware.per_host)
+def device_updates(config: RunConfig, hardware: Hardware, layout: Layout) -> bool:
+    """Whether the devices of this machine compute the update of what is offloaded."""
+    cores = hardware.host_cores / min(layout.size, hardware.per_host)
+    return updates_on_device(config, hardware.kind, cores=cores, link_gbps=lambda: hardware.pcie_gbps)
 
 
 def with_update(config: RunConfig, hardware: Hardware, layout: Layout) -> RunConfig:
     """The run with a word for who computes its updates: `auto` asks the machine it runs on, which may be another."""
     if not config.strategy.offload.on or config.strategy.offload.update != "auto":
         return config
-    who = "device" if updates_on_device(config, hardware.kind, cores_of_a_rank(hardware, layout)) else "cpu"
+    who = "device" if device_updates(config, hardware, layout) else "cpu"
     offload = config.strategy.offload.model_copy(update={"update": who})
     return config.model_copy(update={"strategy": config.strategy.model_copy(update={"offload": offload})})
 

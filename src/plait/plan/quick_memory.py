@@ -7,12 +7,12 @@ from typing import NamedTuple
 from plait.config.batch import ResolvedBatch
 from plait.config.layout import Layout
 from plait.config.run import RunConfig
-from plait.parallel.offload.space import host_need, state_bytes, updates_on_device
+from plait.parallel.offload.space import host_need, state_bytes
 from plait.parallel.offload.visit import room_bytes
 from plait.plan.account import Account
 from plait.plan.hardware import Hardware
 from plait.plan.host import CUDA_PROCESS_GIB
-from plait.plan.hosted import cores_of_a_rank
+from plait.plan.hosted import device_updates
 
 GIB = 2**30
 _UNITS = 8
@@ -62,7 +62,7 @@ def device_gib(
     forward = sample.numbers.get("peak.forward", 0.0) - parts.get("parameters", 0.0) - parts.get("optimizer", 0.0)
     activations = max(parts.get("activations", 0.0), forward - moving)
     memory += activations * batch.micro * under_way / layout.pp + moving * batch.micro
-    if offload.on and updates_on_device(config, hardware.kind, cores_of_a_rank(hardware, layout)):
+    if offload.on and device_updates(config, hardware, layout):
         memory += room_bytes(weights.numbers / shards * (1.0 - here), state_bytes(config))
     return memory * 1.03 / GIB + hardware.context_gib
 

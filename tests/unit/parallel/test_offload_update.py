@@ -173,22 +173,26 @@ def test_a_number_by_itself_and_an_empty_shard_are_taken_along() -> None:
 
 
 @pytest.mark.parametrize(
-    ("offload", "optim", "kind", "cores", "expected"),
+    ("offload", "optim", "kind", "cores", "link", "expected"),
     [
-        ({}, "AdamW", "cuda", 16, True),
-        ({}, "AdamW", "cuda", 17, False),
-        ({}, "AdamW8bit", "cuda", 64, True),
-        ({}, "AdamW8bit", "cpu", 2, False),
-        ({"delayed": True}, "AdamW", "cuda", 4, False),
-        ({"update": "cpu"}, "AdamW8bit", "cuda", 4, False),
-        ({"update": "device"}, "AdamW", "cuda", 64, True),
-        ({"update": "device"}, "AdamW", "cpu", 2, True),
+        ({}, "AdamW", "cuda", 16, 50, True),
+        ({}, "AdamW", "cuda", 16, 25, False),
+        ({}, "AdamW", "cuda", 28, 50, False),
+        ({}, "AdamW", "cuda", 8, 25, True),
+        ({}, "AdamW8bit", "cuda", 64, 10, True),
+        ({}, "AdamW8bit", "cpu", 2, 50, False),
+        ({"delayed": True}, "AdamW", "cuda", 4, 50, False),
+        ({"update": "cpu"}, "AdamW8bit", "cuda", 4, 50, False),
+        ({"update": "device"}, "AdamW", "cuda", 64, 10, True),
+        ({"update": "device"}, "AdamW", "cpu", 2, 10, True),
     ],
 )
-def test_who_computes_the_update(offload: dict[str, Any], optim: str, kind: str, cores: int, expected: bool) -> None:
+def test_who_computes_the_update(
+    offload: dict[str, Any], optim: str, kind: str, cores: int, link: float, expected: bool
+) -> None:
     strategy = {"offload": {"optimizer": "cpu", **offload}}
     config = parse_sections(strategy=strategy, optim={"type": optim}).config
-    assert updates_on_device(config, kind, cores) is expected
+    assert updates_on_device(config, kind, cores=cores, link_gbps=lambda: link) is expected
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, Problem
 from plait.launch import cpu_count
+from plait.ops.host import link_gbps
 from plait.parallel.gradients import Gradients, as_one
 from plait.parallel.materialize import part_of
 from plait.parallel.offload.buckets import Home
@@ -106,7 +107,7 @@ class Offloading:
             host_ratio=offload.host_ratio,
             state_bytes=state_bytes(self._config),
             delayed=offload.delayed,
-            on_device=updates_on_device(self._config, device.type, cpu_count() / self._world.ranks.local_size),
+            on_device=self._on_device(has_values(parts[0])),
             folder=folder,
         )
         order = _order(params, [unit for each in units for unit in each])
@@ -117,6 +118,17 @@ class Offloading:
         for param in params:
             if param in self._kept:
                 self.store.keep(self._index_of[param], self._kept.pop(param))
+
+    def _on_device(self, real: bool) -> bool:
+        """Whether the device computes the update; all ranks must do the same, for some may hold the same weights."""
+        world = self._world
+        mine = updates_on_device(
+            self._config,
+            world.device.type,
+            cores=cpu_count() / world.ranks.local_size,
+            link_gbps=lambda: link_gbps(world.device) if real else float("inf"),
+        )
+        return not world.any(not mine) if real else mine
 
     def _master_dtype(self, part: Tensor) -> torch.dtype:
         return torch.float32 if self.rounds and part.dtype == self._policy.compute else part.dtype
