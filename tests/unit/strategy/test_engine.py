@@ -108,6 +108,16 @@ def test_inputs_are_given_as_keywords_positions_or_alone() -> None:
     assert engine.train_step([MicroBatch(one, 7)]).targets == 7
 
 
+def test_what_a_model_does_not_take_is_named_with_what_to_do() -> None:
+    engine = engine_of()
+    with pytest.raises(ModelError, match=r"Net\.forward takes x, y, and a micro-batch has z too\. Let `forward` take"):
+        engine.train_step([batch() | {"z": torch.zeros(3)}])
+    with pytest.raises(ModelError, match=r"positions, document_ids too.*data\.document_mask: false"):
+        engine.train_step([batch() | {"positions": torch.zeros(3), "document_ids": torch.zeros(3)}])
+    with pytest.raises(TypeError, match="missing"):  # torch's own words are clear about these
+        engine.train_step([{"x": torch.randn(3, 4)}])
+
+
 def test_a_row_of_layers_is_given_the_first_part_as_in_a_pipeline() -> None:
     x, y = torch.randn(3, 2), torch.randn(3, 1)
     row = nn.Sequential(nn.Linear(2, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 1)))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from plait.errors import ModelError
 from plait.parallel.compiling import undo_compile
 from plait.precision import Policy, cast_floats
 from plait.strategy.native.moving import Mover
@@ -66,7 +68,12 @@ class Forward:
             return self.call((first_part(inputs),), {})
         kind = type(inputs)
         if kind is dict or isinstance(inputs, Mapping):
-            return self.call((), inputs)
+            try:
+                return self.call((), inputs)
+            except TypeError as error:
+                if unknown := _unknown(self._model, inputs):
+                    raise _refusal(self._model, unknown) from error
+                raise
         if kind is tuple or kind is list or isinstance(inputs, (tuple, list)):
             return self.call(inputs, {})
         return self.call((inputs,), {})
@@ -98,3 +105,19 @@ class Forward:
             return self.call(args, kwargs)
         self._compiled = compiled
         return outputs
+
+
+def _unknown(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Those of the names that a model does not take."""
+    takes = inspect.signature(model.forward).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values()):
+        return []
+    return [name for name in names if name not in takes]
+
+
+def _refusal(model: nn.Module, unknown: Sequence[str]) -> ModelError:
+    takes, more = (", ".join(names) for names in (inspect.signature(model.forward).parameters, unknown))
+    remedy = "Let `forward` take them, or leave them out of the data"
+    if set(unknown) <= {"positions", "document_ids"}:
+        remedy += ": with `data.document_mask: false` nothing says where a document begins"
+    return ModelError(f"{type(model).__name__}.forward takes {takes}, and a micro-batch has {more} too. {remedy}")
