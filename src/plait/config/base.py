@@ -6,7 +6,7 @@ import os
 from abc import abstractmethod
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
 T = TypeVar("T")
 
@@ -20,10 +20,21 @@ def _path(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+def _target(value: str) -> str:
+    module, separator, name = value.partition(":")
+    if module and separator and name:
+        return value
+    before, _, last = value.rstrip(":").rpartition(".")
+    wanted = f"{before}:{last}" if before and last else "my_package.my_module:MyClass"
+    raise RefusedError(f"{value!r} does not say what is to be taken from which module", f"Write it as {wanted}.")
+
+
 PositiveInt = Annotated[int, Field(gt=0), BeforeValidator(_whole)]
 NonNegativeInt = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 PathText = Annotated[str, BeforeValidator(_path)]
 """A path as text; a `pathlib.Path` given from Python becomes text."""
+Target = Annotated[str, AfterValidator(_target)]
+"""Something of the user's own: `module:attribute`."""
 Many = Annotated[tuple[T, ...], Strict(False)]
 """Any number of values. Files know only lists, so a list is welcome although sections are strict."""
 Pair = Annotated[tuple[T, T], Strict(False)]

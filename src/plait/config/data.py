@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, RefusedError, Section
+from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, RefusedError, Section, Target
 
 SMALLEST_BPE = 257
 """Vocabulary of a byte-level BPE without any merge: the bytes and the end token."""
@@ -100,7 +100,7 @@ class ImportedData(_Loading):
     """A torch Dataset of the user's own: `target: my_module:make_dataset`."""
 
     type: Literal["import"] = "import"
-    target: str
+    target: Target
     args: dict[str, Any] = Field(default_factory=dict)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from plait.config.base import NonNegativeInt, PathText, PositiveInt, Section
+from plait.config.base import NonNegativeInt, PathText, PositiveInt, Section, Target
 
 
 class GptConfig(Section):
@@ -98,7 +98,7 @@ class ImportedModel(Section):
     """A class or function of the user's own: `target: my_package.my_module:MyModel`."""
 
     type: Literal["import"] = "import"
-    target: str
+    target: Target
     args: dict[str, Any] = Field(default_factory=dict)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, Section
+from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, Section, Target
 
 
 class BatchConfig(Section):
@@ -127,7 +127,7 @@ class ImportedHook(Section):
     """A hook of the user's own."""
 
     type: Literal["import"] = "import"
-    target: str
+    target: Target
     args: dict[str, Any] = Field(default_factory=dict)
     priority: NonNegativeInt = 50
 

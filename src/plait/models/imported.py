@@ -36,9 +36,7 @@ def build_imported_model(config: ImportedModel) -> nn.Module:
 
 
 def _resolve(target: str) -> Any:
-    module_name, separator, path = target.partition(":")
-    if not (module_name and separator and path):
-        raise ModelError(f"model.target={target!r}: write module:attribute, such as my_package.models:MyModel")
+    module_name, _, path = target.partition(":")
     try:
         found: Any = import_module(module_name)
     except ModuleNotFoundError as error:

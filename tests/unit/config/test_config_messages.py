@@ -179,6 +179,17 @@ class TestRanges:
 
 
 class TestChoices:
+    @pytest.mark.parametrize(
+        ("sections", "path"),
+        [
+            ({"model": {"type": "import", "target": "nets.large.Net"}}, "model.target"),
+            ({"data": {"type": "import", "target": "nets.large.Net"}}, "data.target"),
+            ({"hooks": [{"type": "import", "target": "nets.large.Net"}]}, "hooks.0.target"),
+        ],
+    )
+    def test_what_is_imported_is_named_with_a_colon(self, sections, path):
+        assert problems(sections)[path].remedy == "Write it as nets.large:Net."
+
     def test_a_wrong_word_gets_the_nearest_and_all_of_them(self):
         problem = problems({"device": "cudda"})["device"]
         assert "'cudda'" in problem.message

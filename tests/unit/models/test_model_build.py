@@ -98,7 +98,6 @@ def test_an_imported_model_is_called_with_its_arguments():
 @pytest.mark.parametrize(
     ("target", "args", "said"),
     [
-        ("torch.nn.Linear", {}, "module:attribute"),
         ("no_such_package.models:Net", {}, "no module 'no_such_package'"),
         ("torch.nn:Linnear", {}, "did you mean 'Linear'"),
         ("torch.nn:Linear", {"width": 3}, "do not fit torch.nn:Linear"),
