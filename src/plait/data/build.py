@@ -85,9 +85,7 @@ def _packed(config: TokensData | TextData | JsonlData, path: Path) -> PackedToke
 
 
 def _imported(config: ImportedData) -> Any:
-    module, separator, name = config.target.partition(":")
-    if not separator or not name:
-        raise DataError(f"target {config.target!r} is not of the form 'package.module:name'")
+    module, _, name = config.target.partition(":")
     try:
         make = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:

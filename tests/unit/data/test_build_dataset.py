@@ -45,7 +45,6 @@ def test_a_data_set_of_the_users_own_is_imported_and_called() -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("no_colon", "not of the form"),
         ("no_such_module_anywhere:f", "PYTHONPATH"),
         ("math:no_such_name", "math has no 'no_such_name'"),
     ],
