@@ -30,8 +30,8 @@ from plait.ops.ends import At
 SLOTS = 64
 """The cache is a multiple of so many tokens long: kernels that take a mask want its rows aligned."""
 READ_AT_ONCE = 8192
-"""Tokens of prompts that keep a device busy for longer than its host takes to ask for them, which may be 25 ms for a
-Llama 1B; more at once would only need more memory, and more filling."""
+"""Tokens of prompts that keep a device busy for longer than its host takes to ask for them; more at once would only
+need more memory, and more filling."""
 
 
 class Cache:

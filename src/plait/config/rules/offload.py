@@ -16,8 +16,8 @@ def options_need_a_tier(facts: Facts) -> Iterator[Problem]:
     offload = facts.config.strategy.offload
     if not offload.on:
         reason = "nothing is offloaded (`strategy.offload.optimizer` is none)"
-        with_one = ("bucket_mb", "ratio", "delayed", "update")
-        yield from idle(_PATH, offload, with_one, reason, "Leave it out, or write `optimizer: cpu`.")
+        need_a_tier = ("bucket_mb", "ratio", "delayed", "update")
+        yield from idle(_PATH, offload, need_a_tier, reason, "Leave it out, or write `optimizer: cpu`.")
     if offload.optimizer != "nvme":
         reason = f"`{_PATH}.optimizer` is {offload.optimizer}"
         yield from idle(

@@ -31,6 +31,7 @@ PIECE = 1 << 24
 """Numbers that travel as one."""
 ROOMS = 3
 _GRADIENT_BYTES = 4
+"""Of a number's gradient at most: those that are summed over micro-batches or ranks come in fp32."""
 _APART = 512
 """Tensors in a room begin at multiples of so many bytes, as those of an allocator do."""
 
