@@ -18,6 +18,7 @@ from plait.errors import ConfigError
 from plait.parallel.offload import visit
 from plait.parallel.offload.buckets import plan_spans
 from plait.parallel.offload.space import updates_on_device
+from plait.parallel.offload.store import Offload, OffloadOptions
 from plait.parallel.offload.visit import Part, cut
 from plait.strategy import prepare_native
 from plait.strategy.native.offloaded import OffloadedViews
@@ -135,6 +136,16 @@ def test_buckets_keep_the_order_and_the_first_share_stays_on_the_device() -> Non
         ((1, 2), "cpu"),
         ((3,), "nvme"),  # larger than a bucket by itself
     ]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_rank_may_have_nothing_to_update(on_device: bool) -> None:
+    params, options = [nn.Parameter(torch.empty(0, 4))], OffloadOptions("cpu", 8, ratio=0.3, on_device=on_device)
+    store = Offload(params, [torch.float32], order=[0], device=torch.device("cpu"), options=options, say=lambda _: None)
+    store.attach(torch.optim.AdamW(store.masters, fused=True))
+    store.outbox.take(0, torch.empty(0, 4))
+    store.begin(1.0, None)
+    store.settle()
 
 
 def test_a_budget_below_one_parameter_is_refused_with_the_number(tmp_path: Path, batches: list[Tensor]) -> None:

@@ -97,8 +97,9 @@ class Offload:
         self.stand_in = torch.empty(int(self._states_on_host()) if self.lanes.fake else 0, dtype=torch.uint8)
         """A plan makes no states; on a CPU their memory counts all the same."""
         self.outbox = Outbox(self.buckets, self.lanes, sets=2 if options.delayed else 1)
-        away = [bucket.numel for bucket in self.buckets if bucket.span.home != "device"]
-        visits = Visits(self.lanes, largest=max(away), state_bytes=options.state_bytes) if options.on_device else None
+        away = (bucket.numel for bucket in self.buckets if bucket.span.home != "device")
+        largest = max(away, default=0)  # a rank of many may have nothing of a small model
+        visits = Visits(self.lanes, largest=largest, state_bytes=options.state_bytes) if options.on_device else None
         self._updates = Updates(self.buckets, self.lanes, self._passage, visits, delayed=options.delayed)
         if stream is not None:
             of_param = {id(param): self.bucket_of[index] for index, param in enumerate(params)}
