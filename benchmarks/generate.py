@@ -24,6 +24,10 @@ from common import Result
 
 ROWS = ("transformers", "plait", "plait-eager", "hybrid", "per-layer")
 SEED = 3
+WARM = 8
+"""Tokens with which rows warm up that have nothing to record."""
+Write = Callable[[list[list[int]], int], list[list[int]]]
+"""From prompts and how many tokens are wanted to these tokens."""
 
 
 def make_prompts(rows: int, most: int, vocabulary: int) -> list[list[int]]:
@@ -49,8 +53,8 @@ class Job:
         with self.device:
             self.model = build_model(self.config).to(self.dtype).requires_grad_(False)
 
-    def measure(self, write: Callable[[list[list[int]]], list[list[int]]]) -> Result:
-        """Tokens a second of each batch size; the first turn warms up."""
+    def measure(self, write: Write, *, warm: int | None = None) -> Result:
+        """Tokens a second of each batch size; the first turn warms up, with all tokens or so many."""
         found: Result = {"device": self._named(), "batches": {}}
         for rows in self.given.batches:
             prompts = make_prompts(rows, self.given.prompt, self.config.vocab_size)
@@ -59,7 +63,7 @@ class Job:
                 self._wait()
                 print(f"turn {turn} of {rows} rows begins", flush=True)  # the last words of a row that takes too long
                 begun = time.perf_counter()
-                texts = write(prompts)
+                texts = write(prompts, self.given.new if turn or warm is None else min(warm, self.given.new))
                 self._wait()
                 if turn:
                     seconds = min(seconds, time.perf_counter() - begun)
@@ -72,11 +76,17 @@ class Job:
                 found["batches"][str(rows)]["first"] = [text[:16] for text in texts]
         return found
 
-    def sampling(self) -> Any:
-        """How Plait chooses tokens."""
+    def writing(self, generator: Any) -> Write:
+        """With Plait's generator, or what has its method."""
         from plait.generate import Sampling
 
-        return Sampling(self.given.new, temperature=1.0 if self.given.sample else 0.0, seed=SEED)
+        temperature = 1.0 if self.given.sample else 0.0
+
+        def write(prompts: list[list[int]], new: int) -> list[list[int]]:
+            answers = generator.generate(prompts, Sampling(new, temperature=temperature, seed=SEED))
+            return [each.tokens for each in answers]
+
+        return write
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -103,11 +113,11 @@ def transformers_row(job: Job) -> Result:
     missing, unexpected = theirs.load_state_dict(state, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)  # noqa: PT018
 
-    def write(prompts: list[list[int]]) -> list[list[int]]:
+    def write(prompts: list[list[int]], new: int) -> list[list[int]]:
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=job.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=job.device)
-        options = {"max_new_tokens": job.given.new, "min_new_tokens": job.given.new, "do_sample": job.given.sample}
+        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": job.given.sample}
         if job.given.sample:
             options |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
         with torch.no_grad():
@@ -115,15 +125,14 @@ def transformers_row(job: Job) -> Result:
         answers: list[list[int]] = out[:, width:].tolist()
         return answers
 
-    return job.measure(write)
+    return job.measure(write, warm=WARM)
 
 
 def plait_row(job: Job, *, graphs: bool = True) -> Result:
     """Plait's own generation."""
     from plait.generate import Generator
 
-    generator, sampling = Generator(job.model, graphs=graphs), job.sampling()
-    return job.measure(lambda prompts: [each.tokens for each in generator.generate(prompts, sampling)])
+    return job.measure(job.writing(Generator(job.model, graphs=graphs)))
 
 
 def hybrid_row(job: Job) -> Result:
@@ -143,8 +152,7 @@ def hybrid_row(job: Job) -> Result:
     engine.weights_changed()
     del weights, job.model
     hybrid = HybridEngine(engine, config, mode="gathered", max_rows=max(job.given.batches))
-    sampling = job.sampling()
-    return job.measure(lambda prompts: [each.tokens for each in hybrid.generate(prompts, sampling)])
+    return job.measure(job.writing(hybrid))
 
 
 def per_layer_row(job: Job) -> Result:
@@ -160,8 +168,7 @@ def per_layer_row(job: Job) -> Result:
         fully_shard(block)
     fully_shard(job.model)
     generator = Generator(job.model, graphs=False, device=job.device)
-    sampling = job.sampling()
-    return job.measure(lambda prompts: [each.tokens for each in generator.generate(prompts, sampling)])
+    return job.measure(job.writing(generator), warm=WARM)
 
 
 def run(name: str, given: argparse.Namespace) -> Result:

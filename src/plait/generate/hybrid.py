@@ -7,6 +7,12 @@ layer by layer for every token, as in training; for models of which no rank coul
 of keys and values at all, each token by the trainer's own forward pass; slow, and beyond doubt. What an answer is does
 not depend on these ways nor on the number of ranks, up to rounding. `vllm`: as `gathered`, but the whole weights go to
 an engine of vLLM on every rank, which draws from random numbers of its own; see [Note: what vLLM is asked for].
+
+[Note: memory stays with the allocator]
+Whole weights and cache are let go of after writing, and the trainer's next step gets the memory from torch's allocator.
+Given back to the device, that memory would have to be asked for again, with everything else that the trainer does not
+hold at that moment. Where memory is short, the allocator gives back by itself what is in the way, and so does
+`graph.record`, whose memory is apart.
 """
 
 from __future__ import annotations
@@ -16,7 +22,6 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Literal
 
-import torch
 from torch import nn
 
 from plait.config.online import VllmConfig
@@ -81,6 +86,7 @@ class HybridEngine:
         self._graphs = graphs
         self._say = say
         self._made: Replica | None = None
+        self._alone: Generator | None = None
         self._vllm_options, self._merge = vllm, merge
         self._vllm: VllmWriter | None = None
         layout = engine.world.layout
@@ -195,20 +201,22 @@ class HybridEngine:
 
     @contextmanager
     def _gathered(self) -> Iterator[Generator]:
+        """See [Note: memory stays with the allocator]."""
         replica = self._replica()
         replica.fill(self.engine)
-        try:
-            yield Generator(
+        if self._alone is None:  # it remembers which kernels are ready
+            self._alone = Generator(
                 replica.module,
                 decode=self._decode,
                 context=self._context,
                 graphs=self._graphs,
                 around=self._around,
+                device=self.engine.world.device,
             )
+        try:
+            yield self._alone
         finally:
             replica.empty()
-            if self.engine.world.device.type == "cuda":
-                torch.cuda.empty_cache()  # the trainer's pieces have other sizes
 
     @contextmanager
     def _spread(self, mode: Mode) -> Iterator[Generator]:

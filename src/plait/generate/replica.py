@@ -64,8 +64,9 @@ class Replica:
                     "adapters included"
                 )
             missing.discard(name)
-            # A plain parameter is copied: the next step would change it under a batch in progress.
-            self._put(name, whole.clone() if not is_sharded(params[name]) else whole)
+            # A parameter that is whole already, and in the right format, is copied: it is the trainer's to change.
+            its_own = whole.data_ptr() != local_part(params[name].detach()).data_ptr()
+            self._put(name, whole if its_own else whole.clone())
         if missing:
             raise ModelError(f"the model built for writing has {min(missing)}, and the one in training has not")
         live = dict(engine.model.named_buffers())

@@ -41,6 +41,16 @@ def make_model(config: RunConfig) -> nn.Module:
     return _make(build_model(config.model), config.model, section.start, answering, config.lora)
 
 
+def make_writer(config: RunConfig) -> nn.Module:
+    """The policy as one that only writes, with the parameters of `make_model` under the same names.
+
+    What it answers to labels is of no use there, and kernels for single tokens know plain models only. Adapters stay
+    beside their matrices: added to them, their share would be rounded to the matrix's own steps, or away.
+    """
+    assert config.model is not None
+    return build_model(config.model) if config.lora is None else make_model(config)
+
+
 def make_value_model(
     described: ModelConfig, start: str | None, answering: Answering, lora: LoraConfig | None = None
 ) -> nn.Module:

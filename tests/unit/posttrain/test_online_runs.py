@@ -19,6 +19,7 @@ from plait.checkpoint.convert import averaged, open_source
 from plait.cli.main import app
 from plait.config import parse
 from plait.errors import ConfigError, DataError, RolloutMismatchError
+from plait.generate.quick import QuickStep
 from plait.posttrain.online.runner import OnlineRunner
 from plait.posttrain.run import phase_runner
 
@@ -79,6 +80,27 @@ def test_every_step_tells_its_figures_and_rollouts_leave_samples(tmp_path: Path)
         best = averaged(source)
         mean = {name: best.read(name) for name in best.entries if name.startswith("model.")}
     assert any(not torch.equal(mean[name], after[name]) for name in mean)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_rollouts_of_a_llama_go_the_short_way_for_single_tokens(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy's class has more to it than a Llama's, and the kernels know Llamas only; see `make_writer`."""
+    taken: list[torch.dtype] = []
+
+    class Counted(QuickStep):
+        def __init__(self, model: torch.nn.Module, slots: int) -> None:
+            super().__init__(model, slots)
+            taken.append(next(model.parameters()).dtype)
+
+    monkeypatch.setattr("plait.generate.quick.has_kernels", lambda _: True)  # their twins stand in for them
+    monkeypatch.setattr("plait.generate.cached.QuickStep", Counted)
+    model = {**MODEL, "type": "llama", "dim": 32}
+    changes = {"model": model, "grpo": {"group": 2}, "rollout": {"verify_every": 1}, "precision": precision}
+    run("grpo", describe(tmp_path, **changes))
+    compute = torch.bfloat16 if precision == "bf16" else torch.float32
+    assert taken == [compute] * 4  # two rollouts, and answers to held-out prompts before and after
 
 
 @pytest.mark.parametrize("phase", ["ppo", "grpo"])

@@ -13,7 +13,7 @@ from plait.config.posttrain import PosttrainConfig
 from plait.config.run import RunConfig
 from plait.errors import DataError
 from plait.generate import HybridEngine, Sampling
-from plait.posttrain.build import make_model
+from plait.posttrain.build import make_writer
 from plait.posttrain.data.prepare import longest, prepare_rows
 from plait.posttrain.data.prompts import Prompt, correctness
 from plait.posttrain.data.template import Marked
@@ -76,7 +76,7 @@ class OnlineRunner(PhaseRunner):
         hybrid = HybridEngine(
             engine,
             config,
-            build=partial(make_model, config),
+            build=partial(make_writer, config),
             mode=rollout.mode,
             on_mismatch=rollout.on_mismatch,
             tolerance=rollout.tolerance,
