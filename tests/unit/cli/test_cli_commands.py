@@ -126,3 +126,12 @@ def test_a_terminal_shows_a_bar(place: Any) -> None:
     assert re.search(r"\d+/20", text)
     assert "\x1b[" in text
     assert "Run ended (finished): 20 steps" in text
+
+
+def test_python_runs_the_package_as_the_command(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "plait", "train", "absent.yaml"]
+    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=120, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("plait: ")
+    assert "absent.yaml" in ended.stderr
+    assert "Traceback" not in ended.stderr
