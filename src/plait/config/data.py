@@ -27,7 +27,7 @@ class _Text(_Loading):
     tokenizer: PathText | None = None
     """A `tokenizer.json`. Absent: a byte-level BPE is trained on the text itself."""
     vocab_size: Annotated[PositiveInt, Field(ge=SMALLEST_BPE)] = 4096
-    """Size of the BPE when one is trained; a given tokenizer has its own."""
+    """Size of the BPE when one is trained; a given tokenizer has its own. Absent: no more than `model.vocab_size`."""
     seq_len: PositiveInt = 1024
     document_mask: bool = True
     """Tokens attend within their own document only."""

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from plait.config.draft import Draft
 from plait.config.explain import explain
+from plait.config.fit import fitted
 from plait.config.override import split_override
 from plait.config.read import read
 from plait.config.run import RunConfig
@@ -64,7 +65,7 @@ def parse_sections(**sections: Any) -> Parsed:
 def _finished(draft: Draft) -> Parsed:
     draft.expand()
     try:
-        config = RunConfig.model_validate(draft.data)
+        config = fitted(RunConfig.model_validate(draft.data))
     except ValidationError as error:
         raise ConfigError([*draft.problems, *explain(error, draft)]) from None
     if draft.problems:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -230,3 +231,18 @@ class TestSections:
         config = parse_sections(model=section).config
         assert config.model.args["shape"] == shape
         assert config.model.args["thing"] is thing
+
+
+def test_what_was_not_written_about_data_is_no_larger_than_the_model() -> None:
+    model = {"type": "gpt", "seq_len": 64, "vocab_size": 300}
+    text: dict[str, Any] = {"type": "text", "path": "x"}
+    mixture = {"type": "mixture", "sources": [text, {"type": "tokens", "path": "y", "seq_len": 32}]}
+    config: Any = parse({"model": model, "data": mixture, "val_data": {**text, "vocab_size": 280}}).config
+    first, second = config.data.sources
+    assert (first.seq_len, first.vocab_size, second.seq_len) == (64, 300, 32)
+    assert (config.val_data.seq_len, config.val_data.vocab_size) == (64, 280)
+    assert first.model_fields_set == {"type", "path"}  # so that no rule takes it for written
+    again: Any = parse_sections(model=model | {"seq_len": 48}, data=first).config
+    assert again.data.seq_len == 48
+    roomy: Any = parse({"model": {"type": "llama"}, "data": text}).config
+    assert (roomy.data.seq_len, roomy.data.vocab_size) == (1024, 4096)

@@ -70,8 +70,14 @@ BROKEN = [
     # data
     ({"data": {**JSONL, "tokenizer": "t.json", "vocab_size": 512}}, {"data.vocab_size": "size of its own"}),
     ({"val_data": {**JSONL, "val_fraction": 0.05}}, {"val_data.val_fraction": "`val_data.split` is all"}),
-    ({"model": {"type": "gpt", "seq_len": 64}, "data": JSONL}, {"data.seq_len": "longer than `model.seq_len`, 64"}),
-    ({"model": {"type": "llama", "vocab_size": 300}, "data": JSONL}, {"data.vocab_size": "knows 300"}),
+    (
+        {"model": {"type": "gpt", "seq_len": 64}, "data": {**JSONL, "seq_len": 65}},
+        {"data.seq_len": "longer than `model.seq_len`, 64"},
+    ),
+    (
+        {"model": {"type": "llama", "vocab_size": 300}, "data": {**JSONL, "vocab_size": 301}},
+        {"data.vocab_size": "knows 300"},
+    ),
     ({"model": {"type": "llama", "vocab_size": 256}, "data": JSONL}, {"data.vocab_size": "knows 256"}),
 ]
 
