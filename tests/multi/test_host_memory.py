@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +39,12 @@ TRIM, THRESHOLD = -1, -3
 """glibc's numbers for the two settings of `TIGHT_MALLOC`, as `mallopt` takes them."""
 
 
-def config_of(strategy: Any, sizes: dict[str, int]) -> RunConfig:
+def config_of(strategy: Any, sizes: dict[str, int], optim: str = "AdamW") -> RunConfig:
     return parse_sections(
         model={"type": "llama", **sizes},
         batch={"micro": 2, "accumulation": 2},
         strategy=strategy,
-        optim={"type": "AdamW"},
+        optim={"type": optim},
         train={"clip_norm": 1.0},
         device="cpu",
     ).config
@@ -160,7 +162,7 @@ def save_and_load(config: RunConfig, target: Path, *, background: bool) -> tuple
         writer = CheckpointWriter(target.parent, world, background=background)
         give_back_what_is_free()
         begin_anew()
-        writer.save(target, engine.state_tensors(), {}, step=1)
+        writer.save(target, engine.state_entries(), {}, step=1)
         writer.wait()
         saving = resident("VmHWM")
         writer.close()
@@ -170,31 +172,40 @@ def save_and_load(config: RunConfig, target: Path, *, background: bool) -> tuple
         begin_anew()
         checkpoint = open_checkpoint(target)
         engine.allocate_optimizer_state(entries(checkpoint.index, "optim."))
-        load_into(checkpoint, engine.state_tensors(), world=world)
+        load_into(checkpoint, engine.state_entries(), world=world)
         engine.state_loaded()
         return saving, resident("VmHWM")
 
 
-def checkpoint_growth(rank: int, size: int, strategy: Any, folder: str, background: bool) -> list[int]:
+def checkpoint_growth(rank: int, size: int, strategy: Any, optim: str, folder: str, background: bool) -> list[int]:
     give_back_what_is_free()
-    save_and_load(config_of(strategy, SMALL), Path(folder) / "small", background=background)
+    save_and_load(config_of(strategy, SMALL, optim), Path(folder) / "small", background=background)
     before = give_back_what_is_free()
-    peaks = save_and_load(config_of(strategy, LARGE), Path(folder) / "large", background=background)
+    peaks = save_and_load(config_of(strategy, LARGE, optim), Path(folder) / "large", background=background)
     return [peak - before for peak in peaks]
 
 
 @needs_glibc
 @pytest.mark.parametrize(
-    ("name", "background"),
-    [("ddp", False), ("ddp", True), ("zero1", False), ("zero3", True), ("offload", False)],
+    ("name", "optim", "background"),
+    [
+        ("ddp", "AdamW", False),
+        ("ddp", "AdamW", True),
+        ("zero1", "AdamW", False),
+        ("zero3", "AdamW", True),
+        ("offload", "AdamW", False),
+        ("ddp", "AdamW8bit", False),
+        ("offload", "AdamW8bit", False),
+    ],
 )
 def test_saving_and_loading_take_the_resident_memory_that_was_simulated(
-    fresh_ranks: RankPool, tmp_path: Path, name: str, background: bool
+    fresh_ranks: RankPool, tmp_path: Path, name: str, optim: str, background: bool
 ) -> None:
-    config = config_of(CHECKPOINTS[name], LARGE)
+    config = config_of(CHECKPOINTS[name], LARGE, optim)
     settings = config.checkpoint.model_copy(update={"async_save": background})
     config = config.model_copy(update={"checkpoint": settings})
-    peaks = simulate(config, find_hardware("cpu"), ranks=2).account.peaks()
-    for saving, loading in fresh_ranks.run(checkpoint_growth, CHECKPOINTS[name], str(tmp_path), background):
+    machine = replace(find_hardware("cpu"), host_cores=os.cpu_count() or 1)  # who write and read at once are threads
+    peaks = simulate(config, machine, ranks=2).account.peaks()
+    for saving, loading in fresh_ranks.run(checkpoint_growth, CHECKPOINTS[name], optim, str(tmp_path), background):
         assert saving == pytest.approx(peaks[Phase.SAVE], rel=0.1)
         assert loading == pytest.approx(peaks[Phase.LOAD], rel=0.1)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,12 +15,16 @@ from torch import Tensor
 from plait.checkpoint.index import Index, Stored
 from plait.checkpoint.manifest import Checkpoint, remedy
 from plait.checkpoint.misfits import Misfit, matches, misfits, table
-from plait.checkpoint.need import READERS, workers
+from plait.checkpoint.need import READERS, WRITERS, workers
 from plait.checkpoint.pieces import Held, held_pieces
 from plait.checkpoint.read import PieceReader, try_to_read
 from plait.checkpoint.tensorfile import digest
 from plait.errors import CheckpointError
+from plait.spec.later import Entry
 from plait.world import World
+
+_Given = TypeVar("_Given")
+_Found = TypeVar("_Found")
 
 
 class Part(NamedTuple):
@@ -44,7 +48,7 @@ def nothing_to_fetch(parts: list[Part]) -> AbstractContextManager[Mapping[str, P
 
 def load_into(
     checkpoint: Checkpoint,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Entry],
     *,
     world: World,
     ignore: Iterable[str] = (),
@@ -60,13 +64,22 @@ def load_into(
     left_out = agree_on_fit(checkpoint, _shapes(tensors, world), ignore=ignore, partial=partial)
     skipped = {row.name for row in left_out}
     wanted = {name: tensor for name, tensor in tensors.items() if name not in skipped}
-    parts = parts_of(checkpoint.index, held_pieces(wanted))
-    with fetch(parts) as elsewhere, PieceReader(checkpoint.folder, elsewhere) as reader:
-        _raise_together(checkpoint.folder, _read(reader, parts, world), world)
+    held, index = held_pieces(wanted), checkpoint.index
+    here = parts_of(index, (each for each in held if each.later is None))
+    lates = [each for each in held if each.later is not None]
+    with (
+        fetch([*here, *parts_of(index, lates)]) as elsewhere,
+        PieceReader(checkpoint.folder, elsewhere) as reader,
+    ):
+        found = [
+            *_at_once(lambda part: _copy(reader, part), here, READERS, world),
+            *_at_once(lambda each: _read_later(reader, index, each), lates, WRITERS, world),
+        ]
+        _raise_together(checkpoint.folder, [problem for problem in found if problem is not None], world)
     return left_out
 
 
-def _shapes(tensors: Mapping[str, Tensor], world: World) -> dict[str, tuple[int, ...]]:
+def _shapes(tensors: Mapping[str, Entry], world: World) -> dict[str, tuple[int, ...]]:
     """The whole shapes of the model's tensors; each rank of a pipeline has others, and all of them count."""
     mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if world.layout.pp == 1:
@@ -161,17 +174,27 @@ def _head(path: Path) -> bytes:
         return length + file.read(min(int.from_bytes(length, "little"), path.stat().st_size))
 
 
-def _read(reader: PieceReader, parts: list[Part], world: World) -> list[str]:
-    def copy(part: Part) -> str | None:
-        return try_to_read(reader.copy, *part)
+def _copy(reader: PieceReader, part: Part) -> str | None:
+    return try_to_read(reader.copy, *part)
 
-    threads = workers(READERS, cores=os.cpu_count() or 1, ranks=world.ranks.local_size)
+
+def _read_later(reader: PieceReader, index: Index, each: Held) -> str | None:
+    """Read one that training holds in another form, and let it have it; what is wrong with it."""
+    room = torch.empty(each.piece.shape, dtype=each.piece.dtype)
+    for part in parts_of(index, [Held(each.piece, room)]):
+        if (problem := _copy(reader, part)) is not None:
+            return problem
+    assert each.later is not None
+    each.later.take(room)
+    return None
+
+
+def _at_once(work: Callable[[_Given], _Found], items: list[_Given], most: int, world: World) -> list[_Found]:
+    threads = workers(most, cores=os.cpu_count() or 1, ranks=world.ranks.local_size)
     if threads == 1:
-        found = [copy(part) for part in parts]
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            found = list(pool.map(copy, parts))
-    return [problem for problem in found if problem is not None]
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, items))
 
 
 def _raise_together(folder: Path, problems: list[str], world: World | None) -> None:

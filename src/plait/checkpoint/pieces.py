@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from plait.spec.later import Entry, Later
 from plait.world import Channel, is_sharded
 
 
@@ -38,10 +39,28 @@ class Held:
 
     piece: Piece
     tensor: Tensor
+    """Without memory where there is a `later`."""
+    later: Later | None = None
+
+    def read(self) -> Tensor:
+        """Its values."""
+        return self.tensor if self.later is None else self.later.make()
+
+    @classmethod
+    def of_later(cls, shape: Held, later: Later) -> Held:
+        """What `shape` is for something of the same shape."""
+        piece = shape.piece._replace(dtype=later.dtype)
+        return cls(piece, torch.empty(piece.shape, dtype=piece.dtype, device="meta"), later)
 
 
-def held_pieces(tensors: Mapping[str, Tensor]) -> list[Held]:
+def held_pieces(entries: Mapping[str, Entry]) -> list[Held]:
     """What this rank holds of each tensor; a rank without a share of a tensor holds no piece of it."""
+    held = _held({name: entry.like if isinstance(entry, Later) else entry for name, entry in entries.items()})
+    found = ((each, entries[each.piece.name]) for each in held)
+    return [Held.of_later(each, entry) if isinstance(entry, Later) else each for each, entry in found]
+
+
+def _held(tensors: Mapping[str, Tensor]) -> list[Held]:
     found = []
     sharded: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -28,6 +28,7 @@ from plait.checkpoint.staging import Staging
 from plait.checkpoint.tensorfile import TensorFileWriter, digest, read_slots
 from plait.checkpoint.together import attempt, together
 from plait.errors import CheckpointError
+from plait.spec.later import Entry
 from plait.world import Channel, World
 
 
@@ -77,7 +78,7 @@ class CheckpointWriter:
     def save(
         self,
         target: Path,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Entry],
         state: Mapping[str, Any],
         *,
         step: int,
@@ -142,7 +143,7 @@ class CheckpointWriter:
 
 
 def save_checkpoint(
-    target: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, step: int, world: World
+    target: Path, tensors: Mapping[str, Entry], state: Mapping[str, Any], *, step: int, world: World
 ) -> int:
     """Write one checkpoint and wait for it; returns its size in bytes. Every rank must call it."""
     saved = CheckpointWriter(target.parent, world).save(target, tensors, state, step=step)
@@ -235,15 +236,11 @@ class _Job:
 
     def _write_part(self, staging: Path, mine: Sequence[Held], threads: int) -> _Written:
         path = staging / _file_name(self.channel.rank)
-        tensors: list[tuple[Piece, Callable[[], Tensor]]] = [(each.piece, _itself(each.tensor)) for each in mine]
+        tensors = [(each.piece, each.read) for each in mine]
         written = _write(path, tensors, [each.piece for each in mine], threads=threads)
         if self.reopen:
             _compare(path, written)
         return written
-
-
-def _itself(tensor: Tensor) -> Callable[[], Tensor]:
-    return lambda: tensor
 
 
 def _write(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,8 +30,8 @@ class Staging:
         copies = []
         for each in held:
             room = self._room_for(each)
-            room.copy_(each.tensor, non_blocking=True)
-            copies.append(replace(each, tensor=room))
+            room.copy_(each.read(), non_blocking=True)
+            copies.append(Held(each.piece, room))
             if each.tensor.is_cuda:
                 device = each.tensor.device
         if device is not None:

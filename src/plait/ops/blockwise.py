@@ -13,6 +13,7 @@ and scales again, and a checkpoint in fp32 loses nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 BLOCK = 256
+AT_ONCE = 1 << 18
+"""Numbers that are turned from one form into the other at a time, where what that takes must not grow with them."""
+PASSING = 16 * AT_ONCE
+"""Bytes that it takes."""
 
 
 class Levels(NamedTuple):
@@ -110,6 +115,25 @@ def unpack(packed: Packed) -> Tensor:
         return torch.empty(codes.shape, device=codes.device)
     values = levels.values.index_select(0, codes.reshape(-1).int()).view(rows, width)
     return (_in_blocks(values) * scales[..., None]).view(rows, -1)[:, :width].reshape(codes.shape).contiguous()
+
+
+def unpack_on_host(packed: Packed) -> Tensor:
+    """`unpack` in host memory; on the way it takes little more, there and on the device, however large it is."""
+    room = torch.empty(packed.codes.shape, dtype=torch.float32)
+    for rows in _rows_at_once(packed):
+        room[rows].copy_(unpack(packed.rows(rows.start, rows.stop)))
+    return room
+
+
+def pack_from_host(packed: Packed, tensor: Tensor) -> None:
+    """`pack_into` from host memory, with as little more."""
+    for rows in _rows_at_once(packed):
+        pack_into(packed.rows(rows.start, rows.stop), tensor[rows].to(packed.codes.device))
+
+
+def _rows_at_once(packed: Packed) -> Iterator[slice]:
+    rows, step = len(packed.codes), max(1, AT_ONCE // max(1, width_of(packed.codes)))
+    return (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
 
 
 def _nearest(numbers: Tensor, levels: Levels) -> Tensor:

@@ -1,14 +1,15 @@
 """AdamW with moments in 8 bits: a quarter of the optimizer's memory.
 
 [Note: narrow in training, wide outside] In training a moment is `Packed`; whoever looks at the state from outside (a
-checkpoint, a proof) finds fp32 tensors, the same that AdamW has, under the same names. `widen` makes them, and the next
-step packs them again, which gives the codes that were there before. So a run may change between the two optimizers at
-any checkpoint, and blocks never meet the layout of a file.
+checkpoint, a proof) finds fp32 tensors, the same that AdamW has, under the same names. A checkpoint has them made one
+by one, see `spec.later`; `widen` makes all of them. Packed again, by who reads a checkpoint or by the next step,
+they give the codes that were there before. So a run may change between the two optimizers at any checkpoint, and blocks
+never meet the layout of a file.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 
 from plait.ops.adam import AdamNumbers, adam_step_plain
 from plait.ops.adam8bit import adam8bit_step
-from plait.ops.blockwise import Levels, Packed, make_levels, pack_into, unpack, width_of, zeros
+from plait.ops.blockwise import Levels, Packed, make_levels, pack_into, unpack_on_host, width_of, zeros
 from plait.optim.base import OwnOptimizer, with_gradient
 
 MIN_WIDTH = 64
@@ -29,8 +30,6 @@ class AdamW8bit(OwnOptimizer):
 
     Elementwise but for the blocks, which lie in rows: a rank that has some rows updates them as the whole would be.
     """
-
-    wide_on_host: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -49,7 +48,7 @@ class AdamW8bit(OwnOptimizer):
                 assert param.grad is not None
                 step = int(self._count(param))
                 numbers = AdamNumbers(step, group["lr"], group["betas"], group["eps"], group["weight_decay"])
-                if width_of(param) < MIN_WIDTH or not param.is_contiguous():
+                if not _is_packed(param):
                     adam_step_plain(numbers, [param], [param.grad], *([self._wide(param, name)] for name in _MOMENTS))
                 else:
                     adam8bit_step(numbers, param.detach(), param.grad, *self._packed(param))
@@ -75,9 +74,19 @@ class AdamW8bit(OwnOptimizer):
         for state in self.state.values():
             for name in _MOMENTS:
                 if isinstance(state.get(name), Packed):
-                    state[name] = unpack(state[name]).cpu()  # one at a time on the device
+                    state[name] = unpack_on_host(state[name])
+
+    def room_for(self, parameter: Tensor, name: str, dtype: torch.dtype) -> Any:
+        """Packed zeros, where training packs them."""
+        if name not in _MOMENTS or not _is_packed(parameter):
+            return super().room_for(parameter, name, dtype)
+        return zeros(parameter, self._levels_on(parameter.device)[_MOMENTS.index(name)])
 
     def _levels_on(self, device: torch.device) -> tuple[Levels, Levels]:
         if device not in self._levels:
             self._levels[device] = make_levels(device, signed=True), make_levels(device, signed=False)
         return self._levels[device]
+
+
+def _is_packed(param: Tensor) -> bool:
+    return width_of(param) >= MIN_WIDTH and param.is_contiguous()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,18 +17,19 @@ class OwnOptimizer(Optimizer):
     One method for all groups, so that sums over ranks can travel together.
     """
 
-    wide_on_host: ClassVar[bool] = False
-    """Whether `widen` brings states of a parameter's shape to the host."""
-
     @abstractmethod
     def _update(self) -> None:
         """Move every parameter that has a gradient."""
 
     def widen(self) -> None:
-        """Bring the state into the form that others know: tensors like the parameter, or scalars.
+        """Bring all of the state into the form that others know: tensors like the parameter, or scalars.
 
         Most keep it so.
         """
+
+    def room_for(self, parameter: Tensor, name: str, dtype: torch.dtype) -> Any:
+        """A state of the parameter's shape, zero, in the form that training has it in."""
+        return torch.zeros_like(parameter, dtype=dtype).detach()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

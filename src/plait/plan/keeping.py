@@ -21,7 +21,9 @@ from plait.checkpoint.need import WRITERS, workers
 from plait.checkpoint.tensorfile import in_a_row
 from plait.config.optim import AdamW8bitConfig
 from plait.config.run import RunConfig
+from plait.ops.blockwise import PASSING
 from plait.plan.recorder import END, Recorder
+from plait.spec.later import Entry, Later
 from plait.spec.phase import Phase
 from plait.strategy.native.engine import NativeEngine
 from plait.strategy.native.offloaded import OffloadedViews
@@ -41,10 +43,8 @@ class _Away(NamedTuple):
     """As a checkpoint has it."""
     held: float = 0.0
     """Bytes of host memory that it has between steps."""
-    saved: float = 0.0
-    """More than that while it is saved: moments in 8 bits turn into fp32, those from files too."""
-    loaded: float = 0.0
-    """Bytes of host memory that it has while it is loaded."""
+    largest: float = 0.0
+    """Bytes of the largest that a checkpoint has in another form: it is made to be saved, and read to be loaded."""
     in_files: frozenset[str] = frozenset()
     """Entries of weights that a plan has no memory for: in a run they are that of files, all in one row."""
 
@@ -81,8 +81,8 @@ class Keeping:
             recorder.enter(Phase.SAVE)
         with torch.no_grad():
             with replaced(recorder, "paused", not self.saves):
-                tensors = engine.state_tensors()
-                entries = {name: kept(tensor, self._ranks) for name, tensor in tensors.items()}
+                tensors = engine.state_entries()
+                entries = {name: _kept(entry, self._ranks) for name, entry in tensors.items()}
             entries |= {name: entries[name]._replace(in_a_row=True) for name in away.in_files}
             numbers = {"state": sum(each.bytes for each in (*entries.values(), *away.entries))}
             if not self.loads:
@@ -92,17 +92,20 @@ class Keeping:
             host = {"cores": self._cores, "ranks": self._local_ranks}
             needed = need(written, **host, background=self._settings.async_save)
             separate = engine.world.device.type != "cpu"  # otherwise the recorder sees the host
-            wide = _on_host(tensors) if separate else 0.0
+            at_once = workers(WRITERS, **host)
+            lates = [entries[name].bytes for name, entry in tensors.items() if isinstance(entry, Later)]
+            largest = max([*lates, away.largest])
+            wide = (largest + PASSING) * at_once if largest else 0.0  # see [Note: one at a time] in `spec.later`
             if self.saves:
-                loose = (tensors[name] for name, entry in entries.items() if not entry.in_a_row)
-                _copy_in_rows(loose, engine.world.device.type, workers(WRITERS, **host))
+                loose = [each for name, each in tensors.items() if not entries[name].in_a_row]
+                _copy_in_rows((each for each in loose if isinstance(each, Tensor)), engine.world.device.type, at_once)
                 numbers |= {"written": needed.written, "host_copy": needed.copied}
-                numbers["host_saving"] = needed.writing + away.saved + wide
+                numbers["host_saving"] = needed.writing + wide
             numbers["loaded"] = self._make_room(tensors)
         there = 0.0 if separate else away.held
-        return numbers | {"host_reading": needed.reading, "host_loading": wide + away.loaded - there}
+        return numbers | {"host_reading": needed.reading, "host_loading": wide + away.held - there}
 
-    def _make_room(self, tensors: dict[str, Tensor]) -> float:
+    def _make_room(self, tensors: dict[str, Entry]) -> float:
         """What room for an optimizer's state takes on the device; the one that is there, in `tensors`, is given up."""
         shapes = {
             name.removeprefix("optim."): (tensor.shape, tensor.dtype)
@@ -122,16 +125,17 @@ class Keeping:
             return _Away([])
         narrow = views.store.options.state_bytes
         wide = 8.0 if isinstance(self._optim, AdamW8bitConfig) else narrow  # moments in 8 bits are saved in fp32
-        entries, counts, in_files = [], {"cpu": 0, "nvme": 0}, set()
+        entries, on_host, largest, in_files = [], 0, 0, set()
         for bucket in views.store.buckets:
             if bucket.span.home != "device":
-                counts[bucket.span.home] += bucket.numel
+                on_host += bucket.numel if bucket.span.home == "cpu" else 0
                 for index, master, _ in bucket.items():
                     entries.append(Kept(master.numel() * wide, kept(views.params[index], self._ranks).holders))
+                    largest = max(largest, master.numel())
             if bucket.span.home == "nvme":
                 in_files |= {f"model.{views.names[index]}" for index in bucket.span.indices}
-        widened = counts["cpu"] * (wide - narrow) + (counts["nvme"] * wide if wide > narrow else 0.0)
-        return _Away(entries, counts["cpu"] * narrow, widened, counts["cpu"] * wide, frozenset(in_files))
+        made = largest * 4.0 if wide > narrow else 0.0  # one moment, in fp32
+        return _Away(entries, on_host * narrow, made, frozenset(in_files))
 
 
 def _copy_in_rows(tensors: Iterable[Tensor], device: str, writers: int) -> None:
@@ -143,10 +147,12 @@ def _copy_in_rows(tensors: Iterable[Tensor], device: str, writers: int) -> None:
             under_way.append(in_a_row(local))
 
 
-def _on_host(tensors: dict[str, Tensor]) -> float:
-    """Bytes of states that a device has in another form: they come to the host to be saved, and are loaded there."""
-    states = (local_part(tensor) for name, tensor in tensors.items() if name.startswith("optim."))
-    return sum(state.nbytes for state in states if state.device.type == "cpu" and state.ndim > 0)
+def _kept(entry: Entry, ranks: int) -> Kept:
+    """What a checkpoint holds of an entry, in the form that it has there."""
+    if isinstance(entry, Tensor):
+        return kept(entry, ranks)
+    size = local_part(entry.like.detach()).numel() * entry.dtype.itemsize
+    return kept(entry.like, ranks)._replace(bytes=size, on_device=False, in_a_row=True)
 
 
 def completed(numbers: dict[str, float], *, one_memory: bool) -> dict[str, float]:

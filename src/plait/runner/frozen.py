@@ -25,7 +25,7 @@ class FrozenPart:
 
         Each rank of a pipeline has some of them, and may know no others.
         """
-        tensors = engine.state_tensors()
+        tensors = engine.state_entries()
         here = sorted(tensors.keys() & set(names))
         held = held_pieces({name: tensors[name] for name in here})
         everywhere = frozenset(name for part in channel.all_gather(here) for name in part)

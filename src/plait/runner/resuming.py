@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from plait.checkpoint import (
     Checkpoint,
     Misfit,
@@ -23,6 +21,7 @@ from plait.checkpoint import (
 from plait.errors import CheckpointError
 from plait.runner.frozen import check_left_out
 from plait.spec import EventKind
+from plait.spec.later import Entry
 from plait.strategy.native.building import SMALLER_RANGE
 from plait.world import on_main, restore_rng_state, rng_state
 
@@ -53,11 +52,11 @@ def _take_up(runner: Runner, saver: Saver, checkpoint: Checkpoint, fetch: Fetch)
     state, engine, world = checkpoint.manifest.state, runner.engine, runner.world
     patterns = _patterns(runner, checkpoint)
     _refuse_another_optimizer(checkpoint.folder, state, runner.config.optim.type)
-    tensors = engine.state_tensors()
+    tensors = engine.state_entries()
     wanted = _fitting_entries(checkpoint, tensors, patterns)
     if lacking := {name: entry for name, entry in wanted.items() if f"optim.{name}" not in tensors}:
         engine.allocate_optimizer_state(lacking)
-        tensors = engine.state_tensors()
+        tensors = engine.state_entries()
     if "frozen" in state:
         left_out = check_left_out(checkpoint.folder, state["frozen"], engine, saver.writer.channel)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
@@ -125,9 +124,7 @@ def _patterns(runner: Runner, checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(pattern for pattern in patterns if not pattern.startswith("optim."))
 
 
-def _fitting_entries(
-    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], patterns: tuple[str, ...]
-) -> dict[str, Any]:
+def _fitting_entries(checkpoint: Checkpoint, tensors: Mapping[str, Entry], patterns: tuple[str, ...]) -> dict[str, Any]:
     """The optimizer's entries that are to be loaded: not those of a weight whose shape is another now."""
     found = entries(checkpoint.index, "optim.")
     if not patterns:

@@ -17,6 +17,7 @@ from plait.runner.frozen import FrozenPart
 from plait.runner.hooks import Hook
 from plait.runner.resuming import go_back, resume
 from plait.spec import EventKind, Phase
+from plait.spec.later import Entry
 from plait.world import on_main, rng_state
 
 if TYPE_CHECKING:
@@ -171,9 +172,9 @@ class Saver:
 
     # ---- what is written
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _tensors(self) -> dict[str, Entry]:
         runner = self._runner
-        tensors = runner.engine.state_tensors()
+        tensors = runner.engine.state_entries()
         if self._config.trainable_only:
             frozen = self.frozen.names
             tensors = {name: tensor for name, tensor in tensors.items() if name not in frozen}

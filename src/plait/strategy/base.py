@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.spec import Phase
+from plait.spec.later import Entry
 from plait.world import World
 
 if TYPE_CHECKING:
@@ -144,6 +145,10 @@ class Engine(ABC):
     @abstractmethod
     def state_tensors(self) -> dict[str, Tensor]:
         """The logical state: `model.<name>`, `optim.<name>.<key>`; sharded ones as DTensor."""
+
+    def state_entries(self) -> dict[str, Entry]:
+        """The same for whoever saves or loads it: what is in another form while it trains may stay in that."""
+        return {**self.state_tensors()}
 
     @abstractmethod
     def allocate_optimizer_state(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:

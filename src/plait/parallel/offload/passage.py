@@ -22,6 +22,8 @@ from plait.parallel.offload.shelf import Key, Shelf
 
 ROOMS = 3
 _WEIGHT = "weight"
+MakeState = Callable[[Tensor], Any]
+"""From a weight to one of its states, zero."""
 
 
 class _Room:
@@ -177,14 +179,15 @@ class Passage:
         for bucket in self._buckets:
             self._hide(bucket)
 
-    def make_room(self, wanted: Mapping[int, Sequence[tuple[str, torch.dtype]]]) -> None:
-        """Files for the state that a checkpoint is about to fill: for each parameter, its tensors of its own shape."""
+    def make_room(self, wanted: Mapping[int, Mapping[str, MakeState]]) -> None:
+        """Files for the state that a checkpoint is about to fill: for each parameter, what makes each of its states."""
         for number, bucket in enumerate(self._buckets):
-            tensors = [
-                ((index, key), dtype, master.shape)
-                for index, master, _ in bucket.items()
-                for key, dtype in wanted.get(index, ())
-            ]
+            tensors = []
+            for index, master, _ in bucket.items():
+                whole = torch.empty(master.shape, dtype=master.dtype)
+                state = {key: make(whole) for key, make in wanted.get(index, {}).items()}
+                tensors += [((index, key), leaf.dtype, leaf.shape) for key, leaf in leaves(state)]
+                self._remember(index, state)
             self._states[number] = Shelf(self._queue, self._folder, tensors) if tensors else None
 
     # ---- the tensors that the optimizer knows
@@ -205,10 +208,14 @@ class Passage:
         self._states[number] = shelf
         assert self._optimizer is not None
         for index, master, _ in bucket.items():
-            for name, value in self._optimizer.state[master].items():
-                if hasattr(value, "_replace"):
-                    empty = {field: None for field in value._fields if isinstance(getattr(value, field), Tensor)}
-                    self._packed[index, name] = value._replace(**empty)
+            self._remember(index, self._optimizer.state[master])
+
+    def _remember(self, index: int, state: Mapping[str, Any]) -> None:
+        """What the states of a parameter are made of, for when their tensors come back."""
+        for name, value in state.items():
+            if hasattr(value, "_replace"):
+                empty = {field: None for field in value._fields if isinstance(getattr(value, field), Tensor)}
+                self._packed[index, name] = value._replace(**empty)
 
     def _show(self, bucket: Bucket, tensors: Mapping[Key, Tensor]) -> None:
         masters = dict(zip(bucket.span.indices, bucket.masters, strict=True))

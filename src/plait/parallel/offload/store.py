@@ -18,7 +18,7 @@ from plait.parallel.offload.buckets import Bucket, Home, Sink, Span, plan_spans
 from plait.parallel.offload.lanes import Lanes
 from plait.parallel.offload.outbox import Outbox
 from plait.parallel.offload.params import ParamStream
-from plait.parallel.offload.passage import ROOMS, Passage
+from plait.parallel.offload.passage import ROOMS, MakeState, Passage
 from plait.parallel.offload.update import Updates
 from plait.parallel.offload.visit import Visits
 from plait.world import has_values, local_part
@@ -214,8 +214,8 @@ class Offload:
         """Whether the state of a parameter lies in files."""
         return self._passage is not None and self.bucket_of[index].span.home == "nvme"
 
-    def make_room(self, wanted: Mapping[int, Sequence[tuple[str, torch.dtype]]]) -> None:
-        """Make files for the optimizer state of parameters, each tensor of its parameter's shape."""
+    def make_room(self, wanted: Mapping[int, Mapping[str, MakeState]]) -> None:
+        """Make files for the optimizer state of parameters."""
         self.settle()
         if self._passage is not None:
             self._passage.make_room(wanted)

@@ -13,6 +13,7 @@ from plait.parallel.gradients import Gradients
 from plait.parallel.replicate import average_buffers
 from plait.precision import EarlierScales, Policy
 from plait.spec import Phase
+from plait.spec.later import Entry
 from plait.strategy.base import Evaluation, StepResult
 from plait.strategy.native import state
 from plait.strategy.native.blame import find_culprit
@@ -257,6 +258,10 @@ class NativeEngine(SteppingEngine):
     def state_tensors(self) -> dict[str, Tensor]:
         """The logical state: `model.<name>`, `optim.<name>.<key>`."""
         return state.collect(self.model, self.views, self.updater.optimizer)
+
+    def state_entries(self) -> dict[str, Entry]:
+        """The same for whoever saves or loads it: what is in another form while it trains stays in that."""
+        return state.collect_entries(self.model, self.views, self.updater.optimizer)
 
     def allocate_optimizer_state(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
         """Make room for the optimizer state that a checkpoint is about to fill."""

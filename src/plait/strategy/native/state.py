@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from plait.ops.blockwise import Packed, pack_from_host, unpack_on_host
 from plait.optim.base import OwnOptimizer
+from plait.spec.later import Entry, Later
 from plait.strategy.native.views import Views
 from plait.world import is_sharded
 
@@ -21,11 +25,18 @@ def collect(model: nn.Module, views: Views, optimizer: Optimizer) -> dict[str, T
     with views.revealed():
         if isinstance(optimizer, OwnOptimizer):
             optimizer.widen()
+        found = _collect(model, views, optimizer)
+    return {name: entry for name, entry in found.items() if isinstance(entry, Tensor)}
+
+
+def collect_entries(model: nn.Module, views: Views, optimizer: Optimizer) -> dict[str, Entry]:
+    """The same for whoever saves or loads; what training holds in another form stays in that."""
+    with views.revealed():
         return _collect(model, views, optimizer)
 
 
-def _collect(model: nn.Module, views: Views, optimizer: Optimizer) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
+def _collect(model: nn.Module, views: Views, optimizer: Optimizer) -> dict[str, Entry]:
+    tensors: dict[str, Entry] = {}
     index_of = {id(param): index for index, param in enumerate(views.params)}
     for name, param in model.named_parameters():
         index = index_of.get(id(param))
@@ -43,6 +54,11 @@ def _collect(model: nn.Module, views: Views, optimizer: Optimizer) -> dict[str, 
         for key, value in optimizer.state.get(views.tensors[index], {}).items():
             if isinstance(value, Tensor):
                 tensors[f"optim.{name}.{key}"] = _whole(views, index, value)
+            elif isinstance(value, Packed):
+                made, taken = partial(unpack_on_host, value), partial(pack_from_host, value)
+                tensors[f"optim.{name}.{key}"] = Later(
+                    _whole(views, index, value.codes), torch.float32, make=made, take=taken
+                )
     return tensors
 
 
@@ -57,7 +73,7 @@ def _whole(views: Views, index: int, value: Tensor) -> Tensor:
 def allocate(views: Views, optimizer: Optimizer, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
     """Make room for the optimizer tensors named in `shapes` (`<parameter>.<key>` → whole shape, dtype)."""
     index_of = {name: index for index, name in enumerate(views.names)}
-    elsewhere = views.make_room(_of_whole_shape(views, index_of, shapes))
+    elsewhere = views.make_room(_of_whole_shape(views, optimizer, index_of, shapes))
     for entry, (shape, dtype) in shapes.items():
         name, _, key = entry.rpartition(".")
         if name not in index_of:
@@ -67,8 +83,7 @@ def allocate(views: Views, optimizer: Optimizer, shapes: Mapping[str, tuple[torc
         if _fits(views, index, key, shape):
             if index in elsewhere:
                 continue
-            on_host = isinstance(optimizer, OwnOptimizer) and optimizer.wide_on_host
-            room: Tensor = torch.zeros_like(tensor, dtype=dtype, device="cpu" if on_host else None).detach()
+            room = _room_for(optimizer, tensor, key, dtype)
         else:
             # Scalars such as `step` live on the host unless a fused kernel reads them on the device.
             device = tensor.device if len(shape) > 0 or _on_device(optimizer) else torch.device("cpu")
@@ -82,14 +97,25 @@ def _fits(views: Views, index: int, key: str, shape: torch.Size) -> bool:
 
 
 def _of_whole_shape(
-    views: Views, index_of: Mapping[str, int], shapes: Mapping[str, tuple[torch.Size, torch.dtype]]
-) -> dict[int, list[tuple[str, torch.dtype]]]:
-    found: dict[int, list[tuple[str, torch.dtype]]] = {}
+    views: Views,
+    optimizer: Optimizer,
+    index_of: Mapping[str, int],
+    shapes: Mapping[str, tuple[torch.Size, torch.dtype]],
+) -> dict[int, dict[str, Callable[[Tensor], Any]]]:
+    """For each parameter what makes its states of its own shape."""
+    found: dict[int, dict[str, Callable[[Tensor], Any]]] = {}
     for entry, (shape, dtype) in shapes.items():
         name, _, key = entry.rpartition(".")
         if name in index_of and _fits(views, index_of[name], key, shape):
-            found.setdefault(index_of[name], []).append((key, dtype))
+            index = index_of[name]
+            found.setdefault(index, {})[key] = partial(_room_for, optimizer, key=key, dtype=dtype)
     return found
+
+
+def _room_for(optimizer: Optimizer, tensor: Tensor, key: str, dtype: torch.dtype) -> Any:
+    if isinstance(optimizer, OwnOptimizer):
+        return optimizer.room_for(tensor, key, dtype)
+    return torch.zeros_like(tensor, dtype=dtype).detach()
 
 
 def _on_device(optimizer: Optimizer) -> bool:

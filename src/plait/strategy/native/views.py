@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -105,7 +106,7 @@ class Views(ABC):
         """While this lasts, the tensors and the optimizer's state can be read, wherever they live."""
         return nullcontext()
 
-    def make_room(self, wanted: Mapping[int, Sequence[tuple[str, torch.dtype]]]) -> frozenset[int]:
+    def make_room(self, wanted: Mapping[int, Mapping[str, Callable[[Tensor], Any]]]) -> frozenset[int]:
         """Make room for optimizer state of the shapes of the views, where that is not ordinary memory.
 
         Returns for which views that was done.
