@@ -22,6 +22,7 @@ from plait.frontends.accelerate.gradients import GradientState
 from plait.frontends.accelerate.loader import PreparedLoader
 from plait.frontends.accelerate.packing import pack, unpack
 from plait.frontends.accelerate.prepared import PreparedOptimizer
+from plait.spec.later import Entry
 from plait.world import World, on_main, restore_rng_state, rng_state
 
 _OWN = "accelerate"
@@ -57,7 +58,7 @@ def save(own: Belongings, folder: Path) -> None:
         engine.agree_on_buffers()
     tensors, packed = own.world.broadcast(_things(own))  # rank 0's, where ranks differ
     for index, engine in enumerate(own.engines):
-        tensors.update({_place(index, name): tensor for name, tensor in engine.state_tensors().items()})
+        tensors.update({_place(index, name): tensor for name, tensor in engine.state_entries().items()})
     for name, tensor in rng_state(own.world.device).items():
         tensors[f"rng.{own.world.rank}.{name}"] = tensor
     state = {
@@ -79,11 +80,11 @@ def load(own: Belongings, folder: Path) -> None:
     state = checkpoint.manifest.state
     packed = state["hooks"][_OWN]
     _check_counts(own, packed, folder)
-    wanted: dict[str, Tensor] = {}
+    wanted: dict[str, Entry] = {}
     for index, engine in enumerate(own.engines):
         engine.discard()
         engine.allocate_optimizer_state(entries(checkpoint.index, _place(index, "optim.")))
-        wanted.update({_place(index, name): tensor for name, tensor in engine.state_tensors().items()})
+        wanted.update({_place(index, name): tensor for name, tensor in engine.state_entries().items()})
     generators = rng_state(world.device)
     same_world = checkpoint.manifest.world_size == world.size
     if same_world:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ from plait.strategy import ManualEngine
 from plait.world import World, on_main
 
 LATEST = "latest"
+_Kind = TypeVar("_Kind")
 _OURS = "deepspeed"
 """Under this key the state of a checkpoint has what is DeepSpeed's alone."""
 _OF_THE_DEVICE = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
@@ -80,7 +81,7 @@ class Saver:
         root = Path(save_dir)
         native, target = self._native, root / tag
         native.agree_on_buffers()
-        tensors = native.state_tensors()
+        tensors = native.state_entries()
         untrained = sorted(native.frozen())
         if not frozen:
             tensors = {name: each for name, each in tensors.items() if name.removeprefix("model.") not in untrained}
@@ -142,7 +143,7 @@ class Saver:
         if optimizer:
             _refuse_another(path, own, native.optimizer)
             native.allocate_optimizer_state(entries(checkpoint.index, "optim."))
-        tensors = _wanted(native, optimizer=optimizer)
+        tensors = _wanted(native.state_entries(), optimizer=optimizer)
         ignore = ("client.", "rng.", "hook.", *(() if optimizer else ("optim.",)))
         missing = {f"model.{name}" for name in native.frozen()} - checkpoint.index.tensors.keys()
         tensors = {name: each for name, each in tensors.items() if name not in missing}  # saved without what is frozen
@@ -168,7 +169,7 @@ class Saver:
             if optimizer:
                 states = {n.removeprefix("optim."): e for n, e in source.entries.items() if n.startswith("optim.")}
                 native.allocate_optimizer_state(states)
-            tensors = _wanted(native, optimizer=optimizer)
+            tensors = _wanted(native.state_tensors(), optimizer=optimizer)
             absent = [name for name in tensors if name not in source.entries]
             if absent and (strict or any(name.startswith("optim.") for name in absent)):
                 raise CheckpointError(f"{path}, saved by DeepSpeed, does not have {', '.join(sorted(absent)[:8])}")
@@ -185,8 +186,7 @@ def _close(saver: weakref.ref[Saver]) -> None:
         found.close()
 
 
-def _wanted(native: ManualEngine, *, optimizer: bool) -> dict[str, Tensor]:
-    tensors = native.state_tensors()
+def _wanted(tensors: dict[str, _Kind], *, optimizer: bool) -> dict[str, _Kind]:
     return tensors if optimizer else {name: each for name, each in tensors.items() if name.startswith("model.")}
 
 

@@ -23,7 +23,7 @@ def save(accelerator: TrainerAccelerator, folder: Path) -> None:
     config = {**to_dict(accelerator.config), "optim": {"type": type(engine.optimizer).__name__}}
     groups = pack(groups_of(engine.optimizer), {}, "groups")
     state = {"engine": engine.state(), "config": config, "hooks": {_HOOK: {"groups": groups}}}
-    save_checkpoint(folder, engine.state_tensors(), state, step=engine.steps, world=world)
+    save_checkpoint(folder, engine.state_entries(), state, step=engine.steps, world=world)
 
 
 def load(accelerator: TrainerAccelerator, folder: Path, *, weights_only: bool = False) -> None:
@@ -32,7 +32,7 @@ def load(accelerator: TrainerAccelerator, folder: Path, *, weights_only: bool = 
     checkpoint = open_checkpoint(folder)
     if not weights_only:
         engine.allocate_optimizer_state(entries(checkpoint.index, "optim."))
-    tensors = engine.state_tensors()
+    tensors = engine.state_entries()
     if weights_only:
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     load_into(checkpoint, tensors, world=world, ignore=("optim.",) if weights_only else ())

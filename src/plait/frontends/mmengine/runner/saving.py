@@ -62,7 +62,7 @@ class Saver:
         if self._writer is None:
             background = runner.config.checkpoint.async_save
             self._writer = CheckpointWriter(path.parent, runner.world, background=background)
-        tensors = runner.engine.state_tensors()
+        tensors = runner.engine.state_entries()
         if not optimizer:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("optim.")}
         tensors.update(self._hook_tensors())
@@ -127,7 +127,7 @@ class Saver:
         if "engine" not in state or not any(key.startswith("optim.") for key in checkpoint.index.tensors):
             raise CheckpointError(f"{path} holds weights alone: write resume=False, which takes them by load_from")
         runner.engine.allocate_optimizer_state(entries(checkpoint.index, "optim."))
-        tensors = {**runner.engine.state_tensors(), **self._wanted(checkpoint)}
+        tensors = {**runner.engine.state_entries(), **self._wanted(checkpoint)}
         generators = rng_state(runner.device)
         same = checkpoint.manifest.world_size == world.size
         if same and f"rng.{world.rank}.torch" in checkpoint.index.tensors:
