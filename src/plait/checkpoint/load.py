@@ -180,12 +180,14 @@ def _copy(reader: PieceReader, part: Part) -> str | None:
 
 def _read_later(reader: PieceReader, index: Index, each: Held) -> str | None:
     """Read one that training holds in another form, and let it have it; what is wrong with it."""
-    room = torch.empty(each.piece.shape, dtype=each.piece.dtype)
-    for part in parts_of(index, [Held(each.piece, room)]):
-        if (problem := _copy(reader, part)) is not None:
-            return problem
     assert each.later is not None
-    each.later.take(room)
+    for rows in each.rows_at_once():
+        strip = each.piece.rows(rows.start, rows.stop)
+        room = torch.empty(strip.shape, dtype=strip.dtype)
+        for part in parts_of(index, [Held(strip, room)]):
+            if (problem := _copy(reader, part)) is not None:
+                return problem
+        each.later.take(rows.start, room)
     return None
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from plait.checkpoint.tensorfile import BLOCK
 from plait.spec.later import Entry, Later
 from plait.world import Channel, is_sharded
+
+STRIP = 4 * BLOCK
+"""Bytes of a tensor that is made or taken apart a few rows at a time, in one go."""
 
 
 class Piece(NamedTuple):
@@ -27,6 +31,11 @@ class Piece(NamedTuple):
         """Its name in a file: the tensor's own where it is all of it, else with its first index."""
         return self.name if self.shape == self.whole else f"{self.name}@{','.join(map(str, self.start))}"
 
+    def rows(self, begin: int, end: int) -> Piece:
+        """Some of its rows."""
+        start, shape = self.start, self.shape
+        return self._replace(start=(start[0] + begin, *start[1:]), shape=(end - begin, *shape[1:]))
+
     @property
     def bytes(self) -> int:
         """Its size."""
@@ -42,9 +51,19 @@ class Held:
     """Without memory where there is a `later`."""
     later: Later | None = None
 
-    def read(self) -> Tensor:
-        """Its values."""
-        return self.tensor if self.later is None else self.later.make()
+    def strips(self) -> Iterator[Tensor]:
+        """Its values, some rows after others; see [Note: a few rows at a time] in `spec.later`."""
+        if self.later is None:
+            yield self.tensor
+            return
+        for rows in self.rows_at_once():
+            yield self.later.make(rows.start, rows.stop)
+
+    def rows_at_once(self) -> Iterator[slice]:
+        """The rows of each strip."""
+        rows = self.piece.shape[0]
+        step = max(1, STRIP * rows // max(self.piece.bytes, 1))
+        return (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
 
     @classmethod
     def of_later(cls, shape: Held, later: Later) -> Held:

@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -167,7 +167,8 @@ def write_alone(
             for name, (shape, dtype) in tensors.items()
         ]
         _make_staging(staging, sum(piece.bytes for piece in pieces))
-        written = _write(staging / _file_name(0), ((piece, partial(read, piece.name)) for piece in pieces), pieces)
+        alone = ((piece, partial(_in_one, read, piece.name)) for piece in pieces)
+        written = _write(staging / _file_name(0), alone, pieces)
         manifest, text = _describe([written], dict(state), step=step, world_size=1)
         _seal(staging, manifest, text)
         _name(staging, target)
@@ -236,21 +237,29 @@ class _Job:
 
     def _write_part(self, staging: Path, mine: Sequence[Held], threads: int) -> _Written:
         path = staging / _file_name(self.channel.rank)
-        tensors = [(each.piece, each.read) for each in mine]
+        tensors = [(each.piece, each.strips) for each in mine]
         written = _write(path, tensors, [each.piece for each in mine], threads=threads)
         if self.reopen:
             _compare(path, written)
         return written
 
 
+def _in_one(read: Callable[[str], Tensor], name: str) -> Iterator[Tensor]:
+    yield read(name)
+
+
 def _write(
-    path: Path, tensors: Iterable[tuple[Piece, Callable[[], Tensor]]], pieces: Sequence[Piece], *, threads: int = 1
+    path: Path,
+    tensors: Iterable[tuple[Piece, Callable[[], Iterable[Tensor]]]],
+    pieces: Sequence[Piece],
+    *,
+    threads: int = 1,
 ) -> _Written:
     with TensorFileWriter(path, [(piece.key, piece.dtype, piece.shape) for piece in pieces]) as file:
 
-        def write(each: tuple[Piece, Callable[[], Tensor]]) -> tuple[Piece, Stored]:
-            piece, read = each
-            digests = tuple(file.write(piece.key, read()))
+        def write(each: tuple[Piece, Callable[[], Iterable[Tensor]]]) -> tuple[Piece, Stored]:
+            piece, strips = each
+            digests = tuple(file.write_strips(piece.key, strips()))
             return piece, Stored(path.name, file.slots[piece.key].begin, piece.start, piece.shape, digests)
 
         if threads == 1:

@@ -30,7 +30,11 @@ class Staging:
         copies = []
         for each in held:
             room = self._room_for(each)
-            room.copy_(each.read(), non_blocking=True)
+            if each.later is None:
+                room.copy_(each.tensor, non_blocking=True)
+            else:
+                for rows, strip in zip(each.rows_at_once(), each.strips(), strict=True):
+                    room[rows] = strip
             copies.append(Held(each.piece, room))
             if each.tensor.is_cuda:
                 device = each.tensor.device

@@ -137,22 +137,41 @@ class TensorFileWriter:
 
     def write(self, key: str, tensor: Tensor) -> list[str]:
         """Write one tensor, from any device; returns the digests of its blocks."""
+        return self.write_strips(key, [tensor])
+
+    def write_strips(self, key: str, strips: Iterable[Tensor]) -> list[str]:
+        """Write one tensor that comes in strips, some rows after others; returns the digests of its blocks."""
         slot = self.slots[key]
-        assert tensor.dtype == slot.dtype, f"{key}: {tensor.dtype}, not {slot.dtype}"
-        assert tuple(tensor.shape) == slot.shape, f"{key}: {tuple(tensor.shape)}, not {slot.shape}"
         digests = []
         at = slot.begin
-        for block in self._blocks(tensor):
+        for block in self._blocks(key, slot, strips):
             digests.append(digest(block))
             write_all(self._file, block, at)
             at += len(block)
+        assert at == slot.begin + slot.bytes, f"{key}: {at - slot.begin} bytes, not {slot.bytes}"
         return digests
 
-    def _blocks(self, tensor: Tensor) -> Iterator[memoryview]:
-        flat = in_a_row(tensor)
-        for begin in range(0, flat.numel(), BLOCK):
-            part = flat[begin : begin + BLOCK]
-            yield view_bytes(part if part.device.type == "cpu" else self._on_host(part))
+    def _blocks(self, key: str, slot: Slot, strips: Iterable[Tensor]) -> Iterator[memoryview]:
+        left = slot.bytes
+        begun = torch.empty(0, dtype=torch.uint8)  # of a block that ends in a later strip
+        for strip in strips:
+            assert strip.dtype == slot.dtype, f"{key}: {strip.dtype}, not {slot.dtype}"
+            assert tuple(strip.shape[1:]) == slot.shape[1:], f"{key}: rows of {tuple(strip.shape)}, not {slot.shape}"
+            part = flat = in_a_row(strip)
+            at = 0
+            while at < flat.numel():
+                size = min(BLOCK, left)
+                part = flat[at : at + size - len(begun)]
+                at += len(part)
+                if len(begun) or len(part) < size:
+                    begun = torch.cat([begun, part.cpu()])
+                else:
+                    begun = part if part.device.type == "cpu" else self._on_host(part)
+                if len(begun) == size:
+                    left -= size
+                    yield view_bytes(begun)
+                    begun = begun[:0].clone()
+            del strip, flat, part  # or two strips would be held
 
     def _on_host(self, part: Tensor) -> Tensor:
         """A block on its way from the device; one per thread, so the memory this takes does not grow with the file."""

@@ -117,16 +117,18 @@ def unpack(packed: Packed) -> Tensor:
     return (_in_blocks(values) * scales[..., None]).view(rows, -1)[:, :width].reshape(codes.shape).contiguous()
 
 
-def unpack_on_host(packed: Packed) -> Tensor:
-    """`unpack` in host memory; on the way it takes little more, there and on the device, however large it is."""
+def unpack_on_host(packed: Packed, begin: int = 0, end: int | None = None) -> Tensor:
+    """`unpack` of some rows in host memory; on the way it takes `PASSING` bytes more, there or on the device."""
+    packed = packed.rows(begin, len(packed.codes) if end is None else end)
     room = torch.empty(packed.codes.shape, dtype=torch.float32)
     for rows in _rows_at_once(packed):
         room[rows].copy_(unpack(packed.rows(rows.start, rows.stop)))
     return room
 
 
-def pack_from_host(packed: Packed, tensor: Tensor) -> None:
-    """`pack_into` from host memory, with as little more."""
+def pack_from_host(packed: Packed, begin: int, tensor: Tensor) -> None:
+    """`pack_into` of rows from `begin` on, from host memory, with as little more."""
+    packed = packed.rows(begin, begin + len(tensor))
     for rows in _rows_at_once(packed):
         pack_into(packed.rows(rows.start, rows.stop), tensor[rows].to(packed.codes.device))
 

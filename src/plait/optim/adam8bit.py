@@ -1,8 +1,8 @@
 """AdamW with moments in 8 bits: a quarter of the optimizer's memory.
 
 [Note: narrow in training, wide outside] In training a moment is `Packed`; whoever looks at the state from outside (a
-checkpoint, a proof) finds fp32 tensors, the same that AdamW has, under the same names. A checkpoint has them made one
-by one, see `spec.later`; `widen` makes all of them. Packed again, by who reads a checkpoint or by the next step,
+checkpoint, a proof) finds fp32 tensors, the same that AdamW has, under the same names. A checkpoint has them made some
+rows at a time, see `spec.later`; `widen` makes all of them. Packed again, by who reads a checkpoint or the next step,
 they give the codes that were there before. So a run may change between the two optimizers at any checkpoint, and blocks
 never meet the layout of a file.
 """

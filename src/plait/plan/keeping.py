@@ -18,7 +18,8 @@ from torch import Tensor
 
 from plait.checkpoint import Kept, kept, need
 from plait.checkpoint.need import WRITERS, workers
-from plait.checkpoint.tensorfile import in_a_row
+from plait.checkpoint.pieces import STRIP
+from plait.checkpoint.tensorfile import BLOCK, in_a_row
 from plait.config.optim import AdamW8bitConfig
 from plait.config.run import RunConfig
 from plait.ops.blockwise import PASSING
@@ -95,7 +96,8 @@ class Keeping:
             at_once = workers(WRITERS, **host)
             lates = [entries[name].bytes for name, entry in tensors.items() if isinstance(entry, Later)]
             largest = max([*lates, away.largest])
-            wide = (largest + PASSING) * at_once if largest else 0.0  # see [Note: one at a time] in `spec.later`
+            # See [Note: a few rows at a time] in `spec.later`; a block may have to be put together from two strips.
+            wide = (min(largest, STRIP) + 2 * BLOCK * (largest > STRIP) + PASSING) * at_once if largest else 0.0
             if self.saves:
                 loose = [each for name, each in tensors.items() if not entries[name].in_a_row]
                 _copy_in_rows((each for each in loose if isinstance(each, Tensor)), engine.world.device.type, at_once)
