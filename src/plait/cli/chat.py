@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from plait.errors import GenerateError
 from plait.generate.options import Sampling
 from plait.generate.speaker import Speaker, Turn
 
+_COMMAND = re.compile(r"/[a-z]+")
 HELP = "/clear begins anew, /undo takes the last question back, /quit ends (so does Ctrl-D); Ctrl-C stops an answer"
 
 
@@ -23,7 +25,7 @@ def chat(path: str, sampling: Sampling, opening: Opening, *, system: str | None 
     if shows:
         typer.secho(f"{speaker.name}: {HELP}", dim=True)
     while (said := _ask(shows)) is not None:
-        if said == "/quit":
+        if said in ("/quit", "/exit"):
             break
         if said == "/clear":
             turns = list(first)
@@ -31,6 +33,8 @@ def chat(path: str, sampling: Sampling, opening: Opening, *, system: str | None 
             turns = turns[: max(len(first), len(turns) - 2)]
         elif said in ("/help", "/?"):
             typer.echo(HELP)
+        elif _COMMAND.fullmatch(said):
+            typer.secho(f"there is no {said}: {HELP}", fg="red", err=True)
         elif said:
             answer = _answer(speaker, [*turns, Turn("user", said)], sampling)
             if answer is not None:

@@ -68,6 +68,8 @@ class Speaker:
         rest, context = list(turns[len(system) :]), self.generator.context
         for left_out in range(max(len(rest), 1)):
             tokens = self.write_down([*system, *rest[left_out:]])
+            if not tokens:
+                raise GenerateError("nothing of that is known to the tokenizer of this model; say it in its own words")
             if context is None or len(tokens) + ROOM <= context:
                 return Asked(tokens, left_out)
         if context is not None and len(tokens) < context:

@@ -131,6 +131,11 @@ def test_a_conversation_goes_on_turn_by_turn_and_can_be_taken_back(
     assert first
     assert talk("hi", "/undo", "hi")[:2] == [first, first]
     assert talk("you", "/clear", "hi", "you", "/quit", "hi")[1:3] == [first, second]
+    assert talk("/exit", "hi") == [""]
+    assert call(monkeypatch, "chat", *options, said="/nothing\nhi\n") == 0
+    out, err = capsys.readouterr()
+    assert "there is no /nothing: /clear" in err
+    assert out.split("\n")[0] == first
     assert call(monkeypatch, "chat", *options, said="word " * 200 + "\nhi\n") == 0
     out, err = capsys.readouterr()
     assert "say less" in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -151,10 +152,14 @@ def fragile(prompt: str, text: str, right: str) -> Any:
 def test_rewards_that_are_no_numbers_are_counted_out_or_stop_the_run() -> None:
     world = open_world(parse({"device": "cpu"}).config)
     answers = [answer(text) for text in ("raise", "nan", "none", "text", "fine")]
-    kind = FunctionScorer("fragile", fragile, world, bad="skip")
-    assert kind.judge(answers) == pytest.approx([math.nan, math.nan, math.nan, 1.5, 1.0], nan_ok=True)
+    said: list[str] = []
+    kind = FunctionScorer("fragile", fragile, world, bad="skip", say=said.append)
+    for _ in range(2):
+        assert kind.judge(answers) == pytest.approx([math.nan, math.nan, math.nan, 1.5, 1.0], nan_ok=True)
+    assert len(said) == 1  # the first time
+    assert re.search(r"fragile raised ValueError: cannot judge this .*of 5 answers 2 went wrong", said[0])
     strict = FunctionScorer("fragile", fragile, world, bad="error")
-    with pytest.raises(TrainingError, match=r"fragile raised ValueError: cannot judge this .*'ba='.*1 more answers"):
+    with pytest.raises(TrainingError, match=r"fragile raised ValueError: cannot judge this .*'ba='.*of 5 answers 2"):
         strict.judge(answers)
     assert strict.judge(answers[2:]) == pytest.approx([math.nan, 1.5, 1.0], nan_ok=True)  # None says: unknown
 

@@ -111,7 +111,7 @@ class OnlineRunner(PhaseRunner):
         rollout, judge = self.online.rollout, self.cast.judge
         if judge is None:
             name, function = find_function(self.config)
-            return Rules(FunctionScorer(name, function, self.world, bad=rollout.bad_reward), rollout)
+            return Rules(FunctionScorer(name, function, self.world, bad=rollout.bad_reward, say=self.warn), rollout)
         data = self.phase_data
         rows = {"rows": self.batch.micro, "longest": longest(self.config)}
         return Rules(ModelScorer(judge, data.template, data.tokenizer.end, **rows), rollout)

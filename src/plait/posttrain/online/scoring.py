@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
@@ -47,12 +47,18 @@ class Scorer(ABC):
 class FunctionScorer(Scorer):
     """A function of (prompt, answer, right answer). Ranks share the answers among them."""
 
-    def __init__(self, name: str, function: Check, world: World, *, bad: str) -> None:
+    def __init__(
+        self, name: str, function: Check, world: World, *, bad: str, say: Callable[[str], None] = print
+    ) -> None:
         self._name, self._function, self._world = name, function, world
-        self._refuses = bad == "error"
+        self._refuses, self._say = bad == "error", say
+        self._told = False
 
     def judge(self, answers: Sequence[Answer]) -> list[float]:
-        """Call the function for this rank's share. What goes wrong is known to all ranks before any of them stops."""
+        """Call the function for this rank's share. What goes wrong is known to all ranks before any of them stops.
+
+        Where none of them does, it is said the first time: a function that never works would go unnoticed for long.
+        """
         rank, size = self._world.rank, self._world.size
         mine = [self._one(answer) for answer in answers[rank::size]]
         rewards = [NONE] * len(answers)
@@ -60,11 +66,14 @@ class FunctionScorer(Scorer):
         for part, found in enumerate(self._world.gather(mine)):
             rewards[part::size] = [reward for reward, _ in found]
             failures += [failure for _, failure in found if failure is not None]
-        if failures and self._refuses:
-            more = f"; {len(failures) - 1} more answers went wrong" if len(failures) > 1 else ""
-            raise TrainingError(
-                f"the reward function {self._name} {failures[0]}{more}. Mend it, or set rollout.bad_reward: skip"
-            )
+        if failures:
+            more = f"; of {len(answers)} answers {len(failures)} went wrong" if len(failures) > 1 else ""
+            wrong = f"the reward function {self._name} {failures[0]}{more}"
+            if self._refuses:
+                raise TrainingError(f"{wrong}. Mend it, or set rollout.bad_reward: skip")
+            if not self._told and self._world.is_main:
+                self._say(f"{wrong}. Such answers teach nothing; skipped_answers counts them from here on")
+            self._told = True
         return rewards
 
     def _one(self, answer: Answer) -> tuple[float, str | None]:
