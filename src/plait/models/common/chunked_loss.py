@@ -80,6 +80,7 @@ def over_chunks(
             torch.mm(slopes, cast_weight, out=grad_hidden[piece]).mul_(counted)
         if weight_grad:
             grad_weight = _add_product(grad_weight, slopes.t(), cast_hidden * counted)
+        del losses, slopes  # or two chunks would be held
     if grad_weight is None:  # not needed, or nothing to learn from
         grad_weight = room_for(weight, weight_grad, torch.float32).zero_()
     return total, grad_hidden, grad_weight

@@ -117,6 +117,7 @@ class _SplitLogits(torch.autograd.Function):
             total += losses.sum()
             if needed:
                 torch.mul(found, (labels[piece] != IGNORE_INDEX)[:, None], out=slopes[piece])
+            del losses, found  # or two chunks would be held
         ctx.save_for_backward(slopes)
         return total
 
