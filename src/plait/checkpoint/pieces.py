@@ -65,18 +65,18 @@ class Held:
         step = max(1, STRIP * rows // max(self.piece.bytes, 1))
         return (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
 
-    @classmethod
-    def of_later(cls, shape: Held, later: Later) -> Held:
-        """What `shape` is for something of the same shape."""
-        piece = shape.piece._replace(dtype=later.dtype)
-        return cls(piece, torch.empty(piece.shape, dtype=piece.dtype, device="meta"), later)
-
 
 def held_pieces(entries: Mapping[str, Entry]) -> list[Held]:
     """What this rank holds of each tensor; a rank without a share of a tensor holds no piece of it."""
     held = _held({name: entry.like if isinstance(entry, Later) else entry for name, entry in entries.items()})
     found = ((each, entries[each.piece.name]) for each in held)
-    return [Held.of_later(each, entry) if isinstance(entry, Later) else each for each, entry in found]
+    return [_held_later(each.piece, entry) if isinstance(entry, Later) else each for each, entry in found]
+
+
+def _held_later(piece: Piece, later: Later) -> Held:
+    """The same piece of a tensor that is not there yet."""
+    piece = piece._replace(dtype=later.dtype)
+    return Held(piece, torch.empty(piece.shape, dtype=piece.dtype, device="meta"), later)
 
 
 def _held(tensors: Mapping[str, Tensor]) -> list[Held]:

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+MakeState = Callable[[Tensor], Any]
+"""From a parameter to one of its states, zero."""
+
 
 class OwnOptimizer(Optimizer):
     """A torch optimizer whose whole update, over all groups, is one method.

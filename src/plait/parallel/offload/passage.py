@@ -16,14 +16,13 @@ from torch.optim import Optimizer
 
 from plait.ops.files import FileQueue, Transfer
 from plait.ops.host import host_empty
+from plait.optim.base import MakeState
 from plait.parallel.offload.buckets import Bucket
 from plait.parallel.offload.leaves import PART, leaves
 from plait.parallel.offload.shelf import Key, Shelf
 
 ROOMS = 3
 _WEIGHT = "weight"
-MakeState = Callable[[Tensor], Any]
-"""From a weight to one of its states, zero."""
 
 
 class _Room:

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.ops.host import host_empty
+from plait.optim.base import MakeState
 from plait.parallel.offload.buckets import Bucket, Home, Sink, Span, plan_spans
 from plait.parallel.offload.lanes import Lanes
 from plait.parallel.offload.outbox import Outbox
 from plait.parallel.offload.params import ParamStream
-from plait.parallel.offload.passage import ROOMS, MakeState, Passage
+from plait.parallel.offload.passage import ROOMS, Passage
 from plait.parallel.offload.update import Updates
 from plait.parallel.offload.visit import Visits
 from plait.world import has_values, local_part

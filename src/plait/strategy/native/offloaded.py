@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.optim import norm_of
+from plait.optim.base import MakeState
 from plait.parallel.offload.store import Offload
 from plait.parallel.replicate import GradientBuckets
 from plait.strategy.native.update import Updater
@@ -105,7 +106,7 @@ class OffloadedViews(Views):
         """Masters and states are ordinary tensors meanwhile."""
         return self.store.revealed()
 
-    def make_room(self, wanted: Mapping[int, Mapping[str, Callable[[Tensor], Any]]]) -> frozenset[int]:
+    def make_room(self, wanted: Mapping[int, Mapping[str, MakeState]]) -> frozenset[int]:
         """Files for the states that a checkpoint is about to fill; returns whose that are."""
         self.store.make_room(wanted)
         return frozenset(index for index in wanted if self.store.in_files(index))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.ops.blockwise import Packed, pack_from_host, unpack_on_host
-from plait.optim.base import OwnOptimizer
+from plait.optim.base import MakeState, OwnOptimizer
 from plait.spec.later import Entry, Later
 from plait.strategy.native.views import Views
 from plait.world import is_sharded
@@ -101,9 +101,9 @@ def _of_whole_shape(
     optimizer: Optimizer,
     index_of: Mapping[str, int],
     shapes: Mapping[str, tuple[torch.Size, torch.dtype]],
-) -> dict[int, dict[str, Callable[[Tensor], Any]]]:
+) -> dict[int, dict[str, MakeState]]:
     """For each parameter what makes its states of its own shape."""
-    found: dict[int, dict[str, Callable[[Tensor], Any]]] = {}
+    found: dict[int, dict[str, MakeState]] = {}
     for entry, (shape, dtype) in shapes.items():
         name, _, key = entry.rpartition(".")
         if name in index_of and _fits(views, index_of[name], key, shape):

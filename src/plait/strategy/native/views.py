@@ -13,13 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.errors import ModelError
+from plait.optim.base import MakeState
 from plait.parallel.replicate import GradientBuckets
 from plait.world import is_sharded, local_part, same_kind, settled_part
 
@@ -106,7 +106,7 @@ class Views(ABC):
         """While this lasts, the tensors and the optimizer's state can be read, wherever they live."""
         return nullcontext()
 
-    def make_room(self, wanted: Mapping[int, Mapping[str, Callable[[Tensor], Any]]]) -> frozenset[int]:
+    def make_room(self, wanted: Mapping[int, Mapping[str, MakeState]]) -> frozenset[int]:
         """Make room for optimizer state of the shapes of the views, where that is not ordinary memory.
 
         Returns for which views that was done.
