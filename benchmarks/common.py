@@ -104,6 +104,25 @@ def run_child(
         return min(broken, key=_Child.spoke_at).result() if broken else {"ranks": results}
 
 
+def run_side_by_side(commands: Sequence[Sequence[str]], *, limit: float) -> list[Result]:
+    """Run commands at the same time, a process each, and return what each left with `reply`; for what is not timed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
+        children: list[_Child] = []
+        try:
+            for index, arguments in enumerate(commands):
+                home = Path(folder) / str(index)
+                home.mkdir()
+                children.append(_Child(arguments, home, rank=0, ranks=1, port=str(_free_port()), env={}))
+            deadline = time.monotonic() + limit
+            while any(child.running for child in children) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        finally:
+            for child in children:
+                child.end()
+        return [child.result() for child in children]
+
+
 def _wait(children: Sequence[_Child], limit: float) -> bool:
     """Until all children ended, or one failed; False where they took longer than `limit`."""
     deadline = time.monotonic() + limit

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py                                       # Llama 1B, every row
     python benchmarks/gpu.py --rows raw-model,plait-compile --sizes 1b,8b
-    python benchmarks/gpu.py --sizes 32k,128k,resnet50 --steps 5
+    python benchmarks/gpu.py --sizes 32k,128k,resnet50 --steps 2 --warmup 2
     python benchmarks/gpu.py --losses --text shakespeare.txt       # does it learn as plain torch does?
     python benchmarks/gpu.py --tiny                                # does every row work? on CPU, in a minute
 
@@ -50,7 +50,7 @@ def settings_of(given: argparse.Namespace, case: Case) -> Settings:
     """How the rows of a case are run."""
     if given.tiny:
         return Settings(case, 1, "cpu", "eager", given.recompute, warmup=1)
-    return Settings(case, given.steps, given.device, "inductor", given.recompute)
+    return Settings(case, given.steps, given.device, "inductor", given.recompute, warmup=given.warmup)
 
 
 def import_once() -> None:
@@ -95,7 +95,8 @@ def run_row(name: str, size: str, given: argparse.Namespace) -> Result:
     if given.tiny:
         settings = settings_of(given, TINY[size])
         return forked(lambda: measure(name, settings), given.limit)
-    options = ("--sizes", size, "--device", given.device, "--steps", str(given.steps), "--recompute", given.recompute)
+    options = ["--sizes", size, "--device", given.device, "--recompute", given.recompute]
+    options += ["--steps", str(given.steps), "--warmup", str(given.warmup)]
     said = common.run_child(common.itself(__file__, "--child", name, *options), limit=given.limit)
     found: Result = said if "error" in said else said["ranks"][0]
     return found
@@ -124,6 +125,7 @@ def parse() -> argparse.Namespace:
     options.add_argument("--sizes", default="1b", help=f"comma-separated, of {', '.join(CASES)}; or `all`")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--steps", type=int, default=10, help="steps waited for, and as many again without")
+    options.add_argument("--warmup", type=int, default=4, help="steps before those that count")
     options.add_argument("--recompute", default="auto", help="which way Plait recomputes, where a size asks for it")
     options.add_argument("--limit", type=float, default=200.0, help="seconds that one row may take")
     options.add_argument("--losses", action="store_true", help="compare losses on a text instead of speeds")

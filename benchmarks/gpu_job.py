@@ -75,7 +75,7 @@ class Settings:
     """Of `torch.compile`."""
     recompute: str
     """Which way Plait recomputes, where something is recomputed."""
-    warmup: int = 4
+    warmup: int
 
 
 class Job:

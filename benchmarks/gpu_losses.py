@@ -9,7 +9,8 @@ errors of their difference, and fp8 within a bound of its own.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from statistics import mean, stdev
@@ -138,21 +139,22 @@ def main(given: argparse.Namespace, where: Result, forked: Callable[[Callable[[]
     if not Path(given.text).is_file():
         raise SystemExit(f"--text: there is no {given.text}")
     text = str(Path(given.text).resolve())
-    found: dict[str, Result] = {}
-    for name in common.chosen(given.rows, list(ROWS)):
-        found[name] = _run(name, text, given, forked)
-        common.show(run=name, **{key: value for key, value in found[name].items() if key != "losses"})
+    names = common.chosen(given.rows, list(ROWS))
+    if given.tiny:
+        results = [forked(partial(learn, name, text=text, device="cpu", tiny=True), given.limit) for name in names]
+    else:
+        results = _side_by_side(names, text, given)
+    found = dict(zip(names, results, strict=True))
+    for name, one in found.items():
+        common.show(run=name, **{key: value for key, value in one.items() if key != "losses"})
     kind = f"bytes, {STEPS} steps, mean of the last {LAST}, {STARTS} starts"
     title = f"{common.say_machine(where)}; {given.device}; {Path(text).name}, {kind}"
     common.finish(given.json, {"machine": where, "losses": found}, f"{title}.\n\n{as_table(found)}")
 
 
-def _run(name: str, text: str, given: argparse.Namespace, forked: Callable[..., Result]) -> Result:
-    if given.tiny:
-        return forked(lambda: learn(name, text=text, device="cpu", tiny=True), given.limit)
+def _side_by_side(names: Sequence[str], text: str, given: argparse.Namespace) -> list[Result]:
+    """All runs at once: none of them is timed."""
+    gpu = __file__.replace("gpu_losses", "gpu")
     options = ("--losses", "--text", text, "--device", given.device)
-    said = common.run_child(
-        common.itself(__file__.replace("gpu_losses", "gpu"), "--child", name, *options), limit=given.limit
-    )
-    result: Result = said if "error" in said else said["ranks"][0]
-    return result
+    commands = [common.itself(gpu, "--child", name, *options) for name in names]
+    return common.run_side_by_side(commands, limit=given.limit)

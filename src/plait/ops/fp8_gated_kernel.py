@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.ops.fp8_kernel import READ, programs_for, room_for
-from plait.ops.triton import HAS_TRITON, on_device_of
+from plait.ops.triton import HAS_TRITON, interprets, on_device_of
 
 _TALL, _WIDE = 64, 64
 """Rows and columns of a tile."""
@@ -21,17 +21,12 @@ if HAS_TRITON:
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    from plait.ops.fp8_kernel import fitted, note, scale_from
+    from plait.ops.fp8_kernel import fitted, note, pair, scale_from, size_bits, turn
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _as_stored(value, like):  # type: ignore[no-untyped-def]
         """The number that would be read, had it been written."""
         return value.to(like.dtype.element_ty).to(tl.float32)
-
-    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def _bits(value):  # type: ignore[no-untyped-def]
-        """Of absolute values, whose order they share; what is not a number comes last."""
-        return tl.abs(value).to(tl.int32, bitcast=True)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _gate_peak_kernel(gate, up, grad, peaks, count, slopes: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -48,10 +43,10 @@ if HAS_TRITON:
             s = tl.sigmoid(g)
             if slopes:
                 d = tl.load(grad + here, mask=inside, other=0.0).to(tl.float32)
-                largest = tl.maximum(largest, _bits(_as_stored(d * u * s * (1.0 + g * (1.0 - s)), gate)))
-                largest = tl.maximum(largest, _bits(_as_stored(d * g * s, gate)))
+                largest = tl.maximum(largest, size_bits(_as_stored(d * u * s * (1.0 + g * (1.0 - s)), gate)))
+                largest = tl.maximum(largest, size_bits(_as_stored(d * g * s, gate)))
             else:
-                largest = tl.maximum(largest, _bits(_as_stored(g * s * u, gate)))
+                largest = tl.maximum(largest, size_bits(_as_stored(g * s * u, gate)))
         tl.store(peaks + program, tl.max(largest, 0).to(tl.float32, bitcast=True))
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
@@ -84,7 +79,7 @@ if HAS_TRITON:
         scale = scale_from(peaks, peak_count, smallest, limit, inverse, peak_block)
         product = _as_stored(g * tl.sigmoid(g) * u, gate)
         tl.store(rows + here, fitted(product, scale, limit, saturates).to(rows.dtype.element_ty), mask=inside)
-        note(product, notes, note_count)
+        note(size_bits(product), notes, note_count)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _slopes_kernel(  # type: ignore[no-untyped-def]
@@ -111,41 +106,58 @@ if HAS_TRITON:
         note_count: tl.constexpr,
         saturates: tl.constexpr,
         peak_block: tl.constexpr,
+        by_hand: tl.constexpr,
         tall: tl.constexpr,
         wide: tl.constexpr,
     ):
         """One program a tile: the product turned over, and the gradients of both sides, side by side, both ways.
 
-        `note_count`: so many notes for each of these gradients.
+        See [Note: turned over in words] in `fp8_kernel`. `note_count`: so many notes for each of these gradients.
         """
         across = tl.cdiv(width, wide)
-        down = (tl.program_id(0) // across).to(tl.int64) * tall + tl.arange(0, tall)
-        right = (tl.program_id(0) % across).to(tl.int64) * wide + tl.arange(0, wide)
-        inside = (down < height)[:, None] & (right < width)[None, :]
-        room = (right < width)[:, None] & (down < padded)[None, :]
-        here = down[:, None] * width + right[None, :]
-        turned = right[:, None] * padded + down[None, :]
-        g = tl.load(gate + here, mask=inside, other=0.0).to(tl.float32)
-        u = tl.load(up + here, mask=inside, other=0.0).to(tl.float32)
-        d = tl.load(grad + here, mask=inside, other=0.0).to(tl.float32)
-        s = tl.sigmoid(g)
-        scale = scale_from(product_peaks, product_peak_count, smallest, product_limit, product_inverse, peak_block)
-        product = fitted(_as_stored(g * s * u, gate), scale, product_limit, saturates)
-        tl.store(product_columns + turned, tl.trans(product.to(product_columns.dtype.element_ty)), mask=room)
+        top = (tl.program_id(0) // across).to(tl.int64) * tall
+        left = (tl.program_id(0) % across) * wide
+        quarter: tl.constexpr = tall // 4
+        down, right = 4 * tl.arange(0, quarter)[:, None], left + tl.arange(0, wide)[None, :]
+        gate, up, grad = gate + top * width, up + top * width, grad + top * width
+        rows, below = rows + top * (2 * width), height - top
+        product_scale = scale_from(
+            product_peaks, product_peak_count, smallest, product_limit, product_inverse, peak_block
+        )
         scale = scale_from(peaks, peak_count, smallest, limit, inverse, peak_block)
-        slope = _as_stored(d * u * s * (1.0 + g * (1.0 - s)), gate)
-        note(slope, notes, note_count)
-        of_gate = fitted(slope, scale, limit, saturates).to(columns.dtype.element_ty)
-        slope = _as_stored(d * g * s, gate)
-        note(slope, notes + note_count, note_count)
-        of_up = fitted(slope, scale, limit, saturates).to(columns.dtype.element_ty)
-        below = padded.to(tl.int64) * width
-        tl.store(columns + turned, tl.trans(of_gate), mask=room)
-        tl.store(columns + turned + below, tl.trans(of_up), mask=room)
-        if has_rows:
-            beside = down[:, None] * (2 * width) + right[None, :]
-            tl.store(rows + beside, of_gate, mask=inside)
-            tl.store(rows + beside + width, of_up, mask=inside)
+        nothing = tl.zeros((quarter, wide), dtype=tl.int32)
+        seen_gate, seen_up = nothing, nothing
+        product_word, gate_word, up_word = nothing, nothing, nothing
+        for part in tl.static_range(4):
+            at = down + part
+            inside = (at < below) & (right < width)
+            here = at * width + right
+            g = tl.load(gate + here, mask=inside, other=0.0).to(tl.float32)
+            u = tl.load(up + here, mask=inside, other=0.0).to(tl.float32)
+            d = tl.load(grad + here, mask=inside, other=0.0).to(tl.float32)
+            s = tl.sigmoid(g)
+            product = fitted(_as_stored(g * s * u, gate), product_scale, product_limit, saturates)
+            slope = _as_stored(d * u * s * (1.0 + g * (1.0 - s)), gate)
+            seen_gate = tl.maximum(seen_gate, size_bits(slope))
+            of_gate = fitted(slope, scale, limit, saturates)
+            slope = _as_stored(d * g * s, gate)
+            seen_up = tl.maximum(seen_up, size_bits(slope))
+            of_up = fitted(slope, scale, limit, saturates)
+            if has_rows:
+                beside = rows + at * (2 * width) + right
+                tl.store(beside, of_gate.to(rows.dtype.element_ty), mask=inside)
+                tl.store(beside + width, of_up.to(rows.dtype.element_ty), mask=inside)
+            if part % 2 == 0:
+                product_before, gate_before, up_before = product, of_gate, of_up
+            else:
+                product_word |= pair(product_before, product, product_columns, by_hand) << (8 * (part - 1))
+                gate_word |= pair(gate_before, of_gate, columns, by_hand) << (8 * (part - 1))
+                up_word |= pair(up_before, of_up, columns, by_hand) << (8 * (part - 1))
+        note(seen_gate, notes, note_count)
+        note(seen_up, notes + note_count, note_count)
+        turn(product_word, product_columns, padded, top, left, padded, width, quarter, wide)
+        turn(gate_word, columns, padded, top, left, padded, width, quarter, wide)
+        turn(up_word, columns + padded.to(tl.int64) * width, padded, top, left, padded, width, quarter, wide)
 
 
 def gate_peaks_triton(gate: Tensor, up: Tensor, grad: Tensor | None) -> Tensor:
@@ -249,9 +261,10 @@ def slopes_triton(
             note_count=0 if notes is None else 1,
             saturates=saturates,
             peak_block=max(map(room_for, peaks)),
+            by_hand=interprets(),
             tall=_TALL,
             wide=_WIDE,
-            num_warps=8,
+            num_warps=4,
         )
 
 

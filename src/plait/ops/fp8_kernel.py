@@ -2,6 +2,10 @@
 
 The second reading begins where the first one ended, in what the cache still holds. With a scale of earlier steps there
 is one reading, which also notes the largest number; see [Note: scales of earlier steps] in `fp8_earlier`.
+
+[Note: turned over in words] To be turned over, a tile goes through memory that all threads of a program share, and that
+memory moves words of four bytes as fast as single bytes. So a program takes every fourth row of its tile at a time, and
+what four such rows hold in one column, which lies side by side in the copy that is turned over, becomes one word.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from plait.ops.triton import HAS_TRITON, on_device_of
+from plait.ops.triton import HAS_TRITON, interprets, on_device_of
 
 PEAKS = 256
 """At most so many programs look for a tensor's largest number; each leaves what it found. Two for a multiprocessor."""
@@ -27,6 +31,11 @@ if HAS_TRITON:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def size_bits(value):  # type: ignore[no-untyped-def]
+        """The bits of absolute values: their order is that of the numbers, and what is not a number comes last."""
+        return tl.abs(value).to(tl.int32, bitcast=True)
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _peak_kernel(x, peaks, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
         """The largest absolute value of every so many blocks, from the last one to the first."""
         program = tl.program_id(0)
@@ -36,8 +45,7 @@ if HAS_TRITON:
         for index in range(program, blocks, tl.num_programs(0)):
             here = (blocks - 1 - index).to(tl.int64) * block + at
             value = tl.load(x + here, mask=here < count, other=0.0).to(tl.float32)
-            # Without a sign, the order of numbers is that of their bits; what is not a number comes last, and stays.
-            largest = tl.maximum(largest, tl.abs(value).to(tl.int32, bitcast=True))
+            largest = tl.maximum(largest, size_bits(value))
         tl.store(peaks + program, tl.max(largest, 0).to(tl.float32, bitcast=True))
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
@@ -65,12 +73,53 @@ if HAS_TRITON:
         return scaled
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def note(value, notes, count: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Raise so many notes to the largest absolute value of a tile; bits, as in `_peak_kernel`."""
+    def note(bits, notes, count: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Raise so many notes to the largest of a tile, as `size_bits` has it."""
         if count > 0:
-            largest = tl.max(tl.max(tl.abs(value).to(tl.int32, bitcast=True), 1), 0)
+            largest = tl.max(tl.max(bits, 1), 0)
             for at in tl.static_range(count):
                 tl.atomic_max(notes + at, largest, sem="relaxed")
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def pair(first, second, like, by_hand: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Two numbers, in the format that `like` points to, in the lower half of a word, the first one lowest.
+
+        `by_hand` is for the interpreter. On a device Triton 3.6 makes other bytes of these operations where the same
+        numbers are stored, too.
+        """
+        kind: tl.constexpr = like.dtype.element_ty
+        if by_hand:
+            low = first.to(kind).to(tl.uint8, bitcast=True).to(tl.int32)
+            both = low | (second.to(kind).to(tl.uint8, bitcast=True).to(tl.int32) << 8)
+        elif kind == tl.float8e5:
+            both = tl.inline_asm_elementwise(
+                "{ .reg .b16 two; cvt.rn.satfinite.e5m2x2.f32 two, $2, $1; cvt.u32.u16 $0, two; }",
+                "=r,f,f",
+                [first, second],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            both = tl.inline_asm_elementwise(
+                "{ .reg .b16 two; cvt.rn.satfinite.e4m3x2.f32 two, $2, $1; cvt.u32.u16 $0, two; }",
+                "=r,f,f",
+                [first, second],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+        return both
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def turn(  # type: ignore[no-untyped-def]
+        word, columns, stride, top, left, height, width, quarter: tl.constexpr, wide: tl.constexpr
+    ):
+        """Write a tile of words, turned over, where its numbers belong in `columns`, of a matrix (height, width)."""
+        corner = (columns + left.to(tl.int64) * stride + top).to(tl.pointer_type(tl.int32))
+        down, right = tl.arange(0, quarter)[None, :], tl.arange(0, wide)[:, None]
+        room = (right < width - left) & (down < (height - top) // 4)
+        tl.store(corner + right * (stride // 4) + down, tl.trans(word), mask=room)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _cast_kernel(  # type: ignore[no-untyped-def]
@@ -93,26 +142,36 @@ if HAS_TRITON:
         note_count: tl.constexpr,
         saturates: tl.constexpr,
         peak_block: tl.constexpr,
+        by_hand: tl.constexpr,
         tall: tl.constexpr,
         wide: tl.constexpr,
     ):
-        """One program a tile, which it writes as it lies, and turned over."""
+        """One program a tile, which it writes as it lies, and turned over; see [Note: turned over in words]."""
         across = tl.cdiv(width, wide)
-        down = (tl.program_id(0) // across).to(tl.int64) * tall + tl.arange(0, tall)
-        right = (tl.program_id(0) % across).to(tl.int64) * wide + tl.arange(0, wide)
-        inside = (down < height)[:, None] & (right < width)[None, :]
-        value = tl.load(x + down[:, None] * width + right[None, :], mask=inside, other=0.0).to(tl.float32)
+        top = (tl.program_id(0) // across).to(tl.int64) * tall
+        left = (tl.program_id(0) % across) * wide
+        quarter: tl.constexpr = tall // 4
+        down, right = 4 * tl.arange(0, quarter)[:, None], left + tl.arange(0, wide)[None, :]
+        x, rows, below = x + top * width, rows + top * rows_stride, height - top
         scale = scale_from(peaks, peak_count, smallest, limit, inverse, peak_block)
-        # By a scale of its own it is above the limit by its last bit at most, which rounding takes away.
-        scaled = fitted(value, scale, limit, saturates)
-        note(value, notes, note_count)
-        if has_rows:
-            small = scaled.to(rows.dtype.element_ty)
-            tl.store(rows + down[:, None] * rows_stride + right[None, :], small, mask=inside)
+        seen = tl.zeros((quarter, wide), dtype=tl.int32)
+        word = tl.zeros((quarter, wide), dtype=tl.int32)
+        for part in tl.static_range(4):
+            at = down + part
+            inside = (at < below) & (right < width)
+            value = tl.load(x + at * width + right, mask=inside, other=0.0).to(tl.float32)
+            # By a scale of its own it is above the limit by its last bit at most, which rounding takes away.
+            scaled = fitted(value, scale, limit, saturates)
+            seen = tl.maximum(seen, size_bits(value))
+            if has_rows:
+                tl.store(rows + at * rows_stride + right, scaled.to(rows.dtype.element_ty), mask=inside)
+            if part % 2 == 0:
+                before = scaled
+            else:
+                word |= pair(before, scaled, columns, by_hand) << (8 * (part - 1))
+        note(seen, notes, note_count)
         if has_columns:
-            turned = tl.trans(scaled.to(columns.dtype.element_ty))
-            room = (right < width)[:, None] & (down < padded)[None, :]
-            tl.store(columns + right[:, None] * columns_stride + down[None, :], turned, mask=room)
+            turn(word, columns, columns_stride, top, left, padded, width, quarter, wide)
 
 
 def peaks_triton(tensors: Sequence[Tensor]) -> Tensor:
@@ -180,7 +239,8 @@ def cast_triton(
             note_count=0 if notes is None else len(notes),
             saturates=saturates,
             peak_block=room_for(peaks),
+            by_hand=interprets(),
             tall=_TALL,
             wide=_WIDE,
-            num_warps=8,
+            num_warps=4,
         )

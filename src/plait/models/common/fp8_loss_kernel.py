@@ -1,7 +1,8 @@
 """What the model thinks of all words but the right one, in 8 bits: the Triton form and its plain twin.
 
-It is written as it lies and turned over. The logits are read once for both, and nothing is written in 16 bits. Other
-numbers that are rounded have no known bound; probabilities have, so their scale is fixed: nobody looks for the largest.
+It is written as it lies and turned over; see [Note: turned over in words] in `ops.fp8_kernel`. The logits are read once
+for both, and nothing is written in 16 bits. Other numbers that are rounded have no known bound; probabilities have, so
+their scale is fixed: nobody looks for the largest.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from plait.ops.fp8_cast import is_fused
-from plait.ops.triton import HAS_TRITON, on_device_of, without_values
+from plait.ops.triton import HAS_TRITON, interprets, on_device_of, without_values
 
 SCALE = 2.0**15
 """What probabilities are multiplied by: one becomes 32,768, of at most 57,344. The smallest that is left is 2**-31."""
@@ -20,6 +21,8 @@ _TALL, _WIDE = 128, 64
 if HAS_TRITON:
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    from plait.ops.fp8_kernel import pair, turn
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _kernel(  # type: ignore[no-untyped-def]
@@ -38,27 +41,36 @@ if HAS_TRITON:
         scale,
         has_rows: tl.constexpr,
         has_columns: tl.constexpr,
+        by_hand: tl.constexpr,
         tall: tl.constexpr,
         wide: tl.constexpr,
     ):
         """One program a tile."""
         across = tl.cdiv(padded_width, wide)
-        down = (tl.program_id(0) // across).to(tl.int64) * tall + tl.arange(0, tall)
-        right = (tl.program_id(0) % across).to(tl.int64) * wide + tl.arange(0, wide)
-        label = tl.load(labels + down, mask=down < height, other=-1)
-        log_total = tl.load(log_totals + down, mask=down < height, other=0.0)
-        inside = (label >= 0)[:, None] & (right < width)[None, :]
-        x = tl.load(logits + down[:, None] * stride + right[None, :], mask=inside, other=0.0).to(tl.float32)
-        counts = inside & (right[None, :] != label[:, None])
-        scaled = tl.where(counts, tl.exp(x - log_total[:, None]) * scale, 0.0)
-        if has_rows:
-            room = (down < height)[:, None] & (right < padded_width)[None, :]
-            small = scaled.to(rows.dtype.element_ty)
-            tl.store(rows + down[:, None] * rows_stride + right[None, :], small, mask=room)
+        top = (tl.program_id(0) // across).to(tl.int64) * tall
+        left = (tl.program_id(0) % across) * wide
+        quarter: tl.constexpr = tall // 4
+        down, right = 4 * tl.arange(0, quarter), left + tl.arange(0, wide)[None, :]
+        logits, rows = logits + top * stride, rows + top * rows_stride
+        labels, log_totals, below = labels + top, log_totals + top, height - top
+        word = tl.zeros((quarter, wide), dtype=tl.int32)
+        for part in tl.static_range(4):
+            at = down + part
+            label = tl.load(labels + at, mask=at < below, other=-1)[:, None]
+            log_total = tl.load(log_totals + at, mask=at < below, other=0.0)[:, None]
+            at = at[:, None]
+            inside = (label >= 0) & (right < width)
+            x = tl.load(logits + at * stride + right, mask=inside, other=0.0).to(tl.float32)
+            scaled = tl.where(inside & (right != label), tl.exp(x - log_total) * scale, 0.0)
+            if has_rows:
+                into = rows + at * rows_stride + right
+                tl.store(into, scaled.to(rows.dtype.element_ty), mask=(at < below) & (right < padded_width))
+            if part % 2 == 0:
+                before = scaled
+            else:
+                word |= pair(before, scaled, columns, by_hand) << (8 * (part - 1))
         if has_columns:
-            turned = tl.trans(scaled.to(columns.dtype.element_ty))
-            room = (right < width)[:, None] & (down < padded_height)[None, :]
-            tl.store(columns + right[:, None] * columns_stride + down[None, :], turned, mask=room)
+            turn(word, columns, columns_stride, top, left, padded_height, width, quarter, wide)
 
 
 def write_others(
@@ -98,9 +110,10 @@ def write_others(
             SCALE,
             has_rows=rows is not None,
             has_columns=columns is not None,
+            by_hand=interprets(),
             tall=_TALL,
             wide=_WIDE,
-            num_warps=8,
+            num_warps=4,
         )
 
 
