@@ -159,7 +159,7 @@ def seconds_of(step: Step, turns: int, device: str) -> float:
     """The best of some dozens of repeated steps, without what begins the first of them."""
     import torch
 
-    from plait.generate.graph import record
+    from plait.ops.record import record
 
     step()
     if device == "cpu":
@@ -182,7 +182,7 @@ def kernels_of(step: Step) -> list[str]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from plait.generate.graph import record
+    from plait.ops.record import record
 
     step()
     graph = record(step)

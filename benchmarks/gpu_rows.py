@@ -30,14 +30,14 @@ def mean_of(found: Any) -> Any:
 # ---- raw torch
 
 
-def raw(*, scope: str = "", weights: str = "fp32") -> Callable[[Job], None]:
+def raw(*, scope: str = "", weights: str = "fp32", mode: str | None = None) -> Callable[[Job], None]:
     """Autocast on fp32 weights, or plain bf16 weights; compiled by block, as a whole, or not at all."""
 
     def run(job: Job) -> None:
         torch, model = job.torch, job.model
         if weights == "bf16":
             model.bfloat16()
-        _compile(job, scope)
+        _compile(job, scope, mode)
         optimizer = job.optimizer()
 
         def step(x: Any, y: Any) -> Any:
@@ -46,16 +46,17 @@ def raw(*, scope: str = "", weights: str = "fp32") -> Callable[[Job], None]:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            return loss.detach()
+            # A recording's output is written anew by the next step.
+            return loss.detach() if mode is None else loss.detach().clone()
 
         job.loop(step)
 
     return run
 
 
-def _compile(job: Job, scope: str) -> None:
+def _compile(job: Job, scope: str, mode: str | None = None) -> None:
     for part in {"": [], "block": getattr(job.model, "blocks", ()), "model": [job.model]}[scope]:
-        part.compile(backend=job.given.backend)
+        part.compile(backend=job.given.backend, mode=mode)
 
 
 def fsdp2(*, scope: str = "") -> Callable[[Job], None]:
@@ -94,7 +95,9 @@ def fsdp2(*, scope: str = "") -> Callable[[Job], None]:
 # ---- Plait
 
 
-def plait(*, scope: str = "", precision: Any = "bf16", optimizer: str = "AdamW") -> Callable[[Job], None]:
+def plait(
+    *, scope: str = "", precision: Any = "bf16", optimizer: str = "AdamW", graphs: bool = False
+) -> Callable[[Job], None]:
     """Plait's engine."""
 
     def run(job: Job) -> None:
@@ -104,7 +107,7 @@ def plait(*, scope: str = "", precision: Any = "bf16", optimizer: str = "AdamW")
         if "fp8" in wanted and job.device.type == "cpu":
             asked = wanted["fp8"]
             wanted["fp8"] = {**(asked if isinstance(asked, dict) else {"recipe": asked}), "emulate": True}
-        strategy: dict[str, Any] = {}
+        strategy: dict[str, Any] = {"graphs": True} if graphs else {}
         if scope:
             strategy["compile"] = {"scope": scope, "backend": job.given.backend}
         if job.case.recompute and not getattr(job.model, "recompute", False):
@@ -254,6 +257,9 @@ ROWS = {
     "raw-eager": Row("raw autocast, eager", "plain", raw()),
     "raw-block": Row("raw autocast, blocks compiled", "plain", raw(scope="block")),
     "raw-model": Row("raw autocast, whole model compiled", "plain", raw(scope="model")),
+    "raw-model-graphs": Row(
+        "raw autocast, whole model compiled, CUDA graphs", "plain", raw(scope="model", mode="reduce-overhead")
+    ),
     "raw-model-bf16": Row("raw bf16 weights, whole model compiled", "plain", raw(scope="model", weights="bf16")),
     "raw-model-own": Row("raw autocast, whole model compiled", "plait", raw(scope="model")),
     "fsdp2": Row("raw FSDP2", "plain", fsdp2()),
@@ -269,6 +275,8 @@ ROWS = {
     "plait-plain": Row("Plait", "plain", plait()),
     "plait-block": Row("Plait, `compile: {scope: block}`", "plait", plait(scope="block")),
     "plait-compile": Row("Plait, `compile: true`", "plait", plait(scope="auto")),
+    "plait-graphs": Row("Plait, `graphs: true`", "plait", plait(graphs=True)),
+    "plait-graphs-compile": Row("Plait, `graphs: true`, `compile: true`", "plait", plait(scope="auto", graphs=True)),
     "plait-compile-plain": Row("Plait, `compile: true`", "plain", plait(scope="auto")),
     "plait-bf16": Row("Plait, `master: false`", "plait", plait(precision=BF16)),
     "plait-8bit": Row("Plait, AdamW8bit", "plait", plait(optimizer="AdamW8bit")),
@@ -289,6 +297,9 @@ USUAL = {
     "8b": ("fsdp2", "fsdp2-block", "raw-model-bf16", "plait", "plait-compile", "plait-8bit", "plait-bf16", "plait-fp8"),
     "32k": LONG,
     "128k": LONG,
-    "resnet50": ("raw-eager", "raw-model", "plait", "plait-compile"),
+    "resnet50": (
+        *("raw-eager", "raw-model", "raw-model-graphs", "plait", "plait-compile"),
+        *("plait-graphs", "plait-graphs-compile"),
+    ),
 }
 """The rows of each size, where none are named."""

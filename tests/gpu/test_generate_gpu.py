@@ -12,7 +12,7 @@ import torch
 from plait.config import parse_sections
 from plait.generate import Generator, HybridEngine, Sampling, generate
 from plait.generate.cached import CachedDecoder
-from plait.generate.graph import WARM_UP, record
+from plait.generate.graph import WARM_UP
 from plait.generate.quick import QuickStep
 from plait.models import build_model, preset
 from plait.ops.chance import CHANCE_BITS, Chance
@@ -20,6 +20,7 @@ from plait.ops.decode_attention import attend_cached
 from plait.ops.draw import draw, draw_plain
 from plait.ops.ends import At, drawn, likeliest, look_up
 from plait.ops.greedy import greedy
+from plait.ops.record import record
 from plait.ops.skinny import TILES, Norm, Stream, Tiles, add, gated, make_counters, project
 from plait.strategy import prepare_manual
 from plait.world import open_world

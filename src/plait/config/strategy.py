@@ -175,6 +175,9 @@ class StrategyConfig(Shorthand):
     tiles: TilesConfig = Field(default_factory=TilesConfig)
     """Layers that are computed for some tokens at a time."""
     compile: CompileConfig = Field(default_factory=CompileConfig)
+    graphs: bool = False
+    """Record forward and backward pass as a CUDA graph and repeat it: for models so small that Python is slower than
+    their device. See gpu.md for what a model must keep to."""
     kernels: Literal["auto", "plain"] = "auto"
     """Norms, gates and rotations in one operation each. `auto`: on CUDA, where the model is not compiled."""
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"

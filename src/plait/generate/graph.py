@@ -7,15 +7,13 @@ once. What is recorded must read and write the same tensors each time; `Answers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 
+from plait.ops.record import record
+
 WARM_UP = 1
 """Steps done before recording: libraries set themselves up in the first one. They count like any other."""
-
-ENOUGH = 8 << 30
-"""Bytes of free memory with which a recording needs none of what is kept unused."""
 
 
 class Recorded:
@@ -45,30 +43,3 @@ class Recorded:
     def forget(self) -> None:
         """The tensors are others now: record anew."""
         self._graph = self._left = None
-
-
-def record(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A step as a graph; the device goes on meanwhile with what it was asked for before.
-
-    `torch.cuda.graph` waits for that and gives all unused memory back first, and what reads the next prompts would have
-    to ask for it again: that is done only where memory is short.
-    """
-    if torch.cuda.mem_get_info()[0] < ENOUGH:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-    graph, stream = torch.cuda.CUDAGraph(), _stream(torch.cuda.current_device())
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        # Other threads, such as the one that watches over collectives, may go on meanwhile.
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            step()
-        finally:
-            graph.capture_end()
-    return graph
-
-
-@cache
-def _stream(device: int) -> torch.cuda.Stream:
-    """One for all recordings: libraries keep some memory for every stream that they meet."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from plait.config.online import ONLINE
 from plait.config.rules.facts import Facts, given, idle
 from plait.config.words import listed, show
 from plait.errors import Problem
@@ -131,6 +132,36 @@ def compile_options_need_compile(facts: Facts) -> Iterator[Problem]:
         yield from idle("strategy.compile", section, names, reason, "Leave it out, or write `enabled: true`.")
 
 
+def recorded_passes_repeat_themselves(facts: Facts) -> Iterator[Problem]:
+    """A recording does what it did the first time, on the device alone."""
+    config, strategy = facts.config, facts.config.strategy
+    if not strategy.graphs:
+        return
+    fp8, layout = config.precision.fp8, strategy.layout
+    spread = next((axis for axis in type(layout).model_fields if (getattr(layout, axis) or 1) > 1), None)
+    reasons = (
+        (spread, f"records the passes of one process, but `strategy.layout.{spread}` is more than 1"),
+        (strategy.offload.on, "cannot go with `strategy.offload`: the host has a part in every pass"),
+        (
+            fp8.recipe != "none" and fp8.scales == "earlier",
+            "cannot go with `precision.fp8.scales: earlier`, whose scales are others in every step",
+        ),
+        (
+            strategy.compile.mode in ("reduce-overhead", "max-autotune"),
+            f"cannot go with `strategy.compile.mode: {strategy.compile.mode}`, which records by itself",
+        ),
+        (
+            (config.batch.accumulation or 1) > 1,
+            "cannot go with `batch.accumulation` above 1: a recorded pass does not add to the one before",
+        ),
+        (config.phase in ONLINE, f"cannot go with phase {config.phase}, whose loop calls the model by itself"),
+        (config.profile, "leaves `profile` nothing to look at: a recording has no operators and no modules"),
+    )
+    for holds, reason in reasons:
+        if holds:
+            yield Problem("strategy.graphs", f"true {reason}", "Leave one of the two out.")
+
+
 def wrap_needs_a_use(facts: Facts) -> Iterator[Problem]:
     """Units are made to be sharded, waited for, recomputed or compiled one by one."""
     strategy = facts.config.strategy
@@ -166,6 +197,7 @@ RULES = (
     tiles_need_layers,
     recompute_options_fit_the_mode,
     compile_options_need_compile,
+    recorded_passes_repeat_themselves,
     wrap_needs_a_use,
     backend_fits_the_device,
 )

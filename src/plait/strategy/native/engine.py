@@ -19,6 +19,7 @@ from plait.strategy.native import state
 from plait.strategy.native.blame import find_culprit
 from plait.strategy.native.forward import Forward, Say
 from plait.strategy.native.loss import LossFunction, LossNormalizer, Sums, WeightedLoss, read_loss
+from plait.strategy.native.recorded import RecordedPasses
 from plait.strategy.native.update import Updater
 from plait.strategy.native.views import Views
 from plait.strategy.stepping import SteppingEngine, inputs_and_samples, unheard
@@ -58,8 +59,10 @@ class NativeEngine(SteppingEngine):
         cut: Callable[[Any], Any] | None = None,
         staged: StagedSteps | None = None,
         scales: EarlierScales | None = None,
+        records: bool = False,
         say: Say,
     ) -> None:
+        """`records`: both passes of a step are recorded and repeated; see `recorded`."""
         self.model = model
         self.world = world
         self.steps = 0
@@ -76,6 +79,7 @@ class NativeEngine(SteppingEngine):
         self._forward = Forward(
             model, world.device, policy, compiled=compiled, cut=cut, before=views.before_forward, say=say
         )
+        self._recorded = RecordedPasses(self._both_passes, model, world.device, say) if records else None
         self._say = say
         self._last_batch: Any = None
         self._under_way: Done | None = None
@@ -98,6 +102,9 @@ class NativeEngine(SteppingEngine):
             self.on_phase(Phase.FORWARD)
             self._train_staged(self._staged, micro_batches)
             return self._finish_step()
+        if self._recorded is not None and len(micro_batches) == 1:
+            self._train_recorded(self._recorded, micro_batches[0])
+            return self._finish_step()
         return super().train_step(micro_batches)
 
     def _train_staged(self, staged: StagedSteps, micro_batches: Sequence[Any]) -> None:
@@ -114,6 +121,21 @@ class NativeEngine(SteppingEngine):
 
         with self._forward.context():
             staged.train(ready, read, self._normalizer, scale, self.world.layout.replicas)
+
+    def _train_recorded(self, recorded: RecordedPasses, batch: Any) -> None:
+        self.on_phase(Phase.FORWARD)
+        self._last_batch = batch
+        inputs, samples = inputs_and_samples(batch)
+        scaler = self.updater.scaler
+        loss = recorded(self._forward.ready(inputs), samples, None if scaler is None else scaler.scale)
+        self._normalizer.add(loss, micro_batches=1)
+
+    def _both_passes(self, inputs: Any, samples: float, scale: Tensor | float | None) -> WeightedLoss:
+        """Forward and backward over the only micro-batch of one process, whose count is that of the step."""
+        loss = self._read_loss(self._forward(inputs), inputs, samples)
+        self._backward(loss.mean(), scale, last=True)
+        weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
+        return WeightedLoss(loss.value.detach(), weight, loss.is_mean)
 
     def _forward_loss(self, batch: Any) -> WeightedLoss:
         self.on_phase(Phase.FORWARD)
@@ -134,11 +156,14 @@ class NativeEngine(SteppingEngine):
         return loss
 
     def _begin_backward(self, loss: Tensor, *, last: bool) -> None:
+        scaler = self.updater.scaler
+        self._backward(loss, None if scaler is None else scaler.scale, last=last)
+
+    def _backward(self, loss: Tensor, scale: Tensor | float | None, *, last: bool) -> None:
         if self._gradients is not None:
             self._gradients.before_backward(last=last)
         self.on_phase(Phase.BACKWARD)
-        scaler = self.updater.scaler
-        torch.autograd.backward(loss if scaler is None else loss * scaler.scale)
+        torch.autograd.backward(loss if scale is None else loss * scale)
 
     def _finish_step(self) -> StepResult:
         self._complete_gradients()
@@ -213,6 +238,11 @@ class NativeEngine(SteppingEngine):
         if self._staged is not None:
             raise TrainingError(
                 "engine(batch) cannot be used with strategy.layout.pp: a pipeline has several micro-batches under way; "
+                "call engine.train_step(micro_batches)"
+            )
+        if self._recorded is not None:
+            raise TrainingError(
+                "engine(batch) cannot be used with strategy.graphs, which records forward and backward pass as one; "
                 "call engine.train_step(micro_batches)"
             )
         return super().__call__(batch)

@@ -18,8 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from plait.config.run import RunConfig
-from plait.errors import ModelError
+from plait.errors import ConfigError, ModelError, Problem
 from plait.ops.attention import choose_attention
+from plait.ops.triton import without_values
 from plait.optim import (
     Adoption,
     GroupSpec,
@@ -201,6 +202,7 @@ def prepare_native(
         cut=spread[0][0],
         staged=staged,
         scales=scale_by_earlier_steps(eight, config.precision.fp8, device),
+        records=_records(config, world, views, say, one_at_a_time=engine is NativeEngine and accumulation == 1),
         say=say,
     )
 
@@ -254,6 +256,27 @@ def _compile(
         # A whole model of written-out roundings takes minutes to compile; equal blocks are compiled once.
         settings = settings.model_copy(update={"scope": "block"})
     return compiling.compile_units(module, units, settings, sharded=sharded)
+
+
+def _records(config: RunConfig, world: World, views: Views, say: Say, *, one_at_a_time: bool) -> bool:
+    """Whether both passes of a step are recorded; a run of which that cannot be said is refused."""
+    if not config.strategy.graphs or any(without_values(param) for param in views.params):
+        return False
+    if world.everyone is not None:
+        raise _unrecordable(f"records the passes of one process, and there are {world.size}", "Start one process")
+    if not one_at_a_time:
+        raise _unrecordable("records whole steps of one micro-batch", "Let a Runner train, without accumulation")
+    if views.in_buckets:
+        what = f"{config.optim.type} in {config.precision.compute} sums gradients beside the passes"
+        raise _unrecordable(f"cannot be honoured: {what}", "Use AdamW, or `precision: fp32` or `tf32`")
+    if world.device.type != "cuda":
+        say("strategy.graphs is on, but there is no CUDA device: training goes on without it")
+        return False
+    return True
+
+
+def _unrecordable(message: str, remedy: str) -> ConfigError:
+    return ConfigError(Problem("strategy.graphs", f"true {message}", f"{remedy}, or leave it out."))
 
 
 def _offloading(config: RunConfig, world: World, policy: Policy, say: Say, *, elementwise: bool) -> Offloading | None:

@@ -1,0 +1,185 @@
+"""Forward and backward pass recorded as a CUDA graph, so that no Python stands between their kernels.
+
+[Note: a pass that repeats itself] A small model keeps its device waiting: a kernel takes less time than Python needs to
+ask for the next one. Recorded, all kernels of both passes are asked for at once. A recording reads its inputs where the
+first ones lay, so each micro-batch is copied there, and leaves its gradients where the first ones were. It holds for
+inputs of one kind: other shapes, and other numbers that are no tensors, have a recording of their own. Whatever
+Python does on the way (a branch, a count, a hook) was done when it was recorded, and is not done again.
+
+The first steps of each kind are not recorded: libraries choose their kernels and set themselves up in those. They run
+on the stream that will be recorded, where autograd then finds everything that it keeps.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from plait.ops.record import record, recording_stream
+from plait.strategy.native.forward import Say
+from plait.strategy.native.loss import WeightedLoss
+
+Passes = Callable[[Any, float, Tensor | float | None], WeightedLoss]
+"""Both passes over inputs of so many samples, the loss multiplied by a scale; returns the loss, detached."""
+
+WARM_UP = 3
+"""Steps of each kind before one is recorded. They count like any other."""
+MOST = 8
+"""Kinds of inputs that are recorded; each keeps a gradient for every parameter."""
+CONSTANTS = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
+"""What inputs may hold besides tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Both passes over inputs of one kind, and the tensors that they read and write."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    scale: Tensor | None
+    loss: WeightedLoss
+    gradients: list[tuple[nn.Parameter, Tensor]]
+
+    def replay(self, inputs: list[Tensor], scale: float | None) -> WeightedLoss:
+        """Do both passes over these inputs."""
+        for room, tensor in zip(self.inputs, inputs, strict=True):
+            room.copy_(tensor, non_blocking=True)
+        if self.scale is not None and scale is not None:
+            self.scale.fill_(scale)
+        self.graph.replay()
+        for param, gradient in self.gradients:
+            param.grad = gradient
+        return self.loss
+
+
+class RecordedPasses:
+    """Both passes of steps with one micro-batch: done as they are at first, then repeated from a recording."""
+
+    def __init__(self, passes: Passes, model: nn.Module, device: torch.device, say: Say) -> None:
+        self._passes = passes
+        self._modules = list(model.modules())
+        self._device = device
+        self._say = say
+        self._on = True
+        self._told = False
+        self._seen: Counter[Hashable] = Counter()
+        self._recordings: dict[Hashable, Recording] = {}
+        self._facts: list[Hashable] = []
+
+    def __call__(self, inputs: Any, samples: float, scale: float | None) -> WeightedLoss:
+        """Both passes over inputs that are ready."""
+        leaves, tree = tree_flatten(inputs)
+        stranger = next((leaf for leaf in leaves if not _is_plain(leaf) and not isinstance(leaf, CONSTANTS)), None)
+        if self._on and stranger is not None:
+            self._give_up(f"micro-batches hold a {type(stranger).__name__}, which is no plain tensor, number or text")
+        if not self._on:
+            return self._as_it_is(inputs, samples, scale)
+        if self._recordings and self._facts != self._look():  # something was moved, frozen or thawed since then
+            self._recordings.clear()
+            self._seen.clear()
+        kind = (tree, samples, *map(_kind, leaves))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        found = self._recordings.get(kind)
+        if found is None:
+            self._seen[kind] += 1
+            if self._seen[kind] <= WARM_UP or self._is_full():
+                return self._as_it_is(inputs, samples, scale)
+            try:
+                found = self._recordings[kind] = self._record(leaves, tree, samples, scale)
+            except RuntimeError as error:
+                self._give_up(_first_line(error))
+                return self._as_it_is(inputs, samples, scale)
+        return found.replay(tensors, scale)
+
+    def _is_full(self) -> bool:
+        full = len(self._recordings) == MOST
+        if full and not self._told:
+            self._told = True
+            self._say(f"strategy.graphs: {MOST} kinds of micro-batches are recorded, further ones are not")
+        return full
+
+    def _as_it_is(self, inputs: Any, samples: float, scale: float | None) -> WeightedLoss:
+        with self._aside():
+            return self._passes(inputs, samples, scale)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """What is done here is done on the stream of recordings, behind all work so far, before all that follows."""
+        if not self._on or self._device.type != "cuda":
+            yield
+            return
+        here = torch.cuda.current_stream(self._device)
+        aside = recording_stream(torch.cuda.current_device())
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            yield
+        here.wait_stream(aside)
+
+    def _record(self, leaves: list[Any], tree: Any, samples: float, scale: float | None) -> Recording:
+        """Record both passes; nothing is computed yet, and gradients are left where a replay will write them."""
+        self._make_room()
+        rooms = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        factor = None if scale is None else torch.empty((), device=self._device)
+        losses: list[WeightedLoss] = []
+        beside = next((found.graph for found in self._recordings.values()), None)
+        graph = record(lambda: losses.append(self._passes(tree_unflatten(rooms, tree), samples, factor)), beside)
+        self._facts = self._look()
+        return Recording(
+            graph,
+            [room for room in rooms if isinstance(room, Tensor)],
+            factor,
+            losses[0],
+            [(param, param.grad) for param in self._parameters() if param.grad is not None],
+        )
+
+    def _make_room(self) -> None:
+        """Give back what the steps before kept for themselves: a recording has memory of its own."""
+        gc.collect()  # also, nothing may be freed while the device is recorded that it has yet to be asked about
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+
+    def _give_up(self, reason: str) -> None:
+        self._on = False
+        self._recordings.clear()
+        for param in self._parameters():
+            param.grad = None  # perhaps half recorded
+        self._say(f"strategy.graphs is on, but the passes cannot be recorded: {reason}. Training goes on without it")
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (param for module in self._modules for param in module._parameters.values() if param is not None)
+
+    def _look(self) -> list[Hashable]:
+        """What a recording takes for granted: modes, what is trained, and where everything lies."""
+        facts: list[Hashable] = []
+        for module in self._modules:
+            facts.append(module.training)
+            facts += [(each.requires_grad, each.data_ptr()) for each in module._parameters.values() if each is not None]
+            facts += [each.data_ptr() for each in module._buffers.values() if each is not None]
+        return facts
+
+
+def _is_plain(leaf: Any) -> bool:
+    return type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.requires_grad
+
+
+def _kind(leaf: Any) -> Hashable:
+    """What a recording knows of an input for good. `1`, `1.0` and `True` are equal, and not the same."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype
+    return type(leaf), leaf
+
+
+def _first_line(error: BaseException) -> str:
+    """Of the error that came first: the end of a recording that failed raises another one."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), type(error).__name__)
