@@ -266,12 +266,12 @@ def _records(config: RunConfig, world: World, views: Views, say: Say, *, one_at_
         raise _unrecordable(f"records the passes of one process, and there are {world.size}", "Start one process")
     if not one_at_a_time:
         raise _unrecordable("records whole steps of one micro-batch", "Let a Runner train, without accumulation")
-    if views.in_buckets:
-        what = f"{config.optim.type} in {config.precision.compute} sums gradients beside the passes"
-        raise _unrecordable(f"cannot be honoured: {what}", "Use AdamW, or `precision: fp32` or `tf32`")
     if world.device.type != "cuda":
         say("strategy.graphs is on, but there is no CUDA device: training goes on without it")
         return False
+    if views.in_buckets:  # an optimizer of the user's own, or parameters that lie in an unusual way
+        what = f"gradients in {config.precision.compute} are summed beside the passes here"
+        raise _unrecordable(f"cannot be honoured: {what}", "Use `optim.type: AdamW`, or `precision: fp32` or `tf32`")
     return True
 
 
