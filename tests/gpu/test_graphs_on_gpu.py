@@ -28,6 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "tf32, SGD": {"precision": "tf32", "optim": {"type": "SGD", "lr": 0.05, "momentum": 0.9}},
     "bf16": {"precision": "bf16"},
+    "bf16, SGD": {"precision": "bf16", "optim": {"type": "SGD", "lr": 0.05, "momentum": 0.9}},
     "fp16": {"precision": {"compute": "fp16", "scaler": {"initial_power": 8, "window": 3}}},
     "bf16, compiled": {"precision": "bf16", "strategy": {"compile": {"scope": "block"}}},
     "bf16, recomputed": {"precision": "bf16", "strategy": {"recompute": "full"}},

@@ -134,6 +134,15 @@ class GradientBuckets:
         assert work is not None
         self._works.append(work)
 
+    def collected(self) -> Callable[[], None]:
+        """What tells anew, once the device has repeated this micro-batch by itself, whose gradients are here."""
+        touched = list(self._touched)
+
+        def tell() -> None:
+            self._touched = list(touched)
+
+        return tell
+
     def after_forward_alone(self) -> None:
         """Nothing was gathered, so there is nothing to let go of."""
 

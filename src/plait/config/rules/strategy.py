@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from plait.config.online import ONLINE
-from plait.config.optim import AdamConfig, AdamWConfig
 from plait.config.rules.facts import Facts, given, idle
-from plait.config.run import RunConfig
 from plait.config.words import listed, show
 from plait.errors import Problem
 
@@ -156,28 +154,12 @@ def recorded_passes_repeat_themselves(facts: Facts) -> Iterator[Problem]:
             (config.batch.accumulation or 1) > 1,
             "cannot go with `batch.accumulation` above 1: a recorded pass does not add to the one before",
         ),
-        (
-            _sums_beside_the_passes(config),
-            f"cannot go with {config.optim.type} as it is set, on fp32 weights behind {config.precision.compute}: "
-            "gradients are summed beside the passes, unless `AdamW` or `Adam` reads them as they are (no `amsgrad`, no "
-            "`train.clip_value`, `implementation: auto`)",
-        ),
         (config.phase in ONLINE, f"cannot go with phase {config.phase}, whose loop calls the model by itself"),
         (config.profile, "leaves `profile` nothing to look at: a recording has no operators and no modules"),
     )
     for holds, reason in reasons:
         if holds:
             yield Problem("strategy.graphs", f"true {reason}", "Leave one of the two out.")
-
-
-def _sums_beside_the_passes(config: RunConfig) -> bool:
-    """Whether gradients in 16 bits need a wide copy; see `plait.optim.one_pass` for those that do not."""
-    optim, precision = config.optim, config.precision
-    if precision.compute not in ("bf16", "fp16") or not precision.master:
-        return False
-    if not isinstance(optim, AdamWConfig | AdamConfig) or config.train.clip_value is not None:
-        return True
-    return optim.amsgrad or optim.implementation not in ("auto", "one-pass")
 
 
 def wrap_needs_a_use(facts: Facts) -> Iterator[Problem]:

@@ -79,7 +79,7 @@ class NativeEngine(SteppingEngine):
         self._forward = Forward(
             model, world.device, policy, compiled=compiled, cut=cut, before=views.before_forward, say=say
         )
-        self._recorded = RecordedPasses(self._both_passes, model, world.device, say) if records else None
+        self._recorded = RecordedPasses(self._both_passes, model, gradients, world.device, say) if records else None
         self._say = say
         self._last_batch: Any = None
         self._under_way: Done | None = None

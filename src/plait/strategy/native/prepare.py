@@ -269,9 +269,6 @@ def _records(config: RunConfig, world: World, views: Views, say: Say, *, one_at_
     if world.device.type != "cuda":
         say("strategy.graphs is on, but there is no CUDA device: training goes on without it")
         return False
-    if views.in_buckets:  # an optimizer of the user's own, or parameters that lie in an unusual way
-        what = f"gradients in {config.precision.compute} are summed beside the passes here"
-        raise _unrecordable(f"cannot be honoured: {what}", "Use `optim.type: AdamW`, or `precision: fp32` or `tf32`")
     return True
 
 

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from plait.ops.record import record, recording_stream
+from plait.parallel.gradients import Gradients
+from plait.parallel.replicate import GradientBuckets
 from plait.strategy.native.forward import Say
 from plait.strategy.native.loss import WeightedLoss
 
@@ -47,6 +49,8 @@ class Recording:
     scale: Tensor | None
     loss: WeightedLoss
     gradients: list[tuple[nn.Parameter, Tensor]]
+    tell: Callable[[], None]
+    """Lets whoever collects gradients know that there are some."""
 
     def replay(self, inputs: list[Tensor], scale: float | None) -> WeightedLoss:
         """Do both passes over these inputs."""
@@ -57,14 +61,19 @@ class Recording:
         self.graph.replay()
         for param, gradient in self.gradients:
             param.grad = gradient
+        self.tell()
         return self.loss
 
 
 class RecordedPasses:
     """Both passes of steps with one micro-batch: done as they are at first, then repeated from a recording."""
 
-    def __init__(self, passes: Passes, model: nn.Module, device: torch.device, say: Say) -> None:
+    def __init__(
+        self, passes: Passes, model: nn.Module, gradients: Gradients | None, device: torch.device, say: Say
+    ) -> None:
+        """`gradients`: what collects them, if anything does; of one process."""
         self._passes = passes
+        self._gradients = gradients
         self._modules = list(model.modules())
         self._device = device
         self._say = say
@@ -138,6 +147,7 @@ class RecordedPasses:
             factor,
             losses[0],
             [(param, param.grad) for param in self._parameters() if param.grad is not None],
+            self._gradients.collected() if isinstance(self._gradients, GradientBuckets) else _nobody_asks,
         )
 
     def _make_room(self) -> None:
@@ -165,6 +175,10 @@ class RecordedPasses:
             facts += [(each.requires_grad, each.data_ptr()) for each in module._parameters.values() if each is not None]
             facts += [each.data_ptr() for each in module._buffers.values() if each is not None]
         return facts
+
+
+def _nobody_asks() -> None:
+    """Gradients are found where they are, on the parameters."""
 
 
 def _is_plain(leaf: Any) -> bool:
