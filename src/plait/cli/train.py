@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from plait.cli.running import train_with
 from plait.config import Parsed, describe, parse, resolve_batch, resolve_layout
 from plait.config.complete import check_complete
+from plait.config.graphs import check_graphs
 from plait.config.words import show
 from plait.errors import ConfigError, Problem
 from plait.launch import gpu_count, launched_size, run_here
@@ -102,6 +103,7 @@ def _check(parsed: Parsed, ranks: int) -> None:
     layout = resolve_layout(config.strategy, size=ranks, local_size=ranks)
     pipeline = config.strategy.pipeline
     batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=pipeline.micro_batches)
+    check_graphs(config.strategy, ranks=ranks, accumulation=batch.accumulation)
     if layout.pp > 1:
         # Late: it brings torch, which the launcher otherwise does without.
         from plait.parallel.pipeline import check_pipeline

@@ -26,6 +26,8 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "broken file": ({}, ["train", "broken.yaml", *TWO], ["broken.yaml:2:", "^"]),
     "wrong dtype": ({"precision": "bf61"}, ["train", "FILE", *TWO], ["precision", "bf61", "bf16"]),
     "uneven batch": ({"batch": {"total": 3}}, ["train", "FILE", *TWO], ["batch", "3 ÷ 2", "`total: 4`"]),
+    "recorded on two ranks": ({"strategy": {"graphs": True}}, ["train", "FILE", *TWO], ["strategy.graphs", "are 2"]),
+    "recorded in parts": ({"strategy": {"graphs": True}}, ["train", "FILE", "batch.accumulation=2"], ["a step has 2"]),
     "missing data": (
         {"data": {"type": "text", "path": "copus.txt", "vocab_size": 300, "seq_len": 16}},
         ["train", "FILE", *TWO],

@@ -133,14 +133,12 @@ def compile_options_need_compile(facts: Facts) -> Iterator[Problem]:
 
 
 def recorded_passes_repeat_themselves(facts: Facts) -> Iterator[Problem]:
-    """A recording does what it did the first time, on the device alone."""
+    """A recording does what it did the first time, on the device alone. See also `config.graphs`."""
     config, strategy = facts.config, facts.config.strategy
     if not strategy.graphs:
         return
-    fp8, layout = config.precision.fp8, strategy.layout
-    spread = next((axis for axis in type(layout).model_fields if (getattr(layout, axis) or 1) > 1), None)
+    fp8 = config.precision.fp8
     reasons = (
-        (spread, f"records the passes of one process, but `strategy.layout.{spread}` is more than 1"),
         (strategy.offload.on, "cannot go with `strategy.offload`: the host has a part in every pass"),
         (
             fp8.recipe != "none" and fp8.scales == "earlier",
@@ -149,10 +147,6 @@ def recorded_passes_repeat_themselves(facts: Facts) -> Iterator[Problem]:
         (
             strategy.compile.mode in ("reduce-overhead", "max-autotune"),
             f"cannot go with `strategy.compile.mode: {strategy.compile.mode}`, which records by itself",
-        ),
-        (
-            (config.batch.accumulation or 1) > 1,
-            "cannot go with `batch.accumulation` above 1: a recorded pass does not add to the one before",
         ),
         (config.phase in ONLINE, f"cannot go with phase {config.phase}, whose loop calls the model by itself"),
         (config.profile, "leaves `profile` nothing to look at: a recording has no operators and no modules"),

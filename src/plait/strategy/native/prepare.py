@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from plait.config.graphs import check_graphs
 from plait.config.run import RunConfig
-from plait.errors import ConfigError, ModelError, Problem
+from plait.errors import ModelError
 from plait.ops.attention import choose_attention
 from plait.ops.triton import without_values
 from plait.optim import (
@@ -96,6 +97,7 @@ def prepare_native(
     strategy, policy, device = config.strategy, make_policy(config.precision), world.device
     shards = world.layout.dp_shard * world.layout.ep * world.layout.cp
     sharded = strategy.stage > 0 and (shards > 1 or strategy.offload.params != "none")
+    check_graphs(strategy, ranks=world.size, accumulation=accumulation, whole_steps=engine is NativeEngine)
     if config.deterministic:
         make_deterministic()
     torch.set_float32_matmul_precision("high" if policy.tf32 else "highest")
@@ -202,7 +204,7 @@ def prepare_native(
         cut=spread[0][0],
         staged=staged,
         scales=scale_by_earlier_steps(eight, config.precision.fp8, device),
-        records=_records(config, world, views, say, one_at_a_time=engine is NativeEngine and accumulation == 1),
+        records=_records(config, world, views, say),
         say=say,
     )
 
@@ -258,22 +260,13 @@ def _compile(
     return compiling.compile_units(module, units, settings, sharded=sharded)
 
 
-def _records(config: RunConfig, world: World, views: Views, say: Say, *, one_at_a_time: bool) -> bool:
-    """Whether both passes of a step are recorded; a run of which that cannot be said is refused."""
+def _records(config: RunConfig, world: World, views: Views, say: Say) -> bool:
+    """Whether both passes of a step are recorded: not on other devices, and not by a plan."""
     if not config.strategy.graphs or any(without_values(param) for param in views.params):
         return False
-    if world.everyone is not None:
-        raise _unrecordable(f"records the passes of one process, and there are {world.size}", "Start one process")
-    if not one_at_a_time:
-        raise _unrecordable("records whole steps of one micro-batch", "Let a Runner train, without accumulation")
     if world.device.type != "cuda":
         say("strategy.graphs is on, but there is no CUDA device: training goes on without it")
-        return False
-    return True
-
-
-def _unrecordable(message: str, remedy: str) -> ConfigError:
-    return ConfigError(Problem("strategy.graphs", f"true {message}", f"{remedy}, or leave it out."))
+    return world.device.type == "cuda"
 
 
 def _offloading(config: RunConfig, world: World, policy: Policy, say: Say, *, elementwise: bool) -> Offloading | None:
