@@ -48,6 +48,8 @@ class Timing:
         self._stage = config.strategy.stage
         selective = config.strategy.recompute.mode == "selective" and not config.strategy.compile.enabled
         self._start_s = hardware.launch_us * 1e-6 * (_POLICY if selective else 1.0)
+        # Kernels of recorded passes are asked for all at once.
+        self._recorded = (Phase.FORWARD, Phase.BACKWARD) if config.strategy.graphs and hardware.kind == "cuda" else ()
         self._watching = True
         self.numbers: dict[str, float] = defaultdict(float)
         """What was seen so far, by the names that `Account` has for it."""
@@ -78,8 +80,12 @@ class Timing:
         if not self._watching:
             return
         self.numbers[f"compute.{phase}.{kind}"] += self.seconds(kind, flops, moved, dtype)
-        self.numbers[f"host.{phase}"] += kernels * self._start_s
+        self._count_starts(phase, kernels)
         self.numbers["flops"] += flops
+
+    def _count_starts(self, phase: Phase, kernels: int = 1) -> None:
+        if phase not in self._recorded:
+            self.numbers[f"host.{phase}"] += kernels * self._start_s
 
     def seconds(self, kind: str, flops: int, moved: int, dtype: torch.dtype) -> float:
         """How long the device takes for it."""
@@ -98,13 +104,13 @@ class Timing:
         when = EACH if self._comes_again(message) else ONCE
         self.numbers[f"{how}.{message.axis}.{when}"] += message.seconds(self._hardware)
         self.numbers[f"sent.{message.axis}.{when}"] += message.sent
-        self.numbers[f"host.{phase}"] += self._start_s
+        self._count_starts(phase)
 
     def _count_copy(self, phase: Phase, way: Literal["out", "in"], size: int) -> None:
         # Gradients leave with the last micro-batch; activations and weights come and go with each.
         each = phase is Phase.FORWARD or (phase is Phase.BACKWARD and way == "in")
         self.numbers[f"link.{way}.{EACH if each else ONCE}"] += size / (self._hardware.pcie_gbps * 1e9)
-        self.numbers[f"host.{phase}"] += self._start_s
+        self._count_starts(phase)
 
     def _comes_again(self, message: Message) -> bool:
         """Whether every micro-batch sends it: between data-parallel ranks, ZeRO decides."""

@@ -77,6 +77,17 @@ def test_a_slow_host_sets_the_pace() -> None:
     assert timing.numbers["host.forward"] == pytest.approx(3.0)
 
 
+def test_of_recorded_passes_the_host_asks_for_the_update_alone() -> None:
+    plain, recorded = (
+        played(batch={"micro": 2}, precision="bf16", strategy={"graphs": graphs}).account for graphs in (False, True)
+    )
+    assert plain.total("host", "forward") > 0
+    assert recorded.total("host", "forward") == recorded.total("host", "backward") == 0
+    assert recorded.total("host", "step") == plain.total("host", "step") > 0
+    assert recorded.total("compute") == plain.total("compute")
+    assert recorded.seconds() < plain.seconds()
+
+
 def test_after_it_was_stopped_nothing_is_counted() -> None:
     timing = timing_on()
     timing.add(Phase.STEP, "memory", 0, 1000, torch.float32)
