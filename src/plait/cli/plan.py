@@ -11,6 +11,7 @@ import typer
 
 from plait.cli.files import write_file
 from plait.config import parse, resolve_batch, resolve_layout
+from plait.config.data import unit_of
 from plait.config.engine import as_native
 from plait.config.layout import least_ranks
 from plait.config.run import RunConfig
@@ -156,9 +157,10 @@ def _show(console: Console, plan: Plan, config: RunConfig) -> None:
     console.print(table)
     mfu = "" if plan.mfu is None else f", {plan.mfu:.1%} of the peak"
     cost = plan.dollars_per_billion()
-    price = "" if cost is None else f", ${cost:,.0f} a billion tokens"
+    unit = unit_of(config.data)
+    price = "" if cost is None else f", ${cost:,.0f} a billion {unit}"
     console.print(
-        f"[bold]{plan.seconds:.3g} s a step[/], {plan.tokens_per_second:,.0f} tokens/s{mfu}{price}", highlight=False
+        f"[bold]{plan.seconds:.3g} s a step[/], {plan.tokens_per_second:,.0f} {unit}/s{mfu}{price}", highlight=False
     )
     times = Table("seconds", *(rank.name for rank in plan.ranks), box=None, pad_edge=False, header_style="bold")
     for name, values in _time_rows(plan):
@@ -258,7 +260,7 @@ def _show_search(console: Console, found: Search, config: RunConfig, ranks: int)
 
     shown = found.found[:_SHOWN]
     columns = as_columns(config, [each.candidate for each in shown], ranks)
-    figures = [Column(title, justify="right", no_wrap=True) for title in ("tokens/s", "GiB")]
+    figures = [Column(title, justify="right", no_wrap=True) for title in (f"{unit_of(config.data)}/s", "GiB")]
     titles = [Column(title, no_wrap=True) for title in columns]
     table = Table(*figures, *titles, "", box=None, pad_edge=False, header_style="bold")
     for index, each in enumerate(shown):

@@ -146,3 +146,9 @@ def leaves(path: str, data: DataConfig | None) -> list[tuple[str, DataSource]]:
 def texts(path: str, data: DataConfig | None) -> list[tuple[str, TextData | JsonlData]]:
     """Those of them that are tokenized. They share one tokenizer, which is that of the first."""
     return [(place, source) for place, source in leaves(path, data) if isinstance(source, TextData | JsonlData)]
+
+
+def unit_of(data: DataConfig | None) -> str:
+    """What a run's speed is counted in: `images`, or `tokens`."""
+    images = any(isinstance(source, ImageFolderData | Cifar10Data) for _, source in leaves("data", data))
+    return "images" if images else "tokens"

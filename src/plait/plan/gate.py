@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from plait.config.data import unit_of
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, PlaitError, Problem, in_one_line
 from plait.plan.expectation import Forecast
@@ -30,7 +31,7 @@ def best_settings(config: RunConfig, ranks: int) -> tuple[list[str], str] | str:
     if best is None or best.plan is None:
         return next((each.reason for each in found.found if each.plan is not None), "nothing fits")
     known = machine.kind == "cuda" or machine.measured
-    rate = f"{best.plan.tokens_per_second:,.0f} tokens/s, " if known else ""
+    rate = f"{best.plan.tokens_per_second:,.0f} {unit_of(config.data)}/s, " if known else ""
     words = f"{rate}{best.plan.needed_gib:.1f} GiB; {len(found.found)} ways in {found.seconds:.0f} s"
     return best.candidate.changes(config), words
 

@@ -122,7 +122,8 @@ def _made_on_the_host(make: Any) -> Any:
 
     def tensor(data: Any, *, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> torch.Tensor:
         made: torch.Tensor = make(data, device="cpu", **kwargs)
-        device = torch.get_default_device() if device is None else device
+        if device is None:
+            device = torch.empty(0).device  # `torch.get_default_device` would ask for a `torch.tensor`
         return made.to(device).requires_grad_(requires_grad)
 
     return tensor

@@ -79,6 +79,17 @@ def test_a_plan_says_that_it_fits_and_writes_all_figures(
         assert f"\n{phase} " in said
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_network_for_images_is_planned_for_a_gpu_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], precision: str
+) -> None:
+    text = "model: {type: resnet, depth: 18, classes: 10, stem: cifar}\ndata: {type: cifar10, path: .}\n"
+    (tmp_path / "run.yaml").write_text(f"{text}batch: {{total: 8}}\ntrain: {{max_steps: 1}}\nprecision: {precision}\n")
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, "run.yaml", "--gpu", "h100") == 0
+    assert " images/s" in capsys.readouterr().out
+
+
 def test_a_plan_that_does_not_fit_says_so_with_its_exit_code_and_shows_the_ladder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
