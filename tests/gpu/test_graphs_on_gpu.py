@@ -31,7 +31,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "bf16, SGD": {"precision": "bf16", "optim": {"type": "SGD", "lr": 0.05, "momentum": 0.9}},
     "fp16": {"precision": {"compute": "fp16", "scaler": {"initial_power": 8, "window": 3}}},
     "bf16, compiled": {"precision": "bf16", "strategy": {"compile": {"scope": "block"}}},
-    "bf16, recomputed": {"precision": "bf16", "strategy": {"recompute": "full"}},
     "fp8": {"precision": "fp8"},
 }
 

@@ -335,6 +335,9 @@ def test_a_recorded_engine_takes_whole_steps(made: list[Tape]) -> None:
     ("sections", "named"),
     [
         ({"strategy": {"offload": "cpu"}}, "strategy.offload"),
+        ({"strategy": {"offload": {"activations": "all"}}}, "strategy.offload"),
+        ({"strategy": {"recompute": "full"}}, "strategy.recompute"),
+        ({"strategy": {"tiles": {"names": ["blocks.*.ffn"]}}}, "strategy.tiles"),
         ({"precision": {"compute": "bf16", "fp8": {"scales": "earlier"}}}, "precision.fp8.scales"),
         ({"strategy": {"compile": {"mode": "reduce-overhead"}}}, "reduce-overhead"),
         ({"profile": {}}, "profile"),
@@ -356,7 +359,7 @@ def test_what_cannot_repeat_itself_is_refused(sections: dict[str, Any], named: s
         {"precision": "fp8"},
         {"precision": "tf32", "optim": {"type": "SGD", "lr": 0.1}},
         {"precision": "fp16", "optim": {"type": "Lion"}},
-        {"strategy": {"compile": {"mode": "max-autotune-no-cudagraphs"}, "recompute": "full"}},
+        {"strategy": {"compile": {"mode": "max-autotune-no-cudagraphs"}}},
     ],
 )
 def test_what_repeats_itself_is_not_refused(sections: dict[str, Any]) -> None:

@@ -139,7 +139,15 @@ def recorded_passes_repeat_themselves(facts: Facts) -> Iterator[Problem]:
         return
     fp8 = config.precision.fp8
     reasons = (
-        (strategy.offload.on, "cannot go with `strategy.offload`: the host has a part in every pass"),
+        (
+            strategy.offload.on or strategy.offload.activations != "none",
+            "cannot go with `strategy.offload`: the host has a part in every pass",
+        ),
+        (
+            strategy.recompute.mode != "none" or strategy.tiles.names,
+            "cannot go with `strategy.recompute` or `strategy.tiles`: torch keeps the random state of what is computed "
+            "again, which it cannot while it records",
+        ),
         (
             fp8.recipe != "none" and fp8.scales == "earlier",
             "cannot go with `precision.fp8.scales: earlier`, whose scales are others in every step",
