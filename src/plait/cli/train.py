@@ -90,7 +90,9 @@ def _accelerated(path: str, *, quiet: bool) -> tuple[list[str], str | None]:
 
 def _count(nproc: str) -> int:
     if nproc == "gpu":
-        return max(gpu_count(), 1)
+        if count := gpu_count():
+            return count
+        raise ConfigError(Problem("--nproc", "'gpu', but no GPU can be seen here", "Write a number from 1."))
     if nproc.isdecimal() and int(nproc) > 0:
         return int(nproc)
     raise ConfigError(Problem("--nproc", f"{nproc!r} is no number of processes", "Write a number from 1, or gpu."))

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from plait.cli.train import _count
+from plait.errors import ConfigError
+
 TWO = ["--nproc", "2"]
 
 # Name of the case: description changes, command line, and what must be said.
@@ -32,6 +35,11 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["data.path", "'copus.txt' does not exist", "did you mean `corpus.txt`", "FILE"],
     ),
     "missing tokens": ({"data": {"type": "tokens", "path": "t.bin", "seq_len": 16}}, ["train", "FILE"], ["data.path"]),
+    "no tokens": (
+        {"data": {"type": "tokens", "path": "corpus.txt", "seq_len": 16}},
+        ["train", "FILE"],
+        ["data.path", "'corpus.txt' is no token file", "'corpus.txt.json'"],
+    ),
     "missing images": ({"val_data": {"type": "image_folder", "path": "img"}}, ["train", "FILE"], ["val_data.path"]),
     "missing model": ({"model": {"type": "hf", "path": "weights"}}, ["train", "FILE"], ["model.path", "weights"]),
     "missing checkpoint": ({}, ["train", "FILE", "checkpoint.resume=old/run", *TWO], ["checkpoint.resume", "old/run"]),
@@ -136,3 +144,11 @@ def test_a_dry_run_shows_every_setting_and_where_it_came_from(answers: dict[str,
 def test_nothing_is_written_by_any_of_them(answers: dict[str, Any], where: Any) -> None:
     assert not (where.folder / "run").exists()
     assert not (where.folder / "cache").exists()
+
+
+def test_one_process_a_gpu_needs_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert _count("gpu") == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match=r"--nproc: 'gpu', but no GPU .*\n.*a number"):
+        _count("gpu")
