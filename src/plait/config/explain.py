@@ -160,7 +160,7 @@ def _wrong_type(error: _Error, expected: list[str]) -> tuple[str, str]:
         if not isinstance(scalar(value), str):
             return message, f"Write it without quotes: {value}."
     if error.kind == "string_type" and not isinstance(value, (dict, list, tuple)):
-        return message, f'Write it in quotes: "{value}".'
+        return message, f'Write it in quotes: "{show(value)}".'
     if error.kind == "tuple_type" and isinstance(value, (str, int, float)):
         return message, f"Write it in brackets: [{value}]."
     return message, ""
