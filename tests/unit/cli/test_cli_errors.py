@@ -54,7 +54,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["train", "FILE", *TWO],
         ["zero"],
     ),
-    "no processes": ({}, ["train", "FILE", "--nproc", "0"], ["--nproc", "'0'"]),
+    "no processes": ({}, ["train", "FILE", "--nproc", "0"], ["on the command line", "--nproc", "'0'"]),
     "fewer than none": ({}, ["train", "FILE", "--nproc", "-1"], ["--nproc", "'-1'"]),
     "no number": ({}, ["train", "FILE", "--nproc", "two"], ["--nproc", "'two'"]),
     "an odd digit": ({}, ["train", "FILE", "--nproc", "²"], ["--nproc", "'²'"]),
