@@ -224,6 +224,10 @@ class TestChoices:
         (problem,) = problems(section).values()
         assert "names no file or folder" in problem.message
 
+    def test_a_list_with_too_few_entries_says_how_many_it_takes(self):
+        problem = problems({"data": {"type": "mixture", "sources": []}})["data.sources"]
+        assert problem.message == "expected at least 2 entries, found []"
+
     def test_text_is_quoted_as_the_file_has_it(self):
         assert problems({"checkpoint": {"resume": True}})["checkpoint.resume"].remedy == 'Write it in quotes: "true".'
 
