@@ -54,6 +54,11 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["train", "FILE", *TWO],
         ["zero"],
     ),
+    "a metric that nobody measures": (
+        {"val_data": {"type": "text", "path": "corpus.txt", "seq_len": 16}},
+        ["train", "FILE", "checkpoint.best.metric=accuracy", "hooks=[{type: early_stop, metric: f1}]"],
+        ["checkpoint.best.metric (from override): 'accuracy' is not measured", "hooks.0.metric", "`loss`"],
+    ),
     "no processes": ({}, ["train", "FILE", "--nproc", "0"], ["on the command line", "--nproc", "'0'"]),
     "fewer than none": ({}, ["train", "FILE", "--nproc", "-1"], ["--nproc", "'-1'"]),
     "no number": ({}, ["train", "FILE", "--nproc", "two"], ["--nproc", "'two'"]),
