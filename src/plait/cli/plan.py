@@ -91,6 +91,9 @@ def plan_run(
     from plait.plan.plan import make_plan
 
     asked = parse(source, overrides).config
+    if asked.strategy.auto:
+        message = "the run looks for its strategy when it starts, and a plan is of one"
+        raise ConfigError(Problem("strategy.auto", message, "Add --search, which looks too, or write a strategy."))
     config = as_native(asked)
     machine, ranks = _machine(gpu, config), gpus or least_ranks(config.strategy)
     known: Known = {}
