@@ -51,7 +51,9 @@ class ConfigError(PlaitError):
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         count = len(self.problems)
         head = "1 problem" if count == 1 else f"{count} problems"
-        super().__init__("\n".join([f"{head} in the run description:", *(f"  - {p}" for p in self.problems)]))
+        flags = all(problem.path.startswith("-") or problem.path in ("SRC", "DST") for problem in self.problems)
+        where = "on the command line" if flags else "in the run description"
+        super().__init__("\n".join([f"{head} {where}:", *(f"  - {p}" for p in self.problems)]))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
         """It may travel between ranks, and arrives with its problems."""

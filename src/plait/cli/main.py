@@ -161,6 +161,8 @@ def plan(
     from plait.cli import plan as commands
 
     words = overrides or []
+    modes = {"--schedule": schedule, "--states-only": states_only, "--search": search}
+    commands.check_use(modes | {"--gpu": gpu, "--exact": exact, "--timeline": timeline, "--out": out})
     if schedule:
         commands.draw_pipeline(config, words, out, ranks=gpus)
         return

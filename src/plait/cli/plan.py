@@ -39,6 +39,21 @@ _NOTABLE_S = 1e-3
 """Copies that take less are not shown: every run moves its inputs."""
 
 
+_ALONE = {
+    "--schedule": ("--states-only", "--search", "--gpu", "--exact", "--timeline"),
+    "--states-only": ("--search", "--gpu", "--exact", "--timeline", "--out"),
+    "--search": ("--exact", "--timeline"),
+}
+"""What each way to look at a run leaves without effect."""
+
+
+def check_use(given: dict[str, object]) -> None:
+    """Refuse options that say nothing beside others; `given` has each with its value."""
+    for mode, others in _ALONE.items():
+        if given[mode] and (idle := [each for each in others if given[each]]):
+            raise ConfigError([Problem(each, f"no effect beside {mode}", "Leave one of the two out.") for each in idle])
+
+
 def draw_pipeline(config: str, overrides: Sequence[str], out: str | None, *, ranks: int | None) -> None:
     """Draw the pipeline of a run as a picture: who works on which micro-batch, when, and who waits."""
     found = parse(config, overrides).config
@@ -77,6 +92,9 @@ def plan_run(
     from plait.plan.plan import make_plan
 
     asked = parse(source, overrides).config
+    if asked.strategy.auto:
+        message = "the run looks for its strategy when it starts, and a plan is of one"
+        raise ConfigError(Problem("strategy.auto", message, "Add --search, which looks too, or write a strategy."))
     config = as_native(asked)
     machine, ranks = _machine(gpu, config), gpus or least_ranks(config.strategy)
     known: Known = {}

@@ -9,6 +9,7 @@ from plait.cli.running import train_with
 from plait.config import Parsed, describe, parse, resolve_batch, resolve_layout
 from plait.config.complete import check_complete
 from plait.config.graphs import check_graphs
+from plait.config.train import EarlyStopConfig, ImportedHook
 from plait.config.words import show
 from plait.errors import ConfigError, Problem
 from plait.launch import gpu_count, launched_size, run_here
@@ -39,6 +40,7 @@ def train(
         overrides = [*overrides, *_shared(config, overrides, count)]
         parsed = parse(config, overrides)
     _check(parsed, launched_size() or count)
+    _check_metrics(parsed)
     if dry_run:
         _show(parsed)
     elif count > 1:
@@ -91,7 +93,9 @@ def _accelerated(path: str, *, quiet: bool) -> tuple[list[str], str | None]:
 
 def _count(nproc: str) -> int:
     if nproc == "gpu":
-        return max(gpu_count(), 1)
+        if count := gpu_count():
+            return count
+        raise ConfigError(Problem("--nproc", "'gpu', but no GPU can be seen here", "Write a number from 1."))
     if nproc.isdecimal() and int(nproc) > 0:
         return int(nproc)
     raise ConfigError(Problem("--nproc", f"{nproc!r} is no number of processes", "Write a number from 1, or gpu."))
@@ -109,6 +113,24 @@ def _check(parsed: Parsed, ranks: int) -> None:
         from plait.parallel.pipeline import check_pipeline
 
         check_pipeline(pipeline, layout.pp, batch.accumulation)
+
+
+def _check_metrics(parsed: Parsed) -> None:
+    """A described run measures the loss; other metrics come from Python alone, as may those of a hook."""
+    config = parsed.config
+    if config.phase is not None or any(isinstance(each, ImportedHook) for each in config.hooks):
+        return
+    named = {
+        f"hooks.{at}.metric": each.metric for at, each in enumerate(config.hooks) if isinstance(each, EarlyStopConfig)
+    }
+    if config.checkpoint.best is not None:
+        named["checkpoint.best.metric"] = config.checkpoint.best.metric
+    if wrong := [key for key, metric in named.items() if metric != "loss"]:
+        remedy = "Write `loss`; `Runner(metrics=…)` in a script of your own measures more."
+        origins = parsed.origins
+        raise ConfigError(
+            [Problem(key, f"{named[key]!r} is not measured", remedy, origins.get(key, "")) for key in wrong]
+        )
 
 
 def _show(parsed: Parsed) -> None:

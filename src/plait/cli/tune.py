@@ -14,7 +14,7 @@ from plait.cli.columns import as_columns, wide_console
 from plait.config import RunConfig, parse
 from plait.config.override import split_override
 from plait.config.read import read
-from plait.config.words import show
+from plait.config.words import counted, show
 from plait.errors import ConfigError, Problem
 from plait.tune import Candidate, Rank, Tuned, make_tune_config, rank_by_rule, tune
 
@@ -94,7 +94,8 @@ def _show(found: Tuned, run: RunConfig, ranks: int, console: Console) -> None:
         table.add_row(*(column[index] for column in columns.values()), *cells, ", ".join(remarks))
     console.print(table)
     refused = len(found.records) - len(tried)
-    console.print(f"{len(tried)} trials, {refused} settings refused before the start; ended: {found.why}", markup=False)
+    counts = f"{counted(len(tried), 'trial')}, {counted(refused, 'setting')} refused before the start"
+    console.print(f"{counts}; ended: {found.why}", markup=False)
     console.print(f"{found.best_path} has the best settings; results.csv beside it has all of them", markup=False)
 
 

@@ -20,6 +20,13 @@ def _path(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+def _named(value: str) -> str:
+    """With the home folder spelled out, once for all who open it. Empty text would be the current folder to them."""
+    if value.strip():
+        return os.path.expanduser(value)
+    raise RefusedError(f"{value!r} names no file or folder", "Give a path, or leave the key out; `.` is this folder.")
+
+
 def _target(value: str) -> str:
     module, separator, name = value.partition(":")
     if module and separator and name:
@@ -31,8 +38,8 @@ def _target(value: str) -> str:
 
 PositiveInt = Annotated[int, Field(gt=0), BeforeValidator(_whole)]
 NonNegativeInt = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
-PathText = Annotated[str, BeforeValidator(_path)]
-"""A path as text; a `pathlib.Path` given from Python becomes text."""
+PathText = Annotated[str, BeforeValidator(_path), AfterValidator(_named)]
+"""A path as text; a `pathlib.Path` given from Python becomes text, and `~` the home folder."""
 Target = Annotated[str, AfterValidator(_target)]
 """Something of the user's own: `module:attribute`."""
 Many = Annotated[tuple[T, ...], Strict(False)]

@@ -160,7 +160,7 @@ def _wrong_type(error: _Error, expected: list[str]) -> tuple[str, str]:
         if not isinstance(scalar(value), str):
             return message, f"Write it without quotes: {value}."
     if error.kind == "string_type" and not isinstance(value, (dict, list, tuple)):
-        return message, f'Write it in quotes: "{value}".'
+        return message, f'Write it in quotes: "{show(value)}".'
     if error.kind == "tuple_type" and isinstance(value, (str, int, float)):
         return message, f"Write it in brackets: [{value}]."
     return message, ""
@@ -179,6 +179,8 @@ def _wrong_value(error: _Error) -> tuple[str, str]:
         return f"entry {error.keys[-1]} is missing: found only {show(value)}", ""
     if kind == "missing":
         return "it is missing", f"{_tag(error.section) or 'This section'} needs it."
+    if kind == "too_short":
+        return f"expected at least {context['min_length']} entries, found {show(value)}", ""
     if kind == "too_long":
         return f"expected {context['max_length']} entries, found {show(value)}", ""
     if isinstance(refused := context.get("error"), RefusedError):

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 
 from plait.config.strategy import StrategyConfig
+from plait.config.words import counted
 from plait.errors import ConfigError, Problem
 
 
@@ -68,7 +69,8 @@ def resolve_layout(strategy: StrategyConfig, *, size: int, local_size: int) -> L
         axes = {axis: n for axis, n in layout.sizes().items() if n > 1 or axis.startswith("dp_")}
         ranks = "there is 1 rank" if size == 1 else f"there are {size} ranks"
         message = f"{' × '.join(axes)} = {' × '.join(map(str, axes.values()))} = {layout.size}, but {ranks}"
-        remedy = f"Start {layout.size} processes, or leave one of dp_replicate and dp_shard out: it takes the rest."
+        start = f"Start {counted(layout.size, 'process', 'processes')}"
+        remedy = f"{start}, or leave one of dp_replicate and dp_shard out: it takes the rest."
         if size % model:
             named = " × ".join(f"{axis} {n}" for axis, n in others.items() if n > 1)
             remedy = f"Start a multiple of {model} processes for {named}, for example {size // model * model or model}."

@@ -71,8 +71,13 @@ def _of_data(role: str, source: DataConfig | None) -> Iterator[Problem]:
         case TokensData():
             path = Path(source.path)
             stem = path.with_suffix("") if path.suffix in (".bin", ".json") else path
-            if not stem.with_name(f"{stem.name}.json").exists():
-                yield _missing(f"{role}.path", source.path, "Give the name of a token file, without its ending.")
+            if not (meta := stem.with_name(f"{stem.name}.json")).exists():
+                remedy = "Give a file that `plait.data.TokenWriter` wrote."
+                if path.exists():
+                    message = f"{source.path!r} is no token file: there is no {meta.name!r} beside it"
+                    yield Problem(f"{role}.path", message, remedy)
+                else:
+                    yield _missing(f"{role}.path", source.path, remedy)
     if isinstance(source, TextData | JsonlData) and source.tokenizer is not None:
         yield from _unless_there(f"{role}.tokenizer", source.tokenizer, "Give a tokenizer.json.")
 

@@ -23,6 +23,11 @@ def listed(words: Iterable[Any], joint: str = "and") -> str:
     return f"{', '.join(most)} {joint} {last}" if most else last
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """`1 step`, `2 steps`; `many` where it is not `one` with an s."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def nearest(word: Any, choices: Iterable[Any]) -> str | None:
     """The choice that was probably meant, or None where none comes near."""
     from difflib import get_close_matches  # only ever needed for a message

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from plait.config.encoding import as_utf8
@@ -50,7 +49,8 @@ class JsonlSource:
             with path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
                     if line.strip():
-                        yield self._document(_parse(line, path, number), f"{path}, line {number}")
+                        where = f"{path}, line {number}"
+                        yield self._document(_parse(line, where), where)
 
     def _document(self, record: dict[str, Any], where: str) -> Document:
         if self.text_key is not None:
@@ -60,15 +60,25 @@ class JsonlSource:
         return _string(record, self.prompt_key, where), _string(record, self.completion_key, where)
 
 
-def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
+def read_object(line: bytes) -> dict[str, Any] | str:
+    """The JSON object of a line, or what is wrong with it."""
     try:
         record = json.loads(line)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}, line {number}: not UTF-8 text: {as_utf8(line)}") from error
+        if b"\\u" in line:  # the only way by which half of a character comes in
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeDecodeError:
+        return f"not UTF-8 text: {as_utf8(line)}"
+    except UnicodeEncodeError as error:
+        return f"{error.object[error.start]!a} is half of a character: no text has a surrogate without its partner"
     except ValueError as error:
-        raise DataError(f"{path}, line {number}: not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{path}, line {number}: expected an object, found {type(record).__name__}")
+        return f"not JSON: {error}"
+    return record if isinstance(record, dict) else f"expected an object, found a {type(record).__name__}"
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    record = read_object(line)
+    if isinstance(record, str):
+        raise DataError(f"{where}: {record}")
     return record
 
 

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
+from plait.config.words import counted
 from plait.data.adopt import adopt
 from plait.data.collate import Collate, stack
 from plait.data.fetch import Fetch
@@ -79,7 +80,7 @@ class Loader:
         self._steps = Steps(SampleOrder(_length(dataset), seed, shuffle), share, drop_last)
         if len(self._steps) == 0:
             raise DataError(
-                f"drop_last leaves nothing: the data set has {self._steps.order.length} samples and "
+                f"drop_last leaves nothing: the data set has {counted(self._steps.order.length, 'sample')} and "
                 f"batch.total is {batch.total}; set drop_last to false or make the batch smaller"
             )
         fetch = Fetch(dataset, collate)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from plait.config.words import counted
 from plait.data.order import mix
 from plait.data.tokens import TokenFile
 from plait.errors import DataError
@@ -60,7 +61,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         if self._length < 1:
             part = "" if split == "all" else f"split {split!r} of "
             raise DataError(
-                f"{part}{source or tokens.path} has {self._count} tokens, less than one sequence of "
+                f"{part}{source or tokens.path} has {counted(self._count, 'token')}, less than one sequence of "
                 f"seq_len {seq_len}: make seq_len smaller, or give more text"
             )
 

@@ -71,6 +71,8 @@ def load_tokenizer(path: str | Path) -> TextTokenizer:
     """Read a `tokenizer.json`."""
     from tokenizers import Tokenizer
 
+    if Path(path).is_dir():
+        raise DataError(f"tokenizer {path} is a folder: give the tokenizer.json in it")
     if not Path(path).is_file():
         raise DataError(f"tokenizer {path} does not exist: give a tokenizer.json, or leave it out to train one")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TextIO
 
+from plait.config.words import counted
 from plait.monitor.line import event_line, level, prefix
 from plait.monitor.table import Table, pairs, plain, tables
 from plait.monitor.units import clock, number
@@ -74,7 +75,7 @@ def end_text(event: Event) -> str:
     reason = f" ({data['reason']})" if data.get("reason") else ""
     seconds = number(data.get("seconds"))
     took = f" in {clock(seconds)}" if seconds is not None else ""
-    return f"Run ended{reason}: {data.get('steps', event.step)} steps{took}"
+    return f"Run ended{reason}: {counted(data.get('steps', event.step), 'step')}{took}"
 
 
 def spelled(text: str, stream: TextIO) -> str:

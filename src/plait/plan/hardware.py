@@ -160,10 +160,12 @@ def _matches(text: str, names: Mapping[str, Hardware]) -> list[str]:
     if exact or len(word) < 3:
         return exact
     models = {name: _fold(name.partition("-")[0]) for name in names}
-    # `nvidiah10080ghbm3` names a model and perhaps a size; `4090` and `h10` are parts of a model's name.
-    named = [name for name, model in models.items() if model in word]
+    # `nvidia h100 80gb hbm3` names a model and perhaps a size, and `4090` is a part of a model's name. Words and
+    # numbers are taken whole: neither an H20 nor a GH200 is an H200.
+    spaced = re.sub(r"(?<=[a-z])[^a-z0-9]+(?=[0-9])", "", text.lower())
+    named = [name for name, model in models.items() if re.search(rf"(?<![a-z]){model}(?![0-9])", spaced)]
     sized = [name for name in named if all(_fold(part) in word for part in name.split("-"))]
-    return sized or named or [name for name, model in models.items() if word in model]
+    return sized or named or [name for name, model in models.items() if re.search(rf"{word}(?![0-9])", model)]
 
 
 def _fold(text: str) -> str:

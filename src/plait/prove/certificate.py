@@ -111,7 +111,8 @@ class Certificate:
             margin = "" if worst is None else f"; closest to its tolerance: {worst}"
             if worst is not None and worst.deviation == 0:
                 margin = ", without any deviation"
-            return f"PASS  {subject} is one process: {tensors} tensors agree after each of {steps} steps{margin}"
+            when = "1 step" if steps == 1 else f"each of {steps} steps"
+            return f"PASS  {subject} is one process: {tensors} tensors agree after {when}{margin}"
         lines = [f"FAIL  {subject} is not one process"]
         tensor = self.first_tensor
         if self.first is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from plait.config import Layout, RunConfig, parse, to_dict
 from plait.config.complete import check_complete
+from plait.config.words import counted
 from plait.errors import ConfigError, Problem, TrainingError
 from plait.launch import STOPPED_CODES, run_ranks
 from plait.prove.cases import Cases, besides, make_cases
@@ -43,9 +44,9 @@ def prove(
     rounding = rounding_of(config.precision, on_cpu=cases.candidate.device == "cpu")
     with tempfile.TemporaryDirectory(prefix="plait-prove-") as folder:
         one, many = Path(folder, "reference"), Path(folder, "candidate")
-        say(f"reference: one process, {steps} steps, twice")
+        say(f"reference: one process, {counted(steps, 'step')}, twice")
         _run(Job(to_dict(cases.reference), str(one), steps, nudge=rounding.epsilon), 1, "the reference")
-        say(f"candidate: {name_of(cases.candidate, cases.layout)}, {steps} steps")
+        say(f"candidate: {name_of(cases.candidate, cases.layout)}, {counted(steps, 'step')}")
         _run(Job(to_dict(cases.candidate), str(many), steps, against=str(one)), cases.layout.size, "the candidate")
         traces = [Trace.read(path / TRACE) for path in (one, one / NUDGED, many)]
     certificate = certify(cases, rounding, *traces)

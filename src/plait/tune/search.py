@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.config import RunConfig, parse, to_yaml
-from plait.errors import ConfigError, TrainingError, in_one_line
+from plait.config.words import counted
+from plait.errors import ConfigError, Problem, TrainingError, in_one_line
 from plait.plan.candidate import Candidate
 from plait.plan.space import candidates
 from plait.tune.book import Book, Record, replace_file
@@ -56,7 +57,7 @@ def tune(
     found = _legal(candidates(run, space_of(run, config)), source, overrides, config, book)
     ordered = in_order(run, found, config, rank)
     done = sum(book.find(each) is not None for each in ordered)
-    say(f"{len(ordered)} settings to try, {done} of them done; results in {book.folder}")
+    say(f"{counted(len(ordered), 'setting')} to try, {done} of them done; results in {book.folder}")
     why = _measure(ordered, source, overrides, run, config, book, say)
     best = book.best
     if best is not None:
@@ -71,18 +72,31 @@ def tune(
 def _legal(
     found: Sequence[Candidate], source: str, overrides: Sequence[str], config: TuneConfig, book: Book
 ) -> list[Candidate]:
-    """Candidates that make a run, one of each that would be the same; the others are recorded with their reason."""
+    """Candidates that make a run, one of each that would be the same; the others are recorded with their reason.
+
+    A key of `space` that no candidate can have is an error: it is misspelt, or all its values are wrong.
+    """
     kept: dict[str, Candidate] = {}
     refused: list[Record] = []
+    possible: set[str] = set()
     for candidate in found:
         try:
             kept.setdefault(effective(source, [*overrides, *candidate.overrides], config.nproc), candidate)
+            possible |= candidate.settings.keys()
         except ConfigError as error:
             if not candidate.settings:
                 raise  # the run as the user wrote it
             refused.append(Record(candidate.settings, Outcome("refused", 0.0, in_one_line(error)), None))
+    why = {key: each.outcome.reason for each in reversed(refused) for key in each.settings}
+    idle = [key for key in config.space if key in why and key not in possible]
+    if idle:  # one alone may keep all others from every run
+        raise ConfigError([_idle(key, why[key]) for key in [key for key in idle if key in why[key]] or idle])
     book.add(*refused)
     return list(kept.values())
+
+
+def _idle(key: str, reason: str) -> Problem:
+    return Problem(f"space.{key}", f"none of its values makes a run: {reason}", "Leave the key out, or correct it.")
 
 
 def _measure(
@@ -100,7 +114,7 @@ def _measure(
         if book.find(candidate) is not None:
             continue
         if len(book.trials) >= config.trials:
-            return f"{len(book.trials)} trials, as asked"
+            return f"{counted(len(book.trials), 'trial')}, as asked"
         if config.early_stop is not None and book.since_best >= config.early_stop:
             return f"{book.since_best} trials in a row were no better"
         left = end - time.monotonic()

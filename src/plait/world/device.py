@@ -70,8 +70,11 @@ def _choose_mps(ranks: Ranks) -> torch.device:
 
 def choose_backend(setting: str, device: torch.device) -> str:
     """The process-group backend: what `backend` says, or the one that belongs to the device."""
-    if setting == "mpi" and not torch.distributed.is_mpi_available():
-        raise WorldError("backend: mpi was asked for, but this torch was built without MPI; set backend: auto")
-    if setting != "auto":
-        return setting
-    return BACKENDS[device.type]
+    if setting == "auto":
+        return BACKENDS[device.type]
+    if not torch.distributed.is_backend_available(setting):
+        built = f"torch {torch.__version__} was built without it"
+        raise WorldError(f"backend: {setting} was asked for, but {built}; set backend: auto")
+    if setting in ("nccl", "xccl") and setting not in BACKENDS[device.type]:
+        raise WorldError(f"backend: {setting} has no collectives on {device.type}; set backend: auto")
+    return setting

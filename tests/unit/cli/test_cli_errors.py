@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from plait.cli.train import _count
+from plait.errors import ConfigError
+
 TWO = ["--nproc", "2"]
 
 # Name of the case: description changes, command line, and what must be said.
@@ -34,6 +37,11 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["data.path", "'copus.txt' does not exist", "did you mean `corpus.txt`", "FILE"],
     ),
     "missing tokens": ({"data": {"type": "tokens", "path": "t.bin", "seq_len": 16}}, ["train", "FILE"], ["data.path"]),
+    "no tokens": (
+        {"data": {"type": "tokens", "path": "corpus.txt", "seq_len": 16}},
+        ["train", "FILE"],
+        ["data.path", "'corpus.txt' is no token file", "'corpus.txt.json'"],
+    ),
     "missing images": ({"val_data": {"type": "image_folder", "path": "img"}}, ["train", "FILE"], ["val_data.path"]),
     "missing model": ({"model": {"type": "hf", "path": "weights"}}, ["train", "FILE"], ["model.path", "weights"]),
     "missing checkpoint": ({}, ["train", "FILE", "checkpoint.resume=old/run", *TWO], ["checkpoint.resume", "old/run"]),
@@ -48,7 +56,12 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["train", "FILE", *TWO],
         ["zero"],
     ),
-    "no processes": ({}, ["train", "FILE", "--nproc", "0"], ["--nproc", "'0'"]),
+    "a metric that nobody measures": (
+        {"val_data": {"type": "text", "path": "corpus.txt", "seq_len": 16}},
+        ["train", "FILE", "checkpoint.best.metric=accuracy", "hooks=[{type: early_stop, metric: f1}]"],
+        ["checkpoint.best.metric (from override): 'accuracy' is not measured", "hooks.0.metric", "`loss`"],
+    ),
+    "no processes": ({}, ["train", "FILE", "--nproc", "0"], ["on the command line", "--nproc", "'0'"]),
     "fewer than none": ({}, ["train", "FILE", "--nproc", "-1"], ["--nproc", "'-1'"]),
     "no number": ({}, ["train", "FILE", "--nproc", "two"], ["--nproc", "'two'"]),
     "an odd digit": ({}, ["train", "FILE", "--nproc", "²"], ["--nproc", "'²'"]),
@@ -138,3 +151,11 @@ def test_a_dry_run_shows_every_setting_and_where_it_came_from(answers: dict[str,
 def test_nothing_is_written_by_any_of_them(answers: dict[str, Any], where: Any) -> None:
     assert not (where.folder / "run").exists()
     assert not (where.folder / "cache").exists()
+
+
+def test_one_process_a_gpu_needs_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert _count("gpu") == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match=r"--nproc: 'gpu', but no GPU .*\n.*a number"):
+        _count("gpu")

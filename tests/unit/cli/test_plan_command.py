@@ -131,6 +131,24 @@ def test_an_unknown_machine_is_refused(
     assert "z9000" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words", ["--search --timeline x.svg", "--states-only --out x.json", "--schedule --search", "--schedule --gpu h100"]
+)
+def test_an_option_that_says_nothing_beside_another_is_refused(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mode, idle, *_ = words.split()
+    assert planned(tmp_path, monkeypatch, *words.split()) == 2
+    assert f"{idle}: no effect beside {mode}" in capsys.readouterr().err
+
+
+def test_a_strategy_that_is_still_to_be_found_is_not_planned_as_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planned(tmp_path, monkeypatch, "strategy=auto") == 2
+    assert "--search" in capsys.readouterr().err
+
+
 def test_states_only_prints_deepspeeds_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ from plait.config.draft import dotted
 from plait.config.foreign import _WORDS, plait_key
 from plait.config.run import RunConfig
 from plait.config.tree import homes
-from plait.config.words import listed, nearest, show
+from plait.config.words import counted, listed, nearest, show
 from plait.errors import ConfigError
 
 
@@ -219,10 +219,26 @@ class TestChoices:
         problem = problems({"data": {"type": "jsonl", "path": "x", **keys}})["data"]
         assert "either text_key, or prompt_key and completion_key" in problem.remedy
 
+    @pytest.mark.parametrize("section", [{"work_dir": ""}, {"work_dir": " "}, {"checkpoint": {"resume": ""}}])
+    def test_empty_text_is_no_path(self, section):
+        (problem,) = problems(section).values()
+        assert "names no file or folder" in problem.message
+
+    def test_a_list_with_too_few_entries_says_how_many_it_takes(self):
+        problem = problems({"data": {"type": "mixture", "sources": []}})["data.sources"]
+        assert problem.message == "expected at least 2 entries, found []"
+
+    def test_text_is_quoted_as_the_file_has_it(self):
+        assert problems({"checkpoint": {"resume": True}})["checkpoint.resume"].remedy == 'Write it in quotes: "true".'
+
 
 class TestWords:
     def test_a_long_value_is_cut(self):
         assert len(show("x" * 1000)) == 60
+
+    def test_one_is_not_many(self):
+        assert [counted(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+        assert counted(2, "process", "processes") == "2 processes"
 
     def test_one_word_is_no_list(self):
         assert listed(["a"]) == "a"

@@ -219,6 +219,10 @@ class TestSections:
     def test_a_path_object_is_a_path(self):
         assert parse_sections(work_dir=Path("runs") / "x").config.work_dir == str(Path("runs/x"))
 
+    def test_every_path_knows_the_home_folder(self):
+        config = parse_sections(work_dir="~/runs", checkpoint={"resume": "~/old"}).config
+        assert (config.work_dir, config.checkpoint.resume) == (str(Path.home() / "runs"), str(Path.home() / "old"))
+
     def test_errors_are_the_same_and_say_keyword(self):
         with pytest.raises(ConfigError) as caught:
             parse_sections(optimizer={"lr": 1}, train={"max_step": 1})

@@ -59,6 +59,7 @@ BROKEN = [
         {"schedule.warmup_start_factor": "`schedule.warmup` is 0"},
     ),
     ({"log": {"wandb_project": "p"}}, {"log.wandb_project": "no wandb"}),
+    ({"train": {"guard": {"enabled": False, "max_skips": 3}}}, {"train.guard.max_skips": "no step is skipped"}),
     # model
     ({"model": {"type": "gpt", "dim": 100, "heads": 12}}, {"model.dim": "8.33"}),
     ({"model": {"type": "llama", "dim": 100, "heads": 12, "kv_heads": 12}}, {"model.dim": "8.33"}),
@@ -115,6 +116,7 @@ FINE = [
         "train": {"max_steps": 9},
     },
     {"schedule": {"type": "WarmupLR"}},
+    {"precision": "fp16", "train": {"guard": {"enabled": False, "max_skips": 3}}},
     {"log": {"sinks": ["wandb"], "wandb_project": "p"}},
     {"model": {"type": "llama", "dim": 64, "heads": 4, "kv_heads": 2, "vocab_size": 4096}, "data": JSONL},
     {"model": {"type": "hf", "config": {}}},
@@ -180,3 +182,9 @@ def test_a_word_and_an_override_that_disagree_name_where_the_word_came_from():
 @pytest.mark.parametrize("plan", [False, "off", {"gate": False}, {"gate": "off"}])
 def test_the_gate_is_off_however_yaml_reads_the_word(plan: object) -> None:
     assert parse({"plan": plan}).config.plan.gate == "off"
+
+
+@pytest.mark.parametrize(("steps", "remedy"), [(8, "`profile.start: 6` or less"), (5, "`train.max_steps: 11` or more")])
+def test_a_profile_that_comes_too_late_is_told_what_would_do(steps, remedy):
+    (problem,) = broken({"profile": {"start": 9, "steps": 3}, "train": {"max_steps": steps}})
+    assert remedy in problem.remedy

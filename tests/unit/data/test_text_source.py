@@ -164,6 +164,8 @@ def test_training_a_tokenizer_twice_gives_the_same_one() -> None:
 def test_any_text_survives_encoding_and_decoding(text: str, tmp_path: Path) -> None:
     trained = train_tokenizer(["some words to learn from"], 260)
     trained.save(tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match=r"is a folder: give the tokenizer\.json in it"):
+        load_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
     tokens = tokenizer.encode(text)
     assert tokenizer.end not in tokens

@@ -42,6 +42,12 @@ def test_a_name_that_may_be_two_machines_is_not_guessed() -> None:
         find_hardware("a100")
 
 
+@pytest.mark.parametrize("text", ["h20", "NVIDIA H20", "NVIDIA GH200 480GB", "a10", "NVIDIA RTX A1000", "h1000"])
+def test_another_machine_is_not_taken_for_one_that_is_called_alike(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"no machine is called '{text}'"):
+        find_hardware(text)
+
+
 def test_an_unknown_name_gets_a_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"Did you mean `h100`\?"):
         find_hardware("h10O")  # the letter, not the digit

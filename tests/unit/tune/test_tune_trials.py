@@ -187,3 +187,14 @@ def test_ranks_are_measured_together_and_one_that_is_killed_is_found(bench: Any)
     kinds = {KIND: ("kill",), "hooks.0.args.rank": (1,)}
     found = tune(source, ["strategy=zero3"], TuneConfig(**QUICK, nproc=2, space=kinds), out="out")
     assert {kind: record.outcome.status for kind, record in by_kind(found).items()} == {"none": "ok", "kill": "oom"}
+
+
+def test_a_key_that_no_run_can_have_is_told_before_anything_is_measured(bench: Any) -> None:
+    said: list[str] = []
+    config = TuneConfig(**QUICK, space={"strategy.zreo": (0, 3), "strategy.zero": (0, 1)})
+    with pytest.raises(
+        ConfigError, match=r"space\.strategy\.zreo: none of its values makes a run: .*unknown key"
+    ) as caught:
+        tune(bench.describe(), [], config, out=bench.folder / "found", say=said.append)
+    assert said == []
+    assert len(caught.value.problems) == 1  # without it, zero 0 would make one

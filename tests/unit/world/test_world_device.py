@@ -83,6 +83,13 @@ def test_mpi_needs_a_torch_that_has_it() -> None:
         choose_backend("mpi", torch.device("cpu"))
 
 
+@pytest.mark.parametrize("built", [False, True])
+def test_nccl_needs_a_torch_that_has_it_and_gpus(monkeypatch: pytest.MonkeyPatch, built: bool) -> None:
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: built)
+    with pytest.raises(WorldError, match=r"backend: nccl .*set backend: auto"):
+        choose_backend("nccl", torch.device("cpu"))
+
+
 def test_segments_grow_unless_the_user_has_settings_of_their_own() -> None:
     assert wants_growing_segments({"PYTORCH_CUDA_ALLOC_CONF": ""}, "linux")
     assert not wants_growing_segments({}, "win32")  # where torch cannot

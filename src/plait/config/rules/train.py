@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from plait.config.online import ONLINE
 from plait.config.optim import SGDConfig
+from plait.config.profile import EARLIEST
 from plait.config.rules.facts import Facts, idle
 from plait.config.train import EarlyStopConfig, RollbackConfig
 from plait.config.words import show
@@ -110,7 +111,17 @@ def a_profile_fits_into_the_run(facts: Facts) -> Iterator[Problem]:
     last = profile.start + profile.steps - 1
     if last > steps:
         message = f"{profile.start}, so steps up to {last} are recorded, but `train.max_steps` is {steps}"
-        yield Problem("profile.start", message, f"Write `profile.start: {max(4, steps - profile.steps + 1)}` or less.")
+        latest = steps - profile.steps + 1
+        start = f"Write `profile.start: {latest}` or less." if latest >= EARLIEST else ""
+        yield Problem("profile.start", message, start or f"Write `train.max_steps: {last}` or more.")
+
+
+def skips_are_counted_by_the_guard(facts: Facts) -> Iterator[Problem]:
+    """Without it a step that is not finite is made, and none is skipped; but in fp16 overflows always are."""
+    config = facts.config
+    if not config.train.guard.enabled and config.precision.compute != "fp16" and config.strategy.engine == "native":
+        reason = "`train.guard.enabled` is false, so no step is skipped"
+        yield from idle("train.guard", config.train.guard, ("max_skips",), reason, "Leave one of the two out.")
 
 
 RULES = (
@@ -123,4 +134,5 @@ RULES = (
     warmup_start_needs_warmup,
     wandb_project_needs_wandb,
     a_profile_fits_into_the_run,
+    skips_are_counted_by_the_guard,
 )

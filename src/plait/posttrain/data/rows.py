@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from plait.config.encoding import as_utf8
+from plait.data.jsonl import read_object
 from plait.errors import DataError, MissingExtraError
 
 Row = tuple[str, Mapping[str, Any] | str]
@@ -34,18 +33,8 @@ def read_rows(path: str) -> Iterator[Row]:
 def _lines(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                row = json.loads(line)
-            except UnicodeDecodeError:
-                yield where, f"not UTF-8 text: {as_utf8(line)}"
-                continue
-            except ValueError as error:
-                yield where, f"not JSON: {error}"
-                continue
-            yield where, row if isinstance(row, dict) else f"expected an object, found a {type(row).__name__}"
+            if line.strip():
+                yield f"{path}, line {number}", read_object(line)
 
 
 def _parquet(path: Path) -> Iterator[Row]:
