@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from plait.data.tokenizer import TextTokenizer
-from plait.errors import GenerateError
+from plait.errors import ContextError, GenerateError
 from plait.generate.generator import Generator
 from plait.generate.options import Completion, Sampling
 
@@ -74,7 +74,7 @@ class Speaker:
                 return Asked(tokens, left_out)
         if context is not None and len(tokens) < context:
             return Asked(tokens, left_out)
-        raise GenerateError(f"the last turn alone takes {len(tokens)} tokens, and the model sees {context}; say less")
+        raise ContextError(f"the last turn alone takes {len(tokens)} tokens, and the model sees {context}; say less")
 
     def write(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[tuple[str, Completion]]:
         """An answer to each prompt, as text without what ended it, and as tokens."""

@@ -120,6 +120,7 @@ def test_rows_that_cannot_be_used_are_counted_and_told(tmp_path: Path) -> None:
             "does not end with a message of the assistant",
         ),
         ({"messages": [{"role": "robot", "content": "q"}]}, "incomplete", "has the role 'robot'"),
+        ({"prompt": "q", "response": "\ud83d"}, "incomplete", "line 1: incomplete .*half of a character"),
         ({"prompt": "q", "response": ""}, "empty", "line 1: empty .an answer is empty"),
         ({"prompt": "q" * 99, "response": "a"}, "too_long", "line 1: with a prompt longer than max_len .*at most 64"),
     ],

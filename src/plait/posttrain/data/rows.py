@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.config.encoding import as_utf8
+from plait.data.tokenizer import half_character
 from plait.errors import DataError, MissingExtraError
 
 Row = tuple[str, Mapping[str, Any] | str]
@@ -44,6 +45,13 @@ def _lines(path: Path) -> Iterator[Row]:
                 continue
             except ValueError as error:
                 yield where, f"not JSON: {error}"
+                continue
+            if (
+                b"\\u" in line
+                and isinstance(row, dict)
+                and (wrong := half_character(json.dumps(row, ensure_ascii=False)))
+            ):
+                yield where, wrong
                 continue
             yield where, row if isinstance(row, dict) else f"expected an object, found a {type(row).__name__}"
 
