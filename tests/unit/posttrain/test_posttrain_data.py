@@ -130,6 +130,12 @@ def test_or_they_are_errors_that_name_the_place_and_the_key(row: Any, key: str, 
         load([row], tmp_path, **{key: "error"})
 
 
+def test_a_file_that_is_one_list_is_told_how_to_become_lines(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text('[\n  {"prompt": "q", "response": "a"}\n]\n')
+    with pytest.raises(DataError, match=r"rows.json, line 1: a list, .*jq -c '\.\[\]' rows.json > rows-rows.jsonl"):
+        list(read_rows(str(tmp_path / "rows.json")))
+
+
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         prepare_data(

@@ -38,6 +38,11 @@ def _lines(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
+            if line.lstrip(b"\xef\xbb\xbf \t").startswith(b"["):
+                raise DataError(
+                    f"{where}: a list, where one object a line was expected; turn it into lines with "
+                    f"`jq -c '.[]' {path.name} > {path.stem}-rows.jsonl`"
+                )
             try:
                 row = json.loads(line)
             except UnicodeDecodeError:
