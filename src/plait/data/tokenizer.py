@@ -22,7 +22,9 @@ def half_character(text: str) -> str | None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        return f"half of a character: \\u{ord(text[error.start]):04x} without what belongs to it"
+        found = ord(text[error.start])
+        byte = " (or a byte that is no UTF-8)" if 0xDC80 <= found <= 0xDCFF else ""  # Python's way to keep such a byte
+        return f"half of a character{byte}: \\u{found:04x} without what belongs to it"
     return None
 
 

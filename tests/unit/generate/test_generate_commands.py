@@ -142,6 +142,10 @@ def test_a_conversation_goes_on_turn_by_turn_and_can_be_taken_back(
     out, err = capsys.readouterr()
     assert "there is no /nothing: /clear" in err
     assert out.split("\n")[0] == first
+    assert call(monkeypatch, "chat", *options, said="caf\udce9\nhi\n") == 0
+    out, err = capsys.readouterr()
+    assert "a byte that is no UTF-8" in err
+    assert out.split("\n")[0] == first
     assert call(monkeypatch, "chat", *options, said="word " * 200 + "\nhi\n") == 0
     out, err = capsys.readouterr()
     assert "say less" in err
