@@ -99,6 +99,10 @@ class GenerateError(PlaitError):
     """No text can be generated as asked."""
 
 
+class ContextError(GenerateError):
+    """What is asked is longer than the model sees."""
+
+
 class MissingExtraError(PlaitError):
     """An optional package is needed and absent."""
 

@@ -100,11 +100,14 @@ def _mean(rewards: Sequence[float]) -> tuple[str, str]:
 
 def read_prompts(file: Path) -> list[str]:
     """A prompt a line; in a `.jsonl` file, the field `prompt` of each line, or `text`."""
-    lines = [line for line in _read(file).splitlines() if line.strip()]
+    # Not `splitlines`: it takes characters that a text may have, U+2028 and form feeds, for the end of a line.
+    lines = [(number, line) for number, line in enumerate(_read(file).split("\n"), 1) if line.strip()]
+    if not lines:
+        raise DataError(f"{file} has no prompt in it: write one a line")
     if file.suffix != ".jsonl":
-        return lines
+        return [line for _, line in lines]
     prompts = []
-    for number, line in enumerate(lines, 1):
+    for number, line in lines:
         try:
             row = json.loads(line)
         except ValueError as error:

@@ -17,6 +17,17 @@ KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 """End tokens of tokenizers that are given, in the order in which they are looked for."""
 
 
+def half_character(text: str) -> str | None:
+    """What is wrong with a text that no file can hold: JSON and a command line may bring half of a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = ord(text[error.start])
+        byte = " (or a byte that is no UTF-8)" if 0xDC80 <= found <= 0xDCFF else ""  # Python's way to keep such a byte
+        return f"half of a character{byte}: \\u{found:04x} without what belongs to it"
+    return None
+
+
 class TextTokenizer:
     """A `tokenizers` tokenizer with what training and sampling need of it."""
 
@@ -49,7 +60,10 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, nothing added."""
-        tokens: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        try:
+            tokens: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        except TypeError as error:  # all that the library says of a text that is no UTF-8
+            raise DataError(f"{half_character(text) or error}; leave it out") from error
         return tokens
 
     def encode_many(self, texts: Sequence[str]) -> Iterator[list[int]]:

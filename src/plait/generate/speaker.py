@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from plait.data.tokenizer import TextTokenizer
-from plait.errors import GenerateError
+from plait.data.tokenizer import TextTokenizer, half_character
+from plait.errors import ContextError, GenerateError
 from plait.generate.generator import Generator
 from plait.generate.options import Completion, Sampling
 
@@ -64,6 +64,8 @@ class Speaker:
         """
         if not turns:
             raise GenerateError("the conversation is empty: say something first")
+        if wrong := next(filter(None, (half_character(turn.content) for turn in turns)), None):
+            raise GenerateError(f"{wrong}; leave it out")
         system = [turn for turn in turns[:1] if turn.role == "system"]
         rest, context = list(turns[len(system) :]), self.generator.context
         for left_out in range(max(len(rest), 1)):
@@ -74,7 +76,7 @@ class Speaker:
                 return Asked(tokens, left_out)
         if context is not None and len(tokens) < context:
             return Asked(tokens, left_out)
-        raise GenerateError(f"the last turn alone takes {len(tokens)} tokens, and the model sees {context}; say less")
+        raise ContextError(f"the last turn alone takes {len(tokens)} tokens, and the model sees {context}; say less")
 
     def write(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[tuple[str, Completion]]:
         """An answer to each prompt, as text without what ended it, and as tokens."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from plait.config.train import LogConfig
 from plait.monitor.console import ConsoleSink, choose_mode
@@ -15,8 +17,10 @@ from plait.spec.event import Sink
 __all__ = ["Monitor", "build_monitor", "read_events", "write_report"]
 
 
-def build_monitor(config: LogConfig, work_dir: Path, rank: int) -> Monitor:
+def build_monitor(config: LogConfig, work_dir: Path, rank: int, *, wandb: Mapping[str, Any] | None = None) -> Monitor:
     """The sinks that `config` asks for: all of them on rank 0, the record of events alone elsewhere.
+
+    `wandb` is what the script has to say to `wandb.init`.
 
     `html` brings the record with it, because the report is drawn from the record of every run in
     `work_dir`. Raises `MissingExtraError` where a sink's package is absent.
@@ -29,11 +33,13 @@ def build_monitor(config: LogConfig, work_dir: Path, rank: int) -> Monitor:
     if "jsonl" in config.sinks or "html" in config.sinks:
         sinks.append(JsonlSink(work_dir, rank))
     if rank == 0:
-        sinks += [_build(name, config, work_dir) for name in dict.fromkeys(config.sinks) if name != "jsonl"]
+        sinks += [
+            _build(name, config, work_dir, wandb or {}) for name in dict.fromkeys(config.sinks) if name != "jsonl"
+        ]
     return Monitor(sinks)
 
 
-def _build(name: str, config: LogConfig, work_dir: Path) -> Sink:
+def _build(name: str, config: LogConfig, work_dir: Path, wandb: Mapping[str, Any]) -> Sink:
     # Imported where asked for, so that a run pays for no sink that it does not use.
     match name:
         case "csv":
@@ -47,6 +53,6 @@ def _build(name: str, config: LogConfig, work_dir: Path) -> Sink:
         case "wandb":
             from plait.monitor.wandb import WandbSink
 
-            return WandbSink(work_dir, config.wandb_project)
+            return WandbSink(work_dir, config.wandb_project, wandb)
         case _:
             return HtmlSink(work_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ class WandbSink:
     """One run on W&B for one work_dir: a resumed run goes on with the curves that are there.
 
     Where no connection can be made, the run is kept under `work_dir/wandb` for a later `wandb sync`.
-    wandb's own settings hold, `WANDB_MODE` among them.
+    wandb's own settings hold, `WANDB_MODE` among them. `options` are words for `wandb.init`.
     """
 
-    def __init__(self, work_dir: Path, project: str | None) -> None:
+    def __init__(self, work_dir: Path, project: str | None, options: Mapping[str, Any] | None = None) -> None:
         try:
             import wandb
         except ImportError as missing:
@@ -32,11 +33,12 @@ class WandbSink:
             "dir": str(work_dir),
             "id": _run_id(work_dir),
             "resume": "allow",
+            **(options or {}),
         }
         try:
             self._run = wandb.init(**about)
         except wandb.Error:
-            self._run = wandb.init(**about, mode="offline")
+            self._run = wandb.init(**{**about, "mode": "offline"})
         # Steps are a column of their own: wandb's counter drops what a resumed run repeats.
         self._run.define_metric("*", step_metric="step")
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
@@ -253,6 +255,51 @@ def test_numbers_go_to_the_trackers_that_were_named(tmp_path: Path) -> None:
     events = [event for event in read_events((tmp_path / "trial").rglob("*.jsonl")) if event.kind == "train"]
     assert [(event.step, event.data["loss"]) for event in events] == [(7, 2.5)]
     assert accelerator.get_tracker("own") is own
+
+
+def test_numbers_without_a_step_are_counted_and_wandb_is_told_what_the_script_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, Any] = {}
+    run = SimpleNamespace(
+        define_metric=lambda *_, **__: None,
+        config=SimpleNamespace(update=lambda rows, **_: told.update(config=rows)),
+        log=lambda values: told.setdefault("steps", []).append(values["step"]),
+        finish=lambda: None,
+    )
+
+    def init(**about: Any) -> Any:
+        told.update(about)
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=RuntimeError))  # type: ignore[arg-type]
+    accelerator = Accelerator(cpu=True, log_with="wandb", project_dir=tmp_path)
+    accelerator.init_trackers("trial", config={"lr": 0.1}, init_kwargs={"wandb": {"name": "first"}})
+    for step in (None, None, 9, None):
+        accelerator.log({"loss": 1.0}, step=step)
+    assert (told["name"], told["project"], told["config"]) == ("first", "trial", {"lr": "0.1"})
+    assert told["steps"] == [0, 1, 9, 10]
+    other = Accelerator(cpu=True, log_with="csv", project_dir=tmp_path)
+    with pytest.raises(ConfigError, match="init_kwargs: csv"):
+        other.init_trackers("trial", init_kwargs={"csv": {"flush_secs": 1}, "wandb": {"name": "unused"}})
+
+
+def test_hooks_of_save_state_may_take_the_weights_that_they_save_themselves(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    taken: list[Any] = []
+
+    def hook(models: list[nn.Module], weights: list[dict[str, Tensor]], folder: str) -> None:
+        taken.extend((models.pop(), weights.pop(), folder))
+
+    accelerator.register_save_state_pre_hook(hook)
+    folder = accelerator.save_state(tmp_path / "state")
+    assert taken[0] is model
+    assert torch.equal(taken[1]["weight"], model.weight)
+    assert taken[2] == folder
+    accelerator.load_state(folder)
+    assert prepared(torch.ones(1, 2)).shape == (1, 1)
 
 
 def test_small_things_work_alone(capsys: pytest.CaptureFixture[str]) -> None:

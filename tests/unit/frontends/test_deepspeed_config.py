@@ -133,6 +133,11 @@ def test_a_word_of_another_framework_is_told_deepspeeds(key: str, meant: str) ->
     assert f"`{meant}`" in problems({key: 1})[key]
 
 
+def test_and_so_it_is_inside_a_section() -> None:
+    given = {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}
+    assert "`optimizer.params.lr`" in problems(given)["optimizer.params.learning_rate"]
+
+
 def test_a_word_that_many_sections_have_belongs_in_none_of_them() -> None:
     assert "belongs" not in problems({"tensor_parallel": {"enabled": False}})["tensor_parallel.enabled"]
 

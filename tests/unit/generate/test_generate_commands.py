@@ -83,7 +83,8 @@ def test_a_hugging_face_folder_opens_as_plaits_own_model_with_its_template_and_e
 def test_generate_shows_models_side_by_side_and_how_well_they_expect_a_text(
     hf_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the <quick>"}\n\n{"text": "a plait"}\n')
+    lines = '{"prompt": "the <quick>"}\n\n{"text": "a\u2028plait"}\n'
+    (tmp_path / "prompts.jsonl").write_text(lines, encoding="utf-8")
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 8)
     page = tmp_path / "page.html"
     words = ["generate", str(hf_folder), "--prompts", str(tmp_path / "prompts.jsonl"), "--tokens", "6"]
@@ -101,6 +102,9 @@ def test_generate_shows_models_side_by_side_and_how_well_they_expect_a_text(
 WRONG: list[tuple[list[str], str]] = [
     (["generate", "PATH", "--against", "PATH"], "--html"),
     (["generate", "PATH", "--prompts", "PATH/missing.txt"], "missing.txt"),
+    (["generate", "PATH", "--prompts", "PATH/nothing.txt"], "has no prompt in it"),
+    (["generate", "PATH", "--prompts", "PATH/third.jsonl"], "third.jsonl, line 3"),
+    (["generate", "PATH", "--prompt", "a \udcff"], "half of a character"),
     (["generate", "PATH", "--prompt", "word " * 200], "the model sees 64"),
     (["generate", "PATH", "--offload", "cpu"], "convert the model"),
     (["generate", "PATH", "--tokenizer", "nowhere"], "nowhere"),
@@ -113,6 +117,8 @@ WRONG: list[tuple[list[str], str]] = [
 def test_what_cannot_be_used_is_named(
     hf_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (hf_folder / "nothing.txt").write_text("\n\n")
+    (hf_folder / "third.jsonl").write_text('{"prompt": "one"}\n\n{"question": "two"}\n')
     for words, said in WRONG:
         assert call(monkeypatch, *(word.replace("PATH", str(hf_folder)) for word in words)) == 2, words
         assert said in capsys.readouterr().err, words
@@ -135,6 +141,10 @@ def test_a_conversation_goes_on_turn_by_turn_and_can_be_taken_back(
     assert call(monkeypatch, "chat", *options, said="/nothing\nhi\n") == 0
     out, err = capsys.readouterr()
     assert "there is no /nothing: /clear" in err
+    assert out.split("\n")[0] == first
+    assert call(monkeypatch, "chat", *options, said="caf\udce9\nhi\n") == 0
+    out, err = capsys.readouterr()
+    assert "a byte that is no UTF-8" in err
     assert out.split("\n")[0] == first
     assert call(monkeypatch, "chat", *options, said="word " * 200 + "\nhi\n") == 0
     out, err = capsys.readouterr()

@@ -123,6 +123,11 @@ WRONG: list[tuple[str, Any, dict[str, str], int, str]] = [
     (CHAT, {"messages": [{"role": "user", "content": "word " * 600}]}, {}, 400, "sees 256"),
     (TEXT, {"prompt": "word " * 600}, {}, 400, "sees 256"),
     (TEXT, {"prompt": "x", "stop": [""]}, {}, 400, "stop"),
+    (TEXT, {"prompt": "\ud83d"}, {}, 400, "half of a character"),
+    (CHAT, {"messages": [{"role": "user", "content": "\ud83d"}]}, {}, 400, "half of a character"),
+    (CHAT, {**HELLO, "stream": True, "stream_options": {"usage": True}}, {}, 400, "stream_options.usage"),
+    (CHAT, {**HELLO, "stream_options": {"include_usage": True}}, {}, 400, "stream: true"),
+    (CHAT, b"[" * 8_000_000, {"Authorization": "Bearer wrong"}, 401, "Bearer TOKEN"),
 ]
 
 
@@ -137,7 +142,21 @@ def test_what_is_wrong_is_named_in_json_and_the_server_goes_on(speaker: Speaker)
             plain.sendall(f"POST {CHAT} HTTP/1.1\r\n{HEADS}\r\n".encode())
             assert b" 411 " in plain.recv(100)
         neutral = {"presence_penalty": 0, "logprobs": False, "tools": [], "max_completion_tokens": 3, "user": "me"}
+        neutral |= dict.fromkeys(("temperature", "n", "stream", "stop", "seed", "stream_options", "tool_choice"))
         assert ask(server, "POST", CHAT, {"messages": HELLO["messages"], **neutral})[0] == 200
+
+
+def test_what_goes_wrong_in_the_model_is_answered_too(speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("out of something")
+
+    with serving(speaker) as server:
+        monkeypatch.setattr(type(speaker.generator), "generate", broken)
+        monkeypatch.setattr(type(speaker.generator), "stream", broken)
+        status, _, body = ask(server, "POST", CHAT, HELLO)
+        assert (status, json.loads(body)["error"]["message"]) == (500, "RuntimeError: out of something")
+        *_, last = events_of(ask(server, "POST", CHAT, {**HELLO, "stream": True})[2])
+        assert last["error"]["type"] == "server_error"
 
 
 def test_without_a_token_only_this_machine_may_ask(speaker: Speaker) -> None:

@@ -120,6 +120,7 @@ def test_rows_that_cannot_be_used_are_counted_and_told(tmp_path: Path) -> None:
             "does not end with a message of the assistant",
         ),
         ({"messages": [{"role": "robot", "content": "q"}]}, "incomplete", "has the role 'robot'"),
+        ({"prompt": "q", "response": "\ud83d"}, "incomplete", "line 1: incomplete .*half of a character"),
         ({"prompt": "q", "response": ""}, "empty", "line 1: empty .an answer is empty"),
         ({"prompt": "q" * 99, "response": "a"}, "too_long", "line 1: with a prompt longer than max_len .*at most 64"),
     ],
@@ -127,6 +128,12 @@ def test_rows_that_cannot_be_used_are_counted_and_told(tmp_path: Path) -> None:
 def test_or_they_are_errors_that_name_the_place_and_the_key(row: Any, key: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"{message}(.|\n)*posttrain.{key}: skip"):
         load([row], tmp_path, **{key: "error"})
+
+
+def test_a_file_that_is_one_list_is_told_how_to_become_lines(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text('[\n  {"prompt": "q", "response": "a"}\n]\n')
+    with pytest.raises(DataError, match=r"rows.json, line 1: a list, .*jq -c '\.\[\]' rows.json > rows-rows.jsonl"):
+        list(read_rows(str(tmp_path / "rows.json")))
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

@@ -29,8 +29,12 @@ class Keeping(Preparing):
         """Write everything that was prepared or registered as a checkpoint of Plait's; returns its folder."""
         folder = weights.next_folder(self.project_configuration, output_dir, self.world)
         saving.save(self._belongings(), folder)
-        for hook in self._save_hooks:
-            hook([model.module for model in self._models], [], str(folder))
+        if self._save_hooks:
+            # As in Accelerate: hooks take from this list what they have saved themselves, and what is spread is not in
+            # it. Here everything is saved, whatever they take.
+            whole = [weights.whole(model, self.world) for model in self._models if not weights.is_spread(model)]
+            for hook in self._save_hooks:
+                hook([model.module for model in self._models], whole, str(folder))
         self.project_configuration.iteration += 1
         return str(folder)
 
@@ -102,10 +106,13 @@ class Keeping(Preparing):
         return self.project_configuration.logging_dir
 
     def init_trackers(
-        self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Any = None
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Open what `log_with` named."""
-        self._trackers.start(project_name, config)
+        """Open what `log_with` named. `init_kwargs["wandb"]` goes to `wandb.init`."""
+        self._trackers.start(project_name, config, init_kwargs or {})
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         """Write numbers of one step, from the main process."""

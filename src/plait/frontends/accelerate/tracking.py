@@ -46,9 +46,15 @@ class Trackers:
         self._folder = folder
         self._world = world
         self._monitor: Monitor | None = None
+        self._next = 0
+        """The step of numbers that come without one."""
 
-    def start(self, project_name: str, config: Mapping[str, Any] | None) -> None:
-        """Open the sinks, and write down what the script was started with."""
+    def start(self, project_name: str, config: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
+        """Open the sinks, and write down what the script was started with. `options` are for trackers by their name."""
+        given = [name for name in self._names if name != "wandb" and options.get(name)]
+        if given:
+            message = f"{', '.join(given)}: written by Plait's own sinks, which have no such options"
+            raise ConfigError(Problem("init_kwargs", message, "Leave them out; those of wandb are passed on."))
         if not self._world.is_main:
             return
         if self._names:
@@ -57,8 +63,9 @@ class Trackers:
                     Problem("project_dir", "log_with needs a folder to write to", "Give Accelerator(project_dir=…).")
                 )
             log = LogConfig(console="none", sinks=tuple(self._names), wandb_project=project_name)  # type: ignore[arg-type]
-            self._monitor = build_monitor(log, self._folder / project_name, rank=0)
-            self._monitor.emit(Event(EventKind.RUN_START, 0, 0, {"config": dict(config or {})}))
+            self._monitor = build_monitor(log, self._folder / project_name, rank=0, wandb=options.get("wandb"))
+            about = {"title": project_name, "rows": list((config or {}).items()), "config": dict(config or {})}
+            self._monitor.emit(Event(EventKind.RUN_START, 0, 0, about))
         for tracker in self._own:
             if config is not None and hasattr(tracker, "store_init_configuration"):
                 tracker.store_init_configuration(dict(config))
@@ -68,7 +75,9 @@ class Trackers:
         if not self._world.is_main:
             return
         if self._monitor is not None:
-            self._monitor.emit(Event(EventKind.TRAIN, step or 0, 0, dict(values)))
+            at = self._next if step is None else step
+            self._monitor.emit(Event(EventKind.TRAIN, at, 0, dict(values)))
+            self._next = at + 1
         for tracker in self._own:
             tracker.log(dict(values), step=step, **options.get(getattr(tracker, "name", ""), {}))
 

@@ -33,6 +33,12 @@ class Removable:
             self._hooks.remove(self._hook)
 
 
+def is_spread(model: nn.Module) -> bool:
+    """Whether no rank alone has all of a model's weights."""
+    module = model.module if isinstance(model, PreparedModel) else model
+    return any(is_sharded(param) for param in module.parameters())
+
+
 def whole(model: nn.Module, world: World, *, trained_only: bool = False) -> dict[str, Tensor]:
     """The whole weights of a model under its own names, on the host; empty on other ranks where they are spread."""
     module = model.module if isinstance(model, PreparedModel) else model

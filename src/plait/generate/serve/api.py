@@ -9,21 +9,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from plait.errors import GenerateError
+from plait.errors import ContextError, DataError, GenerateError
 from plait.generate.options import Completion, Sampling
 from plait.generate.speaker import Piece, Speaker, Turn
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0, None),
-    "frequency_penalty": (0, None),
-    "logprobs": (False, 0, None),
-    "top_logprobs": (0, None),
-    "echo": (False, None),
-    "best_of": (1, None),
-    "response_format": ({"type": "text"}, None),
-    "tools": ([], None),
-    "logit_bias": ({}, None),
-    "store": (False, None),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logprobs": (False, 0),
+    "top_logprobs": (0,),
+    "echo": (False,),
+    "best_of": (1,),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "logit_bias": ({},),
+    "store": (False,),
 }
 """What clients send though it changes nothing: accepted with a value that asks for nothing."""
 
@@ -35,6 +35,11 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.body = {"error": {"message": message, "type": kind, "code": status}}
+
+
+class _StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
 
 
 class _Request(BaseModel):
@@ -50,7 +55,7 @@ class _Request(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=16)] = 1
     stream: bool = False
-    stream_options: dict[str, Any] | None = None
+    stream_options: _StreamOptions | None = None
     user: str | None = None
 
     @model_validator(mode="before")
@@ -58,7 +63,8 @@ class _Request(BaseModel):
     def _without_neutral(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        kept = {key: value for key, value in data.items() if key not in _NEUTRAL or value not in _NEUTRAL[key]}
+        said = {key: value for key, value in data.items() if value is not None}  # OpenAI's word for "not given"
+        kept = {key: value for key, value in said.items() if key not in _NEUTRAL or value not in _NEUTRAL[key]}
         if "max_completion_tokens" in kept and "max_tokens" not in kept:
             kept["max_tokens"] = kept.pop("max_completion_tokens")
         return kept
@@ -135,12 +141,17 @@ class Reply:
             raise ApiError(404, "model_not_found", f"there is no model {request.model!r} here, only {speaker.name!r}")
         if request.stream and request.n > 1:
             raise ApiError(400, "invalid_request_error", "n: a stream has one answer; leave out n or stream")
+        if request.stream_options is not None and not request.stream:
+            message = "stream_options: an answer that is no stream has none; leave them out, or write stream: true"
+            raise ApiError(400, "invalid_request_error", message)
         self._request, self._speaker = request, speaker
         self._sampling = request.sampling(most)
         try:
             self._prompt = request.prompt(speaker)
-        except GenerateError as error:
+        except ContextError as error:
             raise ApiError(400, "context_length_exceeded", str(error)) from error
+        except (GenerateError, DataError) as error:
+            raise ApiError(400, "invalid_request_error", str(error)) from error
         context = speaker.generator.context
         if context is not None and len(self._prompt) >= context:
             message = f"the prompt has {len(self._prompt)} tokens, and the model sees {context}"
@@ -169,7 +180,8 @@ class Reply:
                 yield self._event({"delta": {"content": last.text}} if self._chat else {"text": last.text}, None)
         assert last is not None, "a stream has at least one piece"
         yield self._event({"delta": {}} if self._chat else {"text": ""}, last.so_far.finish_reason)
-        if (self._request.stream_options or {}).get("include_usage"):
+        options = self._request.stream_options
+        if options is not None and options.include_usage:
             yield {**self._head, "object": self._kind(), "choices": [], "usage": self._usage([last.so_far])}
 
     def _kind(self) -> str:

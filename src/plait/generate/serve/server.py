@@ -30,6 +30,9 @@ POLICY = (
 )
 """What the page may load: itself, and answers of this server."""
 
+DISCARDED = 16 << 20
+"""Bytes of a refused request that are read and thrown away, so that its client comes to read why."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -106,6 +109,10 @@ class Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
+    _unread = 0
+    """Bytes of the request that nobody has looked at yet."""
+    _streaming = False
+    """Whether an answer has begun whose parts are events."""
 
     def setup(self) -> None:
         """Let no silent connection hold its place for ever."""
@@ -122,15 +129,30 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, handle: Callable[[str], None]) -> None:
         path = self.path.split("?", 1)[0].rstrip("/") or "/"
+        length = self.headers.get("Content-Length", "")
+        self._unread = int(length) if length.isdecimal() and len(length) < 20 else 0
         try:
             handle(path)
         except ApiError as error:
-            self.close_connection = True  # what is left of the request was not read
-            self._send(error.status, json.dumps(error.body).encode(), "application/json")
+            self._fail(error)
         except PlaitError as error:
-            self.close_connection = True
-            body = ApiError(500, "server_error", str(error)).body
-            self._send(500, json.dumps(body).encode(), "application/json")
+            self._fail(ApiError(500, "server_error", str(error)))
+        except (ConnectionError, TimeoutError):  # nobody is there to be told
+            raise
+        except Exception as error:
+            self.server.log(f"{self.address_string()}: {type(error).__name__}: {error}")
+            self._fail(ApiError(500, "server_error", f"{type(error).__name__}: {error}"))
+
+    def _fail(self, error: ApiError) -> None:
+        self.close_connection = True
+        if self._streaming:  # too late for a status
+            self.wfile.write(f"data: {json.dumps(error.body)}\n\ndata: [DONE]\n\n".encode())
+            return
+        self._send(error.status, json.dumps(error.body).encode(), "application/json")
+        # A client that is still sending reads no answer before it is done, and would find the connection gone.
+        left = min(self._unread, DISCARDED)
+        while left > 0 and (piece := self.rfile.read1(min(left, 1 << 16))):
+            left -= len(piece)
 
     def _get(self, path: str) -> None:
         if path == "/":
@@ -187,6 +209,7 @@ class _Handler(BaseHTTPRequestHandler):
             message = f"the body has {length} bytes, and {self.server.limits.body_bytes} are taken at most"
             raise ApiError(413, "invalid_request_error", message)
         try:
+            self._unread = 0
             return json.loads(self.rfile.read(int(length)))
         except (ValueError, RecursionError) as error:
             raise ApiError(400, "invalid_request_error", f"the body is not JSON: {error}") from error
@@ -218,15 +241,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-cache")
         self.send_header("Connection", "close")
         self.end_headers()
-        try:
-            # Closed here, not whenever: a client may go away in the middle, and the next one needs the model.
-            with closing(reply.events()) as events:
-                for event in events:
-                    self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-                    self.wfile.flush()
-        except PlaitError as error:  # too late for a status
-            body = ApiError(500, "server_error", str(error)).body
-            self.wfile.write(f"data: {json.dumps(body)}\n\n".encode())
+        self._streaming = True
+        # Closed here, not whenever: a client may go away in the middle, and the next one needs the model.
+        with closing(reply.events()) as events:
+            for event in events:
+                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                self.wfile.flush()
         self.wfile.write(b"data: [DONE]\n\n")
 
     def log_message(self, format: str, *args: Any) -> None:

@@ -33,8 +33,15 @@ def read_rows(path: str) -> Iterator[Row]:
 def _lines(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield f"{path}, line {number}", read_object(line)
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            if line.lstrip(b"\xef\xbb\xbf \t").startswith(b"["):
+                raise DataError(
+                    f"{where}: a list, where one object a line was expected; turn it into lines with "
+                    f"`jq -c '.[]' {path.name} > {path.stem}-rows.jsonl`"
+                )
+            yield where, read_object(line)
 
 
 def _parquet(path: Path) -> Iterator[Row]:

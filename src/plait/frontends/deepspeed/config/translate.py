@@ -111,7 +111,7 @@ HINTS = {
     "zero_stage": "Write `zero_optimization.stage`.",
     "local_rank": "Leave it out: the launcher says it.",
 }
-"""Words that are written at the top, and are another framework's."""
+"""Words that are another framework's."""
 
 
 def _filled(config: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class Work:
         where = f"`{path}` has" if path else "DeepSpeed has"
         meant = nearest(name, table)
         few = len(table) <= 12
-        if name in self.hints and not path:
+        if name in self.hints and (not path or meant is None):
             remedy = self.hints[name]
         elif name in self.homes and self.homes[name] != path:
             remedy = f"It belongs in `{self.homes[name]}`."
