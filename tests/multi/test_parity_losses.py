@@ -70,6 +70,17 @@ def test_frozen_parameters_stay_and_the_rest_trains_alike(two_ranks: RankPool, s
     compare(two_ranks, STAGES[stage], steps_of(4), nets.LoraNet, precision=precision, tolerance=tolerance)
 
 
+@pytest.mark.parametrize("offload", [{}, {"optimizer": "cpu"}, {"optimizer": "cpu", "params": "cpu"}], ids=str)
+@pytest.mark.parametrize("model", [nets.RepeatNet, nets.ShareNet])
+def test_what_is_called_twice_gets_both_gradients(two_ranks: RankPool, model: Any, offload: dict[str, Any]) -> None:
+    compare(
+        two_ranks,
+        {"zero": 3, "offload": {**offload, "persistent_params": 0} if "params" in offload else offload},
+        steps_of(4),
+        model,
+    )
+
+
 def sometimes(steps: list[list[MicroBatch]], places: set[int]) -> list[list[MicroBatch]]:
     """The same steps; the micro-batches at these places take the branch."""
     return [

@@ -131,11 +131,15 @@ def _topmost(units: list[Unit]) -> list[Unit]:
 
 def _without_shared_parameters(model: nn.Module, units: list[Unit]) -> list[Unit]:
     # A parameter that one unit holds under two names is fine; one that two units, or a unit and the root,
-    # hold is not. So count owners, not names.
-    owner = {id(m): index for index, unit in enumerate(units) for m in unit.module.modules()}
+    # hold is not. So count owners, not names. Two units may hold it in one module, which both have.
     owners: dict[int, set[int]] = {}
+    inside: set[int] = set()
+    for index, unit in enumerate(units):
+        inside.update(id(module) for module in unit.module.modules())
+        for parameter in unit.module.parameters():
+            owners.setdefault(id(parameter), set()).add(index)
     for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(owner.get(id(module), -1))
+        for parameter in module.parameters(recurse=False) if id(module) not in inside else ():
+            owners.setdefault(id(parameter), set()).add(-1)
     shared = {index for indices in owners.values() if len(indices) > 1 for index in indices}
     return [unit for index, unit in enumerate(units) if index not in shared]
