@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -108,3 +109,29 @@ def test_auto_recomputes_as_little_as_the_budget_allows_and_changes_no_number(
         for chosen, loss in two_ranks.run(auto, budget):
             assert len(chosen) == blocks
             assert loss == pytest.approx(expected.losses[0], rel=1e-6)
+
+
+MIXTURE = {**MODEL, "type": "moe", "experts": 4, "expert_dim": 16}
+
+
+def auto_spread(rank: int, size: int, model: dict[str, Any], layout: dict[str, int]) -> tuple[list[str], float]:
+    """What is said where nothing fits, and the loss."""
+    strategy = {"layout": layout, "recompute": {"mode": "auto", "budget_gib": 1e-6}}
+    config = parse_sections(model=model, strategy=strategy, seed=3).config
+    world = open_world(config)
+    mine = STEPS[0][world.data_rank :: world.layout.data_parallel]
+    said: list[str] = []
+    engine = prepare_native(config, world, example=mine[0], accumulation=len(mine), say=said.append)
+    return said, engine.train_step(mine).loss
+
+
+@pytest.mark.parametrize(
+    ("model", "axis"), [(MODEL, "cp"), (MODEL, "pp"), (MODEL, "tp"), (MIXTURE, "tp"), (MIXTURE, "ep")]
+)
+def test_auto_measures_models_that_are_spread(two_ranks: RankPool, model: dict[str, Any], axis: str) -> None:
+    config = parse_sections(model=model, seed=3).config
+    alone = prepare_native(config, open_world(config)).train_step(STEPS[0]).loss
+    for said, loss in two_ranks.run(auto_spread, model, {axis: 2}):
+        assert len(said) == 1
+        assert re.fullmatch(r"recompute: auto: (\d) of \1 blocks recompute everything", said[0])
+        assert loss == pytest.approx(alone, rel=1e-5)

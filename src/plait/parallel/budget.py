@@ -46,11 +46,21 @@ def ways_to_recompute(
     config: RunConfig,
     world: World,
     late_gradients: bool = False,
+    found: Activations | None = None,
 ) -> list[Way]:
     """What each unit computes again so that the step fits the budget: as little as possible, cheapest first.
 
-    `late_gradients`: they are made by each backward pass anew, in the format that computes.
+    `late_gradients`: they are made by each backward pass anew, in the format that computes. `found`: what the units
+    keep, where it was counted before the model was spread over ranks; absent: it is counted here.
     """
+    if found is None:
+        found = count_activations(module, units, measurable(example), config, world.device)
+    states = states_of(module, found, config, world, late_gradients=late_gradients)
+    return choose(found, states, _budget(module, config, world))
+
+
+def measurable(example: Any) -> Any:
+    """The micro-batch to measure with; there must be one."""
     if example is None:
         raise ConfigError(
             Problem(
@@ -59,9 +69,7 @@ def ways_to_recompute(
                 "Pass example=… to plait.prepare, or set full, every or selective.",
             )
         )
-    found = count_activations(module, units, example, config, world.device)
-    states = states_of(module, found, config, world, late_gradients=late_gradients)
-    return choose(found, states, _budget(module, config, world))
+    return example
 
 
 def choose(found: Activations, states: States, budget: float) -> list[Way]:
