@@ -31,6 +31,15 @@ def test_recomputing_blocks_under_sharding(two_ranks: RankPool, expected: Any, z
         assert_same(found, expected, tolerance=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt"])
+def test_an_embedding_that_is_also_the_head_is_no_unit(two_ranks: RankPool, kind: str) -> None:
+    model = {**{key: value for key, value in MODEL.items() if key != "kv_heads"}, "type": kind, "tie_embeddings": True}
+    alone = run_steps(0, 1, {"model": model}, STEPS)
+    strategy = {"zero": 3, "wrap": {"classes": ["Embedding", "Linear"]}}
+    for found in two_ranks.run(run_steps, {"model": model, "strategy": strategy}, STEPS):
+        assert_same(found, alone, tolerance=1e-5, noise="k.bias")
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("zero", [0, 3])
 def test_compiled_blocks_under_sharding(two_ranks: RankPool, expected: Any, zero: int, recompute: str) -> None:

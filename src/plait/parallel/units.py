@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
 from plait.config.strategy import WrapConfig
 from plait.errors import ConfigError, Problem
@@ -19,6 +20,14 @@ class Unit:
 
     name: str
     module: nn.Module
+
+
+@runtime_checkable
+class HandsOut(Protocol):
+    """A model whose forward uses parameters of its modules besides calling them."""
+
+    def root_parameters(self) -> Sequence[Tensor]:
+        """Those parameters."""
 
 
 def find_units(model: nn.Module, wrap: WrapConfig) -> list[Unit]:
@@ -141,5 +150,8 @@ def _without_shared_parameters(model: nn.Module, units: list[Unit]) -> list[Unit
     for module in model.modules():
         for parameter in module.parameters(recurse=False) if id(module) not in inside else ():
             owners.setdefault(id(parameter), set()).add(-1)
+    # What the root hands from one module to another is in use outside of both.
+    for handed in model.root_parameters() if isinstance(model, HandsOut) else ():
+        owners.setdefault(id(handed), set()).add(-1)
     shared = {index for indices in owners.values() if len(indices) > 1 for index in indices}
     return [unit for index, unit in enumerate(units) if index not in shared]
