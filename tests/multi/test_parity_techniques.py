@@ -144,3 +144,11 @@ def test_auto_measures_models_that_are_spread(two_ranks: RankPool, model: dict[s
         assert len(said) == 1
         assert re.fullmatch(r"recompute: auto: (\d) of \1 blocks recompute everything", said[0])
         assert loss == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_experts_may_be_units(two_ranks: RankPool, zero: int) -> None:
+    alone = run_steps(0, 1, {"model": MIXTURE}, STEPS)
+    strategy = {"zero": zero, "layout": {"ep": 2}, "wrap": {"classes": ["Experts"]}}
+    for found in two_ranks.run(run_steps, {"model": MIXTURE, "strategy": strategy}, STEPS):
+        assert_same(found, alone, tolerance=1e-5)

@@ -114,7 +114,8 @@ def shard(
                 shard_placement_fn=experts.placement,
             )
     for unit in () if at_once else units:
-        fully_shard(unit.module, mp_policy=casting, **common)
+        if not isinstance(unit.module, FSDPModule):  # experts, or a norm that stays in fp32, may be units too
+            fully_shard(unit.module, mp_policy=casting, **common)
     root = fully_shard(model, mp_policy=casting, **common)
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
