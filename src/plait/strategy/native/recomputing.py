@@ -12,7 +12,7 @@ from torch import nn
 
 from plait.config.run import RunConfig
 from plait.optim import is_one_pass
-from plait.parallel.activations import Activations, UnitAccount, count_activations
+from plait.parallel.activations import Activations, UnitAccount
 from plait.parallel.recompute import Way
 from plait.parallel.units import Unit, find_units
 from plait.precision import Policy
@@ -56,10 +56,10 @@ def count_whole(module: nn.Module, example: Any, *, config: RunConfig, world: Wo
     layout = world.layout
     if config.strategy.recompute.mode != "auto" or layout.pp * layout.ep * layout.cp * layout.tp == 1:
         return None
-    from plait.parallel.budget import measurable
+    from plait.parallel.budget import measure
 
     units = find_units(module, config.strategy.wrap)
-    found = count_activations(module, units, measurable(example), config, world.device)
+    found = measure(module, units, example, config, world)
     names = [unit.name for unit in units]
     return WholeModel(dict(zip(names, found.units, strict=True)), found.outside, found.passing)
 
