@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._dynamo import register_backend
 
 from plait.config import parse_sections
+from plait.errors import PlaitError
 from plait.strategy import prepare_native
 from plait.world import open_world
 from tests.multi.parity import MODEL, assert_same, run_steps, token_batches
@@ -152,3 +153,31 @@ def test_experts_may_be_units(two_ranks: RankPool, zero: int) -> None:
     strategy = {"zero": zero, "layout": {"ep": 2}, "wrap": {"classes": ["Experts"]}}
     for found in two_ranks.run(run_steps, {"model": MIXTURE, "strategy": strategy}, STEPS):
         assert_same(found, alone, tolerance=1e-5)
+
+
+class Scaled(torch.nn.Module):
+    """Has a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+
+def refusal(rank: int, size: int, sections: dict[str, Any], model: Any) -> str:
+    config = parse_sections(**sections).config
+    with pytest.raises(PlaitError) as caught:
+        prepare_native(config, open_world(config), model=model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("optim", ["Lamb", "Adafactor", "Muon"])
+def test_an_optimizer_of_whole_parameters_is_refused_before_the_first_step(two_ranks: RankPool, optim: str) -> None:
+    sections = {"model": MODEL, "optim": {"type": optim}, "strategy": {"layout": {"tp": 2}}}
+    for message in two_ranks.run(refusal, sections, None):
+        assert re.search(rf"optim\.type: {optim} works on whole parameters .* cuts blocks\.0\.", message)
+
+
+def test_a_scalar_parameter_cannot_be_sharded(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(refusal, {"strategy": "zero1"}, Scaled):
+        assert message.startswith("the parameter 'scale' is a scalar, which strategy.zero=1 cannot cut")
