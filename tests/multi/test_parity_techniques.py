@@ -181,3 +181,23 @@ def test_an_optimizer_of_whole_parameters_is_refused_before_the_first_step(two_r
 def test_a_scalar_parameter_cannot_be_sharded(two_ranks: RankPool) -> None:
     for message in two_ranks.run(refusal, {"strategy": "zero1"}, Scaled):
         assert message.startswith("the parameter 'scale' is a scalar, which strategy.zero=1 cannot cut")
+
+
+def short_step(rank: int, size: int, schedule: str, count: int) -> tuple[float, float]:
+    """A step with fewer micro-batches than the run's own eight."""
+    strategy = {"layout": {"pp": 2}, "pipeline": {"schedule": schedule}} if size > 1 else {}
+    config = parse_sections(model={**MODEL, "layers": 4}, strategy=strategy, seed=3).config
+    engine = prepare_native(config, open_world(config), accumulation=8)
+    result = engine.train_step([*STEPS[0], *STEPS[1]][:count])
+    return result.loss, result.grad_norm
+
+
+@pytest.mark.parametrize(
+    ("schedule", "count"), [("interleaved_zb", 7), ("interleaved_1f1b", 5), ("dualpipev", 1), ("zbv", 1)]
+)
+def test_the_last_step_of_an_epoch_may_be_short_for_its_schedule(
+    two_ranks: RankPool, schedule: str, count: int
+) -> None:
+    alone = short_step(0, 1, schedule, count)
+    for found in two_ranks.run(short_step, schedule, count):
+        assert found == pytest.approx(alone, rel=1e-5)
