@@ -97,6 +97,14 @@ def test_parameters_that_only_some_ranks_use(two_ranks: RankPool, stage: str, pl
         compare(two_ranks, STAGES[stage], sometimes(steps_of(4), places), model)
 
 
+@pytest.mark.parametrize("places", [{3}, {0}, set()], ids=["rank1-last", "rank0-first", "nobody"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_they_have_the_format_of_the_others(two_ranks: RankPool, stage: str, places: set[int]) -> None:
+    """Summed over micro-batches in fp32, while those of the last one are in bf16."""
+    steps = sometimes(steps_of(4), places)
+    compare(two_ranks, STAGES[stage], steps, nets.SometimesInsideNet, precision="bf16", tolerance=CLOSE_16)
+
+
 def as_before_2_13(rank: int, size: int, *arguments: Any) -> Trace:
     """Run on a torch that cannot be told to reduce what was not used."""
     from torch.distributed.fsdp import FSDPModule
