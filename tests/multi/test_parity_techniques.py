@@ -201,3 +201,19 @@ def test_the_last_step_of_an_epoch_may_be_short_for_its_schedule(
     alone = short_step(0, 1, schedule, count)
     for found in two_ranks.run(short_step, schedule, count):
         assert found == pytest.approx(alone, rel=1e-5)
+
+
+def transformers_stages(rank: int, size: int) -> float:
+    pytest.importorskip("transformers")
+    described = {"model_type": "llama", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 32}
+    model = {"type": "hf", "config": {**described, "num_hidden_layers": 4, "num_attention_heads": 4}}
+    stages = {"zero": 1, "layout": {"pp": 2, "dp_shard": 2}, "pipeline": {"schedule": "zbv"}}
+    config = parse_sections(model=model, strategy=stages if size > 1 else {}, seed=3).config
+    world = open_world(config)
+    mine = STEPS[0][world.data_rank :: world.layout.data_parallel]
+    return prepare_native(config, world, accumulation=len(mine)).train_step(mine).loss
+
+
+def test_several_stages_of_a_transformers_model_begin_with_its_values(four_ranks: RankPool) -> None:
+    alone = transformers_stages(0, 1)
+    assert four_ranks.run(transformers_stages) == pytest.approx([alone] * 4, rel=1e-5)
