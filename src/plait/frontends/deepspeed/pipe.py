@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from plait.errors import ConfigError, ModelError, Problem
 
@@ -114,11 +114,7 @@ class PipelineModule(nn.Module):
         if topology is not None and topology.get_dim("model") > 1:
             raise ConfigError(Problem("topology", "has an axis `model`", "Use `tensor_parallel` of the configuration."))
         self.num_stages = int(num_stages if num_stages is not None else topology.get_dim("pipe"))  # type: ignore[union-attr]
-        if isinstance(loss_fn, nn.Module) and any(param.requires_grad for param in loss_fn.parameters()):
-            message = f"{type(loss_fn).__name__} has parameters of its own, which no stage would train"
-            raise ConfigError(Problem("loss_fn", message, "Make what is trained a layer."))
-        # In a list, so that a loss that is a module (`nn.CrossEntropyLoss()`) is no layer of some stage: each keeps it.
-        self._loss_fn = [loss_fn]
+        self.loss_fn = loss_fn
         self._interval = activation_checkpoint_interval
         self._recomputed = tuple(checkpointable_layers or ())
         specs = list(layers)
@@ -152,19 +148,12 @@ class PipelineModule(nn.Module):
             x = self.last(_use(self._last_use, self.first, x))
         return x
 
-    @property
-    def loss_fn(self) -> Callable[[Any, Any], Any] | None:
-        """What makes a loss of the last layer's answer and the labels."""
-        return self._loss_fn[0]
-
     def loss_of(self, outputs: Any, batch: Any) -> Any:
         """The loss of a micro-batch of (inputs, labels); without a `loss_fn`, what the last layer gave."""
         if self.loss_fn is None:
             return outputs
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ModelError("a pipeline with a loss_fn takes micro-batches of (inputs, labels)")
-        if isinstance(self.loss_fn, nn.Module) and isinstance(outputs, Tensor):
-            self.loss_fn.to(outputs.device)  # weights of classes, say
         return self.loss_fn(outputs, batch[1])
 
     def strategy(self, given: Any) -> dict[str, Any]:
