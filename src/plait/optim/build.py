@@ -27,10 +27,11 @@ from plait.config.optim import (
     OptimConfig,
     SGDConfig,
 )
-from plait.errors import ConfigError, Problem
+from plait.errors import ConfigError, ModelError, Problem
 from plait.ops.triton import has_kernels
 from plait.optim.lion import Lion
 from plait.optim.one_pass import OnePassAdam, takes_one_pass
+from plait.world import is_sharded
 from plait.world.patch import replaced
 
 _ELEMENTWISE = (AdamWConfig, AdamConfig, AdamW8bitConfig, SGDConfig, AdagradConfig, LionConfig)
@@ -77,6 +78,8 @@ def build_optimizer(config: OptimConfig, groups: Sequence[ViewGroup], *, in_plac
     Each of its groups carries `param_names`, and `initial_lr`: the rate that schedules scale. `in_place`: the tensors
     stay where they are, so that a kernel may know them by their addresses.
     """
+    if not is_elementwise(config):
+        _check_rows(config, groups)
     bare = inspect.unwrap(Optimizer.add_param_group)
     with replaced(Optimizer, "add_param_group", bare):  # [Note: dynamo is loaded late]
         optimizer = _build_in_one_pass(config, groups) if in_place and is_one_pass(config, _views(groups)) else None
@@ -84,6 +87,26 @@ def build_optimizer(config: OptimConfig, groups: Sequence[ViewGroup], *, in_plac
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
+
+
+def _check_rows(config: OptimConfig, groups: Sequence[ViewGroup]) -> None:
+    """Refuse what an optimizer could not update, before the first step; see [Note: what an optimizer may be given]."""
+    if not any(is_sharded(tensor) for tensor in _views(groups)):
+        return
+    from plait.optim.shards import rows_of
+
+    for group in groups:
+        if group.options.get("algorithm") == "adamw":
+            continue  # those of Muon that are updated element by element
+        for name, tensor in zip(group.names, group.tensors, strict=True):
+            try:
+                rows_of(tensor)
+            except ModelError as error:
+                message = (
+                    f"{config.type} works on whole parameters or rows of them, but the layout cuts {name} otherwise"
+                )
+                remedy = "Use AdamW, Adam, Lion, SGD or Adagrad, or leave out `strategy.layout.tp` (and `ep`)."
+                raise ConfigError(Problem("optim.type", message, remedy)) from error
 
 
 def is_one_pass(config: OptimConfig, tensors: Iterable[Tensor]) -> bool:

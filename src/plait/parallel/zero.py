@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from plait.errors import ModelError
 from plait.parallel.exchange import exchange_directly
 from plait.parallel.units import Unit
 from plait.precision import FP32_MODULES, Policy
@@ -94,6 +95,12 @@ def shard(
     `placement` says along which dimension a parameter is cut; absent: the first. `at_once`: the model is small enough
     to be gathered as one, and to hold on to the memory which that takes.
     """
+    scalar = next((name for name, param in model.named_parameters() if param.ndim == 0), None)
+    if scalar is not None:
+        raise ModelError(
+            f"the parameter {scalar!r} is a scalar, which strategy.zero={options.stage} cannot cut: make it a vector "
+            "of one number (`torch.ones(1)`), or set strategy.zero: 0"
+        )
     reshard = options.stage == 3 if options.reshard_after_forward is None else options.reshard_after_forward
     common: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard, "shard_placement_fn": placement}
     casting = MixedPrecisionPolicy(
