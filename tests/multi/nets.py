@@ -161,6 +161,22 @@ class TiedNet(Net):
         return LossTerm((weight * losses).sum() + 0.0 * self.head(hidden).sum(), weight.sum())
 
 
+class RepeatNet(Net):
+    """Its first layer comes again as the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(self.layers[0])
+
+
+class ShareNet(Net):
+    """Two layers have a module in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].up = self.layers[0].up
+
+
 def rows(seed: int, count: int) -> dict[str, Tensor]:
     """Inputs, targets and weights, some of them zero."""
     generator = torch.Generator().manual_seed(seed)

@@ -103,6 +103,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "hsdp": {"sharding": "HYBRID_SHARD", "layout": {"dp_replicate": 2, "dp_shard": 2}},
     "tp": {"zero": 0, "layout": {"tp": 2}},
     "tp-zero2": {"zero": 2, "layout": {"tp": 2, "dp_shard": 2}},
+    "tp-with-values": {"zero": 3, "layout": {"tp": 2, "dp_shard": 2}, "meta_init": False},
     "pp": {"zero": 0, "layout": {"pp": 2}},
     "pp-zero1": {"zero": 1, "layout": {"pp": 2, "dp_shard": 2}},
 }

@@ -70,6 +70,17 @@ def test_frozen_parameters_stay_and_the_rest_trains_alike(two_ranks: RankPool, s
     compare(two_ranks, STAGES[stage], steps_of(4), nets.LoraNet, precision=precision, tolerance=tolerance)
 
 
+@pytest.mark.parametrize("offload", [{}, {"optimizer": "cpu"}, {"optimizer": "cpu", "params": "cpu"}], ids=str)
+@pytest.mark.parametrize("model", [nets.RepeatNet, nets.ShareNet])
+def test_what_is_called_twice_gets_both_gradients(two_ranks: RankPool, model: Any, offload: dict[str, Any]) -> None:
+    compare(
+        two_ranks,
+        {"zero": 3, "offload": {**offload, "persistent_params": 0} if "params" in offload else offload},
+        steps_of(4),
+        model,
+    )
+
+
 def sometimes(steps: list[list[MicroBatch]], places: set[int]) -> list[list[MicroBatch]]:
     """The same steps; the micro-batches at these places take the branch."""
     return [
@@ -84,6 +95,14 @@ def test_parameters_that_only_some_ranks_use(two_ranks: RankPool, stage: str, pl
     """Rank r takes the places r and r + 2: the branches are used on one rank only, or in one micro-batch only."""
     for model in (nets.SometimesNet, nets.SometimesInsideNet):
         compare(two_ranks, STAGES[stage], sometimes(steps_of(4), places), model)
+
+
+@pytest.mark.parametrize("places", [{3}, {0}, set()], ids=["rank1-last", "rank0-first", "nobody"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_they_have_the_format_of_the_others(two_ranks: RankPool, stage: str, places: set[int]) -> None:
+    """Summed over micro-batches in fp32, while those of the last one are in bf16."""
+    steps = sometimes(steps_of(4), places)
+    compare(two_ranks, STAGES[stage], steps, nets.SometimesInsideNet, precision="bf16", tolerance=CLOSE_16)
 
 
 def as_before_2_13(rank: int, size: int, *arguments: Any) -> Trace:

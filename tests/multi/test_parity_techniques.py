@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch._dynamo import register_backend
 
 from plait.config import parse_sections
+from plait.errors import PlaitError
 from plait.strategy import prepare_native
 from plait.world import open_world
 from tests.multi.parity import MODEL, assert_same, run_steps, token_batches
@@ -28,6 +30,15 @@ def expected() -> Any:
 def test_recomputing_blocks_under_sharding(two_ranks: RankPool, expected: Any, zero: int, recompute: Any) -> None:
     for found in two_ranks.run(run_steps, {"strategy": {"zero": zero, "recompute": recompute}}, STEPS):
         assert_same(found, expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt"])
+def test_an_embedding_that_is_also_the_head_is_no_unit(two_ranks: RankPool, kind: str) -> None:
+    model = {**{key: value for key, value in MODEL.items() if key != "kv_heads"}, "type": kind, "tie_embeddings": True}
+    alone = run_steps(0, 1, {"model": model}, STEPS)
+    strategy = {"zero": 3, "wrap": {"classes": ["Embedding", "Linear"]}}
+    for found in two_ranks.run(run_steps, {"model": model, "strategy": strategy}, STEPS):
+        assert_same(found, alone, tolerance=1e-5, noise="k.bias")
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -108,3 +119,101 @@ def test_auto_recomputes_as_little_as_the_budget_allows_and_changes_no_number(
         for chosen, loss in two_ranks.run(auto, budget):
             assert len(chosen) == blocks
             assert loss == pytest.approx(expected.losses[0], rel=1e-6)
+
+
+MIXTURE = {**MODEL, "type": "moe", "experts": 4, "expert_dim": 16}
+
+
+def auto_spread(rank: int, size: int, model: dict[str, Any], layout: dict[str, int]) -> tuple[list[str], float]:
+    """What is said where nothing fits, and the loss."""
+    strategy = {"layout": layout, "recompute": {"mode": "auto", "budget_gib": 1e-6}}
+    config = parse_sections(model=model, strategy=strategy, seed=3).config
+    world = open_world(config)
+    mine = STEPS[0][world.data_rank :: world.layout.data_parallel]
+    said: list[str] = []
+    engine = prepare_native(config, world, example=mine[0], accumulation=len(mine), say=said.append)
+    return said, engine.train_step(mine).loss
+
+
+@pytest.mark.parametrize(
+    ("model", "axis"), [(MODEL, "cp"), (MODEL, "pp"), (MODEL, "tp"), (MIXTURE, "tp"), (MIXTURE, "ep")]
+)
+def test_auto_measures_models_that_are_spread(two_ranks: RankPool, model: dict[str, Any], axis: str) -> None:
+    config = parse_sections(model=model, seed=3).config
+    alone = prepare_native(config, open_world(config)).train_step(STEPS[0]).loss
+    for said, loss in two_ranks.run(auto_spread, model, {axis: 2}):
+        assert len(said) == 1
+        assert re.fullmatch(r"recompute: auto: (\d) of \1 blocks recompute everything", said[0])
+        assert loss == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_experts_may_be_units(two_ranks: RankPool, zero: int) -> None:
+    alone = run_steps(0, 1, {"model": MIXTURE}, STEPS)
+    strategy = {"zero": zero, "layout": {"ep": 2}, "wrap": {"classes": ["Experts"]}}
+    for found in two_ranks.run(run_steps, {"model": MIXTURE, "strategy": strategy}, STEPS):
+        assert_same(found, alone, tolerance=1e-5)
+
+
+class Scaled(torch.nn.Module):
+    """Has a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+
+def refusal(rank: int, size: int, sections: dict[str, Any], model: Any) -> str:
+    config = parse_sections(**sections).config
+    with pytest.raises(PlaitError) as caught:
+        prepare_native(config, open_world(config), model=model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("optim", ["Lamb", "Adafactor", "Muon"])
+def test_an_optimizer_of_whole_parameters_is_refused_before_the_first_step(two_ranks: RankPool, optim: str) -> None:
+    sections = {"model": MODEL, "optim": {"type": optim}, "strategy": {"layout": {"tp": 2}}}
+    for message in two_ranks.run(refusal, sections, None):
+        assert re.search(rf"optim\.type: {optim} works on whole parameters .* cuts blocks\.0\.", message)
+
+
+def test_a_scalar_parameter_cannot_be_sharded(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(refusal, {"strategy": "zero1"}, Scaled):
+        assert message.startswith("the parameter 'scale' is a scalar, which strategy.zero=1 cannot cut")
+
+
+def short_step(rank: int, size: int, schedule: str, count: int) -> tuple[float, float]:
+    """A step with fewer micro-batches than the run's own eight."""
+    strategy = {"layout": {"pp": 2}, "pipeline": {"schedule": schedule}} if size > 1 else {}
+    config = parse_sections(model={**MODEL, "layers": 4}, strategy=strategy, seed=3).config
+    engine = prepare_native(config, open_world(config), accumulation=8)
+    result = engine.train_step([*STEPS[0], *STEPS[1]][:count])
+    return result.loss, result.grad_norm
+
+
+@pytest.mark.parametrize(
+    ("schedule", "count"), [("interleaved_zb", 7), ("interleaved_1f1b", 5), ("dualpipev", 1), ("zbv", 1)]
+)
+def test_the_last_step_of_an_epoch_may_be_short_for_its_schedule(
+    two_ranks: RankPool, schedule: str, count: int
+) -> None:
+    alone = short_step(0, 1, schedule, count)
+    for found in two_ranks.run(short_step, schedule, count):
+        assert found == pytest.approx(alone, rel=1e-5)
+
+
+def transformers_stages(rank: int, size: int) -> float:
+    pytest.importorskip("transformers")
+    described = {"model_type": "llama", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 32}
+    model = {"type": "hf", "config": {**described, "num_hidden_layers": 4, "num_attention_heads": 4}}
+    stages = {"zero": 1, "layout": {"pp": 2, "dp_shard": 2}, "pipeline": {"schedule": "zbv"}}
+    config = parse_sections(model=model, strategy=stages if size > 1 else {}, seed=3).config
+    world = open_world(config)
+    mine = STEPS[0][world.data_rank :: world.layout.data_parallel]
+    return prepare_native(config, world, accumulation=len(mine)).train_step(mine).loss
+
+
+def test_several_stages_of_a_transformers_model_begin_with_its_values(four_ranks: RankPool) -> None:
+    alone = transformers_stages(0, 1)
+    assert four_ranks.run(transformers_stages) == pytest.approx([alone] * 4, rel=1e-5)

@@ -22,7 +22,11 @@ def run_strategies(rank: int, size: int, strategies: list[Any]) -> list[Trace]:
     return [run_steps(rank, size, {"strategy": strategy}, STEPS) for strategy in strategies]
 
 
-@pytest.mark.parametrize("extra", [{}, {"recompute": "full"}, {"offload": {"activations": "all"}}], ids=str)
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"recompute": "full"}, {"recompute": {"mode": "selective"}}, {"offload": {"activations": "all"}}],
+    ids=str,
+)
 @pytest.mark.parametrize("model", ["llama", "gpt"])
 def test_the_step_is_that_of_whole_layers(model: str, extra: dict[str, Any]) -> None:
     described = MODEL if model == "llama" else {**{k: v for k, v in MODEL.items() if k != "kv_heads"}, "type": "gpt"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +64,7 @@ def count_activations(
         return torch.empty(tensor.shape, dtype=dtype, device=device, requires_grad=tensor.requires_grad)
 
     with FakeTensorMode():
-        state = {name: fake(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
+        state = dict(_once_each(module, fake))
         weights = {t.untyped_storage()._cdata for t in state.values()}
         inputs = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), example)
         kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
@@ -76,10 +76,24 @@ def count_activations(
             torch.autocast(device.type, dtype=compute, enabled=compute != torch.float32),
             meter,
         ):
-            loss = functional_call(module, state, args, kwargs, tie_weights=True)
+            loss = functional_call(module, state, args, kwargs, tie_weights=False)
         found.passing = max(meter.highest - meter.live, 0)
         del loss
     return found
+
+
+def _once_each(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """What stands for each parameter and buffer, under one name for each place that holds it.
+
+    A module may have two names. Exchanged under both, what stood there first would not come back.
+    """
+    made: dict[int, Tensor] = {}
+    for path, part in module.named_modules():
+        for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None:
+                if id(tensor) not in made:
+                    made[id(tensor)] = make(tensor)
+                yield f"{path}.{key}" if path else key, made[id(tensor)]
 
 
 @dataclass(slots=True)

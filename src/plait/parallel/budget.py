@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from plait.config.run import RunConfig
-from plait.errors import ConfigError, Problem
+from plait.errors import ConfigError, PlaitError, Problem
 from plait.parallel.activations import Activations, UnitAccount, count_activations
 from plait.parallel.offload.space import state_bytes
 from plait.parallel.recompute import Way
@@ -46,22 +46,33 @@ def ways_to_recompute(
     config: RunConfig,
     world: World,
     late_gradients: bool = False,
+    found: Activations | None = None,
 ) -> list[Way]:
     """What each unit computes again so that the step fits the budget: as little as possible, cheapest first.
 
-    `late_gradients`: they are made by each backward pass anew, in the format that computes.
+    `late_gradients`: they are made by each backward pass anew, in the format that computes. `found`: what the units
+    keep, where it was counted before the model was spread over ranks; absent: it is counted here.
     """
-    if example is None:
-        raise ConfigError(
-            Problem(
-                "strategy.recompute.mode",
-                "'auto' needs one micro-batch to measure, and there is none",
-                "Pass example=… to plait.prepare, or set full, every or selective.",
-            )
-        )
-    found = count_activations(module, units, example, config, world.device)
+    if found is None:
+        found = measure(module, units, example, config, world)
     states = states_of(module, found, config, world, late_gradients=late_gradients)
     return choose(found, states, _budget(module, config, world))
+
+
+def measure(module: nn.Module, units: Sequence[Unit], example: Any, config: RunConfig, world: World) -> Activations:
+    """What the units keep of one micro-batch; refused where there is none, or where it cannot be found out."""
+    path = "strategy.recompute.mode"
+    if example is None:
+        message = "'auto' needs one micro-batch to measure, and there is none"
+        raise ConfigError(Problem(path, message, "Pass example=… to plait.prepare, or set full, every or selective."))
+    try:
+        return count_activations(module, units, example, config, world.device)
+    except PlaitError:
+        raise
+    except Exception as error:  # whatever a model may do that tensors without values cannot
+        lines = str(error).strip().splitlines() or ["no reason given"]
+        message = f"'auto' tries {type(module).__name__} on tensors without values, which failed: {lines[0]}"
+        raise ConfigError(Problem(path, message, "Set full, every or selective.")) from error
 
 
 def choose(found: Activations, states: States, budget: float) -> list[Way]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from plait.config.strategy import RecomputeConfig
@@ -71,6 +73,9 @@ def kept_operations(module: nn.Module) -> frozenset[Any] | None:
 def _recompute(module: nn.Module, kept: frozenset[Any]) -> None:
     forward = module.forward
     extra: dict[str, Any] = {"context_fn": _selective_context(kept)} if kept else {}
+    counting = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+    if counting:
+        extra = {"context_fn": _counted_once(counting, extra.get("context_fn"))}
 
     @wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
@@ -78,9 +83,38 @@ def _recompute(module: nn.Module, kept: frozenset[Any]) -> None:
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
 
-    made: Any = recomputed
+    # The compiler knows no second pass that differs from the first.
+    made: Any = torch.compiler.disable(recomputed) if counting else recomputed  # type: ignore[no-untyped-call]
     made.kept = kept
     module.forward = made
+
+
+class _Again:
+    """The second forward pass, which moves copies of running statistics: the first has moved them already."""
+
+    def __init__(self, norms: Sequence[_BatchNorm], around: AbstractContextManager[Any]) -> None:
+        self._norms = norms
+        self._around = around
+        self._moved: list[dict[str, Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        self._moved = [norm._buffers for norm in self._norms]
+        for norm, moved in zip(self._norms, self._moved, strict=True):
+            norm._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in moved.items()}
+        self._around.__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        self._around.__exit__(*failure)
+        for norm, moved in zip(self._norms, self._moved, strict=True):
+            norm._buffers = moved
+
+
+def _counted_once(norms: Sequence[_BatchNorm], inner: Callable[[], Any] | None) -> Callable[[], Any]:
+    def contexts() -> tuple[Any, Any]:
+        first, second = (nullcontext(), nullcontext()) if inner is None else inner()
+        return first, _Again(norms, second)
+
+    return contexts
 
 
 def operations(words: Sequence[str]) -> frozenset[Any]:

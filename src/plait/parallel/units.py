@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
 from plait.config.strategy import WrapConfig
 from plait.errors import ConfigError, Problem
@@ -19,6 +20,14 @@ class Unit:
 
     name: str
     module: nn.Module
+
+
+@runtime_checkable
+class HandsOut(Protocol):
+    """A model whose forward uses parameters of its modules besides calling them."""
+
+    def root_parameters(self) -> Sequence[Tensor]:
+        """Those parameters."""
 
 
 def find_units(model: nn.Module, wrap: WrapConfig) -> list[Unit]:
@@ -131,11 +140,18 @@ def _topmost(units: list[Unit]) -> list[Unit]:
 
 def _without_shared_parameters(model: nn.Module, units: list[Unit]) -> list[Unit]:
     # A parameter that one unit holds under two names is fine; one that two units, or a unit and the root,
-    # hold is not. So count owners, not names.
-    owner = {id(m): index for index, unit in enumerate(units) for m in unit.module.modules()}
+    # hold is not. So count owners, not names. Two units may hold it in one module, which both have.
     owners: dict[int, set[int]] = {}
+    inside: set[int] = set()
+    for index, unit in enumerate(units):
+        inside.update(id(module) for module in unit.module.modules())
+        for parameter in unit.module.parameters():
+            owners.setdefault(id(parameter), set()).add(index)
     for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(owner.get(id(module), -1))
+        for parameter in module.parameters(recurse=False) if id(module) not in inside else ():
+            owners.setdefault(id(parameter), set()).add(-1)
+    # What the root hands from one module to another is in use outside of both.
+    for handed in model.root_parameters() if isinstance(model, HandsOut) else ():
+        owners.setdefault(id(handed), set()).add(-1)
     shared = {index for indices in owners.values() if len(indices) > 1 for index in indices}
     return [unit for index, unit in enumerate(units) if index not in shared]

@@ -121,7 +121,8 @@ def shard(
                 shard_placement_fn=experts.placement,
             )
     for unit in () if at_once else units:
-        fully_shard(unit.module, mp_policy=casting, **common)
+        if not isinstance(unit.module, FSDPModule):  # experts, or a norm that stays in fp32, may be units too
+            fully_shard(unit.module, mp_policy=casting, **common)
     root = fully_shard(model, mp_policy=casting, **common)
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
@@ -129,7 +130,7 @@ def shard(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     exchange_directly(sharded, mesh, keep=at_once)
-    _reduce_unused(root)
+    _reduce_unused(root, policy)
     if not at_once:
         _prefetch([u.module for u in units], options)
     return ShardedGradients(root, options.stage)
@@ -147,9 +148,9 @@ def _shard_fp32_modules(model: nn.Module, common: dict[str, Any], policy: Policy
         )
 
 
-def _reduce_unused(root: FSDPModule) -> None:
+def _reduce_unused(root: FSDPModule, policy: Policy) -> None:
     """Have parameters that took no part reduced as zeros: other ranks may have used them, and would wait."""
-    if hasattr(root, "set_reduce_scatter_unused_params"):  # torch 2.13
+    if hasattr(root, "set_reduce_scatter_unused_params") and not policy.mixed:  # torch 2.13
         root.set_reduce_scatter_unused_params(True)
         return
     assert isinstance(root, nn.Module)
@@ -160,15 +161,24 @@ def _reduce_unused(root: FSDPModule) -> None:
 
 
 def _with_zeros(group: Any) -> Callable[..., Any]:
-    """Older versions leave such parameters out, each rank its own; so they get zeros before anything is reduced."""
+    """Older versions leave such parameters out, each rank its own; so they get zeros before anything is reduced.
+
+    What earlier micro-batches left is in the format of the sum already, and torch reduces one format at a time: then
+    the gradients of parameters that took part in the last one alone, or in none, are given that format too.
+    """
     post_backward = group.post_backward
 
     def filled(*args: Any) -> Any:
-        for param in group.fsdp_params if group.reduce_grads else ():
-            if not hasattr(param, "_unsharded_param") or not param.unsharded_param.requires_grad:
+        members = [each for each in group.fsdp_params if group.reduce_grads and hasattr(each, "_unsharded_param")]
+        members = [each for each in members if each.unsharded_param.requires_grad]
+        summed = any(each.unsharded_accumulated_grad is not None for each in members)
+        for each in members:
+            grad = each.unsharded_param.grad
+            if each.unsharded_accumulated_grad is not None or (grad is not None and not summed):
                 continue
-            if param.unsharded_accumulated_grad is None and param.unsharded_param.grad is None:
-                param.unsharded_param.grad = torch.zeros_like(param.unsharded_param)
+            grad = torch.zeros_like(each.unsharded_param) if grad is None else grad
+            each.unsharded_param.grad = None if summed else grad
+            each.unsharded_accumulated_grad = grad.to(each.reduce_dtype) if summed else None
         return post_backward(*args)
 
     return filled

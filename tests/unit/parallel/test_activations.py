@@ -118,3 +118,13 @@ def test_counting_leaves_no_trace_on_the_model() -> None:
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_module_with_two_names_has_its_weights_back() -> None:
+    config = parse_sections(device="cpu").config
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, nn.Linear(4, 4), layer)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    count_activations(model, [], torch.randn(2, 4), config)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        assert param is before[name], name

@@ -129,3 +129,16 @@ def test_the_budget_is_what_is_written_or_what_the_machine_has_free() -> None:
     with pytest.raises(ConfigError, match=r"strategy\.recompute\.mode: 'auto' needs one micro-batch") as caught:
         ways_to_recompute(model, units, None, config=config, world=world)
     assert "example=" in str(caught.value)
+
+
+class Looking(torch.nn.Linear):
+    """Goes by the values of what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if float(x.sum()) > 0 else x
+
+
+def test_a_model_that_looks_at_values_is_told_what_to_set() -> None:
+    config = parse_sections(strategy={"recompute": {"mode": "auto"}}, device="cpu").config
+    with pytest.raises(ConfigError, match=r"strategy\.recompute\.mode: 'auto' tries Looking on tensors without values"):
+        ways_to_recompute(Looking(4, 4), [], torch.ones(2, 4), config=config, world=open_world(config))

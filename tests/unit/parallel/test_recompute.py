@@ -176,3 +176,21 @@ def test_an_operation_that_torch_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"strategy\.recompute\.save_ops: torch has no operation 'matmull'"):
         apply_recompute(find_units(model, WrapConfig()), RecomputeConfig(mode="selective", save_ops=("mm", "matmull")))
     assert "forward" not in vars(model.blocks[0])  # refused before anything was changed
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_running_statistics_move_once(mode: str, compiled: bool) -> None:
+    found = []
+    for each in ("none", mode):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)))
+        units = find_units(model, WrapConfig())
+        apply_recompute(units, RecomputeConfig(mode=each))  # type: ignore[arg-type]
+        for unit in units if compiled else ():
+            unit.module.compile(backend="eager")
+        for _ in range(2):
+            model(torch.randn(3, 4)).square().sum().backward()
+        found.append({**model.state_dict(), **{name: p.grad for name, p in model.named_parameters()}})
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name

@@ -151,6 +151,12 @@ def test_a_unit_that_shares_a_parameter_with_the_root_belongs_to_it() -> None:
     assert names(model, classes=["Block", "Embedding"]) == BLOCKS
 
 
+def test_units_that_have_a_module_in_common_belong_to_the_root() -> None:
+    model = nn.ModuleList([Block(), Block(), Block()])
+    model[2].up = model[0].up
+    assert names(model) == ["1"]
+
+
 def test_a_parameter_with_two_names_inside_one_unit_is_no_obstacle() -> None:
     model = Declaring()
     block: Any = model.layers[1]

@@ -4,6 +4,7 @@ A user's own model needs none of this to train: a plain `nn.Module` that returns
 Each member adds one ability:
 
 - `block_classes` lets the strategy shard, recompute and compile block by block;
+- `root_parameters` names the weights that it hands to other modules than their own, so that no block keeps them;
 - `init_weights` lets it build on the meta device and fill one module at a time;
 - `tensor_plan` lets ranks share the work of its layers;
 - `forward` with an argument `hidden` lets it be cut into pipeline stages;

@@ -69,6 +69,10 @@ class Gpt(nn.Module):
         tied = self.embedding.weight if self.config.tie_embeddings else None
         return self.head(self.norm(x), labels, tied)  # type: ignore[no-any-return]
 
+    def root_parameters(self) -> list[Tensor]:
+        """What `forward` hands to other modules: a tied head is called with the embedding's weight."""
+        return [self.embedding.weight] if self.config.tie_embeddings and self.embedding is not None else []
+
     def init_weights(self, module: nn.Module) -> None:
         """Fill one module."""
         init_lm_module(module)

@@ -73,6 +73,10 @@ class Llama(nn.Module):
             mask=self.make_mask(document_ids, head_dim=head_dim),
         )
 
+    def root_parameters(self) -> list[Tensor]:
+        """What `forward` hands to other modules: a tied head is called with the embedding's weight."""
+        return [self.embedding.weight] if self.config.tie_embeddings and self.embedding is not None else []
+
     def init_weights(self, module: nn.Module) -> None:
         """Fill one module."""
         init_lm_module(module)

@@ -51,7 +51,9 @@ class StreamedGradients:
         if before is not None:
             grad = before.add_(grad)
         if self._last:
-            self._outbox.take(index, grad)
+            # The gradients of a sharded module that is called twice are summed over ranks twice.
+            sent = self._outbox.of(index)
+            self._outbox.take(index, grad if sent is None else grad + sent.to(grad.device))
         else:
             self.sums[index] = grad if before is not None else grad.to(self._sum_dtype(grad), copy=True)
 

@@ -110,6 +110,8 @@ class NativeEngine(SteppingEngine):
     def _train_staged(self, staged: StagedSteps, micro_batches: Sequence[Any]) -> None:
         self._last_batch = micro_batches[-1]
         given = [inputs_and_samples(batch) for batch in micro_batches]
+        if len(given) < self.accumulation:  # the last step of an epoch may be short: the rest are fillers
+            given += [(given[0][0], 0)] * (staged.at_least(len(given)) - len(given))
         ready = [self._forward.ready(inputs) for inputs, _ in given]
         scaler = self.updater.scaler
 

@@ -27,7 +27,7 @@ from plait.strategy.native.forward import Say
 from plait.strategy.native.offloaded import OffloadedViews
 from plait.strategy.native.replicated import make_buckets
 from plait.strategy.native.views import trainable
-from plait.world import World, has_values, local_part, same_kind
+from plait.world import World, has_values, is_sharded, local_part, same_kind
 
 
 class Offloading:
@@ -64,7 +64,9 @@ class Offloading:
                 self._stream.take(module)
         for name, param in part.named_parameters():
             if name in self._wholes:
-                self.keep(param, self._wholes.pop(name))
+                whole = self._wholes.pop(name)
+                # Of layers that were spread before, each rank has set a part aside, and sharding has cut it again.
+                self.keep(param, whole.full_tensor() if is_sharded(whole) else whole)
 
     def keep(self, param: nn.Parameter, whole: Tensor) -> bool:
         """Take the fp32 values of a parameter, and keep this rank's part; see `materialize.Keep`.

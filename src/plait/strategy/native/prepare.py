@@ -50,7 +50,7 @@ from plait.strategy.native.loss import LossFunction
 from plait.strategy.native.norms import weigh_norms
 from plait.strategy.native.offloaded import OffloadedUpdater, OffloadedViews
 from plait.strategy.native.offloading import Offloading
-from plait.strategy.native.recomputing import choose_ways, gradients_come_late
+from plait.strategy.native.recomputing import choose_ways, count_whole, gradients_come_late
 from plait.strategy.native.replicated import replicate
 from plait.strategy.native.spread import joined, rebound, shard_part, split_stages, spread_axes, staged_steps
 from plait.strategy.native.update import Updater
@@ -114,6 +114,7 @@ def prepare_native(
     specs = split_groups(module, config.optim) if adopted is None else adopted.specs
     skeleton = copy.deepcopy(module) if world.layout.pp > 1 and initializer is not None else module
     use_fp8_at_the_head(module, config)  # of the whole model: one stage of several has it
+    counted = count_whole(module, example, config=config, world=world)
 
     # ---- 2. pipeline stages; 3. tensor, context and expert ranks
     stages = split_stages(module, config, world, example, sharded=sharded)
@@ -129,11 +130,12 @@ def prepare_native(
     # Loops of other kinds may look at gradients, and sum as many of them as they like.
     leaves = engine is NativeEngine and adopted is None and accumulation == 1 and not stages
     late = leaves and not sharded and gradients_come_late(config, world, policy)
-    ways = choose_ways(module, all_units[0], example, config=config, world=world, late=late, say=say)
+    given: dict[str, Any] = {"late": late, "whole": counted, "accumulation": accumulation, "say": say}
+    ways = choose_ways(parts, all_units, example, config=config, world=world, **given)
     compiled = []
-    for part, units in zip(parts, all_units, strict=True):
+    for part, units, chosen in zip(parts, all_units, ways, strict=True):
         tile_layers(part, strategy.tiles)
-        recompute.apply_recompute(units, strategy.recompute, ways=ways)
+        recompute.apply_recompute(units, strategy.recompute, ways=chosen)
         offload_activations(units, strategy.offload.activations, device)  # around recomputing, whose inputs travel
         compiled += _compile(part, units, config, device, sharded=sharded or bool(stages), say=say)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import nn
 
 from plait.config.run import RunConfig
 from plait.optim import is_one_pass
+from plait.parallel.activations import Activations, UnitAccount
 from plait.parallel.recompute import Way
-from plait.parallel.units import Unit
+from plait.parallel.units import Unit, find_units
 from plait.precision import Policy
 from plait.strategy.native.forward import Say
 from plait.world import World
@@ -24,19 +26,79 @@ _SAID: dict[Way, str] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """What a model keeps for its backward pass before it is spread over ranks.
+
+    [Note: counted while it is whole] Layers that are spread send to each other, and a stage of a pipeline is no model
+    that a micro-batch could be given to. So it is counted before, and is the most that a rank will keep: of layers that
+    `tp` cuts the inside is less, and only one stage has the logits.
+    """
+
+    units: Mapping[str, UnitAccount]
+    outside: int
+    passing: int
+
+    def of(self, units: Sequence[Unit], ranks: int, times: int) -> Activations:
+        """What these of its units keep, of rows that `ranks` share, with so many micro-batches under way."""
+        none = UnitAccount()
+        accounts = [_scaled(self.units.get(unit.name, none), times / ranks) for unit in units]
+        return Activations(accounts, outside=self.outside // ranks, passing=self.passing // ranks)
+
+
+def _scaled(account: UnitAccount, factor: float) -> UnitAccount:
+    sizes = {name: int(getattr(account, name) * factor) for name in ("given", "kept", "products", "attention")}
+    return replace(account, **sizes)
+
+
+def count_whole(module: nn.Module, example: Any, *, config: RunConfig, world: World) -> WholeModel | None:
+    """What the model keeps, where `recompute: auto` has to know it before the model is spread; else None."""
+    layout = world.layout
+    if config.strategy.recompute.mode != "auto" or layout.pp * layout.ep * layout.cp * layout.tp == 1:
+        return None
+    from plait.parallel.budget import measure
+
+    units = find_units(module, config.strategy.wrap)
+    found = measure(module, units, example, config, world)
+    names = [unit.name for unit in units]
+    return WholeModel(dict(zip(names, found.units, strict=True)), found.outside, found.passing)
+
+
 def choose_ways(
-    module: nn.Module, units: Sequence[Unit], example: Any, *, config: RunConfig, world: World, late: bool, say: Say
-) -> list[Way]:
-    """What each unit computes again. `late`: gradients exist from their backward pass to the update only."""
+    parts: Sequence[nn.Module],
+    all_units: Sequence[Sequence[Unit]],
+    example: Any,
+    *,
+    config: RunConfig,
+    world: World,
+    late: bool,
+    whole: WholeModel | None,
+    accumulation: int,
+    say: Say,
+) -> list[list[Way]]:
+    """What each unit of each part computes again.
+
+    `late`: gradients exist from their backward pass to the update only.
+    """
     if config.strategy.recompute.mode != "auto":
-        return []
+        return [[] for _ in parts]
     from plait.parallel.budget import ways_to_recompute
 
-    ways = ways_to_recompute(module, units, example, config=config, world=world, late_gradients=late)
+    module = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
+    units = [unit for each in all_units for unit in each]
+    found = None
+    if whole is not None:
+        strategy, layout = config.strategy, world.layout
+        together = layout.cp * (layout.tp if strategy.tensor.sequence_parallel else 1)
+        waits = strategy.pipeline.schedule in ("gpipe", "looped_bfs")  # for all forward passes
+        under_way = accumulation if waits else min(accumulation, layout.pp)
+        found = whole.of(units, together, under_way if layout.pp > 1 else 1)
+    ways = ways_to_recompute(module, units, example, config=config, world=world, late_gradients=late, found=found)
     counts = Counter(ways)
     told = [f"{counts[way]} of {len(ways)} blocks recompute {text}" for way, text in _SAID.items() if counts[way]]
     say(f"recompute: auto: {', '.join(told) or 'everything fits, and nothing is recomputed'}")
-    return ways
+    rest = iter(ways)
+    return [[next(rest) for _ in each] for each in all_units]
 
 
 def gradients_come_late(config: RunConfig, world: World, policy: Policy) -> bool:

@@ -164,7 +164,9 @@ def rebound(initializer: Initializer, part: nn.Module) -> Initializer:
     if isinstance(initializer, Replay):
         return initializer.onto(part)
     owner = getattr(initializer, "__self__", None)
-    if isinstance(owner, nn.Module) and owner is not part and type(owner) is type(part):
+    # Sharding gives a module a class of its own, derived from the one it had.
+    alike = isinstance(part, type(owner)) or isinstance(owner, type(part))
+    if isinstance(owner, nn.Module) and owner is not part and alike:
         return getattr(part, initializer.__name__)  # type: ignore[no-any-return]
     return initializer
 

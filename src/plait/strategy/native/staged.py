@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from plait.parallel.gradients import Gradients
-from plait.parallel.pipeline import Pipeline, Stage
+from plait.parallel.pipeline import Pipeline, Stage, is_legal
 from plait.parallel.pipeline.tied import Find
 from plait.strategy.native.loss import LossNormalizer, WeightedLoss
 
@@ -55,6 +55,12 @@ class StagedSteps:
         self.pipeline = pipeline
         self._collectors = collectors
         self._find_gradient = find_gradient
+
+    def at_least(self, count: int) -> int:
+        """As many micro-batches, or the next larger number that the schedule can work with."""
+        while not is_legal(self.pipeline.schedule, self.pipeline.ranks, count):
+            count += 1
+        return count
 
     def train(
         self,
