@@ -191,3 +191,41 @@ def test_ranks_that_share_layers_see_the_same_batches(two_ranks: RankPool) -> No
     pytest.importorskip("transformers")
     for real, ours in two_ranks.run(run_language_model):
         assert ours == pytest.approx(real, rel=1e-5)
+
+
+def talk(utils: Any, rank: int) -> list[Any]:
+    """The functions of `accelerate.utils` that need no Accelerator."""
+    own = {"x": torch.arange(3.0) + 10 * rank, "more": [torch.tensor(float(rank)), "text"]}
+    ragged = torch.full((rank + 1, 2), float(rank))
+    utils.wait_for_everyone()
+    return [
+        utils.gather(own["x"]),
+        utils.gather({"a": (own["x"], own["more"][0].reshape(1))}),
+        utils.reduce(own["x"]),
+        utils.reduce(own["x"], reduction="sum"),
+        utils.pad_across_processes(ragged, pad_index=-1),
+        utils.pad_across_processes(ragged, dim=0, pad_first=True),
+        utils.broadcast(own["x"].clone(), from_process=1),
+        utils.send_to_device(own, "cpu"),
+        utils.send_to_device({"x": own["x"], "y": own["x"]}, "meta", skip_keys="y")["y"],
+    ]
+
+
+def run_talks(rank: int, size: int) -> tuple[list[Any], list[Any]]:
+    from accelerate import Accelerator, utils
+    from accelerate.state import AcceleratorState, GradientState
+
+    from plait.frontends.accelerate import utils as ours
+
+    Accelerator(cpu=True)
+    real = talk(utils, rank)
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    return real, talk(ours, rank)
+
+
+def test_functions_of_utils_say_what_real_ones_say(two_ranks: RankPool) -> None:
+    pytest.importorskip("accelerate")
+    for real, ours in two_ranks.run(run_talks):
+        for wanted, found in zip(real, ours, strict=True):
+            assert str(found) == str(wanted)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from plait.errors import CheckpointError
 from plait.world import Channel
 
-NOT_WRITTEN = "the checkpoint was not written; the ones before it are untouched"
+
+def not_written(target: Path) -> str:
+    """What is told of a checkpoint that fails."""
+    return f"{target} was not written; the checkpoints before it are untouched"
 
 
 def attempt(action: Callable[[], Any]) -> str | None:
@@ -20,7 +24,7 @@ def attempt(action: Callable[[], Any]) -> str | None:
     return None
 
 
-def together(channel: Channel, failure: str | None, what: str = NOT_WRITTEN) -> None:
+def together(channel: Channel, failure: str | None, what: str) -> None:
     """Raise on every rank if one has a failure to tell. Every rank must call it."""
     if not channel.any(failure is not None):
         return

@@ -146,6 +146,18 @@ def test_what_is_wrong_is_named_in_json_and_the_server_goes_on(speaker: Speaker)
         assert ask(server, "POST", CHAT, {"messages": HELLO["messages"], **neutral})[0] == 200
 
 
+def test_what_is_no_request_of_ours_is_answered_in_json_too(speaker: Speaker) -> None:
+    with serving(speaker) as server:
+        status, sent, body = ask(server, "DELETE", "/v1/models")
+        assert (status, sent["Content-Type"]) == (501, "application/json")
+        assert "DELETE" in json.loads(body)["error"]["message"]
+        assert ask(server, "HEAD", "/")[2] == b""
+        with socket.create_connection(server.server_address[:2]) as plain:  # type: ignore[arg-type]
+            plain.sendall(b"nobody knows HTTP/x\r\n\r\n")
+            assert b'"type": "invalid_request_error"' in plain.makefile("rb").read()
+        assert ask(server, "GET", "/health")[0] == 200
+
+
 def test_what_goes_wrong_in_the_model_is_answered_too(speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("out of something")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from plait.frontends.accelerate.dummies import DummyOptim, DummyScheduler
+from plait.frontends.accelerate.gather import Gatherer
 from plait.frontends.accelerate.memory import find_executable_batch_size
 from plait.frontends.accelerate.plugins import (
     AutocastKwargs,
@@ -25,6 +28,8 @@ from plait.frontends.accelerate.plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from plait.frontends.accelerate.prepared import apply
+from plait.frontends.accelerate.process import PartialState
 
 __all__ = [
     "AutocastKwargs",
@@ -41,10 +46,16 @@ __all__ = [
     "ParallelismConfig",
     "ProjectConfiguration",
     "TorchDynamoPlugin",
+    "broadcast",
     "broadcast_object_list",
     "find_executable_batch_size",
+    "gather",
     "gather_object",
+    "pad_across_processes",
+    "reduce",
+    "send_to_device",
     "set_seed",
+    "wait_for_everyone",
 ]
 
 
@@ -73,3 +84,51 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any
     if dist.is_initialized():
         dist.broadcast_object_list(objects, src=from_process)
     return objects
+
+
+# ---- tensors of all ranks; with axes other than data, an `Accelerator` knows more: it takes one of each that are equal
+
+
+def gather(tensor: Any) -> Any:
+    """Nested tensors of all ranks, one after another along the first dimension."""
+    return Gatherer(PartialState().world).gather(tensor)
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """The mean or sum of nested tensors over all ranks, times `scale`."""
+    return Gatherer(PartialState().world).reduce(tensor, reduction, scale)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    """Nested tensors, each as long as the longest of all ranks."""
+    return Gatherer(PartialState().world).pad(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """One rank's nested tensors, in the places of everybody's."""
+
+    def one(part: Tensor) -> Tensor:
+        if dist.is_initialized():
+            dist.broadcast(part, src=from_process)
+        return part
+
+    return apply(one, tensor)
+
+
+def send_to_device(
+    tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
+) -> Any:
+    """Nested tensors on a device; what a mapping has under `skip_keys` stays where it is."""
+    skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
+    if isinstance(tensor, Mapping) and skipped & tensor.keys():
+        moved = {
+            key: value if key in skipped else send_to_device(value, device, non_blocking)
+            for key, value in tensor.items()
+        }
+        return type(tensor)(moved)  # type: ignore[call-arg]
+    return apply(lambda part: part.to(device, non_blocking=non_blocking), tensor)
+
+
+def wait_for_everyone() -> None:
+    """Wait until every rank is here."""
+    PartialState().wait_for_everyone()

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -127,6 +128,10 @@ class _Handler(BaseHTTPRequestHandler):
         """An answer of the model."""
         self._answer(self._post)
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the library refuses by itself, an unknown method or a request that is none: told like all else."""
+        self._fail(ApiError(int(code), "invalid_request_error", message or HTTPStatus(code).phrase))
+
     def _answer(self, handle: Callable[[str], None]) -> None:
         path = self.path.split("?", 1)[0].rstrip("/") or "/"
         length = self.headers.get("Content-Length", "")
@@ -231,7 +236,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def _stream(self, reply: Reply) -> None:
         """Events as they come. The length is not known, so the connection ends with them."""
