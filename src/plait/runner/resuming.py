@@ -18,6 +18,8 @@ from plait.checkpoint import (
     open_checkpoint,
     together,
 )
+from plait.config import to_dict
+from plait.config.words import listed, show
 from plait.errors import CheckpointError
 from plait.runner.frozen import check_left_out
 from plait.spec import EventKind
@@ -31,6 +33,11 @@ if TYPE_CHECKING:
     from plait.runner.saving import Saver
 
 _SHOWN = 8
+_ORDER = (
+    "seed",
+    *(f"data.{key}" for key in ("type", "path", "split", "val_fraction", "seq_len", "limit_mb", "shuffle")),
+)
+"""Settings that decide which samples there are, and in which order they come."""
 _SAME_STATE = frozenset({"AdamW", "AdamW8bit"})
 """Optimizers that find in a checkpoint what they need, whichever of them wrote it."""
 
@@ -80,6 +87,7 @@ def _take_up(runner: Runner, saver: Saver, checkpoint: Checkpoint, fetch: Fetch)
     if "engine" in state:
         engine.restore(state["engine"])
     _set_position(runner, state)
+    _tell_another_order(runner, checkpoint)
     saved = state.get("config", {}).get("precision", {}).get("compute")
     if saved == "bf16" and runner.config.precision.compute == "fp16":
         runner.warn(SMALLER_RANGE)
@@ -168,6 +176,24 @@ def _set_position(runner: Runner, state: Mapping[str, Any]) -> None:
             f"the checkpoint does not say where in the data it was: going on as after {runner.step} steps of this run"
         )
         runner.emit(EventKind.MESSAGE, level="warning", text=text)
+
+
+def _tell_another_order(runner: Runner, checkpoint: Checkpoint) -> None:
+    """Within an epoch a place in the data means something only where the samples and their order are the same."""
+    if runner.step_in_epoch in (0, runner.steps_per_epoch):
+        return
+    before, now = checkpoint.manifest.state.get("config", {}), to_dict(runner.config)
+    changed = [f"{key}: {show(_at(before, key))}" for key in _ORDER if _at(before, key) != _at(now, key)]
+    if changed:
+        runner.warn(
+            f"{checkpoint.folder.name} stands within an epoch of a run with {listed(changed)}, which is another order "
+            "of samples: in the rest of this epoch some may come a second time, and others not at all"
+        )
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    section, _, name = key.rpartition(".")
+    return ((config.get(section) or {}) if section else config).get(name)
 
 
 def _refuse_another_optimizer(path: Path, state: Mapping[str, Any], wanted: str) -> None:

@@ -71,6 +71,14 @@ def test_only_completions_are_learned(tmp_path: Path) -> None:
     assert item["document_ids"].tolist() == [0] * 7 + [1] * 8
 
 
+def test_empty_completions_alone_are_refused(tmp_path: Path) -> None:
+    keys = {"prompt_key": "p", "completion_key": "c", "vocab_size": 257, "cache": str(tmp_path / "cache")}
+    empty = lines(tmp_path / "a.jsonl", {"p": "ask", "c": ""}, {"p": "and", "c": ""})
+    with pytest.raises(DataError, match="every completion is empty"):
+        prepare_corpus(JsonlData(path=empty, **keys))
+    prepare_corpus(JsonlData(path=lines(tmp_path / "b.jsonl", {"p": "ask", "c": ""}, {"p": "and", "c": "x"}), **keys))
+
+
 @pytest.mark.skipif(not GSM8K.exists(), reason="gsm8k_train.jsonl is not in ../shared/data")
 def test_gsm8k_becomes_questions_that_are_given_and_answers_that_are_learned(tmp_path: Path) -> None:
     part = tmp_path / "gsm8k.jsonl"

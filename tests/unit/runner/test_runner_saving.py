@@ -119,6 +119,22 @@ def test_going_back_to_an_earlier_checkpoint_makes_what_follows_the_newest(tmp_p
     assert len(again.losses) == 4
 
 
+@pytest.mark.parametrize(("stop", "told"), [(4, True), (6, False)], ids=["within an epoch", "between two"])
+def test_another_order_within_an_epoch_is_told(tmp_path: Path, stop: int, told: bool) -> None:
+    settings: dict[str, Any] = {"work_dir": tmp_path, "seed": 3, "log": {"sinks": ["jsonl"]}}
+    fit(0, 1, {**settings, "train": {"max_epochs": 2, "stop_after": stop}})
+    said = []
+    for seed in (3, 4):
+        fit(
+            0,
+            1,
+            {**settings, "seed": seed, "train": {"max_epochs": 2}, "checkpoint": {"resume": "auto", "last": False}},
+        )
+        events = (tmp_path / "events-rank0.jsonl").read_text().splitlines()
+        said.append(sum("another order of samples" in line for line in events))
+    assert said == [0, int(told)]
+
+
 def test_resume_takes_a_run_or_one_of_its_checkpoints_into_another_folder(tmp_path: Path) -> None:
     fit(0, 1, {"work_dir": tmp_path / "a", "train": {"max_steps": 4}, "checkpoint": {"every": 2}})
     for name, steps_left in ((".", 2), ("checkpoints/step-00000002", 4), ("checkpoints/latest", 2)):
