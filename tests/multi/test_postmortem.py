@@ -109,7 +109,7 @@ def hangs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]
     folder = tmp_path_factory.mktemp("hangs")
     with ThreadPoolExecutor(2) as pool:
         ranks = {"sleep": 2, "skip": 3}
-        found = {how: pool.submit(run, folder / how, how, ranks=n, timeout=15.0) for how, n in ranks.items()}
+        found = {how: pool.submit(run, folder / how, how, ranks=n, timeout=20.0) for how, n in ranks.items()}
         return {how: future.result() for how, future in found.items()}
 
 

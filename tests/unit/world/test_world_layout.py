@@ -64,4 +64,4 @@ def test_sizes_that_do_not_multiply_to_the_ranks_are_refused(strategy: Any, size
     (problem,) = caught.value.problems
     assert problem.path == "strategy.layout"
     assert f"but there are {size} ranks" in problem.message
-    assert "processes" in problem.remedy
+    assert "process" in problem.remedy
