@@ -30,15 +30,18 @@ def measure(strategy: str, *, ranks: int, arguments: list[str], limit: float) ->
     """One run of the script."""
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
-        done = subprocess.run(
-            [*command, str(SCRIPT), f"--use-{strategy}", *arguments],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(common.ROOT / "src")},
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                [*command, str(SCRIPT), f"--use-{strategy}", *arguments],
+                cwd=folder,
+                env=os.environ | {"PYTHONPATH": str(common.ROOT / "src")},
+                capture_output=True,
+                text=True,
+                timeout=limit,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": f"no end after {limit:g} s"}
     found = [(float(time), int(memory)) for time, memory in LINE.findall(done.stdout + done.stderr)]
     if done.returncode != 0 or len(found) < 2:
         last = (done.stdout + done.stderr).strip().splitlines()[-1:]

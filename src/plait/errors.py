@@ -51,8 +51,9 @@ class ConfigError(PlaitError):
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         count = len(self.problems)
         head = "1 problem" if count == 1 else f"{count} problems"
-        flags = all(problem.path.startswith("-") or problem.path in ("SRC", "DST") for problem in self.problems)
-        where = "on the command line" if flags else "in the run description"
+        # Options begin with a dash, and the names of arguments are written large; no key of a description is.
+        typed = all(problem.path.startswith("-") or problem.path.isupper() for problem in self.problems)
+        where = "on the command line" if typed else "in the run description"
         super().__init__("\n".join([f"{head} {where}:", *(f"  - {p}" for p in self.problems)]))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:

@@ -26,7 +26,7 @@ from plait.checkpoint.pieces import Held, Piece, Shares, held_pieces
 from plait.checkpoint.read import PieceReader
 from plait.checkpoint.staging import Staging
 from plait.checkpoint.tensorfile import TensorFileWriter, digest, read_slots
-from plait.checkpoint.together import attempt, not_written, together
+from plait.checkpoint.together import attempt, together
 from plait.errors import CheckpointError
 from plait.spec.later import Entry
 from plait.world import Channel, World
@@ -203,7 +203,6 @@ class _Job:
     def run(self, mine: Sequence[Held], *, threads: int) -> int:
         """Write this rank's part and see the whole through; returns its size."""
         channel, staging = self.channel, self.target.with_name(f".{self.target.name}.tmp")
-        failed = not_written(self.target)
         try:
             needed = sum(each.piece.bytes for each in mine)
             parts_here = [
@@ -211,14 +210,14 @@ class _Job:
             ]
             self._lead(lambda: _make_staging(staging, sum(parts_here)))
             written: list[_Written] = []
-            together(channel, attempt(lambda: written.append(self._write_part(staging, mine, threads))), failed)
+            self._together(attempt(lambda: written.append(self._write_part(staging, mine, threads))))
             parts = channel.gather(written[0])
             described: list[tuple[Manifest, str]] = []
             if parts is not None:
                 describe = partial(_describe, parts, self.state, step=self.step, world_size=self.world_size)
-                together(channel, attempt(lambda: described.append(describe())), failed)
+                self._together(attempt(lambda: described.append(describe())))
             else:
-                together(channel, None, failed)
+                self._together(None)
             manifest, text = described[0] if described else (None, None)
             if not self.disks.shared:
                 manifest, text = channel.broadcast((manifest, text))
@@ -234,7 +233,10 @@ class _Job:
         return int(channel.broadcast(None if manifest is None else manifest.bytes))
 
     def _lead(self, action: Callable[[], None]) -> None:
-        together(self.channel, attempt(action) if self.disks.is_lead else None, not_written(self.target))
+        self._together(attempt(action) if self.disks.is_lead else None)
+
+    def _together(self, failure: str | None) -> None:
+        together(self.channel, failure, f"{self.target} was not written; the checkpoints before it are untouched")
 
     def _write_part(self, staging: Path, mine: Sequence[Held], threads: int) -> _Written:
         path = staging / _file_name(self.channel.rank)

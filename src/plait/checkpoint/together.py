@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from plait.errors import CheckpointError
 from plait.world import Channel
-
-
-def not_written(target: Path) -> str:
-    """What is told of a checkpoint that fails."""
-    return f"{target} was not written; the checkpoints before it are untouched"
 
 
 def attempt(action: Callable[[], Any]) -> str | None:

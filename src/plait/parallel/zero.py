@@ -150,7 +150,8 @@ def _shard_fp32_modules(model: nn.Module, common: dict[str, Any], policy: Policy
 
 def _reduce_unused(root: FSDPModule, policy: Policy) -> None:
     """Have parameters that took no part reduced as zeros: other ranks may have used them, and would wait."""
-    if hasattr(root, "set_reduce_scatter_unused_params") and not policy.mixed:  # torch 2.13
+    # From torch 2.13 on it does so itself, but not where some gradients are in the format of the sum already.
+    if hasattr(root, "set_reduce_scatter_unused_params") and not policy.mixed:
         root.set_reduce_scatter_unused_params(True)
         return
     assert isinstance(root, nn.Module)
@@ -161,7 +162,7 @@ def _reduce_unused(root: FSDPModule, policy: Policy) -> None:
 
 
 def _with_zeros(group: Any) -> Callable[..., Any]:
-    """Older versions leave such parameters out, each rank its own; so they get zeros before anything is reduced.
+    """torch alone leaves such parameters out, each rank its own; so they get zeros before anything is reduced.
 
     What earlier micro-batches left is in the format of the sum already, and torch reduces one format at a time: then
     the gradients of parameters that took part in the last one alone, or in none, are given that format too.

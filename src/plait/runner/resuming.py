@@ -186,8 +186,8 @@ def _tell_another_order(runner: Runner, checkpoint: Checkpoint) -> None:
     changed = [f"{key}: {show(_at(before, key))}" for key in _ORDER if _at(before, key) != _at(now, key)]
     if changed:
         runner.warn(
-            f"{checkpoint.folder.name} stands within an epoch of a run with {listed(changed)}, which is another order "
-            "of samples: in the rest of this epoch some may come a second time, and others not at all"
+            f"{checkpoint.folder.name} stands within an epoch of a run with {listed(changed)}, which may mean "
+            "another order of samples: in the rest of this epoch some may come a second time, and others not at all"
         )
 
 

@@ -275,7 +275,8 @@ def test_a_step_that_is_not_finite_is_skipped(made: list[Tape]) -> None:
     assert any("skipped on every rank" in line for line in said)
 
 
-def test_passes_that_cannot_be_recorded_are_done_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_passes_that_cannot_be_recorded_are_done_as_they_are(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(work: Callable[[], None], beside: Any) -> Any:
         try:
             work()
@@ -288,7 +289,7 @@ def test_passes_that_cannot_be_recorded_are_done_as_they_are(monkeypatch: pytest
     frozen = nn.BatchNorm1d(8, track_running_stats=False)  # `refuse` computes, which a device does not
     one, other = two_nets()
     one.norm, other.norm = frozen, nn.BatchNorm1d(8, track_running_stats=False)
-    plain, repeated = engine_of(one, records=False), engine_of(other, said)
+    plain, repeated = engine_of(one, records=False, **WAYS[way]), engine_of(other, said, **WAYS[way])
     for _ in range(STEPS):
         batch = {"x": torch.randn(6, 4)}
         assert repeated.train_step([batch]).loss == plain.train_step([batch]).loss

@@ -115,7 +115,7 @@ def other_engines_have_data_parallelism(facts: Facts) -> Iterator[Problem]:
         message = f"{strategy.layout.dp_replicate} copies of a sharded model: engine {name} has one way over all ranks"
         yield Problem("strategy.layout.dp_replicate", message, native)
     keys = ("sharding", "reshard_after_forward", "forward_prefetch", "backward_prefetch", "bucket_mb", "meta_init")
-    for key in given(strategy, *keys, *(["graphs"] if strategy.graphs else [])):
+    for key in given(strategy, *keys):
         yield Problem(f"strategy.{key}", f"{show(getattr(strategy, key))}: engine {name} has its own way", native)
     for key in ("optimizer", "params"):
         if (tier := getattr(strategy.offload, key)) != "none":

@@ -139,6 +139,7 @@ def recorded_passes_repeat_themselves(facts: Facts) -> Iterator[Problem]:
         return
     fp8 = config.precision.fp8
     reasons = (
+        (strategy.engine != "native", f"cannot go with engine {strategy.engine}, which has passes of its own"),
         (
             strategy.offload.on or strategy.offload.activations != "none",
             "cannot go with `strategy.offload`: the host has a part in every pass",

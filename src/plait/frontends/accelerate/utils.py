@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.config import Layout
 from plait.frontends.accelerate.dummies import DummyOptim, DummyScheduler
 from plait.frontends.accelerate.gather import Gatherer
 from plait.frontends.accelerate.memory import find_executable_batch_size
@@ -29,7 +31,9 @@ from plait.frontends.accelerate.plugins import (
     TorchDynamoPlugin,
 )
 from plait.frontends.accelerate.prepared import apply
-from plait.frontends.accelerate.process import PartialState
+from plait.world import World
+from plait.world.ranks import Ranks
+from plait.world.world import make_mesh
 
 __all__ = [
     "AutocastKwargs",
@@ -91,17 +95,17 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any
 
 def gather(tensor: Any) -> Any:
     """Nested tensors of all ranks, one after another along the first dimension."""
-    return Gatherer(PartialState().world).gather(tensor)
+    return _everyone().gather(tensor)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """The mean or sum of nested tensors over all ranks, times `scale`."""
-    return Gatherer(PartialState().world).reduce(tensor, reduction, scale)
+    return _everyone().reduce(tensor, reduction, scale)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
     """Nested tensors, each as long as the longest of all ranks."""
-    return Gatherer(PartialState().world).pad(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+    return _everyone().pad(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
@@ -131,4 +135,19 @@ def send_to_device(
 
 def wait_for_everyone() -> None:
     """Wait until every rank is here."""
-    PartialState().wait_for_everyone()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _everyone() -> Gatherer:
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return _gatherer(rank, size)
+
+
+@cache
+def _gatherer(rank: int, size: int) -> Gatherer:
+    """Made once over the group that is there: to open a world anew would take the heartbeat of the run each time."""
+    device = torch.device("cuda" if size > 1 and dist.get_backend() == "nccl" else "cpu")
+    layout = Layout(dp_replicate=size)
+    mesh = make_mesh(layout, device) if size > 1 else None
+    return Gatherer(World(Ranks(rank, size, rank, size, launcher="caller"), device, layout, mesh, owns_processes=False))

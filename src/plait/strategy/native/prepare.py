@@ -130,8 +130,17 @@ def prepare_native(
     # Loops of other kinds may look at gradients, and sum as many of them as they like.
     leaves = engine is NativeEngine and adopted is None and accumulation == 1 and not stages
     late = leaves and not sharded and gradients_come_late(config, world, policy)
-    given: dict[str, Any] = {"late": late, "whole": counted, "accumulation": accumulation, "say": say}
-    ways = choose_ways(parts, all_units, example, config=config, world=world, **given)
+    ways = choose_ways(
+        parts,
+        all_units,
+        example,
+        config=config,
+        world=world,
+        late=late,
+        whole=counted,
+        accumulation=accumulation,
+        say=say,
+    )
     compiled = []
     for part, units, chosen in zip(parts, all_units, ways, strict=True):
         tile_layers(part, strategy.tiles)

@@ -162,6 +162,8 @@ class RecordedPasses:
         self._recordings.clear()
         for param in self._parameters():
             param.grad = None  # perhaps half recorded
+        if self._gradients is not None:
+            self._gradients.finish()  # forgets whose gradients it was told of meanwhile
         self._say(f"strategy.graphs is on, but the passes cannot be recorded: {reason}. Training goes on without it")
 
     def _parameters(self) -> Iterator[nn.Parameter]:
