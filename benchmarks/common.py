@@ -183,17 +183,23 @@ class _Child:
         return lines[-1][:300] if lines else "none"
 
 
-def _environment(rank: int, ranks: int, port: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Of a child: it finds this Plait, and says nothing but what matters."""
     own = {
         "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))),  # ninja
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH")))),
         "PYTHONWARNINGS": "ignore",
         "HF_HUB_OFFLINE": "1",
     }
+    return dict(os.environ) | own
+
+
+def _environment(rank: int, ranks: int, port: str) -> dict[str, str]:
+    own = environment()
     if ranks > 1:
         own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return dict(os.environ) | own
+    return own
 
 
 def _free_port() -> int:

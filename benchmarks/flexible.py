@@ -11,7 +11,6 @@ between strategies is what to compare, on GPUs: a CPU has no fast fp16, which tw
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -34,7 +33,7 @@ def measure(strategy: str, *, ranks: int, arguments: list[str], limit: float) ->
             done = subprocess.run(
                 [*command, str(SCRIPT), f"--use-{strategy}", *arguments],
                 cwd=folder,
-                env=os.environ | {"PYTHONPATH": str(common.ROOT / "src")},
+                env=common.environment(),
                 capture_output=True,
                 text=True,
                 timeout=limit,
@@ -44,10 +43,16 @@ def measure(strategy: str, *, ranks: int, arguments: list[str], limit: float) ->
             return {"error": f"no end after {limit:g} s"}
     found = [(float(time), int(memory)) for time, memory in LINE.findall(done.stdout + done.stderr)]
     if done.returncode != 0 or len(found) < 2:
-        last = (done.stdout + done.stderr).strip().splitlines()[-1:]
-        return {"error": f"exit code {done.returncode}; last words: {last}"}
+        return {"error": f"exit code {done.returncode}; {_reason(done.stdout + done.stderr)}"}
     times = [time for time, _ in found[1:]]  # the first line has the warm-up
     return {"time": median(times), "memory": max(memory for _, memory in found)}
+
+
+def _reason(said: str) -> str:
+    """The last line that names an error: torchrun goes on talking after it."""
+    lines = [line.strip() for line in said.splitlines() if re.search(r"\w(Error|Exception)\b", line)]
+    named = [line for line in lines if "ChildFailedError" not in line]
+    return f"last error: {(named or lines)[-1][:300]}" if lines else "it named no error"
 
 
 def as_table(found: dict[str, list[common.Result]]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,31 @@ def test_text_files_are_utf8_whatever_the_locale_says() -> None:
             if (bare or opened) and not named:
                 offenders.append(f"{path.name}:{node.lineno}")
     assert offenders == []
+
+
+def test_an_extra_that_a_message_names_is_there() -> None:
+    project = tomllib.loads((SOURCES[0].parents[2] / "pyproject.toml").read_text())
+    named = {
+        node.args[2].value
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "MissingExtraError"
+        if isinstance(node.args[2], ast.Constant)
+    }
+    assert named
+    assert named <= project["project"]["optional-dependencies"].keys()
+
+
+def test_a_note_that_is_cited_is_written_somewhere() -> None:
+    texts = [path.read_text() for path in SOURCES]
+    page = (SOURCES[0].parents[2] / "docs" / "architecture.md").read_text()
+    cited = {
+        note
+        for text in (*texts, page)
+        for note in re.findall(r"\[Note: ([^\]…]+)\]", re.sub(r"\s*\n\s*(?:# )?", " ", text))
+    }
+    written = {note for text in texts for note in re.findall(r'(?m)^\s*(?:# |""")?\[Note: ([^\]]+)\]', text)}
+    assert cited - written == set()
 
 
 def test_no_module_changes_a_global() -> None:

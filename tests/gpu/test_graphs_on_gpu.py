@@ -14,6 +14,7 @@ from plait.models import build_model
 from plait.spec import LossTerm
 from plait.strategy import prepare_native
 from plait.strategy.native.recorded import WARM_UP
+from plait.strategy.native.starving import AT_FIRST, LOOKS
 from plait.world import open_world
 
 pytestmark = [
@@ -187,3 +188,48 @@ def test_a_checkpoint_is_taken_and_loaded_between_recorded_steps() -> None:
     again = [engine.train_step([batch]).loss for _ in range(3)]
     assert again == pytest.approx(first, rel=1e-3)
     assert len(engine._recorded._recordings) == 1
+
+
+GPT = {"type": "gpt", "vocab_size": 512, "dim": 128, "layers": 2, "heads": 4, "seq_len": 128, "dropout": 0.2}
+
+
+def described(said: list[str], **sections: Any) -> Any:
+    """An engine for a model that the configuration describes; seeds and first values are its own."""
+    config = parse_sections(optim={"type": "AdamW", "lr": 1e-3}, device="cuda", **sections).config
+    return prepare_native(config, open_world(config), say=said.append)
+
+
+def test_a_recorded_step_drops_what_the_step_would_have_dropped() -> None:
+    batches = [tokens() for _ in range(STEPS)]
+    losses = []
+    for graphs in (False, True):
+        engine = described([], model=GPT, strategy={"graphs": graphs})
+        losses.append([engine.train_step([batch]).loss for batch in batches])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("model", [RESNET, GPT], ids=["resnet", "gpt"])
+def test_a_small_model_is_recorded_by_itself(model: dict[str, Any]) -> None:
+    steps = AT_FIRST + LOOKS + 1 + WARM_UP + 5
+    batches = [images() if model is RESNET else tokens() for _ in range(steps)]
+    losses, lines = [], []
+    for graphs in (False, "auto"):
+        said: list[str] = []
+        engine = described(said, model=model, precision="bf16", strategy={"graphs": graphs})
+        results = [engine.train_step([batch]) for batch in batches]
+        losses.append([result.loss for result in results])
+        lines.append([line for line in said if "strategy.graphs: auto" in line])
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+    assert [len(found) for found in lines] == [0, 1]
+    assert len(engine._recorded._recordings) == 1
+
+
+def test_a_large_model_keeps_its_device_busy_and_is_left_alone() -> None:
+    said: list[str] = []
+    wide = {**LLAMA, "dim": 2048, "layers": 4, "heads": 16, "kv_heads": 4, "seq_len": 2048}
+    engine = described(said, model=wide, precision="bf16")
+    batch = {name: tensor.cuda() for name, tensor in tokens(16, 2048).items()}
+    results = [engine.train_step([batch]) for _ in range(AT_FIRST + LOOKS + WARM_UP + 5)]
+    assert results[-1].loss < results[0].loss
+    assert engine._recorded._recordings == {}
+    assert not [line for line in said if "graphs" in line]

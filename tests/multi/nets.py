@@ -57,6 +57,32 @@ class DictNet(Net):
         return {"loss": (prediction - y).square().mean(), "prediction": prediction}
 
 
+class AddingLayer(Layer):
+    """Returns a view: what a linear layer makes of three dimensions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(self.norm(x[None])).tanh())
+        return out
+
+
+class AddingNet(DictNet):
+    """Adds to what its layers return, in place, and returns a view itself."""
+
+    block_classes = (AddingLayer,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(AddingLayer() for _ in range(3))
+
+    def predict(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            found = layer(x)
+            found += x
+            x = found[0]
+        out: Tensor = self.head(x).squeeze(-1)
+        return out
+
+
 class BareNet(Net):
     """Knows nothing of losses."""
 
@@ -175,6 +201,17 @@ class ShareNet(Net):
     def __init__(self) -> None:
         super().__init__()
         self.layers[2].up = self.layers[0].up
+
+
+class LentNet(Net):
+    """A module of its first layer is used before it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(self.layers[0].norm, nn.Linear(DIM, DIM))  # type: ignore[arg-type]
+
+    def predict(self, x: Tensor) -> Tensor:
+        return super().predict(self.first(x))
 
 
 def rows(seed: int, count: int) -> dict[str, Tensor]:

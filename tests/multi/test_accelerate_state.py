@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from plait.errors import CheckpointError
-from plait.frontends.accelerate import Accelerator, ProjectConfiguration
+from plait.frontends.accelerate import Accelerator, DeepSpeedPlugin, ProjectConfiguration
 from tests.multi.ranks import RankPool
 from tests.multi.test_accelerate_parity import Regression, rows
 
@@ -101,6 +101,36 @@ def test_training_goes_on_under_another_strategy_and_number_of_ranks(two_ranks: 
     alone = train(0, 1, {"strategy": "ddp"}, load=tmp_path / "b", dropout=False)
     assert alone["seen"][:2] == plain["seen"][:2]  # the rest of the epoch; later ones are shuffled by other generators
     assert alone["losses"][:2] == pytest.approx(plain["losses"][:2], rel=1e-5)
+
+
+def look_alone(rank: int, size: int) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """The main process alone keeps what `unwrap_model` gives, as scripts for DeepSpeed's stage 2 do."""
+    torch.manual_seed(2)
+    model = Regression()
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = DataLoader(rows(24), batch_size=3)
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    alone, asked = [], []
+    for x, y, _ in data:
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.mse_loss(model(x)["prediction"], y))
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.is_main_process:
+            state = accelerator.unwrap_model(model).state_dict()
+            alone.append({name: value.clone() for name, value in state.items()})
+        asked.append(accelerator.get_state_dict(model))
+    return alone, asked
+
+
+def test_below_stage_3_of_deepspeed_the_main_process_has_the_weights(two_ranks: RankPool) -> None:
+    (alone, asked), _ = two_ranks.run(look_alone)
+    assert len(alone) == 4
+    for one, other in zip(alone, asked, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert any(not torch.equal(alone[0][name], alone[3][name]) for name in alone[0])
 
 
 def test_one_process_saves_and_goes_on(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from plait.config import parse_sections
 from plait.errors import ConfigError
@@ -55,6 +56,18 @@ def assert_equal(found: Trace, expected: Trace) -> None:
 def test_one_process_computes_the_same_bits(strategy: dict[str, Any]) -> None:
     without = {key: value for key, value in strategy.items() if key != "offload"}
     assert_equal(run_steps(0, 1, {"strategy": strategy}, STEPS), run_steps(0, 1, {"strategy": without}, STEPS))
+
+
+def graphs_of(strategy: dict[str, Any]) -> int:
+    torch._dynamo.reset()
+    counters.clear()
+    run_steps(0, 1, {"strategy": strategy}, STEPS[:1])
+    return counters["stats"]["unique_graphs"]
+
+
+def test_a_compiler_sees_the_units_and_nothing_of_what_carries_their_activations() -> None:
+    small = {"wrap": {"min_params": 1}, "compile": {"backend": "eager", "scope": "block"}}
+    assert graphs_of({**small, **ALL}) == graphs_of(small) > 0
 
 
 def test_every_stage_computes_the_same_bits(two_ranks: RankPool) -> None:

@@ -17,7 +17,8 @@ from plait.config.model import GptConfig, HFConfig, LlamaConfig
 from plait.config.strategy import CompileConfig, RecomputeConfig, WrapConfig
 from plait.errors import ModelError
 from plait.models import build_model
-from plait.models.common.attention import attend, document_mask
+from plait.models.common.attention import attend
+from plait.models.common.documents import document_mask
 from plait.parallel.compiling import compile_units
 from plait.parallel.context import KINDS, Kind, apply_context_parallel, context_traffic, cut, join, split_batch
 from plait.parallel.context.allgather import allgather_attention, visible

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait.frontends.deepspeed as deepspeed
-from plait.errors import CheckpointError, TrainingError
+from plait.errors import CheckpointError, ModelError, TrainingError
+from plait.frontends.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from plait.frontends.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.multi.deepspeed_loop import begin, conv_net, go_on, micro_step, pictures
 from tests.multi.ranks import RankPool
@@ -75,6 +76,19 @@ def test_a_checkpoint_goes_on_under_any_stage_and_number_of_ranks(two_ranks: Ran
     whole = torch.load(tmp_path / "saved-16bit" / "pytorch_model.bin")
     assert all(torch.equal(whole[name], value) for name, value in weights.items())
     conv_net().load_state_dict(weights)
+
+
+def save_where_nothing_can_be(rank: int, size: int, place: str) -> str:
+    engine = begin(deepspeed, {"config": config(3)})
+    with pytest.raises((OSError, TrainingError)) as caught:
+        engine.save_16bit_model(place)
+    return str(caught.value)
+
+
+def test_a_model_that_cannot_be_written_fails_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
+    place = tmp_path / "a file"
+    place.touch()
+    assert all(str(place) in told for told in two_ranks.run(save_where_nothing_can_be, str(place)))
 
 
 def load_alone(folder: str) -> dict[str, Any]:
@@ -202,6 +216,35 @@ def test_a_look_at_the_model_between_steps_changes_nothing(two_ranks: RankPool, 
     assert two_ranks.run(look_between, stage, True) == two_ranks.run(look_between, stage, False)
 
 
+def look_and_load(rank: int, size: int, stage: int, folder: str) -> list[bool]:
+    """A model that is called past the engine, as `model.generate` does it, is saved and loaded all the same."""
+    job, (x, _) = {"config": config(stage)}, pictures(99, 4)
+    engine = begin(deepspeed, job)
+
+    def look() -> Tensor:
+        with torch.no_grad():
+            return engine.module(x).clone()
+
+    go_on(engine, job, rank, size, 0, 1)
+    first = look()
+    engine.save_checkpoint(folder, tag="first")
+    go_on(engine, job, rank, size, 1, 1)
+    second = look()
+    engine.save_checkpoint(folder, tag="second")
+    seen = [not torch.equal(first, second)]
+    for tag, expected in (("first", first), ("second", second)):
+        engine.load_checkpoint(folder, tag=tag)
+        seen += [torch.equal(look(), expected)]
+    return seen
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_look_past_the_engine_hides_nothing_from_a_checkpoint(
+    two_ranks: RankPool, tmp_path: Path, stage: int
+) -> None:
+    assert two_ranks.run(look_and_load, stage, str(tmp_path)) == [[True] * 3] * 2
+
+
 def gather(rank: int, size: int) -> dict[str, Any]:
     engine = begin(deepspeed, {"config": config(3)})
     head = engine.module.head
@@ -229,6 +272,46 @@ def test_whole_parameters_are_seen_and_changed(two_ranks: RankPool) -> None:
     assert torch.equal(first["kept"], expected)
     assert torch.equal(second["after"], 2 * expected)
     assert first["moments"] is None  # one of two micro-batches is no step
+
+
+def save_as_scripts_do(rank: int, size: int, folder: str) -> dict[str, Any]:
+    """What DeepSpeed-Chat and others do at the end of stage 3: parameter by parameter, with all ranks."""
+    engine = begin(deepspeed, {"config": config(3)})
+    for index in range(2):
+        micro_step(engine, index, rank, size)
+    if rank == 0:
+        torch.save(engine.module.state_dict(), f"{folder}/alone.bin")
+        with pytest.raises(ModelError, match=r"holds a part of .*save_16bit_model"):
+            torch.save(list(engine.module.parameters()), f"{folder}/parts.bin")
+    parts = list(engine.module.named_parameters())
+    assert all(param.ds_status is ZeroParamStatus.NOT_AVAILABLE for _, param in parts)
+    found: dict[str, Tensor] = {}
+    for name, param in parts:
+        with deepspeed.zero.GatheredParameters([param]), deepspeed.zero.GatheredParameters([param]):
+            assert param.ds_status is ZeroParamStatus.AVAILABLE
+            found[name] = param.data.cpu().clone()
+    with deepspeed.zero.GatheredParameters([param for _, param in parts]):
+        torch.save(engine.module.state_dict(), f"{folder}/whole-{rank}.bin")
+    assert [param for _, param in parts] == list(engine.module.parameters())
+    name, param = parts[0]
+    with deepspeed.zero.GatheredParameters(param, modifier_rank=0):
+        if rank == 0:
+            nn.init.ones_(param)
+    with deepspeed.zero.GatheredParameters(param):
+        assert bool((param == 1).all())
+    return {"found": found, "whole": engine.module_state_dict(), "set": name}
+
+
+def test_scripts_gather_parameters_and_save_them(two_ranks: RankPool, tmp_path: Path) -> None:
+    first, _ = two_ranks.run(save_as_scripts_do, str(tmp_path))
+    expected = {name: value for name, value in first["whole"].items() if name != first["set"]}
+    inside = torch.load(tmp_path / "whole-0.bin")
+    for name, value in expected.items():
+        assert torch.equal(inside[name], value)
+        assert name not in first["found"] or torch.equal(first["found"][name], value)
+    assert first["found"].keys() == {name for name, _ in conv_net().named_parameters()}
+    alone = torch.load(tmp_path / "alone.bin")
+    assert all(alone[name].numel() == 0 for name in first["found"])  # nothing takes these for weights
 
 
 # ---- pipelines

@@ -37,6 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero 2": {"strategy": "zero2"},
     "zero 3": {"strategy": "zero3"},
     "tp 2": {"strategy": {"layout": {"tp": 2}}},
+    "tp 2, rows cut": {"strategy": {"layout": {"tp": 2}, "tensor": {"sequence_parallel": True}}},
 }
 SAMPLING = Sampling(max_new_tokens=20, temperature=1.0, top_k=30, stop=(0, 7), seed=11)
 
@@ -91,7 +92,7 @@ def test_answers_do_not_depend_on_how_the_policy_is_spread(two_ranks: RankPool) 
     expected = alone["trainer after 0"][0], alone["trainer after 2"][0]
     assert expected[0] != expected[1], "training changed nothing"
     for layout, sections in LAYOUTS.items():
-        modes = {"tp 2": ["auto", "trainer"], "zero 3": ["gathered", "sharded"]}.get(layout, ["gathered"])
+        modes = {"tp 2": ["auto", "trainer"], "zero 3": ["gathered", "sharded"]}.get(layout.split(",")[0], ["gathered"])
         for found in [alone, *two_ranks.run(write, {"model": LLAMA, **sections}, modes, seed)]:
             for name, (answers, comparison) in found.items():
                 same(answers, expected[0] if name.endswith("0") else expected[1])

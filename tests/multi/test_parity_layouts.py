@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from plait.config import parse_sections
-from plait.errors import ConfigError
+from plait.errors import ConfigError, ModelError
+from plait.spec import LossTerm
 from plait.strategy import prepare_native
 from plait.world import open_world
 from plait.world.fake import fake_world
@@ -152,7 +153,40 @@ def test_a_layout_equals_one_process(pools: dict[int, RankPool], name: str) -> N
     compare(pools[size], {"model": MODEL, "strategy": strategy})
 
 
+def test_pipelines_side_by_side_may_have_rows_of_different_lengths(four_ranks: RankPool) -> None:
+    """As in the last batch of an epoch, or where examples are not packed."""
+    steps = [[step[0], {name: rows[:1, :5] for name, rows in step[1].items()}] for step in token_batches(0, 2)]
+    expected = run_steps(0, 1, {"model": MODEL}, steps)
+    found = [traces[0] for traces in four_ranks.run(run_layout, {"strategy": {"layout": {"pp": 2}}}, steps, ["fp32"])]
+    everything = {name: tensor for trace in found for name, tensor in trace.tensors.items()}
+    for trace in found:
+        trace.tensors = {**everything, **trace.tensors}
+        assert_same(trace, expected, tolerance=TOLERANCE["fp32"])
+
+
 GPT = {**{key: value for key, value in MODEL.items() if key != "kv_heads"}, "type": "gpt", "dropout": 0.0}
+
+
+def mean_of(outputs: LossTerm, _inputs: Any) -> Tensor:
+    return outputs.sum / outputs.count
+
+
+def answers_to_a_mean(rank: int, size: int, sections: dict[str, Any], batch: Any) -> list[str]:
+    config = parse_sections(**sections).config
+    engine = prepare_native(config, open_world(config), loss_function=mean_of)
+    told = []
+    for call in (lambda: engine.train_step([batch]), lambda: engine.evaluate(batch)):
+        with pytest.raises(ModelError) as caught:
+            call()
+        told.append(str(caught.value))
+    return told
+
+
+def test_a_mean_over_a_part_of_the_tokens_is_refused_in_training_and_evaluation(two_ranks: RankPool) -> None:
+    sections = {"model": MODEL, "strategy": {"layout": {"cp": 2}}}
+    for told in two_ranks.run(answers_to_a_mean, sections, token_batches(5, 1)[0][0]):
+        assert len(told) == 2
+        assert all("return a LossTerm(sum, count)" in text for text in told)
 
 
 @pytest.mark.parametrize("name", ["tp2", "tp2 sp", "dp2 tp2 zero1"])
@@ -193,10 +227,14 @@ def test_a_rank_with_both_ends_of_a_tied_model_has_one_embedding(pools: dict[int
     compare(pools[size], sections, precisions=["bf16"])
 
 
-def test_an_embedding_that_two_stages_of_a_rank_would_offload_is_refused() -> None:
+@pytest.mark.parametrize("rank", range(4))
+def test_an_embedding_that_two_stages_of_a_rank_would_offload_is_refused_by_all(rank: int) -> None:
     strategy = {**V_SHAPED["dp2 zbv zero3"][1], "offload": {"optimizer": "cpu"}}
     config = parse_sections(model={**MODEL, "layers": 4, "tie_embeddings": True}, strategy=strategy).config
-    with fake_world(config, size=4) as world, pytest.raises(ConfigError, match=r"both hold embedding\.weight"):
+    with (
+        fake_world(config, rank=rank, size=4) as world,
+        pytest.raises(ConfigError, match=r"both hold embedding\.weight"),
+    ):
         prepare_native(config, world)
 
 
@@ -310,6 +348,11 @@ HF: dict[str, dict[str, Any]] = {
 def test_unedited_transformers_models_equal_one_process(two_ranks: RankPool, model: str, axis: str) -> None:
     sections = {"model": {"type": "hf", "config": HF[model]}, "strategy": {"layout": {axis: 2}}}
     compare(two_ranks, sections, precisions=["fp32"])
+
+
+def test_the_stages_of_an_unedited_llama_are_cut_as_well(four_ranks: RankPool) -> None:
+    strategy = {"layout": {"pp": 2, "tp": 2}, **SEQUENCE}
+    compare(four_ranks, {"model": {"type": "hf", "config": HF["llama"]}, "strategy": strategy}, precisions=["fp32"])
 
 
 def test_the_experts_of_an_unedited_mixtral_are_shared_along_two_axes(four_ranks: RankPool) -> None:

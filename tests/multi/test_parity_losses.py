@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -63,6 +64,19 @@ def test_every_kind_of_loss_is_averaged_over_all_samples(
     compare(two_ranks, STAGES[stage], steps_of(4), model, loss_fn=loss_fn)
 
 
+def run_without_warnings(rank: int, size: int, *args: Any) -> Trace:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*returned a view")
+        return run_steps(rank, size, *args)
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_what_a_unit_returns_may_be_changed_in_place(two_ranks: RankPool, stage: str) -> None:
+    expected = run_steps(0, 1, {}, steps_of(4), nets.AddingNet)
+    for found in two_ranks.run(run_without_warnings, {"strategy": STAGES[stage]}, steps_of(4), nets.AddingNet):
+        assert_same(found, expected, tolerance=TOLERANCE)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_frozen_parameters_stay_and_the_rest_trains_alike(two_ranks: RankPool, stage: str, precision: str) -> None:
@@ -71,7 +85,7 @@ def test_frozen_parameters_stay_and_the_rest_trains_alike(two_ranks: RankPool, s
 
 
 @pytest.mark.parametrize("offload", [{}, {"optimizer": "cpu"}, {"optimizer": "cpu", "params": "cpu"}], ids=str)
-@pytest.mark.parametrize("model", [nets.RepeatNet, nets.ShareNet])
+@pytest.mark.parametrize("model", [nets.RepeatNet, nets.ShareNet, nets.LentNet])
 def test_what_is_called_twice_gets_both_gradients(two_ranks: RankPool, model: Any, offload: dict[str, Any]) -> None:
     compare(
         two_ranks,
@@ -97,12 +111,15 @@ def test_parameters_that_only_some_ranks_use(two_ranks: RankPool, stage: str, pl
         compare(two_ranks, STAGES[stage], sometimes(steps_of(4), places), model)
 
 
+@pytest.mark.parametrize("precision", ["bf16", {"reduce": "bf16"}], ids=["bf16", "summed-in-bf16"])
 @pytest.mark.parametrize("places", [{3}, {0}, set()], ids=["rank1-last", "rank0-first", "nobody"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_they_have_the_format_of_the_others(two_ranks: RankPool, stage: str, places: set[int]) -> None:
-    """Summed over micro-batches in fp32, while those of the last one are in bf16."""
+def test_they_have_the_format_of_the_others(
+    two_ranks: RankPool, stage: str, places: set[int], precision: str | dict[str, str]
+) -> None:
+    """Summed over micro-batches in one format, while those of the last one are in the other."""
     steps = sometimes(steps_of(4), places)
-    compare(two_ranks, STAGES[stage], steps, nets.SometimesInsideNet, precision="bf16", tolerance=CLOSE_16)
+    compare(two_ranks, STAGES[stage], steps, nets.SometimesInsideNet, precision=precision, tolerance=CLOSE_16)
 
 
 def as_before_2_13(rank: int, size: int, *arguments: Any) -> Trace:

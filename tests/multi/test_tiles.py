@@ -105,6 +105,30 @@ def test_a_layer_that_mixes_tokens_is_found_out_at_the_first_call() -> None:
         engine.train_step([{"x": torch.randn(2, 6, 8)}])
 
 
+class Flattening(torch.nn.Linear):
+    """Joins rows and tokens, as the mixtures of `transformers` do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.view(-1, x.shape[-1])).view(x.shape).tanh()
+
+
+def test_a_layer_that_joins_rows_and_tokens_is_given_tiles_it_can_join() -> None:
+    losses = {}
+    batches = torch.randn(2, 3, 7, 8)
+    for name, strategy in {"whole": {}, "tiles": {"tiles": {"names": ["0"], "tokens": 3}}}.items():
+        config = parse_sections(strategy=strategy, optim={"type": "SGD", "lr": 1.0}).config
+
+        def loss(outputs: Any, _: Any) -> torch.Tensor:
+            value: torch.Tensor = outputs.square().mean()
+            return value
+
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(Flattening(8, 8))
+        engine = prepare_native(config, open_world(config), model=model, loss_function=loss)
+        losses[name] = [engine.train_step([(x,)]).loss for x in batches]
+    assert losses["tiles"] == pytest.approx(losses["whole"], rel=1e-5)
+
+
 def test_a_size_without_layers_is_refused() -> None:
     config = parse_sections(model=MODEL, strategy={"tiles": {"tokens": 5}}).config
     with pytest.raises(ConfigError, match=r"strategy\.tiles\.tokens.*no effect"):

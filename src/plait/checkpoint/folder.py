@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.checkpoint.manifest import NAME, saved_at
+from plait.checkpoint.manifest import NAME, is_complete, saved_at
 from plait.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d+)$")
@@ -31,7 +31,7 @@ class CheckpointFolder:
         """
         if not self.root.is_dir():
             return []
-        found = [p for p in self.root.iterdir() if _STEP.match(p.name) and not p.is_symlink() and (p / NAME).exists()]
+        found = [p for p in self.root.iterdir() if _STEP.match(p.name) and not p.is_symlink() and is_complete(p)]
         return sorted(found, key=lambda path: (saved_at(path), path.name))
 
     def newest(self, before: int | None = None) -> Path | None:
@@ -47,7 +47,7 @@ class CheckpointFolder:
         if wanted == "auto":
             return self.newest()
         path = Path(wanted)
-        if (path / NAME).exists():
+        if is_complete(path):
             return path.resolve()
         for root in (path, path / "checkpoints"):
             newest = CheckpointFolder(root).newest()
@@ -60,7 +60,7 @@ class CheckpointFolder:
         if wanted == "auto":
             return self.complete()
         path = Path(wanted)
-        if (path / NAME).exists():
+        if is_complete(path):
             return [path.resolve()]
         return CheckpointFolder(path).complete() or CheckpointFolder(path / "checkpoints").complete()
 
@@ -88,14 +88,15 @@ class CheckpointFolder:
             return
         for path in self.root.glob(".step-*.old.tmp"):
             home = self.root / path.name.removeprefix(".").removesuffix(".old.tmp")
-            if (path / NAME).exists() and not (home / NAME).exists():
+            if is_complete(path) and not is_complete(home):
                 os.replace(path, home)
         for path in self.root.glob(".*"):
-            if path.is_symlink():
-                path.unlink()  # one that was about to become `latest` or `best`
+            # Links that were about to become `latest` or `best`, and what nodes show each other (`disks`).
+            if path.is_symlink() or path.name.startswith(".seen-"):
+                path.unlink(missing_ok=True)
         for path in list(self.root.iterdir()):
             unfinished = path.name.startswith((".step-", ".fetched-")) or (
-                _STEP.match(path.name) and not (path / NAME).exists()
+                _STEP.match(path.name) and not is_complete(path)
             )
             if unfinished and path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

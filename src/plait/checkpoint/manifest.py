@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ class Manifest:
     """Everything that is no tensor: counters, schedule, data position, hook state, config."""
     versions: dict[str, str]
     saved_at: float
-    """Seconds since 1970: of two checkpoints the later one is the newer, whatever their steps."""
+    """Seconds since 1970 (`moment_of_saving`): of two checkpoints the later one is the newer, whatever their steps."""
     format: int = FORMAT
 
     @property
@@ -60,12 +62,22 @@ class Checkpoint:
     index: Index
 
 
+def is_complete(folder: Path) -> bool:
+    """Whether a folder has a manifest. One that may not be looked into is an error, for nobody knows what it has."""
+    try:
+        return (folder / NAME).exists()
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be looked into: {error.strerror}; let this user read it, or move it away"
+        ) from error
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint folder."""
     path = folder / NAME
     if not folder.is_dir():
         raise CheckpointError(f"there is no checkpoint at {folder}: no such folder")
-    if not path.exists():
+    if not is_complete(folder):
         raise CheckpointError(f"{folder} is no complete checkpoint: it has no {NAME}, which is written last")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -78,7 +90,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})\n{remedy(folder)}") from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}\n{remedy(folder)}") from error
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -95,17 +107,26 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def saved_at(folder: Path) -> float:
-    """When a checkpoint was saved; of a damaged one, what its file system says."""
+    """When a checkpoint was saved; of one that is damaged or cannot be read, what its file system says."""
     path = folder / NAME
     try:
         return float(json.loads(path.read_text(encoding="utf-8"))["saved_at"])
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return path.stat().st_mtime
+
+
+def moment_of_saving(root: Path) -> float:
+    """Now, but later than every checkpoint in the folder.
+
+    A clock that was set back, or another host's, would otherwise make the new one the oldest, and the first to go.
+    """
+    last = max((saved_at(path.parent) for path in root.glob(f"step-*/{NAME}")), default=0.0)
+    return max(time.time(), math.nextafter(last, math.inf))
 
 
 def remedy(damaged: Path) -> str:
     """What to do about a damaged checkpoint: the newest of those saved before it is offered."""
-    moment = saved_at(damaged) if (damaged / NAME).exists() else float("inf")
+    moment = saved_at(damaged) if is_complete(damaged) else float("inf")
     others = [path.parent for path in damaged.parent.glob(f"step-*/{NAME}") if path.parent != damaged]
     before = [path for path in others if not path.is_symlink() and saved_at(path) < moment]
     if not before:

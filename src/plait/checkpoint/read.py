@@ -107,8 +107,11 @@ class PieceReader:
 
     def _read(self, stored: Stored, block: int, room: memoryview) -> None:
         """Fill `room` with one whole block of a piece, and compare it with its digest."""
-        file = self._open(stored.file)
-        if not read_all(file, room, stored.begin + block):
+        try:
+            filled = read_all(self._open(stored.file), room, stored.begin + block)
+        except OSError as error:
+            raise DamagedError(f"{self._path(stored.file)} cannot be read: {error.strerror}") from error
+        if not filled:
             raise DamagedError(f"{self._path(stored.file)} is shorter than what was written")
         if digest(room) != stored.digests[block // BLOCK]:
             at = stored.begin + block
@@ -152,6 +155,4 @@ def try_to_read(read: Callable[..., None], *given: Any) -> str | None:
         read(*given)
     except DamagedError as error:
         return str(error)
-    except OSError as error:
-        return f"{error.filename or 'a file'} cannot be read: {error.strerror}"
     return None

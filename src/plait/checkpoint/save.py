@@ -20,7 +20,7 @@ from torch import Tensor
 from plait.checkpoint import index as index_file
 from plait.checkpoint.disks import Disks, find_disks
 from plait.checkpoint.index import Index, Stored
-from plait.checkpoint.manifest import FileRecord, Manifest, write_text
+from plait.checkpoint.manifest import FileRecord, Manifest, moment_of_saving, write_text
 from plait.checkpoint.need import WRITERS, workers
 from plait.checkpoint.pieces import Held, Piece, Shares, held_pieces
 from plait.checkpoint.read import PieceReader
@@ -169,7 +169,7 @@ def write_alone(
         _make_staging(staging, sum(piece.bytes for piece in pieces))
         alone = ((piece, partial(_in_one, read, piece.name)) for piece in pieces)
         written = _write(staging / _file_name(0), alone, pieces)
-        manifest, text = _describe([written], dict(state), step=step, world_size=1)
+        manifest, text = _describe(target, [written], dict(state), step=step, world_size=1)
         _seal(staging, manifest, text)
         _name(staging, target)
     except BaseException:
@@ -214,7 +214,9 @@ class _Job:
             parts = channel.gather(written[0])
             described: list[tuple[Manifest, str]] = []
             if parts is not None:
-                describe = partial(_describe, parts, self.state, step=self.step, world_size=self.world_size)
+                describe = partial(
+                    _describe, self.target, parts, self.state, step=self.step, world_size=self.world_size
+                )
                 self._together(attempt(lambda: described.append(describe())))
             else:
                 self._together(None)
@@ -284,12 +286,14 @@ def _compare(path: Path, written: _Written) -> None:
             reader.check(stored, piece.dtype)
 
 
-def _describe(parts: Sequence[_Written], state: dict[str, Any], *, step: int, world_size: int) -> tuple[Manifest, str]:
+def _describe(
+    target: Path, parts: Sequence[_Written], state: dict[str, Any], *, step: int, world_size: int
+) -> tuple[Manifest, str]:
     text = Index.of(pair for part in parts for pair in part.pieces).text()
     files = {part.file: part.record for part in parts}
     files[index_file.NAME] = FileRecord(len(text.encode()), digest(text.encode()))
     versions = {"plait": _own_version(), "torch": torch.__version__}
-    return Manifest(step, world_size, files, state, versions, time.time()), text
+    return Manifest(step, world_size, files, state, versions, moment_of_saving(target.parent)), text
 
 
 def _own_version() -> str:

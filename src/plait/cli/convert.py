@@ -158,7 +158,7 @@ def _show(path: str, *, every: bool, verify: bool) -> None:
 def _check(src: str | None, dst: str | None, options: Options) -> tuple[int, list[Problem]]:
     problems = _check_alone(options) if options.to == "yaml" else []
     if src is None or (dst is None and options.to != "yaml"):
-        missing = "SRC and DST" if src is None else "DST"
+        missing = "SRC DST" if src is None else "DST"
         problems.append(Problem(missing, "not given", "Write `plait convert SRC DST --to …`, or --inspect PATH."))
     for key, value, choices in (
         ("--to", options.to, _TARGETS),

@@ -169,7 +169,7 @@ def plan(
     if states_only:
         from plait.cli.states import show_states
 
-        show_states(config, words, gpus_per_node=gpus or 1)
+        show_states(config, words, gpus=gpus or 1)
         return
     fits = (
         commands.search_run(config, words, gpu=gpu, gpus=gpus, out=out)

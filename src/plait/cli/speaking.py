@@ -23,6 +23,7 @@ from plait.generate.generator import Generator, context_of
 from plait.generate.speaker import Speaker, Turn
 from plait.models import build_model
 from plait.models.portable import from_transformers
+from plait.parallel.buffers import persistent_buffers
 from plait.posttrain.data.records import Message
 from plait.posttrain.data.template import Marked, make_template
 from plait.posttrain.data.tokenizer import NAME, ChatTokenizer, read_tokenizer
@@ -162,8 +163,7 @@ def _load_streamed(place: Path, config: RunConfig | None, opening: Opening) -> n
     world = open_world(config)
     model, stream = build_streamed(config, world.device, tier=tier, folder=Path(opening.offload_path or place))  # type: ignore[arg-type]
     tensors = {f"model.{name}": tensor for name, tensor in stream.tensors().items()}
-    persistent = model.state_dict().keys()
-    tensors.update({f"model.{name}": buffer for name, buffer in model.named_buffers() if name in persistent})
+    tensors.update({f"model.{name}": buffer for name, buffer in persistent_buffers(model)})
     load_into(open_checkpoint(place), tensors, world=world, ignore=("optim.", "rng.", "hook."))
     stream.filled()
     return model

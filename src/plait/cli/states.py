@@ -10,19 +10,9 @@ from plait.config import RunConfig, parse
 from plait.errors import ConfigError, ModelError, Problem
 
 
-def show_states(
-    config: str,
-    overrides: Sequence[str],
-    *,
-    gpus_per_node: int = 1,
-    nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
-) -> None:
+def show_states(config: str, overrides: Sequence[str], *, gpus: int = 1) -> None:
     """Print the account of the run's own model, and DeepSpeed's tables for it. The model is never given storage."""
     found = parse(config, overrides).config
-    for option, value in (("--gpus", gpus_per_node), ("--nodes", nodes)):
-        if value < 1:
-            raise ConfigError(Problem(option, f"{value} is no number of devices", "Write 1 or more."))
 
     from plait.plan.states import account_of, zero2_table, zero3_table
 
@@ -34,9 +24,9 @@ def show_states(
         typer.echo(f"  {name:<10} {each:4g} B a parameter  {size:10.2f} GB")
     typer.echo("Without activations, buffers and what torch itself takes: `plait plan` counts those too.\n")
     typer.echo("ZeRO-2, as DeepSpeed estimates it (16-bit weights, Adam; GB of 2^30 bytes)")
-    typer.echo(zero2_table(total, gpus_per_node, nodes, additional_buffer_factor) + "\n")
+    typer.echo(zero2_table(total, gpus) + "\n")
     typer.echo("ZeRO-3, as DeepSpeed estimates it (16-bit weights, Adam; GB of 2^30 bytes)")
-    typer.echo(zero3_table(total, largest, gpus_per_node, nodes, additional_buffer_factor))
+    typer.echo(zero3_table(total, largest, gpus))
 
 
 def _count(config: RunConfig) -> tuple[int, int]:

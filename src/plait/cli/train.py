@@ -107,7 +107,7 @@ def _check(parsed: Parsed, ranks: int) -> None:
     layout = resolve_layout(config.strategy, size=ranks, local_size=ranks)
     pipeline = config.strategy.pipeline
     batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=pipeline.micro_batches)
-    check_graphs(config.strategy, ranks=ranks, accumulation=batch.accumulation)
+    check_graphs(config, ranks=ranks, accumulation=batch.accumulation)
     if layout.pp > 1:
         # Late: it brings torch, which the launcher otherwise does without.
         from plait.parallel.pipeline import check_pipeline

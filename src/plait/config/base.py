@@ -4,16 +4,36 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
+from plait.config.words import show
+
 T = TypeVar("T")
+LONGEST_NAME = 255
+"""Bytes of one file's or folder's name, on the file systems that are in use."""
+LARGEST_COUNT = 2**63 - 1
+"""What torch and numpy count with: a larger number would end in an error of theirs, in the middle of a run."""
+LARGEST_SIZE = 2**28
+"""Of one dimension: a matrix with two such has a number of bytes that can be counted, so that a plan can refuse it."""
 
 
 def _whole(value: Any) -> Any:
     """`1e5` is a float to every reader, and a fine count all the same."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _at_most(bound: int) -> Callable[[int], int]:
+    """No `Field(le=…)`, which the reference would repeat at every key: nobody comes near who means what he writes."""
+
+    def check(value: int) -> int:
+        if value > bound:
+            raise RefusedError(f"expected at most {bound}, found {show(value)}", "Look for a digit or a unit too many.")
+        return value
+
+    return check
 
 
 def _path(value: Any) -> Any:
@@ -22,9 +42,15 @@ def _path(value: Any) -> Any:
 
 def _named(value: str) -> str:
     """With the home folder spelled out, once for all who open it. Empty text would be the current folder to them."""
-    if value.strip():
-        return os.path.expanduser(value)
-    raise RefusedError(f"{value!r} names no file or folder", "Give a path, or leave the key out; `.` is this folder.")
+    if not value.strip():
+        remedy = "Give a path, or leave the key out; `.` is this folder."
+        raise RefusedError(f"{value!r} names no file or folder", remedy)
+    longest = max(value.split("/"), key=lambda part: len(os.fsencode(part)))
+    if (size := len(os.fsencode(longest))) > LONGEST_NAME:
+        raise RefusedError(f"the name {longest[:20]}… in it has {size} bytes", f"Systems take {LONGEST_NAME} at most.")
+    if "\0" in value:
+        raise RefusedError(f"{value!r} has a null character in it", "Leave that out: no path has one.")
+    return os.path.expanduser(value)
 
 
 def _target(value: str) -> str:
@@ -36,8 +62,10 @@ def _target(value: str) -> str:
     raise RefusedError(f"{value!r} does not say what is to be taken from which module", f"Write it as {wanted}.")
 
 
-PositiveInt = Annotated[int, Field(gt=0), BeforeValidator(_whole)]
-NonNegativeInt = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+PositiveInt = Annotated[int, Field(gt=0), BeforeValidator(_whole), AfterValidator(_at_most(LARGEST_COUNT))]
+NonNegativeInt = Annotated[int, Field(ge=0), BeforeValidator(_whole), AfterValidator(_at_most(LARGEST_COUNT))]
+Size = Annotated[PositiveInt, AfterValidator(_at_most(LARGEST_SIZE))]
+"""One dimension of a tensor."""
 PathText = Annotated[str, BeforeValidator(_path), AfterValidator(_named)]
 """A path as text; a `pathlib.Path` given from Python becomes text, and `~` the home folder."""
 Target = Annotated[str, AfterValidator(_target)]

@@ -6,16 +6,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, RefusedError, Section, Target
+from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, RefusedError, Section, Size, Target
 
 SMALLEST_BPE = 257
 """Vocabulary of a byte-level BPE without any merge: the bytes and the end token."""
+MOST_WORKERS = 1024
+"""Of one rank: each is a process, and a machine with very many of them does nothing else."""
 
 
 class _Loading(Section):
     shuffle: bool | None = None
     """Absent: yes for training, no for validation and test."""
-    workers: NonNegativeInt = 0
+    workers: Annotated[NonNegativeInt, Field(le=MOST_WORKERS)] = 0
     """Processes that load ahead of training."""
     pin_memory: bool | None = None
     """Absent: when training on CUDA."""
@@ -26,9 +28,9 @@ class _Loading(Section):
 class _Text(_Loading):
     tokenizer: PathText | None = None
     """A `tokenizer.json`. Absent: a byte-level BPE is trained on the text itself."""
-    vocab_size: Annotated[PositiveInt, Field(ge=SMALLEST_BPE)] = 4096
+    vocab_size: Annotated[Size, Field(ge=SMALLEST_BPE)] = 4096
     """Size of the BPE when one is trained; a given tokenizer has its own. Absent: no more than `model.vocab_size`."""
-    seq_len: PositiveInt = 1024
+    seq_len: Size = 1024
     document_mask: bool = True
     """Tokens attend within their own document only."""
     split: Literal["all", "train", "val"] = "all"
@@ -43,7 +45,7 @@ class TokensData(_Loading):
 
     type: Literal["tokens"] = "tokens"
     path: PathText
-    seq_len: PositiveInt = 1024
+    seq_len: Size = 1024
     document_mask: bool = True
     split: Literal["all", "train", "val"] = "all"
     val_fraction: float = Field(0.05, gt=0.0, lt=1.0)
@@ -82,7 +84,7 @@ class ImageFolderData(_Loading):
 
     type: Literal["image_folder"] = "image_folder"
     path: PathText
-    size: PositiveInt = 224
+    size: Size = 224
     augment: bool | None = None
     """Random crop and flip. Absent: yes for training."""
 

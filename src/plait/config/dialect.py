@@ -17,7 +17,7 @@ from yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
 _OWN = {"float", "int", "timestamp"}
 _NUMBERS = {
-    "tag:yaml.org,2002:int": re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"),
+    "tag:yaml.org,2002:int": re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x_*[0-9a-fA-F][0-9a-fA-F_]*)$"),
     "tag:yaml.org,2002:float": re.compile(
         r"^(?:[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?(?:[eE][-+]?[0-9]+)?|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
         r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
@@ -42,6 +42,14 @@ class Loader(yaml.SafeLoader):
     """Reads Plait's YAML."""
 
     yaml_implicit_resolvers = _resolvers()
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """A value that is not of the type that its tag says, `!!int x`, is an error with a place as any other."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError):  # PyYAML lets through whatever int() and its own tables raise
+            kind = node.tag.rpartition(":")[2]
+            raise ConstructorError(None, None, f"this cannot be read as {kind}", node.start_mark) from None
 
 
 class Dumper(yaml.SafeDumper):

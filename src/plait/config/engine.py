@@ -11,6 +11,7 @@ from plait.config.read import read
 from plait.errors import ConfigError, MissingExtraError, WorldError
 
 if TYPE_CHECKING:
+    from plait.config.precision import ScalerConfig
     from plait.config.run import RunConfig
 
 EngineWord = Literal["native", "deepspeed", "colossalai"]
@@ -20,6 +21,8 @@ TESTED = {"deepspeed": "0.19.8", "colossalai": "0.5.0"}
 """The versions that Plait's tests have trained with; states are read from inside, so no other is promised."""
 COMPANIONS = {"colossalai": {"transformers": "4.51.3", "peft": "0.13.2"}}
 """What has to be installed beside a library in exactly this version for it to be importable at all."""
+_IMPORTS = {"colossalai": ("einops", "galore_torch", "contexttimer", "ninja")}
+"""What such a library imports besides, in any version."""
 
 _PLUGIN_STAGES = {"low_level_zero": 1, "gemini": 3, "hybrid": 0, "torch_ddp": 0, "torch_fsdp": 3}
 
@@ -61,6 +64,18 @@ def usual_stage(plugin: PluginWord | None) -> int:
     return _PLUGIN_STAGES.get(plugin or "", 0)
 
 
+def in_deepspeed_words(scaler: ScalerConfig) -> dict[str, Any]:
+    """The loss scale as DeepSpeed's section `fp16` says it."""
+    return {
+        "loss_scale": scaler.static or 0,
+        "initial_scale_power": scaler.initial_power,
+        "loss_scale_window": scaler.window,
+        "hysteresis": scaler.hysteresis,
+        "consecutive_hysteresis": scaler.consecutive_hysteresis,
+        "min_loss_scale": scaler.minimum,
+    }
+
+
 def as_native(config: RunConfig) -> RunConfig:
     """The run on Plait's own engine at the same stage: what another engine's run is planned as."""
     strategy = config.strategy
@@ -74,8 +89,7 @@ def check_library(engine: EngineWord) -> None:
     """Refuse an engine whose library is not here, or cannot work with what is; costs no import of it."""
     if engine == "native":
         return
-    version = _version(engine)
-    if version is None:
+    if engine not in COMPANIONS and _version(engine) is None:
         raise MissingExtraError(engine, f"strategy.engine: {engine}", engine)
     wanted = {engine: TESTED[engine], **COMPANIONS.get(engine, {})}
     found = {name: _version(name) for name in wanted}
@@ -83,11 +97,20 @@ def check_library(engine: EngineWord) -> None:
         f"{name} {found[name] or 'absent'} (needs {need})" for name, need in wanted.items() if found[name] != need
     ]
     if misfits:
-        fitting = " ".join(f"{name}=={need}" for name, need in wanted.items())
         raise WorldError(
             f"strategy.engine: {engine} cannot work with what is installed: {', '.join(misfits)}; "
-            f"these do, in an environment of their own: pip install {fitting} (see docs/engines.md)"
+            f"in an environment of its own: {_commands(engine)} (see docs/engines.md)"
         )
+
+
+def _commands(engine: EngineWord) -> str:
+    """What installs a library so that it works."""
+    library = f"{engine}=={TESTED[engine]}"
+    if engine not in COMPANIONS:
+        return f"pip install {library}"
+    others = " ".join([*_IMPORTS[engine], *(f"{name}=={need}" for name, need in COMPANIONS[engine].items())])
+    # With what it says it requires, pip would put back torch to a version of its time.
+    return f"pip install --no-deps {library} && pip install {others}"
 
 
 def _version(package: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -107,6 +107,8 @@ def _problem(path: str, errors: list[_Error]) -> tuple[str, str, str]:
         path = f"{path}.type"
     else:
         message, remedy = _wrong_value(first)
+        if first.kind == "literal_error" and (others := [_EXPECTED[e.kind] for e in errors if e.kind in _EXPECTED]):
+            remedy = f"It takes {listed([*tree.literals(first.annotation), *dict.fromkeys(others)], 'or')}."
     return path, message, remedy
 
 
@@ -162,8 +164,16 @@ def _wrong_type(error: _Error, expected: list[str]) -> tuple[str, str]:
     if error.kind == "string_type" and not isinstance(value, (dict, list, tuple)):
         return message, f'Write it in quotes: "{show(value)}".'
     if error.kind == "tuple_type" and isinstance(value, (str, int, float)):
-        return message, f"Write it in brackets: [{value}]."
+        count = _entries_of(error.annotation)
+        return message, f"Write {count} entries in brackets: [{value}, …]." if count else f"Write [{value}]."
     return message, ""
+
+
+def _entries_of(annotation: Any) -> int | None:
+    """How many entries a list has to have, if it is so many and no others."""
+    kinds = [annotation, *get_args(annotation)]
+    fixed = [get_args(kind) for kind in kinds if get_origin(kind) is tuple and Ellipsis not in get_args(kind)]
+    return len(fixed[0]) if fixed else None
 
 
 def _wrong_value(error: _Error) -> tuple[str, str]:
@@ -172,7 +182,8 @@ def _wrong_value(error: _Error) -> tuple[str, str]:
         return f"{show(value)} is not one of its values", choose(value, tree.literals(error.annotation), "value")
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
-        return f"expected {words} {context[name]:g}, found {show(value)}", ""
+        bound = context[name]
+        return f"expected {words} {bound if isinstance(bound, int) else f'{bound:g}'}, found {show(value)}", ""
     if kind == "finite_number":
         return f"expected a finite number, found {show(value)}", ""
     if kind == "missing" and isinstance(error.keys[-1], int):

@@ -6,12 +6,20 @@ import json
 import re
 from typing import Any
 
+from plait.config.read import DEEPEST
+
 _TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/|[{}\[\],:]|[^\s"/{}\[\],:]+', re.DOTALL)
 
 
 def load(text: str) -> Any:
     """The value that `text` holds. Raises `json.JSONDecodeError`, with the position in `text`."""
-    return json.loads(_plain(text))
+    plain = _plain(text)
+    try:
+        return json.loads(plain)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # of Python's own int()
+        raise json.JSONDecodeError("a number has thousands of digits", text, 0) from None
 
 
 def _plain(text: str) -> str:
@@ -33,6 +41,8 @@ def _plain(text: str) -> str:
                 raise json.JSONDecodeError(f"the key {before} stands here a second time", text, position)
             keys[-1].add(before)
         if token in "{[":
+            if len(keys) >= DEEPEST:
+                raise json.JSONDecodeError(f"more than {DEEPEST} brackets are open here", text, start)
             keys.append(set() if token == "{" else None)
         elif token in "}]" and keys:
             keys.pop()

@@ -6,18 +6,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from plait.config.base import NonNegativeInt, PathText, PositiveInt, Section, Target
+from plait.config.base import NonNegativeInt, PathText, PositiveInt, Section, Size, Target
+
+Layers = Annotated[PositiveInt, Field(le=100_000)]
+"""Deeper than any model: each layer is an object of Python, and a slip of the finger would be built for ever."""
 
 
 class GptConfig(Section):
     """A GPT-2 style decoder: learned positions, LayerNorm, GELU."""
 
     type: Literal["gpt"] = "gpt"
-    vocab_size: PositiveInt = 50257
-    dim: PositiveInt = 768
-    layers: PositiveInt = 12
-    heads: PositiveInt = 12
-    seq_len: PositiveInt = 1024
+    vocab_size: Size = 50257
+    dim: Size = 768
+    layers: Layers = 12
+    heads: Size = 12
+    seq_len: Size = 1024
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     bias: bool = True
     tie_embeddings: bool = True
@@ -27,15 +30,15 @@ class LlamaConfig(Section):
     """A Llama style decoder: RoPE, RMSNorm, SwiGLU, grouped-query attention."""
 
     type: Literal["llama"] = "llama"
-    vocab_size: PositiveInt = 32000
-    dim: PositiveInt = 2048
-    layers: PositiveInt = 16
-    heads: PositiveInt = 32
-    kv_heads: PositiveInt | None = None
+    vocab_size: Size = 32000
+    dim: Size = 2048
+    layers: Layers = 16
+    heads: Size = 32
+    kv_heads: Size | None = None
     """Fewer than `heads` is grouped-query attention; absent means one for each head."""
-    ffn_dim: PositiveInt | None = None
+    ffn_dim: Size | None = None
     """Absent means 8/3 of `dim`, rounded up to a multiple of 64."""
-    seq_len: PositiveInt = 4096
+    seq_len: Size = 4096
     """The longest sequence it is made for."""
     rope_base: PositiveFloat = 10000.0
     norm_eps: PositiveFloat = 1e-5
@@ -46,11 +49,11 @@ class MoeConfig(LlamaConfig):
     """A Llama whose feed-forwards are mixtures of experts."""
 
     type: Literal["moe"] = "moe"  # type: ignore[assignment]  # a Llama of another kind
-    experts: PositiveInt = 8
+    experts: Size = 8
     """Experts of each mixture."""
     top_k: PositiveInt = 2
     """Experts that each token is sent to."""
-    expert_dim: PositiveInt | None = None
+    expert_dim: Size | None = None
     """Width of one expert; absent means that of the dense feed-forward."""
     shared_experts: NonNegativeInt = 0
     """Experts that every token goes through, besides those it is sent to."""
@@ -76,7 +79,7 @@ class ResNetConfig(Section):
 
     type: Literal["resnet"] = "resnet"
     depth: Literal[18, 34, 50, 101, 152] = 50
-    classes: PositiveInt = 1000
+    classes: Size = 1000
     stem: Literal["imagenet", "cifar"] = "imagenet"
     """`cifar` keeps small images large: a 3×3 first convolution, no pooling."""
 

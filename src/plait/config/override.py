@@ -34,10 +34,12 @@ def _value(text: str, value: str) -> Any:
 
     from plait.config import dialect
 
-    if value[0] not in "[{\"'":
-        return dialect.scalar(value)
     try:
-        return dialect.load(value)
+        return dialect.load(value) if value[0] in "[{\"'" else dialect.scalar(value)
+    except RecursionError:
+        raise _malformed(
+            text, "its value is nested too deeply to be read", "Nothing that is set goes so deep."
+        ) from None
     except yaml.YAMLError as error:
         reason = getattr(error, "problem", None) or "not YAML"
         remedy = 'Close every bracket, and quote text that has other signs than letters: `names=["layers.*"]`.'

@@ -40,8 +40,8 @@ class FileData(Section):
     """Text, or a list of messages."""
     answer_key: str | None = None
     """Absent: `response`, `answer`, `completion` or `chosen`, the first that a row has."""
-    chosen_key: str = "chosen"
-    """The better answer."""
+    chosen_key: str | None = None
+    """The better answer of a pair. Absent: `answer_key`, or `chosen` before the others."""
     rejected_key: str = "rejected"
     """The worse answer."""
     messages_key: str = "messages"

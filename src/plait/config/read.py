@@ -14,6 +14,8 @@ from plait.errors import ConfigError, Problem
 _JSON = (".json", ".jsonc", ".json5")
 _YAML = (".yaml", ".yml")
 ENDINGS = (*_YAML, ".toml", *_JSON)
+DEEPEST = 100
+"""Brackets in one another: more than any description has, and less than Python's stack."""
 
 
 def read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -68,11 +70,34 @@ def _inside(folder: Path) -> str:
 
 def _parse(path: Path, text: str) -> Any:
     ending = path.suffix.lower()
-    if ending in _YAML:
-        return _parse_yaml(path, text)
-    if ending in _JSON:
-        return _parse_json(path, text)
-    return _parse_toml(path, text)
+    parse = _parse_yaml if ending in _YAML else _parse_json if ending in _JSON else _parse_toml
+    try:
+        data = parse(path, text)
+    except RecursionError:
+        raise _too_deep(path) from None
+    except ValueError as error:  # of Python's own int(), which takes no number of thousands of digits
+        raise ConfigError(
+            Problem(str(path), f"a number in it cannot be read: {error}", "Write fewer digits.")
+        ) from None
+    if depth_of(data) > DEEPEST:
+        raise _too_deep(path)
+    return data
+
+
+def depth_of(data: Any) -> int:
+    """How many lists and mappings lie in one another: all that walks through them calls itself."""
+    depth, layer = 0, [data]
+    while layer := [each for each in layer if isinstance(each, (dict, list))]:
+        depth += 1
+        if depth > DEEPEST:
+            break
+        layer = [inner for each in layer for inner in (each.values() if isinstance(each, dict) else each)]
+    return depth
+
+
+def _too_deep(path: Path) -> ConfigError:
+    message = f"lists and keys in it lie more than {DEEPEST} deep in one another"
+    return ConfigError(Problem(str(path), message, "Look for a bracket that is not closed where it should be."))
 
 
 def _parse_yaml(path: Path, text: str) -> Any:

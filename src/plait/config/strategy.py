@@ -175,9 +175,10 @@ class StrategyConfig(Shorthand):
     tiles: TilesConfig = Field(default_factory=TilesConfig)
     """Layers that are computed for some tokens at a time."""
     compile: CompileConfig = Field(default_factory=CompileConfig)
-    graphs: bool = False
+    graphs: bool | Literal["auto"] = "auto"
     """Record forward and backward pass as a CUDA graph and repeat it: for models so small that Python is slower than
-    their device. See gpu.md for what a model must keep to."""
+    their device. `auto`: GPT, Llama and ResNet of Plait's own, in one process, once the device is seen to wait. See
+    gpu.md for what a model must keep to."""
     kernels: Literal["auto", "plain"] = "auto"
     """Norms, gates and rotations in one operation each. `auto`: on CUDA, where the model is not compiled."""
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"

@@ -6,17 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, Section, Target
+from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, Section, Size, Target
 
 
 class BatchConfig(Section):
     """`total = micro × accumulation × data-parallel size`: any two give the third."""
 
-    total: PositiveInt | None = None
+    total: Size | None = None
     """Samples in one optimizer step, over all ranks."""
-    micro: PositiveInt | None = None
+    micro: Size | None = None
     """Samples in one forward/backward on one rank."""
-    accumulation: PositiveInt | None = None
+    accumulation: Size | None = None
     """Forward/backward passes in one optimizer step."""
 
 

@@ -13,7 +13,10 @@ def show(value: Any) -> str:
     """`value` as the user would have written it, cut where it is long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    text = repr(list(value) if isinstance(value, tuple) else value)
+    try:
+        text = repr(list(value) if isinstance(value, tuple) else value)
+    except ValueError:  # Python writes no number of thousands of digits
+        return "a number of thousands of digits"
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 

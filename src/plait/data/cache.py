@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 from plait.errors import DataError
+from plait.ops.drafts import drafting
 
 
 def cache_root(setting: str | None) -> Path:
@@ -25,17 +24,15 @@ def cached(root: Path, name: str, build: Callable[[Path], None]) -> Path:
     entry = root / name
     if entry.is_dir():
         return entry
-    draft = root / f".{name}.{uuid.uuid4().hex}.tmp"
     try:
-        draft.mkdir(parents=True)
-        build(draft)
-        draft.rename(entry)
+        with drafting(entry) as draft:
+            draft.mkdir()
+            build(draft)
+            draft.rename(entry)
     except OSError as error:
         if not entry.is_dir():
             reason = error.strerror or str(error)
             raise DataError(
                 f"tokens cannot be kept in {root}: {reason}; name another folder as `data.cache`"
             ) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return entry

@@ -73,6 +73,11 @@ def padded(
     return rows.to(device)
 
 
+def filled_up(rows: Tensor, cuts: int) -> Tensor:
+    """Rows that can be cut into so many equal parts: zeros behind, which nothing before them sees."""
+    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % cuts))
+
+
 def lengths_of(prompts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """How long each prompt is."""
     return torch.tensor([len(prompt) for prompt in prompts], device=device)

@@ -53,11 +53,17 @@ class Generator:
         self._decoder = make_decoder(model, self._device, call=call, cache=cache)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, keys: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        keys: Sequence[int] | None = None,
+        between: Callable[[], object] | None = None,
     ) -> list[Completion]:
         """An answer to each prompt, in their order.
 
         Together with the seed, a prompt's key decides what is drawn for it; absent: its number in the list.
+        `between` is called before each token; what it raises ends the answers.
         """
         keys = range(len(prompts)) if keys is None else keys
         if len(keys) != len(prompts):
@@ -70,7 +76,8 @@ class Generator:
         with self._ready():
             for first in range(0, len(order), width):
                 chosen = order[first : first + width]
-                answers = self._run([prompts[i] for i in chosen], [keys[i] for i in chosen], sampling, CHECK_EVERY)
+                asked, drawn = [prompts[i] for i in chosen], [keys[i] for i in chosen]
+                answers = self._run(asked, drawn, sampling, CHECK_EVERY, between)
                 found.update(zip(chosen, _drained(answers), strict=True))
         return [found[index] for index in range(len(prompts))]
 
@@ -88,7 +95,14 @@ class Generator:
         finally:
             answers.close()
 
-    def _run(self, prompts: Sequence[Sequence[int]], keys: Sequence[int], sampling: Sampling, check_every: int) -> Any:
+    def _run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        keys: Sequence[int],
+        sampling: Sampling,
+        check_every: int,
+        between: Callable[[], object] | None = None,
+    ) -> Any:
         most = sampling.max_new_tokens
         limits = [most if self.context is None else min(most, self.context - len(prompt)) for prompt in prompts]
         return answering(
@@ -102,6 +116,7 @@ class Generator:
             agree=self._agree,
             graphs=self._graphs,
             check_every=check_every,
+            between=between,
         )
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:

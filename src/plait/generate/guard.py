@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import GenerateError, RolloutMismatchError
-from plait.generate.decoder import padded
+from plait.generate.decoder import filled_up, padded
 from plait.generate.options import Completion
 from plait.strategy.native.manual import ManualEngine
 from plait.world import is_sharded
@@ -41,14 +41,19 @@ class Comparison(NamedTuple):
 
 
 def trainer_logprobs(
-    engine: ManualEngine, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
+    engine: ManualEngine,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Completion],
+    *,
+    cuts: int = 1,
 ) -> list[list[float]]:
     """What the trainer's own forward pass says to tokens that are given.
 
-    In evaluation mode, without gradients. Ranks that share a model must all call it, each with its own rows.
+    In evaluation mode, without gradients. Ranks that share a model must all call it, each with its own rows. `cuts` is
+    how many of them take a part of each row, where the sequence is split.
     """
     rows = [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, completions, strict=True)]
-    ids = padded(rows, engine.world.device)
+    ids = filled_up(padded(rows, engine.world.device), cuts)
     training = engine.model.training
     engine.model.eval()
     try:
@@ -74,6 +79,7 @@ def compare_logprobs(
     *,
     tolerance: float,
     rows: int = 8,
+    cuts: int = 1,
 ) -> Comparison:
     """Compare answers with the trainer's own forward pass. Every rank must call it, with the same answers.
 
@@ -88,7 +94,7 @@ def compare_logprobs(
     for turn in range(-(-len(completions) // parts // rows) or 1):
         chosen = list(share[turn * rows : (turn + 1) * rows]) or [0]  # a rank without work helps the others
         asked, given = [prompts[i] for i in chosen], [completions[i] for i in chosen]
-        for theirs, ours in zip(trainer_logprobs(engine, asked, given), given, strict=True):
+        for theirs, ours in zip(trainer_logprobs(engine, asked, given, cuts=cuts), given, strict=True):
             if share[turn * rows :] and world.coordinate("tp") == 0:  # the others along `tp` say the same
                 differences += [abs(a - b) for a, b in zip(theirs, ours.logprobs, strict=True)]
     every = [value for part in world.gather(differences) for value in part]

@@ -20,14 +20,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from plait.config.online import VllmConfig
 from plait.config.run import RunConfig
 from plait.errors import GenerateError
 from plait.generate.batch import Decode
+from plait.generate.decoder import filled_up
 from plait.generate.generator import Generator, context_of, vocabulary_of
 from plait.generate.guard import TOLERANCES, Comparison, compare_logprobs, require_agreement
 from plait.generate.options import Completion, Sampling, check_prompts
@@ -90,6 +91,7 @@ class HybridEngine:
         self._vllm_options, self._merge = vllm, merge
         self._vllm: VllmWriter | None = None
         layout = engine.world.layout
+        self._cuts = layout.tp if config.strategy.tensor.sequence_parallel else 1
         if layout.pp > 1 or layout.cp > 1:
             axis = "pp" if layout.pp > 1 else "cp"
             raise GenerateError(f"strategy.layout.{axis} cuts the model or its rows where writing needs them whole")
@@ -132,7 +134,12 @@ class HybridEngine:
         says so and writes with the trainer itself from now on.
         """
         comparison = compare_logprobs(
-            self.engine, prompts, completions, tolerance=self.tolerance, rows=min(8, self._max_rows)
+            self.engine,
+            prompts,
+            completions,
+            tolerance=self.tolerance,
+            rows=min(8, self._max_rows),
+            cuts=self._cuts,
         )
         if comparison.agrees:
             return comparison
@@ -227,7 +234,11 @@ class HybridEngine:
             context=self._context,
             cache=mode == "sharded",
             graphs=False,
-            call=self.engine.forward,
+            call=self._call,
             agree=world.any,
             device=world.device,
         )
+
+    def _call(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        """The trainer's forward pass, which may have to cut the rows."""
+        return self.engine.forward(input_ids=filled_up(input_ids, self._cuts), **kwargs)

@@ -78,10 +78,15 @@ class Speaker:
             return Asked(tokens, left_out)
         raise ContextError(f"the last turn alone takes {len(tokens)} tokens, and the model sees {context}; say less")
 
-    def write(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[tuple[str, Completion]]:
-        """An answer to each prompt, as text without what ended it, and as tokens."""
+    def write(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, between: Callable[[], object] | None = None
+    ) -> list[tuple[str, Completion]]:
+        """An answer to each prompt, as text without what ended it, and as tokens.
+
+        `between` is called before each token; what it raises ends the answers.
+        """
         sampling = self._with_stops(sampling)
-        found = self.generator.generate(prompts, sampling)
+        found = self.generator.generate(prompts, sampling, between=between)
         return [(cut(self.tokenizer.decode(each.tokens), sampling.stop_texts), each) for each in found]
 
     def tell(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[Piece]:

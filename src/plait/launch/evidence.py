@@ -16,6 +16,8 @@ class Evidence:
     """The last heartbeat; None for a script that does not use Plait."""
     at: float = 0.0
     """When it was read, by the clock of the rank's host."""
+    state: str = ""
+    """As the kernel has it: `T` stopped by a signal, `D` waiting inside of the kernel. When it was last seen to run."""
     stacks: str = ""
     """Of all its threads, if they were asked for or it crashed."""
     memory: int = 0

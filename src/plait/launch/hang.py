@@ -10,6 +10,8 @@ from plait.launch.records import Record
 
 def missing(records: Sequence[Record]) -> tuple[list[Record], str]:
     """The ranks that did not come to where the others wait, and what is odd about them; none where nobody knows."""
+    if stopped := [record for record in records if record.evidence.state == "T"]:
+        return stopped, "is stopped by a signal, while the others wait for it"
     known = [record for record in records if record.evidence.beat is not None]
     away = [record for record in known if not _waits(record)]
     if away and len(away) < len(known):

@@ -91,6 +91,12 @@ _SAME_STEPS = "every rank must take equally many steps, and call collectives in 
 
 def _remedy_for_absence(record: Record) -> str:
     beat = record.evidence.beat
+    if record.evidence.state == "T":
+        return (
+            "find what sent SIGSTOP: Ctrl-Z, a debugger, a batch system that suspends jobs; SIGCONT lets a rank go on"
+        )
+    if record.evidence.state == "D":
+        return "it waits inside of the kernel: look whether the disks and network file systems of its host answer"
     if record.exit_code == 0 or (beat is not None and beat.pending):
         return _SAME_STEPS
     return "its stack below shows what keeps it; if that may take so long, raise timeout_s"
@@ -164,8 +170,7 @@ def _stacks(records: Sequence[Record], blamed: Sequence[Record], hung: bool) -> 
     same: dict[str, list[int]] = {}
     order = [*blamed, *(record for record in records if record not in blamed)] if hung else blamed
     for record in order:
-        if record.evidence.stacks:
-            text = "\n".join(_main_thread(record.evidence.stacks)[:_STACK_LINES])
+        if text := "\n".join(_main_thread(record.evidence.stacks)[:_STACK_LINES]):
             same.setdefault(text, []).append(record.place.rank)
     lines: list[str] = []
     for text, ranks in list(same.items())[:_STACKS_SHOWN]:
@@ -174,6 +179,10 @@ def _stacks(records: Sequence[Record], blamed: Sequence[Record], hung: bool) -> 
 
 
 def _main_thread(stacks: str) -> list[str]:
-    """Of the thread that got the signal: the main one where a rank was asked, or the one that crashed."""
-    current = stacks.rpartition("Current thread")[2].splitlines()[1:]
+    """Of the thread that got the signal: the main one where a rank was asked, or the one that crashed.
+
+    Where that one has no Python of its own, a library's, the main one all the same: it is written last.
+    """
+    head = "Current thread" if "Current thread" in stacks else "\nThread "
+    current = stacks.rpartition(head)[2].splitlines()[1:]
     return list(takewhile(lambda line: line.startswith("  "), current))

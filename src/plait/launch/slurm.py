@@ -18,25 +18,24 @@ from plait.launch.options import Options, without
 from plait.launch.rank import rank_words
 
 
-def in_allocation(environment: Mapping[str, str] | None = None) -> bool:
+def in_allocation() -> bool:
     """Whether Slurm has given us hosts already."""
-    return "SLURM_JOB_ID" in (os.environ if environment is None else environment)
+    return "SLURM_JOB_ID" in os.environ
 
 
-def allocation(slots: int | None, environment: Mapping[str, str] | None = None) -> Pool:
+def allocation(slots: int | None) -> Pool:
     """The hosts of our allocation. Slots of each: as many as were asked for, else its tasks, else its GPUs, else 1."""
-    present = os.environ if environment is None else environment
-    found = present.get("SLURM_JOB_NODELIST", "")
+    found = os.environ.get("SLURM_JOB_NODELIST", "")
     listed = subprocess.run(["scontrol", "show", "hostnames", found], capture_output=True, text=True, check=False)
     if listed.returncode or not listed.stdout.split():
         raise WorldError(f"scontrol cannot read the node list {found!r} of this allocation: {listed.stderr.strip()}")
-    count = slots or _first_number(present, "SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE") or 1
+    count = slots or _first_number("SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE") or 1
     return {host: tuple(range(count)) for host in listed.stdout.split()}
 
 
-def job_port(environment: Mapping[str, str] | None = None) -> int:
+def job_port() -> int:
     """A port that only this job is likely to take: rank 0 may be on another host, where nobody can look."""
-    digits = re.sub(r"\D", "", (os.environ if environment is None else environment).get("SLURM_JOB_ID", ""))
+    digits = re.sub(r"\D", "", os.environ.get("SLURM_JOB_ID", ""))
     return 20000 + int(digits or "0") % 10000
 
 
@@ -102,8 +101,8 @@ def _plain(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdecimal() else None
 
 
-def _first_number(present: Mapping[str, str], *names: str) -> int | None:
+def _first_number(*names: str) -> int | None:
     for name in names:
-        if (found := re.search(r"\d+", present.get(name, ""))) and int(found.group()):
+        if (found := re.search(r"\d+", os.environ.get(name, ""))) and int(found.group()):
             return int(found.group())
     return None

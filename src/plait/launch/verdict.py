@@ -6,13 +6,17 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from plait.launch.records import Record, signal_name
 
 _GIB = 1 << 30
 _MESSAGE_LINES = 5
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Iteration)\b(?::|$)")
+_ANY_NAME = re.compile(r"^[A-Za-z_][\w.]*(?:: |$)")
+_FRAME = re.compile(r'^  File ".*", line \d+')
 _TORCHS_PREFIX = re.compile(r"^\[rank\d+\]:\s?")
+_GROUPS_PREFIX = re.compile(r"^  \| ")
 _GPU_FULL = re.compile(r"out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 _HOST_FULL = re.compile(r"^MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc")
 _CUT_OFF = re.compile(
@@ -21,6 +25,7 @@ _CUT_OFF = re.compile(
     r"Read error|Connection was likely closed",
     re.IGNORECASE,
 )
+_MISMATCH = re.compile("Received data size doesn't match expected size")
 _TIMED_OUT = re.compile(r"timed? ?out|DistStoreError", re.IGNORECASE)
 
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
@@ -82,6 +87,11 @@ def _of_signal(record: Record, number: int) -> Verdict:
         )
     if number == signal.SIGBUS:
         return Verdict("crashed with SIGBUS, bad access to mapped memory", "is /dev/shm full? see `plait doctor`")
+    if number == signal.SIGABRT and any(_MISMATCH.search(line) for line in record.tail):
+        return Verdict(
+            "got other data than it waited for: another rank was in another collective, or had another shape",
+            "every rank must call the same collectives, in the same order, with the same shapes",
+        )
     if number in _CRASHES:
         return Verdict(
             f"crashed with {name}, in native code",
@@ -111,6 +121,14 @@ def _computes_on_host(record: Record) -> bool:
 
 def exception_in(lines: Sequence[str]) -> str:
     """The exception that Python printed last, its message on one line; empty where there is none."""
-    found = [_TORCHS_PREFIX.sub("", line) for line in lines]
-    starts = [index for index, line in enumerate(found) if _EXCEPTION.match(line)]
+    found = [_GROUPS_PREFIX.sub("", _TORCHS_PREFIX.sub("", line)) for line in lines]
+    starts = [index for index, line in enumerate(found) if _EXCEPTION.match(line) or _ends_a_stack(found, index)]
     return " ".join(line.strip() for line in found[starts[-1] :][:_MESSAGE_LINES]) if starts else ""
+
+
+def _ends_a_stack(lines: Sequence[str], index: int) -> bool:
+    """Whether a line is what follows the frames of a stack: an exception, whatever its name."""
+    if not _ANY_NAME.match(lines[index]):
+        return False
+    frames = takewhile(lambda line: line.startswith("  "), reversed(lines[:index]))
+    return any(_FRAME.match(line) for line in frames)

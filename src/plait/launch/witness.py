@@ -38,9 +38,11 @@ class Witness:
     def look(self, record: Record) -> Evidence:
         """Everything that is known of a rank now; kept in its record."""
         rank, trail = record.place.rank, self._trails[record.place.rank]
+        beat = read_beat(self._folder / f"{rank}.beat")
         record.evidence = Evidence(
-            beat=read_beat(self._folder / f"{rank}.beat"),
+            beat=beat,
             at=time.time() if record.ended is None else record.ended,
+            state=_state(record.pid if beat is None else beat.pid) if record.running else record.evidence.state,
             stacks=_text(self._folder / f"{rank}.stacks"),
             memory=trail.last,
             memory_peak=trail.peak,
@@ -67,6 +69,12 @@ class Witness:
                 beat = read_beat(self._folder / f"{record.place.rank}.beat")
                 with suppress(ProcessLookupError):
                     os.kill(record.pid if beat is None else beat.pid, STACK_SIGNAL)
+
+
+def _state(pid: int | None) -> str:
+    """One letter; a tracer that halts a process is a stop like any other."""
+    _, _, facts = _text(Path(f"/proc/{pid}/stat")).rpartition(")")  # its name, before that, may hold anything
+    return facts.split()[0].upper() if facts else ""
 
 
 def _text(path: Path, last: int | None = None) -> str:

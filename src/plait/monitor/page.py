@@ -40,12 +40,12 @@ def document(title: str, body: Sequence[str]) -> str:
     )
 
 
-def card(title: str, body: str, note: str = "", kind: str = "") -> str:
+def card(title: str, body: str, note: str = "") -> str:
     """A titled box, or nothing where there is nothing to put in it."""
     if not body:
         return ""
     small = f" <small>{text(note)}</small>" if note else ""
-    return f'<section class="card {kind}"><h2>{text(title)}{small}</h2>{body}</section>'
+    return f'<section class="card"><h2>{text(title)}{small}</h2>{body}</section>'
 
 
 def header(story: History, title: str) -> str:

@@ -39,8 +39,8 @@ def compact(value: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds: `0:13:14`, and `?` where the number is none."""
-    if not math.isfinite(seconds):
+    """Hours, minutes and seconds: `0:13:14`, and `?` where the number is none, or more than a calendar has."""
+    if not math.isfinite(seconds) or abs(seconds) > timedelta.max.total_seconds():
         return "?"
     return str(timedelta(seconds=int(seconds)))
 

@@ -18,8 +18,8 @@ HAS_TRITON = find_spec("triton") is not None
 """Triton comes with the CUDA builds of torch, not with the CPU build."""
 
 if HAS_TRITON:
-    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton
+    import triton.language as tl
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _pack(x, inside, codes, scales, bounds, at, block_at, least: tl.constexpr):  # type: ignore[no-untyped-def]

@@ -22,8 +22,8 @@ PIECE = 8 * BLOCK
 WARPS = 4
 
 if HAS_TRITON:
-    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton
+    import triton.language as tl
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _address(table, row, count, index, dtype: tl.constexpr, aligned: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -94,6 +94,16 @@ if HAS_TRITON:
                 tl.store(room + at, w.to(room_type), mask=inside)
 
 
+class Kind(NamedTuple):
+    """What entries of one launch have in common."""
+
+    weight: torch.dtype
+    grad: torch.dtype
+    room: torch.dtype | None
+    aligned: bool
+    """Whether all begin and end where wide accesses do."""
+
+
 class Entry(NamedTuple):
     """What belongs to one weight. All of one shape, and dense in the same order."""
 
@@ -105,40 +115,63 @@ class Entry(NamedTuple):
     """Where the new weight is also written, rounded."""
 
     @property
-    def kind(self) -> tuple[Any, ...]:
-        """What entries of one launch have in common: formats, and whether all begin and end where wide accesses do."""
+    def kind(self) -> Kind:
+        """Which launch it belongs to."""
         tensors = [self.weight, self.grad, self.mean, self.square, *([] if self.room is None else [self.room])]
         aligned = self.weight.numel() % 16 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        return self.weight.dtype, self.grad.dtype, None if self.room is None else self.room.dtype, aligned
+        return Kind(self.weight.dtype, self.grad.dtype, None if self.room is None else self.room.dtype, aligned)
+
+
+class Launch(NamedTuple):
+    """What the kernel has to know of the entries that it updates at once."""
+
+    kind: Kind
+    lengths: list[int]
+    chosen: Tensor | None
+    """Which of all entries they are; None where they are all."""
+    table: Tensor
+    pieces: Tensor
 
 
 class Tables:
-    """Addresses and pieces of each launch, kept on the device as long as they stay the same."""
+    """The launches that update a list of entries, kept on the device as long as nothing in the list moves.
+
+    Whether something moved is asked in every step, so it is asked in one sweep: for a model of many small tensors it
+    is the greater part of an update.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[list[int], Tensor, Tensor]] = {}
+        self._seen: list[Any] = []
+        self._launches: list[Launch] = []
 
-    def of(self, number: int, entries: Sequence[Entry]) -> tuple[Tensor, Tensor]:
-        """The table and the pieces of the launch with this number."""
-        rows: list[int] = [entry.weight.data_ptr() for entry in entries]
-        rows += [entry.grad.data_ptr() for entry in entries]
-        rows += [entry.mean.data_ptr() for entry in entries]
-        rows += [entry.square.data_ptr() for entry in entries]
-        rows += [0 if entry.room is None else entry.room.data_ptr() for entry in entries]
-        lengths = [entry.weight.numel() for entry in entries]
-        rows += lengths
-        known = self._known.get(number)
-        if known is not None and known[0] == rows:
-            return known[1:]
-        device = entries[0].weight.device
-        table = _sent(torch.tensor(rows), device)
-        if known is not None and known[0][-len(lengths) :] == lengths:
-            pieces = known[2]
-        else:
-            pairs = [(index, part) for index, n in enumerate(lengths) for part in range(-(-n // PIECE))]
-            pieces = _sent(torch.tensor(pairs, dtype=torch.int32).view(-1, 2), device)
-        self._known[number] = rows, table, pieces
-        return table, pieces
+    def of(self, entries: Sequence[Entry]) -> list[Launch]:
+        """One for each kind of them."""
+        seen: list[Any] = []
+        for weight, grad, mean, square, room in entries:
+            seen += (weight.data_ptr(), grad.data_ptr(), mean.data_ptr(), square.data_ptr(), grad.dtype, weight.numel())
+            seen.append(0 if room is None else room.data_ptr())
+        if seen != self._seen:
+            kinds = [entry.kind for entry in entries]
+            self._launches = [self._launch(kind, kinds, entries) for kind in dict.fromkeys(kinds)]
+            self._seen = seen
+        return self._launches
+
+    def _launch(self, kind: Kind, kinds: list[Kind], entries: Sequence[Entry]) -> Launch:
+        chosen = [index for index, found in enumerate(kinds) if found == kind]
+        part = [entries[index] for index in chosen]
+        device = part[0].weight.device
+        lengths = [entry.weight.numel() for entry in part]
+        rows = [entry.weight.data_ptr() for entry in part]
+        rows += [entry.grad.data_ptr() for entry in part]
+        rows += [entry.mean.data_ptr() for entry in part]
+        rows += [entry.square.data_ptr() for entry in part]
+        rows += [0 if entry.room is None else entry.room.data_ptr() for entry in part]
+        known = next((launch.pieces for launch in self._launches if launch.lengths == lengths), None)
+        if known is None:
+            pairs = [(index, piece) for index, n in enumerate(lengths) for piece in range(-(-n // PIECE))]
+            known = _sent(torch.tensor(pairs, dtype=torch.int32).view(-1, 2), device)
+        picked = None if len(chosen) == len(kinds) else _sent(torch.tensor(chosen), device)
+        return Launch(kind, lengths, picked, _sent(torch.tensor(rows + lengths), device), known)
 
 
 def adam_many_triton(
@@ -146,40 +179,37 @@ def adam_many_triton(
     decay: float,
     betas: tuple[float, float],
     eps: float,
-    entries: Sequence[Entry],
     rates: Tensor,
     scale: Tensor | None,
     found_inf: Tensor | None,
-    launch: tuple[Tensor, Tensor],
+    launch: Launch,
 ) -> None:
     """Update entries of one kind. `rates` holds each one's rate and the root of its second correction, fp32."""
-    first = entries[0]
-    room = first.weight.dtype if first.room is None else first.room.dtype
-    table, pieces = launch
+    kind, lengths, _, table, pieces = launch
     if len(pieces) == 0:
         return  # a rank may have no part of any of them
     # What is close to 1 is worked out here: the kernel gets its numbers in fp32.
-    with on_device_of(first.weight):
+    with on_device_of(table):
         _kernel[(len(pieces),)](
             table,
             pieces,
             rates,
             rates if scale is None else scale,
             rates if found_inf is None else found_inf,
-            len(entries),
+            len(lengths),
             kept,
             decay,
             1.0 - betas[0],
             betas[1],
             1.0 - betas[1],
             eps,
-            weight_type=_TYPES[first.weight.dtype],
-            grad_type=_TYPES[first.grad.dtype],
-            room_type=_TYPES[room],
-            has_room=first.room is not None,
+            weight_type=_TYPES[kind.weight],
+            grad_type=_TYPES[kind.grad],
+            room_type=_TYPES[kind.room or kind.weight],
+            has_room=kind.room is not None,
             has_scale=scale is not None,
             has_skip=found_inf is not None,
-            aligned=first.kind[-1],
+            aligned=kind.aligned,
             blocks=PIECE // BLOCK,
             block=BLOCK,
             num_warps=WARPS,

@@ -24,44 +24,37 @@ def adam_many(
     scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     tables: Tables,
-    first: int = 0,
-) -> int:
-    """Update weights and moments in place and write the rounded weights; returns how many launches that took.
+) -> None:
+    """Update weights and moments in place and write the rounded weights.
 
     `steps` count the updates of each entry, on its device, and are counted on here; the `step` of `numbers` is not
     looked at. Gradients are divided by `scale`; where `found_inf` is not 0, nothing changes. Both are read where they
-    are. `tables` keeps what the launches from number `first` on need.
+    are. `tables` keeps what the launches need, for one list of entries.
     """
     if not entries:
-        return 0
+        return
     if not has_kernels(entries[0].weight):
         adam_many_plain(numbers, entries, steps, scale=scale, found_inf=found_inf)
-        return 0
+        return
     if isinstance(entries[0].weight, FakeTensor):
         _show(entries, steps)
-        return 0
+        return
     torch._foreach_add_(list(steps), 1.0)
     if found_inf is not None:
         # A list: given one tensor, torch would wait for the device to tell its value.
         torch._foreach_sub_(list(steps), [found_inf] * len(steps))
     rates = _rates(numbers, torch.stack(list(steps)))
-    kinds = [entry.kind for entry in entries]
-    launches = list(dict.fromkeys(kinds))
-    for number, kind in enumerate(launches, first):
-        chosen = [index for index, found in enumerate(kinds) if found == kind]
-        part = [entries[index] for index in chosen]
+    for launch in tables.of(entries):
         adam_many_triton(
             1.0 - numbers.lr * numbers.weight_decay if numbers.decoupled else 1.0,
             0.0 if numbers.decoupled else numbers.weight_decay,
             numbers.betas,
             numbers.eps,
-            part,
-            rates if len(launches) == 1 else rates[:, chosen].contiguous(),
+            rates if launch.chosen is None else rates.index_select(1, launch.chosen),
             scale,
             found_inf,
-            tables.of(number, part),
+            launch,
         )
-    return len(launches)
 
 
 @torch.no_grad()

@@ -21,8 +21,8 @@ _WORD = 0xFFFFFFFF
 _Bits = TypeVar("_Bits", int, Tensor)
 
 if HAS_TRITON:
-    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton
+    import triton.language as tl
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _scattered(bits):  # type: ignore[no-untyped-def]

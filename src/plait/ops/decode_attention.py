@@ -40,8 +40,8 @@ EARLY = True
 """Whether the places are read, and what they lead to is asked for, before the wait of [Note: chained kernels]."""
 
 if HAS_TRITON:
-    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton
+    import triton.language as tl
 
     from plait.ops.chain import NO_KEYS, ask_for, follow, look_ahead
 

@@ -40,8 +40,8 @@ _STEEPEST = 1e30
 """Any difference of logits times this is as good as infinite, and no difference times this is none."""
 
 if HAS_TRITON:
-    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton
+    import triton.language as tl
 
     from plait.ops.chain import follow
     from plait.ops.chance import chance_of

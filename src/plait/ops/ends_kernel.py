@@ -5,8 +5,8 @@ from __future__ import annotations
 from plait.ops.triton import HAS_TRITON
 
 if HAS_TRITON:
-    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton
+    import triton.language as tl
 
     from plait.ops.chain import NO_KEYS, ask_for, follow, look_ahead
     from plait.ops.draw import weigh

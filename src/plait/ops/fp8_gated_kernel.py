@@ -18,8 +18,8 @@ _READ = READ // 2
 """Of two or three tensors at a time."""
 
 if HAS_TRITON:
-    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton
+    import triton.language as tl
 
     from plait.ops.fp8_kernel import fitted, note, pair, scale_from, size_bits, turn
 

@@ -27,8 +27,8 @@ _TALL, _WIDE = 128, 64
 """Rows and columns of a tile: what is read of it, and what is written turned over, are lines of the cache."""
 
 if HAS_TRITON:
-    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton
+    import triton.language as tl
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def size_bits(value):  # type: ignore[no-untyped-def]

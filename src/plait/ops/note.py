@@ -13,8 +13,8 @@ from plait.ops.triton import HAS_TRITON, has_kernels, on_device_of
 _BLOCK = 128
 
 if HAS_TRITON:
-    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton
+    import triton.language as tl
 
     from plait.ops.chain import follow
 

@@ -12,8 +12,8 @@ _PROGRAMS = 512
 program little to do at a time, so they get more."""
 
 if HAS_TRITON:
-    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton
+    import triton.language as tl
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _forward_kernel(  # type: ignore[no-untyped-def]

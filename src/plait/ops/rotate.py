@@ -10,8 +10,8 @@ from torch import Tensor
 from plait.ops.triton import HAS_TRITON, has_kernels, on_device_of, without_values
 
 if HAS_TRITON:
-    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton
+    import triton.language as tl
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _turn(  # type: ignore[no-untyped-def]

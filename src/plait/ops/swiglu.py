@@ -13,8 +13,8 @@ from plait.ops.triton import HAS_TRITON, has_kernels, on_device_of, without_valu
 _BLOCK = 1024
 
 if HAS_TRITON:
-    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton
+    import triton.language as tl
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _forward_kernel(gate, up, out, count, block: tl.constexpr):  # type: ignore[no-untyped-def]

@@ -29,7 +29,7 @@ def interprets() -> bool:
     """Whether kernels are played by Triton's interpreter."""
     if not HAS_TRITON:
         return False
-    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton
 
     return bool(triton.knobs.runtime.interpret)
 

@@ -22,7 +22,7 @@ def grad_norm(
     say how much each part counts: a half, say, where two ranks of the group hold the same one.
     Accumulated in fp32 or wider, so that half-precision gradients do not overflow.
     """
-    return norm_of(_norms(tensors), group, weights)
+    return norm_of(each_norm(tensors), group, weights)
 
 
 def norm_of(
@@ -39,10 +39,23 @@ def norm_of(
     return float(whole_norm(each, group, counted))
 
 
+def each_norm(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Of each tensor, in fp32 or wider; one call for each format, since a list of several is done one by one."""
+    formats: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        formats.setdefault(tensor.dtype, []).append(index)
+    found: dict[int, Tensor] = {}
+    for dtype, chosen in formats.items():
+        wide = None if dtype in (torch.float32, torch.float64) else torch.float32
+        norms = torch._foreach_norm([tensors[index] for index in chosen], 2, dtype=wide)
+        found.update(zip(chosen, norms, strict=True))
+    return [found[index] for index in range(len(tensors))]
+
+
 def part_norms(tensors: list[Tensor], device: torch.device) -> Tensor:
     """The norm of each part, without waiting for the device."""
-    norms = _norms(tensors)
-    return torch.stack(list(norms)) if norms else torch.zeros(0, device=device)
+    norms = each_norm(tensors)
+    return torch.stack(norms) if norms else torch.zeros(0, device=device)
 
 
 def whole_norm(norms: Tensor, group: dist.ProcessGroup | None = None, weights: Tensor | None = None) -> Tensor:
@@ -52,16 +65,6 @@ def whole_norm(norms: Tensor, group: dist.ProcessGroup | None = None, weights: T
     if group is not None:
         dist.all_reduce(squares, group=group)
     return squares.sqrt()
-
-
-def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
-    if not tensors:
-        return ()
-    if all(tensor.dtype == torch.float32 for tensor in tensors):
-        return torch._foreach_norm(tensors)
-    # Asking for fp32 of an fp64 tensor is refused as narrowing; without a dtype each keeps its own.
-    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-    return torch._foreach_norm(tensors, 2, dtype=None if wide else torch.float32)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from plait.optim.base import OwnOptimizer, with_gradient
+from plait.optim.clip import each_norm
 from plait.optim.shards import by_sharding, sum_over_shards
 from plait.world import local_part
 
@@ -49,7 +50,7 @@ class Lamb(OwnOptimizer):
         ]
         updates = [self._directions(group, params) for group, params, _ in parts]
         squares = [
-            torch.stack([*_norms([local_part(p) for p in params]), *_norms(directions)]).square_()
+            torch.stack([*each_norm([local_part(p) for p in params]), *each_norm(directions)]).square_()
             for (_, params, _), directions in zip(parts, updates, strict=True)
         ]
         totals = sum_over_shards(squares, [rows for *_, rows in parts])
@@ -75,11 +76,6 @@ class Lamb(OwnOptimizer):
         if group["weight_decay"] != 0:
             torch._foreach_add_(directions, own, alpha=group["weight_decay"])
         return list(directions)
-
-
-def _norms(tensors: list[Tensor]) -> list[Tensor]:
-    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-    return list(torch._foreach_norm(tensors, 2, dtype=None if wide else torch.float32))
 
 
 def _trust(norms: Tensor, group: dict[str, Any]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,7 +38,7 @@ class OnePassAdam(Adam):
         """`decoupled` is AdamW: weights decay by themselves."""
         super().__init__(params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=decoupled)
         self._rooms: dict[Tensor, Tensor] = {}
-        self._tables = Tables()
+        self._tables: defaultdict[int, Tables] = defaultdict(Tables)
 
     @property
     def publishes(self) -> bool:
@@ -58,8 +59,7 @@ class OnePassAdam(Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        launches = 0
-        for group in self.param_groups:
+        for number, group in enumerate(self.param_groups):
             entries, steps = self._entries(group)
             numbers = AdamNumbers(
                 1,
@@ -69,15 +69,8 @@ class OnePassAdam(Adam):
                 group["weight_decay"],
                 decoupled=group["decoupled_weight_decay"],
             )
-            launches += adam_many(
-                numbers,
-                entries,
-                steps,
-                scale=self.grad_scale,
-                found_inf=self.found_inf,
-                tables=self._tables,
-                first=launches,
-            )
+            tables = self._tables[number]
+            adam_many(numbers, entries, steps, scale=self.grad_scale, found_inf=self.found_inf, tables=tables)
         return loss
 
     def _entries(self, group: dict[str, Any]) -> tuple[list[Entry], list[Tensor]]:

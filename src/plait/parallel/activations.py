@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -20,6 +19,7 @@ from plait.parallel.recompute import ATTENTION, PRODUCTS, operations
 from plait.parallel.units import Unit
 from plait.precision import DTYPES
 from plait.world import local_part
+from plait.world.fake import ShapesOnly
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ def count_activations(
         dtype = compute if tensor.is_floating_point() else tensor.dtype
         return torch.empty(tensor.shape, dtype=dtype, device=device, requires_grad=tensor.requires_grad)
 
-    with FakeTensorMode():
+    with ShapesOnly():
         state = dict(_once_each(module, fake))
         weights = {t.untyped_storage()._cdata for t in state.values()}
         inputs = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), example)

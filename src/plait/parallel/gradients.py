@@ -1,7 +1,7 @@
 """What every collector of gradients is told, however it collects them.
 
 Each technique brings its own: `ShardedGradients` (ZeRO), `GradientBuckets` (replicated parameters), `OwnGradients` (one
-process), `StreamedGradients` (offload). The engine calls the three methods below at the same moments for all of them.
+process), `StreamedGradients` (offload). The engine calls the two methods below at the same moments for all of them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ class Gradients(Protocol):
 
     def finish(self) -> None:
         """Complete the step's gradients."""
-
-    def after_forward_alone(self) -> None:
-        """A forward pass is over that no backward pass follows."""
 
 
 def as_one(collectors: Sequence[Gradients]) -> Gradients:
@@ -43,8 +40,3 @@ class _Several:
         """Complete the step's gradients."""
         for one in self._each:
             one.finish()
-
-    def after_forward_alone(self) -> None:
-        """A forward pass is over that no backward pass follows."""
-        for one in self._each:
-            one.after_forward_alone()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from plait.config.strategy import RecomputeConfig
@@ -139,4 +140,31 @@ def _selective_context(kept: frozenset[Any]) -> Callable[[], Any]:
     def policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return partial(create_selective_checkpoint_contexts, policy)
+    def contexts() -> tuple[Any, Any]:
+        first, second = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+        return first, _Restoring(second, kept)
+
+    return contexts
+
+
+class _Restoring(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The second forward pass, which gets the results that were kept, and computes all else.
+
+    torch's own would want the two passes to be alike in everything. But where a part of a unit is sharded by itself, as
+    experts are, its weights may be there in the one pass and have to be gathered in the other.
+    """
+
+    def __init__(self, stored: Any, kept: frozenset[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stored = stored
+        self._kept = kept
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As torch's own says."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._kept:
+            return self._stored.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))

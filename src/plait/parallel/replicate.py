@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from plait.parallel.buffers import persistent_buffers
 from plait.parallel.listening import listen
 from plait.world import is_sharded, local_part, settled_part
 
@@ -143,9 +144,6 @@ class GradientBuckets:
 
         return tell
 
-    def after_forward_alone(self) -> None:
-        """Nothing was gathered, so there is nothing to let go of."""
-
     def finish(self) -> None:
         """Complete the step's gradients: zeros for parameters that took no part, and wait for all sums."""
         for index, touched in enumerate(self._touched):
@@ -171,10 +169,7 @@ def average_buffers(model: nn.Module, group: dist.ProcessGroup, ranks: int) -> N
 
     Buffers that no checkpoint holds are tables, made from the configuration and equal everywhere.
     """
-    persistent = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        if name not in persistent:
-            continue
+    for _, buffer in persistent_buffers(model):
         if buffer.is_floating_point():
             dist.all_reduce(buffer, group=group)
             buffer /= ranks

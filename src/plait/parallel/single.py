@@ -23,7 +23,7 @@ class OwnGradients:
         self._reduce = reduce
         self._sums: list[Tensor | None] = [None] * len(self._params)
         self._summing = False
-        listen(self._params, self._collect)
+        self._listens = False
 
     def of(self, index: int) -> Tensor:
         """The gradient of one parameter, once the step's are complete."""
@@ -54,10 +54,10 @@ class OwnGradients:
     def before_backward(self, *, last: bool) -> None:
         """Prepare for one micro-batch; one that is not the last, or not the only one, is summed."""
         self._summing = self._summing or not last
+        if self._summing and not self._listens:  # not before: a call for each parameter, which most runs never need
+            self._listens = True
+            listen(self._params, self._collect)
 
     def finish(self) -> None:
         """The step's gradients are complete."""
         self._summing = False
-
-    def after_forward_alone(self) -> None:
-        """Nothing was gathered, so there is nothing to let go of."""

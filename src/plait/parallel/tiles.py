@@ -62,8 +62,12 @@ def _tile(module: nn.Module, name: str, tokens: int) -> None:
             unchecked.clear()
         pieces = torch.split(x, tokens, dim=-2)
         if not torch.is_grad_enabled():
-            return torch.cat([forward(piece) for piece in pieces], dim=-2)
-        return torch.cat([checkpoint(forward, piece, use_reentrant=False) for piece in pieces], dim=-2)
+            return torch.cat([alone(piece) for piece in pieces], dim=-2)
+        return torch.cat([checkpoint(alone, piece, use_reentrant=False) for piece in pieces], dim=-2)
+
+    def alone(piece: Tensor) -> Any:
+        # Layers may join rows and tokens with `view`. Copied here, so that what is kept is a part of `x`.
+        return forward(piece.contiguous())
 
     module.forward = tiled
 
@@ -75,7 +79,7 @@ def _check(module: nn.Module, forward: Any, x: Tensor, name: str, tokens: int) -
     try:
         # Selective recomputing counts what it sees in the forward pass, and this is not done again in the backward one.
         with torch.no_grad(), _disable_current_modes():
-            alone, among = forward(x[..., :tokens, :]), forward(x)
+            alone, among = forward(x[..., :tokens, :].contiguous()), forward(x)
     finally:
         for part, mode in training.items():
             part.training = mode

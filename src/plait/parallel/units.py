@@ -140,18 +140,28 @@ def _topmost(units: list[Unit]) -> list[Unit]:
 
 def _without_shared_parameters(model: nn.Module, units: list[Unit]) -> list[Unit]:
     # A parameter that one unit holds under two names is fine; one that two units, or a unit and the root,
-    # hold is not. So count owners, not names. Two units may hold it in one module, which both have.
+    # hold is not. So count owners, not names. They may hold it in one module, which both have.
     owners: dict[int, set[int]] = {}
-    inside: set[int] = set()
     for index, unit in enumerate(units):
-        inside.update(id(module) for module in unit.module.modules())
         for parameter in unit.module.parameters():
             owners.setdefault(id(parameter), set()).add(index)
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False) if id(module) not in inside else ():
+    for module in _outside(model, {id(unit.module) for unit in units}):
+        for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(-1)
     # What the root hands from one module to another is in use outside of both.
     for handed in model.root_parameters() if isinstance(model, HandsOut) else ():
         owners.setdefault(id(handed), set()).add(-1)
     shared = {index for indices in owners.values() if len(indices) > 1 for index in indices}
     return [unit for index, unit in enumerate(units) if index not in shared]
+
+
+def _outside(model: nn.Module, units: set[int]) -> list[nn.Module]:
+    """The modules that can be reached without going through a unit; some of them a unit may hold as well."""
+    found: dict[int, nn.Module] = {}
+    left = [model]
+    while left:
+        module = left.pop()
+        if id(module) not in found and id(module) not in units:
+            found[id(module)] = module
+            left += module.children()
+    return list(found.values())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard
 from plait.errors import ModelError
 from plait.parallel.exchange import exchange_directly
 from plait.parallel.units import Unit
+from plait.parallel.viewless import return_no_views
 from plait.precision import FP32_MODULES, Policy
 
 
@@ -67,16 +68,6 @@ class ShardedGradients:
 
     def finish(self) -> None:
         """Nothing is left to wait for: the backward pass itself waits for its reductions."""
-
-    def after_forward_alone(self) -> None:
-        """Let go of whole parameters that a forward pass without a backward pass has left.
-
-        Below stage 3 they stay until the backward pass. Kept, they would hide the shards from a checkpoint,
-        and the next step would compute with them even if the shards have changed since.
-        """
-        for module in cast(nn.Module, self._root).modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
 
 def shard(
@@ -130,6 +121,7 @@ def shard(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     exchange_directly(sharded, mesh, keep=at_once)
+    return_no_views(sharded)
     _reduce_unused(root, policy)
     if not at_once:
         _prefetch([u.module for u in units], options)
@@ -151,7 +143,7 @@ def _shard_fp32_modules(model: nn.Module, common: dict[str, Any], policy: Policy
 def _reduce_unused(root: FSDPModule, policy: Policy) -> None:
     """Have parameters that took no part reduced as zeros: other ranks may have used them, and would wait."""
     # From torch 2.13 on it does so itself, but not where some gradients are in the format of the sum already.
-    if hasattr(root, "set_reduce_scatter_unused_params") and not policy.mixed:
+    if hasattr(root, "set_reduce_scatter_unused_params") and policy.reduce == policy.compute:
         root.set_reduce_scatter_unused_params(True)
         return
     assert isinstance(root, nn.Module)

@@ -51,6 +51,15 @@ class Account:
         """With so many times as many micro-batches. Memory stays: it was full before."""
         return Account({key: value * times if _comes_again(key) else value for key, value in self.numbers.items()})
 
+    def widened(self, times: float) -> Account:
+        """With so many times as many samples in each micro-batch, where what they take grows with them."""
+        numbers = {key: value * times if _grows(key) else value for key, value in self.numbers.items()}
+        for peak, size in self.under("peak").items():
+            held = self.under(f"at.{peak}").items()
+            growing = sum(value for whose, value in held if whose in _OF_SAMPLES)
+            numbers[f"peak.{peak}"] = size + (times - 1.0) * growing
+        return Account(numbers).settled()
+
     def settled(self) -> Account:
         """With the parts of the highest peak as its parts, where it is known whose the memory is at each.
 
@@ -118,6 +127,19 @@ def _height(peak: tuple[str, float]) -> tuple[float, bool]:
     """Of two that are as high as each other, the one that comes again and again is the peak."""
     name, size = peak
     return size, name not in (Phase.BUILD, Phase.LOAD, Phase.INIT, Phase.SAVE)
+
+
+_OF_SAMPLES = ("activations", "temporaries", "communication")
+"""Memory that grows with the samples of a micro-batch."""
+
+
+def _grows(key: str) -> bool:
+    words = key.split(".")
+    if words[0] == "compute":
+        return words[1] in (Phase.FORWARD, Phase.BACKWARD)
+    if words[0] == "at":
+        return words[-1] in _OF_SAMPLES
+    return words[0] in ("flops", "tokens") or (words[0] in ("waited", "link") and words[-1] == EACH)
 
 
 def _comes_again(key: str) -> bool:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.errors import ConfigError, WorldError
 from plait.launch import cpu_count, run_ranks
+from plait.ops.host import copy_gbps, host_empty
 from plait.plan.hardware import Hardware, Link, hardware_here, with_cores
 from plait.plan.measure_update import measure_update
 from plait.plan.presets import PRESETS
@@ -30,6 +31,8 @@ from plait.plan.work import starts_kernel
 
 _SECONDS = 0.3
 """How long a rate is measured."""
+_COPIES = 16
+"""Of 256 MiB, between host and device: about as long."""
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -41,10 +44,10 @@ class Measured:
     rows: tuple[tuple[str, str], ...]
 
 
-def measure_hardware(*, folder: str | Path = ".", ranks: int | None = None) -> Measured:
-    """Measure arithmetic, memory, the host, the disk under `folder`, and collectives between `ranks` processes.
+def measure_hardware(*, folder: str | Path = ".") -> Measured:
+    """Measure arithmetic, memory, the host, the disk under `folder`, and collectives between ranks.
 
-    `ranks` absent: one for each GPU, or two on a CPU; with fewer than two there is nothing to measure between them.
+    These are one for each GPU, or two on a CPU; between fewer than two there is nothing to measure.
     What cannot be measured here (a network, a second GPU) keeps the value of the nearest preset, and its row says so.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -64,7 +67,7 @@ def measure_hardware(*, folder: str | Path = ".", ranks: int | None = None) -> M
     rows.append(("update on the host", f"{update:.1f} GB/s with {base.host_cores} cores"))
     write, read = measure_disk(Path(folder))
     rows.append(("disk write, read", f"{write:.2f}, {read:.2f} GB/s in {Path(folder).resolve()}"))
-    link, said = _collectives(device, base, ranks)
+    link, said = _collectives(device, base)
     rows.append(("between ranks", said))
     network = f"{base.network.gbps:g} GB/s, {base.network.kind} (not measured)"
     rows.append(("between hosts", network))
@@ -198,19 +201,16 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _host_link(device: torch.device) -> tuple[float, float]:
     """GB/s to the device and back, from pinned memory."""
-    count = 2**28
-    host = torch.empty(count, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(count, dtype=torch.uint8, device=device)
-    to_device = _best_time(lambda: there.copy_(host, non_blocking=True), device)
-    to_host = _best_time(lambda: host.copy_(there, non_blocking=True), device)
-    return count / to_device / 1e9, count / to_host / 1e9
+    host = host_empty(2**28, dtype=torch.uint8, pinned=True)
+    there = torch.empty_like(host, device=device)
+    return copy_gbps(there, host, device, times=_COPIES), copy_gbps(host, there, device, times=_COPIES)
 
 
 def measure_disk(folder: Path) -> tuple[float, float]:
     """GB/s of writing a file until it is on the disk, and of reading it back past the page cache."""
     block, blocks = os.urandom(2**22), 32
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".plait-measure-") as file:
+        with tempfile.TemporaryFile(dir=folder) as file:
             start = time.perf_counter()
             for _ in range(blocks):
                 file.write(block)
@@ -240,16 +240,16 @@ def _context_gib(device: torch.device, base: Hardware) -> float:
     return max(used, base.context_gib) if base.per_host > 1 else used
 
 
-def _collectives(device: torch.device, base: Hardware, ranks: int | None) -> tuple[Link, str]:
+def _collectives(device: torch.device, base: Hardware) -> tuple[Link, str]:
     """The link between ranks of this host, and a sentence about it."""
-    wanted = ranks or (base.per_host if device.type == "cuda" else min(2, max(cpu_count(), 2)))
-    if wanted < 2 or (device.type == "cuda" and base.per_host < 2):
+    ranks = base.per_host if device.type == "cuda" else 2
+    if ranks < 2:
         return base.link, f"{base.link.gbps:g} GB/s, {base.link.kind} (not measured: there is one device)"
     with tempfile.TemporaryDirectory(prefix="plait-") as folder:
         out = Path(folder) / "link.json"
-        code = run_ranks([sys.executable, "-m", "plait.plan.probe", device.type, str(out)], wanted)
+        code = run_ranks([sys.executable, "-m", "plait.plan.probe", device.type, str(out)], ranks)
         if code != 0 or not out.exists():
             return base.link, f"{base.link.gbps:g} GB/s, {base.link.kind} (measuring failed with exit code {code})"
         found = json.loads(out.read_text(encoding="utf-8"))
     link = Link(base.link.kind, round(found["gbps"], 3), round(found["latency_us"], 1))
-    return link, f"{link.gbps:.2f} GB/s, {link.latency_us:.0f} µs between {wanted} ranks"
+    return link, f"{link.gbps:.2f} GB/s, {link.latency_us:.0f} µs between {ranks} ranks"

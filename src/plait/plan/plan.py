@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from plait.config.batch import resolve_batch
+from plait.config.graphs import with_graphs_decided
 from plait.config.layout import Layout, resolve_layout
 from plait.config.model import HFConfig
 from plait.config.run import RunConfig
@@ -154,6 +155,8 @@ def make_plan(
     layout = resolve_layout(config.strategy, size=ranks, local_size=min(ranks, hardware.per_host))
     pipeline = config.strategy.pipeline
     batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=pipeline.micro_batches)
+    described = model is None and loss_function is None
+    config = with_graphs_decided(config, ranks=ranks, accumulation=batch.accumulation, described=described)
     options: dict[str, Any] = {
         "ranks": ranks,
         "model": model,

@@ -1,4 +1,4 @@
-"""The memory of a way to spread a run, from a sample of it where nothing is spread: the quick account's."""
+"""The memory of a way to spread a run, from one micro-batch of it where nothing is spread: the quick account's."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def device_gib(
     memory += _gradients(weights, config.strategy.stage, shards, max(here, 1 / _UNITS) if streams else None)
     under_way = min(layout.pp, batch.accumulation)
     moving = sum(parts.get(part, 0.0) for part in ("temporaries", "communication", "kernel workspaces"))
-    # With one sample the highest moment may be the update, when no activation is left: the forward pass tells too.
+    # With few samples the highest moment may be the update, when no activation is left: the forward pass tells too.
     forward = sample.numbers.get("peak.forward", 0.0) - parts.get("parameters", 0.0) - parts.get("optimizer", 0.0)
     activations = max(parts.get("activations", 0.0), forward - moving)
-    memory += activations * batch.micro * under_way / layout.pp + moving * batch.micro
+    memory += activations * under_way / layout.pp + moving
     if offload.on and device_updates(config, hardware, layout):
         memory += room_bytes(weights.numbers / shards * (1.0 - here), state_bytes(config))
     return memory * 1.03 / GIB + hardware.context_gib

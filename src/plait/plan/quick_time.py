@@ -1,4 +1,4 @@
-"""The time of a way to spread a run, from a sample of it where nothing is spread: the quick account's."""
+"""The time of a way to spread a run, from one micro-batch of it where nothing is spread: the quick account's."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ def seconds_of(
     pp, shards, offload = layout.pp, shards_of(config, layout), config.strategy.offload
     weights = weights_of(sample, config, layout)
     here = share if offload.on else 1.0
-    rounds = batch.micro * batch.accumulation
-    forward, backward = (sample.total("compute", phase) * batch.micro / pp for phase in ("forward", "backward"))
+    forward, backward = (sample.total("compute", phase) / pp for phase in ("forward", "backward"))
     compute = batch.accumulation * (forward + backward) + sample.total("compute", "step") / pp / shards * here
-    waited = rounds * sample.total("waited") / pp
+    waited = batch.accumulation * sample.total("waited") / pp
     host = batch.accumulation * (sample.total("host", "forward") + sample.total("host", "backward")) / pp
     sent = _data_parallel_bytes(weights, config.strategy.stage, layout, batch.accumulation)
     link = hardware.link_between(layout.replicas, layout.tp)
     # Activations that wait on the host travel with each micro-batch.
-    carried = max(sample.numbers.get(f"link.{way}.each", 0.0) for way in ("in", "out")) * rounds / pp
+    carried = max(sample.numbers.get(f"link.{way}.each", 0.0) for way in ("in", "out")) * batch.accumulation / pp
     seconds = max(compute + waited, host, sent / (link.gbps * 1e9), carried)
     if offload.params != "none" and hardware.kind == "cuda":
         seconds = max(seconds, _fetching(weights.computed / shards, config, hardware, layout, batch.accumulation))

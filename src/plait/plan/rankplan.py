@@ -43,9 +43,10 @@ def plan_rank(
     known: Known | None = None,
     patience: Patience | None = None,
 ) -> Simulated:
-    """Simulate `rank`, which has the pipeline stage `stage`: whole where `exact`, else by [Note: a few layers].
+    """Simulate `rank`, which has the pipeline stage `stage`.
 
-    What is in `known` is not simulated again, and what is simulated is put there.
+    Whole where `exact`, else [Note: a few layers stand for all]. What is in `known` is not simulated again, and what is
+    simulated is put there.
     """
     options: dict[str, Any] = {
         "ranks": ranks,

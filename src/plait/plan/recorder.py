@@ -97,6 +97,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record until the block ends."""
         self._mode = active_fake_mode()
         assert self._mode is not None, "a recorder is entered inside a fake world"
+        with self._seeing():
+            yield self
+
+    @contextmanager
+    def _seeing(self) -> Iterator[None]:
+        """Every operation, and storages that change their size by no operation."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -105,7 +111,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
 
         with replaced(torch.UntypedStorage, "resize_", resized), self:
-            yield self
+            yield
 
     @contextmanager
     def deaf_to_questions(self) -> Iterator[None]:

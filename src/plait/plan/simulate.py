@@ -104,7 +104,8 @@ def simulate(
         mode = config.strategy.recompute.mode
         stack.enter_context(compiled_units(recorder, timing, notes.append))
         stack.enter_context(recorder.recording())
-        workspace = torch.empty(2 * MATMUL_WORKSPACE if on_cuda else 0, dtype=torch.uint8, device=world.device)
+        streams = 0 if not on_cuda else 2 if config.strategy.graphs is True else 1  # a recording is made aside
+        workspace = torch.empty(streams * 2 * MATMUL_WORKSPACE, dtype=torch.uint8, device=world.device)
         micro_batches = config.strategy.pipeline.micro_batches
         batch = resolve_batch(config.batch, world.layout.data_parallel, micro_batches=micro_batches)
         engine = prepare_native(

@@ -49,7 +49,8 @@ class Timing:
         selective = config.strategy.recompute.mode == "selective" and not config.strategy.compile.enabled
         self._start_s = hardware.launch_us * 1e-6 * (_POLICY if selective else 1.0)
         # Kernels of recorded passes are asked for all at once.
-        self._recorded = (Phase.FORWARD, Phase.BACKWARD) if config.strategy.graphs and hardware.kind == "cuda" else ()
+        records = config.strategy.graphs is True and hardware.kind == "cuda"
+        self._recorded = (Phase.FORWARD, Phase.BACKWARD) if records else ()
         self._watching = True
         self.numbers: dict[str, float] = defaultdict(float)
         """What was seen so far, by the names that `Account` has for it."""

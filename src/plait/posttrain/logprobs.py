@@ -28,12 +28,6 @@ def token_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(labels.shape)
 
 
-def sequence_logprobs(logits: Tensor, labels: Tensor, *, mean: bool = False) -> Tensor:
-    """Log-probability of each row's labels, their sum or the mean over them."""
-    total = token_logprobs(logits, labels).sum(-1)
-    return total / (labels != IGNORE_INDEX).sum(-1).clamp(min=1) if mean else total
-
-
 def entropy(logits: Tensor) -> Tensor:
     """Entropy of the distribution at each place, in fp32."""
     logs = logits.float().log_softmax(-1)

@@ -33,21 +33,22 @@ class Foresight:
 
     def look(self, model: Any, loss_function: Any, data: Any, collate: Any) -> None:
         """Plan the run, on one rank, before it joins the others: a fake world and a real one do not go together."""
-        config, ranks = self._runner.config, detect_ranks()
-        if config.plan.gate == "off" or ranks.rank != 0 or dist.is_initialized():
+        ranks = detect_ranks()
+        if self._runner.config.plan.gate == "off" or ranks.rank != 0 or dist.is_initialized():
             return
-        if ranks.split > 1:
-            self._found = SPLIT
-            return
+        self._found = SPLIT if ranks.split > 1 else self._forecast(ranks, model, loss_function, data, collate)
+
+    def _forecast(self, ranks: Ranks, model: Any, loss_function: Any, data: Any, collate: Any) -> Forecast | str | None:
+        """What a run on these ranks will take, or why that is not known; None where something else tells why."""
         options = {"model": model, "loss_function": loss_function}
         if data is not None:
             micro = self._micro(ranks, data)
             example = None if micro is None else first_inputs(data, micro, collate)
             if example is None:
-                self._found = "the data give no sample without being used up"
-                return
+                return "the data give no sample without being used up"
             options["example"] = example
-        self._found = forecast(as_native(config), ranks=ranks.size, local_ranks=ranks.local_size, **options)
+        config = as_native(self._runner.config)
+        return forecast(config, ranks=ranks.size, local_ranks=ranks.local_size, **options)
 
     def _micro(self, ranks: Ranks, data: Any) -> int | None:
         config = self._runner.config

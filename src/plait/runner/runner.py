@@ -28,7 +28,7 @@ from plait.runner.saving import Saver
 from plait.runner.signals import STOPPED, StopSignals
 from plait.runner.sources import batch_of, is_section, make_loader
 from plait.runner.suspects import whose
-from plait.spec import Event, EventKind, Phase
+from plait.spec import Event, EventKind, Note, Phase
 from plait.strategy import Engine, Length, prepare_engine
 from plait.world import World, on_main, open_world
 
@@ -197,7 +197,7 @@ class Runner:
             length=Length(self.total_steps, self.steps_per_epoch),
             accumulation=self.batch.accumulation,
             example=self._example(),
-            say=self.warn,
+            say=self._say,
         )
 
     def _example(self) -> Any:
@@ -383,6 +383,9 @@ class Runner:
         # The epoch that the latest step belongs to, counted from 1.
         epoch = self.epoch + 1 if self.step_in_epoch else max(self.epoch, 1)
         self._monitor.emit(Event(kind, step, epoch, data))
+
+    def _say(self, text: str) -> None:
+        self.emit(EventKind.MESSAGE, level="info" if isinstance(text, Note) else "warning", text=text)
 
     def warn(self, text: str) -> None:
         """Tell the sinks of something that somebody should look at."""

@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 from plait.spec.batch import MicroBatch
-from plait.spec.event import Event, EventKind, Sink
+from plait.spec.event import Event, EventKind, Note, Sink
 from plait.spec.phase import Phase
 
 if TYPE_CHECKING:
     from plait.spec.loss import LossTerm
 
-__all__ = ["Event", "EventKind", "LossTerm", "MicroBatch", "Phase", "Sink"]
+__all__ = ["Event", "EventKind", "LossTerm", "MicroBatch", "Note", "Phase", "Sink"]
 
 
 def __getattr__(name: str) -> Any:

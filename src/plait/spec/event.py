@@ -39,6 +39,12 @@ class Event:
     time: float = field(default_factory=time.time)
 
 
+class Note(str):
+    """A message that is good to know. What an engine says otherwise is for somebody to look at: a warning."""
+
+    __slots__ = ()
+
+
 class Sink(Protocol):
     """A place events go to."""
 

@@ -74,8 +74,17 @@ def _leave() -> None:
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
-class Valueless(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Tensors without values: whoever asks for one gets a 1, or true."""
+class ShapesOnly(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Tensors without values, also for an operation that torch knows too little of without them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return _grouped_product(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Valueless(ShapesOnly):  # type: ignore[no-untyped-call]
+    """And whoever asks for a value gets a 1, or true."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -97,6 +106,12 @@ def _on_meta(args: Any, kwargs: Any) -> bool:
     given = [value if isinstance(value, (list, tuple)) else (value,) for value in (*args, *kwargs.values())]
     tensors = [each for values in given for each in values if isinstance(each, torch.Tensor)]
     return bool(tensors) and all(each.is_meta for each in tensors)
+
+
+def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: Any = None, *_: Any, **__: Any) -> torch.Tensor:
+    """What a product of groups gives: rows of each with a matrix of its own, or a matrix for each from its rows."""
+    groups = [len(ends)] if left.ndim == right.ndim == 2 else [len(left)] if left.ndim == right.ndim == 3 else []
+    return left.new_empty(*groups, left.shape[-2], right.shape[-1])
 
 
 def _apply(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 _BEGINNING = "ACCELERATE_"
 _ALWAYS = "MIXED_PRECISION"
 
 
-def told_by_accelerate(env: Mapping[str, str] | None = None) -> dict[str, str]:
+def told_by_accelerate() -> dict[str, str]:
     """The variables of `accelerate launch`, without their common beginning; empty where something else has started us.
 
     It always names a mixed precision. Other variables of that name are set by Accelerate itself as well.
     """
-    env = os.environ if env is None else env
-    if _BEGINNING + _ALWAYS not in env:
+    if _BEGINNING + _ALWAYS not in os.environ:
         return {}
-    return {name.removeprefix(_BEGINNING): value for name, value in env.items() if name.startswith(_BEGINNING)}
+    return {name.removeprefix(_BEGINNING): value for name, value in os.environ.items() if name.startswith(_BEGINNING)}

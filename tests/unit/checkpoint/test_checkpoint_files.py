@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -236,6 +237,48 @@ def test_of_two_checkpoints_the_one_saved_later_is_the_newer(tmp_path: Path) -> 
     assert [path.name[-1] for path in folder.complete()] == ["3", "9", "6"]
     folder.prune(2)
     assert [path.name[-1] for path in folder.complete()] == ["9", "6"]
+
+
+def test_a_checkpoint_that_may_not_be_looked_into_is_named_and_none_is_taken_in_its_place(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place(saved.parent, 5, 1.0)
+    looks = Path.exists
+
+    def exists(path: Path) -> bool:  # as Python has it for a folder of another user; root may look into all
+        if path.parent == saved:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return looks(path)
+
+    monkeypatch.setattr(Path, "exists", exists)
+    folder = CheckpointFolder(saved.parent)
+    for look in (folder.newest, folder.sweep, lambda: folder.find(str(saved)), lambda: read_manifest(saved)):
+        with pytest.raises(CheckpointError, match=f"{saved} cannot be looked into: Permission denied; let this user"):
+            look()
+
+
+def test_a_clock_that_was_set_back_makes_no_new_checkpoint_an_old_one(
+    tmp_path: Path, world: World, tensors: dict[str, Tensor]
+) -> None:
+    folder = CheckpointFolder(tmp_path)
+    place(tmp_path, 3, 5e9)  # by the clock of another host
+    for step in (6, 9):
+        save_checkpoint(folder.path_of(step), tensors, {}, step=step, world=world)
+    assert [path.name[-1] for path in folder.complete()] == ["3", "6", "9"]
+    folder.prune(1)
+    assert folder.newest() == folder.path_of(9)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "index.json", "rank-00000.safetensors"])
+def test_a_file_that_cannot_be_read_is_named_and_the_one_before_is_offered(
+    saved: Path, world: World, tensors: dict[str, Tensor], name: str
+) -> None:
+    before = place(saved.parent, 5, 1.0)
+    (saved / name).unlink()
+    (saved / name).mkdir()  # root may read whatever is forbidden, but no folder
+    assert CheckpointFolder(saved.parent).newest() == saved
+    with pytest.raises(CheckpointError, match=rf"{saved / name} cannot be read: Is a directory\n.*{before.name}"):
+        load_into(open_checkpoint(saved), empty(tensors), world=world)
 
 
 def test_an_unfinished_folder_is_no_checkpoint_and_is_swept_away(tmp_path: Path) -> None:

@@ -303,6 +303,8 @@ def test_what_is_no_checkpoint_is_answered_with_what_was_found_and_what_is_under
         open_source(tmp_path)
     with pytest.raises(CheckpointError, match=r"notes\.txt is no checkpoint"):
         open_source(tmp_path / "notes.txt")
+    with pytest.raises(CheckpointError, match="/dev/null is no checkpoint: it is neither a file nor a folder"):
+        open_source(Path("/dev/null"))
     with pytest.raises(CheckpointError, match="there is nothing at"):
         open_source(tmp_path / "nowhere")
     torch.save([1, 2], tmp_path / "list.pt")

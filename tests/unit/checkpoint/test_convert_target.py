@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -69,6 +70,34 @@ def test_an_existing_target_is_refused_unless_it_may_be_replaced(tmp_path: Path,
     run(path, target, to, overwrite=True)
     with open_source(target) as made:
         assert made.kind == to
+    assert {each.name for each in tmp_path.iterdir()} == {"from", "to"}
+
+
+@pytest.mark.parametrize("at", ["before", "after"])
+def test_a_kill_while_one_takes_the_place_of_another_loses_neither(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    target, aside = tmp_path / "to", tmp_path / ".to.replaced"
+    run(path, target, "hf")
+    if at == "before":  # the new one had no name yet
+        target.rename(aside)
+    else:
+        shutil.copytree(target, aside)
+    with pytest.raises(CheckpointError, match="--overwrite"):
+        run(path, target, "hf")
+    assert files(target)
+    assert not aside.exists()
+
+    def fail(*_: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    real = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: fail() if Path(b) == target else real(a, b))
+    with pytest.raises(KeyboardInterrupt):
+        run(path, target, "plait", overwrite=True)
+    with open_source(target) as kept:
+        assert kept.kind == "hf"
     assert {each.name for each in tmp_path.iterdir()} == {"from", "to"}
 
 

@@ -180,7 +180,7 @@ def test_a_checkpoint_of_the_trained_part_alone_is_no_whole_model(plait: Any, tm
 
 
 WRONG: dict[str, tuple[list[str], list[str]]] = {
-    "nothing": ([], ["SRC and DST", "--inspect", "--to"]),
+    "nothing": ([], ["on the command line", "SRC DST", "--inspect", "--to"]),
     "no target": (["a"], ["DST"]),
     "no kind": (["a", "b"], ["--to", "hf, torch, plait, deepspeed"]),
     "all at once": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.config import parse
+from plait.config import parse, parse_sections
 from plait.config.draft import dotted
 from plait.config.foreign import _WORDS, plait_key
 from plait.config.run import RunConfig
@@ -155,6 +155,21 @@ class TestTypes:
         assert found[path].message == message
         assert remedy in found[path].remedy
 
+    @pytest.mark.parametrize(
+        ("source", "path", "bound"),
+        [
+            ({"seed": 10**20}, "seed", 2**63 - 1),
+            ({"seed": 10**5000}, "seed", 2**63 - 1),
+            ({"train": {"max_steps": 1e20}}, "train.max_steps", 2**63 - 1),
+            ({"model": {"type": "llama", "dim": 10**15}}, "model.dim", 2**28),
+            ({"model": {"type": "gpt", "layers": 10**18}}, "model.layers", 100_000),
+            ({"batch": {"total": 10**18}}, "batch.total", 2**28),
+            ({"data": {"type": "text", "path": "x", "workers": 10**6}}, "data.workers", 1024),
+        ],
+    )
+    def test_a_number_that_no_run_could_count_with_is_refused(self, source, path, bound):
+        assert f"expected at most {bound}, found" in problems(source)[path].message
+
     def test_a_whole_number_may_be_written_as_a_float(self):
         assert parse({"train": {"max_steps": 1e5}}).config.train.max_steps == 100_000
 
@@ -224,6 +239,16 @@ class TestChoices:
         (problem,) = problems(section).values()
         assert "names no file or folder" in problem.message
 
+    @pytest.mark.parametrize(
+        ("path", "said"), [("runs/" + "长" * 100, "300 bytes"), ("a" * 256 + "/b", "256 bytes"), ("a\0b", "null")]
+    )
+    def test_names_that_no_file_can_have_are_told_before_anybody_looks_for_them(self, path, said):
+        assert said in problems({"work_dir": path})["work_dir"].message
+        assert parse_sections(work_dir="/".join(["a" * 255] * 3)).config.work_dir
+
+    def test_a_number_in_place_of_a_pair_is_told_of_both(self):
+        assert problems({"optim": {"betas": 0.9}})["optim.betas"].remedy == "Write 2 entries in brackets: [0.9, …]."
+
     def test_a_list_with_too_few_entries_says_how_many_it_takes(self):
         problem = problems({"data": {"type": "mixture", "sources": []}})["data.sources"]
         assert problem.message == "expected at least 2 entries, found []"
@@ -250,3 +275,15 @@ class TestWords:
 
     def test_a_path_is_dotted(self):
         assert dotted(("hooks", 0, "decay")) == "hooks.0.decay"
+
+
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [
+        ("strategy.graphs=maybe", "It takes auto or true or false."),
+        ("strategy.offload.ratio=much", "It takes auto or a number."),
+    ],
+)
+def test_what_takes_a_word_or_something_else_names_both(setting, remedy):
+    (problem,) = problems({}, [setting]).values()
+    assert problem.remedy == remedy

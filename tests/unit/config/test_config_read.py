@@ -181,3 +181,23 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
     path.write_bytes(b"a: \xff\n")
     with pytest.raises(ConfigError, match="byte 3 is not UTF-8"):
         read(path)
+
+
+@pytest.mark.parametrize("kind", ["int", "float", "bool", "timestamp"])
+def test_a_value_that_is_not_what_its_tag_says_is_named_with_its_place(failure, kind):
+    problem = failure("run.yaml", f"seed: !!{kind} x\n")
+    assert (problem.path.endswith("run.yaml:1:7"), problem.message) == (True, f"this cannot be read as {kind}")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.yaml", "seed: {}"), ("a.json", '{{"seed": {}}}'), ("a.toml", "seed = {}")]
+)
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 1500 + "]" * 1500, "[" * 110 + "]" * 110])
+def test_what_python_itself_would_not_read_is_refused_in_words(failure, name, text, value):
+    words = failure(name, text.format(value)).message
+    nested = "deep in one another" in words or "brackets are open" in words
+    assert nested if "[" in value else "cannot be read" in words or "thousands of digits" in words
+
+
+def test_a_name_that_begins_like_a_hexadecimal_number_is_text(tmp_path):
+    assert read(write(tmp_path, "run.yaml", "seed: [0x_, 0x_f]")) == {"seed": ["0x_", 15]}

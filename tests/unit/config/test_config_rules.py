@@ -9,6 +9,7 @@ from plait.errors import ConfigError
 
 JSONL = {"type": "jsonl", "path": "x", "text_key": "text"}
 
+CYCLE = {"type": "OneCycle", "cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_momentum": True}
 BROKEN = [
     # strategy
     ({"strategy": {"zero": 2, "sharding": "FULL_SHARD"}}, {"strategy.sharding": "`strategy.zero` is 2"}),
@@ -31,6 +32,19 @@ BROKEN = [
     ),
     ({"strategy": {"wrap": {"classes": ["Block"]}}}, {"strategy.wrap.classes": "nothing is sharded"}),
     ({"strategy": {"wrap": {"min_params": 9}, "compile": True}}, {"strategy.wrap.min_params": "nothing is sharded"}),
+    ({"strategy": {"tiles": {"tokens": 64}}}, {"strategy.tiles.tokens": "no layer is named"}),
+    (
+        {"strategy": {"layout": {"tp": 2}, "tensor": {"async_tp": True}}},
+        {"strategy.tensor.async_tp": "needs `strategy.compile`"},
+    ),
+    (
+        {"strategy": {"layout": {"pp": 2}, "pipeline": {"micro_batches": 4}}, "batch": {"accumulation": 2}},
+        {"strategy.pipeline.micro_batches": "`batch.accumulation` is 2"},
+    ),
+    (
+        {"strategy": {"offload": {"optimizer": "nvme", "path": "here"}}, "checkpoint": {"async_save": True}},
+        {"checkpoint.async_save": "nvme` keeps it out of there"},
+    ),
     ({"device": "cpu", "backend": "nccl"}, {"backend": "`device` is cpu"}),
     ({"device": "xpu", "backend": "nccl"}, {"backend": "`device: cuda`"}),
     ({"device": "cuda", "backend": "xccl"}, {"backend": "`device: xpu`"}),
@@ -54,6 +68,8 @@ BROKEN = [
     ({"checkpoint": {"best": {}}}, {"checkpoint.best": "no validation data"}),
     ({"hooks": [{"type": "ema"}, {"type": "early_stop"}]}, {"hooks.1": "no validation data"}),
     ({"optim": {"type": "SGD", "nesterov": True}}, {"optim.nesterov": "momentum"}),
+    ({"optim": {"type": "SGD"}, "schedule": CYCLE}, {"schedule.cycle_momentum": "SGD runs without momentum"}),
+    ({"optim": {"type": "Adagrad"}, "schedule": CYCLE}, {"schedule.cycle_momentum": "Adagrad runs without"}),
     (
         {"schedule": {"type": "LinearLR", "warmup_start_factor": 0.1}},
         {"schedule.warmup_start_factor": "`schedule.warmup` is 0"},
@@ -83,6 +99,10 @@ BROKEN = [
 ]
 
 FINE = [
+    {"strategy": {"layout": {"pp": 2}, "pipeline": {"micro_batches": 4}}, "batch": {"accumulation": 4}},
+    {"strategy": {"layout": {"pp": 2}, "pipeline": {"micro_batches": 4}}},
+    {"strategy": {"layout": {"pp": 2}}, "batch": {"accumulation": 4}},
+    {"profile": {"start": 6, "steps": 3}, "train": {"max_steps": 8}},
     {},
     {"strategy": {"zero": 3, "sharding": "FULL_SHARD"}},
     {"strategy": {"zero": 0, "sharding": "NO_SHARD", "bucket_mb": 10}},
@@ -111,6 +131,8 @@ FINE = [
     {"train": {"val_every": None}},
     {"val_data": JSONL, "train": {"val_every": 1}, "checkpoint": {"best": {}}, "hooks": [{"type": "early_stop"}]},
     {"optim": {"type": "SGD", "nesterov": True, "momentum": 0.9}},
+    {"optim": {"type": "SGD", "momentum": 0.9}, "schedule": CYCLE},
+    {"optim": {"type": "Lion"}, "schedule": CYCLE},
     {
         "schedule": {"type": "LinearLR", "warmup": 5, "warmup_start_factor": 0.1, "by": "epoch"},
         "train": {"max_steps": 9},

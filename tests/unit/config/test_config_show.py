@@ -14,6 +14,7 @@ text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12
 tricky = text | st.sampled_from(
     ["3e-4", "1e5", "012", "null", "true", "~", "<<", "=", "- a", "2024-01-01", "1:30", "#"]
 )
+paths = tricky.filter(lambda path: path.strip() and "\0" not in path)
 floats = st.floats(1e-12, 1e12)
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | tricky
 values = st.recursive(
@@ -33,13 +34,13 @@ def typed(name, **keys):
 
 imported = typed("import", args=st.dictionaries(tricky, values, max_size=3)).map(lambda m: {**m, "target": "m:f"})
 runs = some(
-    work_dir=tricky,
-    seed=st.integers(0, 2**63),
+    work_dir=paths,
+    seed=st.integers(0, 2**63 - 1),
     timeout_s=floats,
     model=imported
     | typed("gpt", dim=st.just(96), dropout=fraction)
     | st.fixed_dictionaries({"type": st.just("hf"), "config": st.dictionaries(tricky, values, max_size=3)}),
-    data=imported | typed("text", cache=tricky, split=st.just("train")).map(lambda m: {**m, "path": "3e-4"}),
+    data=imported | typed("text", cache=paths, split=st.just("train")).map(lambda m: {**m, "path": "3e-4"}),
     batch=some(total=st.integers(1, 10**6), micro=st.none()),
     optim=typed("AdamW", lr=floats, betas=st.tuples(fraction, fraction), no_decay=st.lists(tricky, max_size=3))
     | typed("Adafactor", eps=st.tuples(st.none() | floats, floats))

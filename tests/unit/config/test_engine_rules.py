@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from plait.config import parse_sections, to_dict
 from plait.config.complete import check_complete
 from plait.config.engine import TESTED, as_native, check_library
 from plait.config.rules import violations
-from plait.errors import ConfigError, MissingExtraError, WorldError
+from plait.errors import ConfigError, MissingExtraError, PlaitError, WorldError
 
 
 def problems(**sections: Any) -> dict[str, str]:
@@ -178,16 +179,22 @@ def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     monkeypatch.setattr(metadata, "version", version)
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "colossalai"])
-def test_a_missing_library_is_one_error_with_its_extra_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch, engine: Any
+@pytest.mark.parametrize(
+    ("engine", "error", "remedy"),
+    [
+        ("deepspeed", MissingExtraError, r"pip install 'plait\[deepspeed\]'"),
+        ("colossalai", WorldError, r"colossalai absent .* pip install --no-deps colossalai==0\.5\.0 && pip install "),
+    ],
+)
+def test_a_missing_library_is_one_error_with_its_remedy_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, engine: Any, error: type[PlaitError], remedy: str
 ) -> None:
     installed(monkeypatch)
     strategy = {"engine": engine, **({"plugin": "torch_ddp"} if engine == "colossalai" else {})}
     model = {"type": "gpt", "vocab_size": 300, "dim": 8, "layers": 1, "heads": 1, "seq_len": 8}
     data = {"type": "text", "path": "stdlib", "seq_len": 8, "vocab_size": 300}
     parsed = parse_sections(strategy=strategy, model=model, data=data, train={"max_steps": 1})
-    with pytest.raises(MissingExtraError, match=rf"plait\[{engine}\]"):
+    with pytest.raises(error, match=remedy):
         check_complete(parsed, require_length=True)
 
 
@@ -195,4 +202,6 @@ def test_versions_that_do_not_go_together_are_told_with_those_that_do(monkeypatc
     installed(monkeypatch, colossalai=TESTED["colossalai"], transformers="5.22.2", peft="0.13.2")
     with pytest.raises(WorldError, match=r"transformers 5\.22\.2 \(needs 4\.51\.3\)") as caught:
         check_library("colossalai")
-    assert "pip install colossalai==0.5.0 transformers==4.51.3 peft==0.13.2" in str(caught.value)
+    page = Path(__file__).parents[3] / "docs" / "engines.md"
+    *_, alone, others = re.search(r"```\n(pip install plait\n.*?)\n```", page.read_text(), re.DOTALL)[1].splitlines()
+    assert f"{alone} && {others}" in str(caught.value)

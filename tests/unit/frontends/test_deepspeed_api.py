@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import importlib
 import json
 import subprocess
 import sys
@@ -269,6 +270,25 @@ def test_names_that_are_not_offered_say_so() -> None:
         deepspeed.comm.log_summary  # noqa: B018
     with pytest.raises(ModelError, match=r"strategy\.layout\.ep"):
         deepspeed.moe.layer.MoE(8, nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("import plait.frontends.deepspeed.compression.compress", r"^deepspeed\.compression is not.*no compression"),
+        ("from plait.frontends.deepspeed.profiling.flops_profiler import x", "`plait profile`"),
+        ("from plait.frontends.deepspeed import tp_model_init", "autotp_size"),
+        ("from plait.frontends.deepspeed.ops import sparse_attention", r"ops\.sparse_attention is.*deepspeed-api\.md"),
+    ],
+)
+def test_an_import_of_what_is_not_offered_says_so(line: str, words: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=words):
+        exec(line)
+
+
+def test_other_imports_have_pythons_own_words() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'plait\.frontends\.nothing'"):
+        importlib.import_module("plait.frontends.nothing")
 
 
 def test_translating_a_configuration_loads_no_torch() -> None:

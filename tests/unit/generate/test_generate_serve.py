@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import json
+import resource
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import pytest
 from tests.unit.generate.browser import Browser
 
 from plait.generate.serve import Limits, Server
+from plait.generate.serve.server import _has_news
 from plait.generate.speaker import Speaker, Turn
 
 TOKEN = "let-me-in"
@@ -159,7 +163,7 @@ def test_what_is_no_request_of_ours_is_answered_in_json_too(speaker: Speaker) ->
 
 
 def test_what_goes_wrong_in_the_model_is_answered_too(speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("out of something")
 
     with serving(speaker) as server:
@@ -179,13 +183,13 @@ def test_without_a_token_only_this_machine_may_ask(speaker: Speaker) -> None:
 
 
 def test_those_who_would_wait_too_long_are_turned_away(speaker: Speaker) -> None:
-    with serving(speaker, waiting=1, connections=2) as server:
-        with server.turn:  # somebody's answer takes long
+    with serving(speaker, waiting=2, connections=2) as server:
+        with server.line.turn(lambda: None):  # somebody's answer takes long
             found: list[Any] = []
             first = threading.Thread(target=lambda: found.append(ask(server, "POST", CHAT, HELLO)))
             first.start()
-            while server.waiting._value:
-                pass
+            while len(server.line) < 2:
+                time.sleep(0.01)
             status, headers, body = ask(server, "POST", CHAT, HELLO)
             assert (status, headers["Retry-After"]) == (429, "1")
             assert "waiting already" in json.loads(body)["error"]["message"]
@@ -197,15 +201,64 @@ def test_those_who_would_wait_too_long_are_turned_away(speaker: Speaker) -> None
         assert found[0][0] == 200
 
 
+def request_of(body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    return f"POST {CHAT} HTTP/1.1\r\n{HEADS}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
 def test_a_client_that_leaves_in_the_middle_leaves_the_model_to_the_next(speaker: Speaker) -> None:
     with serving(speaker) as server:
         expected = json.loads(ask(server, "POST", CHAT, HELLO)[2])["choices"]
-        body = json.dumps({**HELLO, "max_tokens": 64, "stream": True}).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\n{HEADS}Content-Length: {len(body)}\r\n\r\n"
         with socket.create_connection(server.server_address[:2]) as leaving:  # type: ignore[arg-type]
-            leaving.sendall(head.encode() + body)
+            leaving.sendall(request_of({**HELLO, "max_tokens": 64, "stream": True}))
             leaving.recv(200)
         assert json.loads(ask(server, "POST", CHAT, HELLO)[2])["choices"] == expected
+
+
+def until(said: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not said():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_client_that_leaves_before_its_whole_answer_is_answered_no_further(
+    speaker: Speaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = speaker.generator._decoder
+    steps, may_go_on, step = [0], threading.Event(), type(decoder).draw
+
+    def slow(*args: Any) -> Any:
+        steps[0] += 1
+        may_go_on.wait()
+        return step(*args)
+
+    monkeypatch.setattr(type(decoder), "draw", slow)
+    with serving(speaker) as server:
+        address: Any = server.server_address[:2]
+        with socket.create_connection(address) as leaving, socket.create_connection(address) as waiting:
+            leaving.sendall(request_of({**HELLO, "max_tokens": 64}))
+            until(lambda: steps[0] == 1)
+            waiting.sendall(request_of(HELLO))
+            until(lambda: len(server.line) == 2)
+            waiting.close()
+            until(lambda: len(server.line) == 1)  # nor does one who waits in line keep a place there
+        may_go_on.set()
+        until(lambda: len(server.line) == 0)
+        assert steps[0] < 4
+        assert ask(server, "POST", CHAT, HELLO)[0] == 200
+
+
+def test_a_client_is_looked_at_where_very_many_files_are_open() -> None:
+    """`select` takes no file number above 1023."""
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 1100:
+        pytest.skip("no file can have such a number here")
+    ours, theirs = socket.socketpair()
+    with ours, theirs, socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD, 1100)) as late:
+        assert late.fileno() >= 1100
+        assert not _has_news(late)
+        theirs.close()
+        assert _has_news(late)
 
 
 def test_a_long_conversation_loses_its_beginning_and_keeps_what_the_system_said(speaker: Speaker) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import signal
+import subprocess
+import traceback
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +20,7 @@ from plait.launch.postmortem import find, report
 from plait.launch.records import Record, new_records, note_end
 from plait.launch.verdict import exception_in, judge
 from plait.launch.watch import Watch
+from plait.launch.witness import Witness
 from plait.spec.beat import Beat
 from plait.spec.phase import Phase
 
@@ -46,6 +53,7 @@ TRACE = ["Traceback (most recent call last):", '  File "t.py", line 3, in <modul
         (ended(-9, oom_kills=1, limit=3 << 29), "ran out of memory of the 1.5 GiB that its container may have", False),
         (ended(-7), "crashed with SIGBUS", False),
         (ended(-11), "crashed with SIGSEGV, in native code", False),
+        (ended(-6, "  what():  Received data size doesn't match expected size."), "was in another collective", False),
         (ended(-15), "was ended by SIGTERM", False),
         (ended(3, *TRACE, "ValueError: handled before"), "left with exit code 3 and no exception", False),
         (ended(1, *TRACE, "[rank0]: KeyError: 'x'"), "raised KeyError: 'x'", False),
@@ -68,6 +76,24 @@ def test_every_end_has_its_own_words(record: Record, what: str, victim: bool) ->
 def test_an_exceptions_message_may_have_several_lines() -> None:
     lines = ["ValueError: earlier", *TRACE, "a.b.ConfigError: two problems:", "  - one", "  - two"]
     assert exception_in(lines) == "a.b.ConfigError: two problems: - one - two"
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (zipfile.BadZipFile("File is not a zip file"), "zipfile.BadZipFile: File is not a zip file"),
+        (queue.Empty(), "_queue.Empty"),
+        (UserWarning("as an error"), "UserWarning: as an error"),
+        (ExceptionGroup("two", [ValueError(1), KeyError(2)]), "ExceptionGroup: two (2 sub-exceptions)"),
+    ],
+)
+def test_an_exception_is_known_by_the_stack_above_it_whatever_its_name(error: Exception, shown: str) -> None:
+    try:
+        raise error
+    except Exception as caught:
+        printed = "".join(traceback.format_exception(caught)).splitlines()
+    assert exception_in(["step 3: fine", *(f"[rank1]: {line}" for line in printed)]).startswith(shown)
+    assert not exception_in(["settings:", "  lr: 1", "Note: nothing was raised", "done"])
 
 
 def test_the_first_that_is_nobodys_victim_is_to_blame() -> None:
@@ -106,6 +132,44 @@ def test_two_ranks_that_wait_for_each_other_are_not_judged() -> None:
     beat(found[1], waits_s=50.0, collective="broadcast of 1")
     assert missing(found) == ([], "")
     assert "no rank stands out" in report(found, hung=True, several_hosts=False)
+
+
+def test_a_rank_that_a_signal_has_stopped_is_to_blame_whatever_it_last_told(tmp_path: Path) -> None:
+    found = ranks(2)
+    beat(found[0], waits_s=50.0)
+    with subprocess.Popen(["sleep", "60"]) as sleeper:
+        os.kill(sleeper.pid, signal.SIGSTOP)
+        os.waitpid(sleeper.pid, os.WUNTRACED)
+        found[1].pid = sleeper.pid
+        witness = Witness(found, tmp_path)
+        witness.look(found[1])
+        sleeper.kill()
+    note_end(found[1], -9, by_us=True)
+    witness.look(found[1])
+    page = report(found, hung=True, several_hosts=False)
+    assert "rank 1 is stopped by a signal, while the others wait for it" in page
+    assert "What to do: find what sent SIGSTOP" in page
+
+
+def test_a_rank_that_waits_for_a_disk_is_told_so() -> None:
+    found = ranks(3)
+    for record in found:
+        beat(record, waits_s=50.0)
+    beat(found[2], phase=Phase.SAVE)
+    found[2].evidence.state = "D"
+    assert "look whether the disks and network file systems of its host answer" in report(
+        found, hung=True, several_hosts=False
+    )
+
+
+def test_a_crash_in_a_thread_of_a_library_shows_the_main_one() -> None:
+    stacks = 'Fatal Python error: Aborted\n\nThread 0x1 [x] (most recent call first):\n  File "a.py", line 1 in wait\n'
+    stacks += (
+        '\nThread 0x2 [python] (most recent call first):\n  File "m.py", line 7 in train\n\nExtension modules: x\n'
+    )
+    page = report([ended(-6, stacks=stacks)], hung=False, several_hosts=False)
+    assert page.endswith('Stack of rank 0, the innermost call first:\n  File "m.py", line 7 in train\n')
+    assert "Stack of" not in report([ended(-6, stacks="Fatal Python error")], hung=False, several_hosts=False)
 
 
 def test_a_rank_that_left_too_early_is_to_blame_for_those_who_time_out() -> None:

@@ -66,3 +66,19 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     assert all(torch.equal(now, then) for now, then in zip(entries[0][2:], before[2:], strict=True))
     assert torch.equal(entries[0].weight, before[0])
     assert float(steps[0]) == 3.0
+
+
+def test_a_launch_for_each_kind_and_none_is_made_anew_while_nothing_moves() -> None:
+    wide, narrow = entries_of([torch.randn(64), torch.randn(7)], None), entries_of([torch.randn(16).bfloat16()], None)
+    entries = [wide[0], *narrow, wide[1]]
+    tables = Tables()
+    first = tables.of(entries)
+    assert [launch.lengths for launch in first] == [[64], [16], [7]]  # 7 numbers end where no wide access does
+    assert [launch.kind.aligned for launch in first] == [True, True, False]
+    assert [launch.chosen.tolist() for launch in first if launch.chosen is not None] == [[0], [1], [2]]
+    assert tables.of(entries) is first
+    moved = [entry._replace(grad=entry.grad.clone()) for entry in entries]
+    second = tables.of(moved)
+    assert [launch.table[1].item() for launch in second] == [entry.grad.data_ptr() for entry in moved]
+    assert all(now.pieces is then.pieces for now, then in zip(second, first, strict=True))
+    assert tables.of(wide[:1])[0].chosen is None

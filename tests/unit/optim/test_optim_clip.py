@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from plait.optim import clip_by_value, grad_norm
+from plait.optim.clip import each_norm
 
 
 def test_the_norm_is_that_of_all_tensors_as_one() -> None:
@@ -47,3 +51,26 @@ def test_clipping_by_value_cuts_each_element() -> None:
     clip_by_value(gradients, 1.0)
     assert [g.tolist() for g in gradients] == [[-1.0, 0.5], [1.0], []]
     clip_by_value([], 1.0)
+
+
+def test_norms_of_mixed_formats_come_in_order_and_each_is_exact() -> None:
+    formats = (torch.bfloat16, torch.float32, torch.float64, torch.float16, torch.bfloat16)
+    tensors = [torch.randn(5, 7).to(dtype) for dtype in random.choices(formats, k=12)]
+    norms = each_norm(tensors)
+    for tensor, norm in zip(tensors, norms, strict=True):
+        assert norm.dtype == torch.promote_types(tensor.dtype, torch.float32)
+        assert float(norm) == pytest.approx(float(tensor.double().norm()), rel=1e-6)
+    assert each_norm([]) == []
+
+
+def test_norms_of_mixed_formats_take_one_call_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[set[torch.dtype]] = []
+    plain = torch._foreach_norm
+
+    def counted(tensors: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+        calls.append({tensor.dtype for tensor in tensors})
+        return plain(tensors, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "_foreach_norm", counted)
+    each_norm([torch.ones(3, dtype=dtype) for dtype in (torch.float32, torch.bfloat16) * 20])
+    assert calls == [{torch.float32}, {torch.bfloat16}]

@@ -84,6 +84,17 @@ def test_a_transformers_model_is_counted_too() -> None:
     assert abs(total(counted(config, built(config), batch)) - truth) <= 0.15 * truth
 
 
+def test_a_mixture_of_transformers_is_counted_in_fp32_too() -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    mixture = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 97}
+    model = {"type": "hf", "config": {"model_type": "mixtral", **sizes, **mixture}}
+    config = parse_sections(model=model).config
+    batch = example(2, 16)
+    truth = measured(built(config, "cpu"), batch)
+    assert abs(total(counted(config, built(config), batch)) - truth) <= 0.15 * truth
+
+
 def test_in_a_smaller_format_activations_are_smaller() -> None:
     totals = {}
     for precision in ("fp32", "bf16"):

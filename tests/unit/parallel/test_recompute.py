@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from plait.config.strategy import RecomputeConfig, WrapConfig
 from plait.errors import ConfigError
 from plait.parallel.recompute import apply_recompute
-from plait.parallel.units import find_units
+from plait.parallel.units import Unit, find_units
 
 BLOCKS = 4
 
@@ -194,3 +194,29 @@ def test_running_statistics_move_once(mode: str, compiled: bool) -> None:
         found.append({**model.state_dict(), **{name: p.grad for name, p in model.named_parameters()}})
     for name, value in found[0].items():
         assert torch.equal(found[1][name], value), name
+
+
+class Fetching(nn.Module):
+    """One whose weights are there when it runs first, and have to be fetched when it runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 1:
+            with torch.no_grad(), torch.autograd.profiler.record_function("fetch"):
+                self.weight.copy_(self.weight.flip(0).flip(0))
+        return (x @ self.weight).sin() @ self.weight
+
+
+def test_what_is_fetched_in_the_second_pass_alone_does_not_disturb_what_was_kept() -> None:
+    module, plain = Fetching(), Fetching()
+    apply_recompute([Unit("fetching", module)], RecomputeConfig(mode="selective"))
+    x = torch.randn(2, 4)
+    for each in (module, plain):
+        each(x).square().sum().backward()
+    assert (module.calls, plain.calls) == (2, 1)
+    assert torch.equal(module.weight.grad, plain.weight.grad)  # type: ignore[arg-type]

@@ -157,6 +157,12 @@ def test_units_that_have_a_module_in_common_belong_to_the_root() -> None:
     assert names(model) == ["1"]
 
 
+def test_a_unit_that_has_a_module_in_common_with_the_root_belongs_to_it() -> None:
+    model = Declaring()
+    model.last = nn.Sequential(model.layers[0].up)  # type: ignore[arg-type,union-attr]
+    assert names(model) == ["layers.1", "layers.2"]
+
+
 def test_a_parameter_with_two_names_inside_one_unit_is_no_obstacle() -> None:
     model = Declaring()
     block: Any = model.layers[1]

@@ -14,11 +14,12 @@ from plait.config import parse_sections
 from plait.config.run import RunConfig
 from plait.errors import ConfigError
 from plait.plan.candidate import Candidate
+from plait.plan.example import example_of
 from plait.plan.expectation import Forecast, forecast
 from plait.plan.hardware import find_hardware
 from plait.plan.patience import Patience
 from plait.plan.plan import make_plan
-from plait.plan.quick import Quick
+from plait.plan.quick import Quick, quick_look
 from plait.plan.rankplan import plan_rank
 from plait.plan.space import Space, candidates
 from plait.plan.ways import Found, in_expected_order, search
@@ -121,6 +122,18 @@ def test_a_search_finds_the_fastest_that_fits_and_gives_a_reason_for_every_other
     nothing = search(config, replace(H100, memory_gib=0.001), ranks=2, close=2, space=Space(2, ("zero", "micro")))
     assert nothing.best is None
     assert all(each.reason for each in nothing.found)
+
+
+def test_a_quick_look_at_many_small_samples_is_about_the_plan() -> None:
+    sizes = (4, 64, 256)  # of texts so short that a device waits for its host
+    run = short(batch={"total": 256}, strategy="single")
+    ways = [run.model_copy(update={"batch": run.batch.model_copy(update={"micro": micro})}) for micro in sizes]
+    looked = quick_look([Found(Candidate({}), way, "") for way in ways], H100, 1, example_of)
+    for way, quick in zip(ways, looked, strict=True):
+        assert isinstance(quick, Quick)
+        plan = make_plan(way, H100, ranks=1, detailed=False)
+        assert quick.needed_gib == pytest.approx(plan.needed_gib, rel=0.15)
+        assert quick.seconds == pytest.approx(plan.seconds, rel=0.4)
 
 
 def test_what_is_kept_off_the_device_must_be_faster_by_more_than_a_plan_can_tell() -> None:

@@ -154,12 +154,12 @@ def test_a_run_description_is_counted_without_giving_its_model_storage(
     path = tmp_path / "run.yaml"
     # 70 billion parameters: this machine could not hold them.
     path.write_text("model: {type: llama, dim: 8192, layers: 80, heads: 64, kv_heads: 8, ffn_dim: 28672}\n")
-    show_states(str(path), ["precision=bf16"], gpus_per_node=8, nodes=2)
+    show_states(str(path), ["precision=bf16"], gpus=8)
     out = capsys.readouterr().out
     total = int(float(out.split("M parameters")[0].replace(",", "")) * 1e6)
     assert 68e9 < total < 70e9
     assert "18 B a parameter" in out
-    assert "HW: Setup with 2 nodes, 8 GPUs per node." in out
+    assert "HW: Setup with 1 node, 8 GPUs per node." in out
     assert out.count("offload_optimizer=") == 2 + 6
 
 

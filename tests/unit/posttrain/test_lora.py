@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from plait.config import parse_sections
@@ -151,6 +152,24 @@ def test_peft_and_plait_train_alike_and_exchange_adapters(section: dict[str, Any
         if hasattr(layer, "get_delta_weight"):
             merged = layer.base_layer.weight + layer.get_delta_weight("default")
             assert torch.allclose(ours.get_parameter(f"{name}.weight"), merged, atol=1e-4)
+
+
+def test_an_adapter_whose_writing_fails_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, model = AdapterSpec(4, 8.0), with_adapters(GPT, AdapterSpec(4, 8.0))
+    head = {"head.weight": torch.ones(1, 16)}
+    folder = save_adapter(tmp_path / "adapter", adapter_of(model), spec, head=head)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def fail(tensors: dict[str, torch.Tensor], path: Path, **kwargs: object) -> None:
+        if "head.weight" in tensors:
+            raise KeyboardInterrupt
+        save_file(tensors, path, **kwargs)
+
+    monkeypatch.setattr("plait.posttrain.lora.adapter.save_file", fail)
+    changed = {name: tensor + 1 for name, tensor in adapter_of(model).items()}
+    with pytest.raises(KeyboardInterrupt):
+        save_adapter(folder, changed, spec, head={"head.weight": torch.zeros(1, 16)})
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_an_adapter_that_is_empty_damaged_or_of_another_kind_is_refused(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from plait.config import parse
-from plait.config.posttrain import TaskData, TemplateConfig
+from plait.config.posttrain import FileData, TaskData, TemplateConfig
 from plait.errors import ConfigError, DataError
 from plait.posttrain.data import Message, PhaseData, make_task, make_template, prepare_data
 from plait.posttrain.data.packing import pack
+from plait.posttrain.data.records import IncompleteError, examples_in
 from plait.posttrain.data.rows import read_rows
 from plait.posttrain.data.tokenizer import character_tokenizer, trained_tokenizer
 
@@ -82,6 +83,32 @@ def test_pairs_share_their_prompt_and_learn_only_from_the_last_answer(tmp_path: 
     ends = load([{"prompt": "b", "chosen": "good", "rejected": "poor one"}], tmp_path, phase="reward")
     rewards = ends.collate([ends.train[0]])
     assert rewards["last"].tolist() == [len(ends.train[0][f"{which}_ids"]) - 1 for which in ("chosen", "rejected")]
+
+
+@pytest.mark.parametrize(
+    ("keys", "pairs", "expected"),
+    [
+        ({}, True, "chosen"),  # whatever else the row has
+        ({}, False, "response"),
+        ({"chosen_key": "best"}, True, "best"),
+        ({"chosen_key": "best"}, False, "response"),
+        ({"answer_key": "own", "chosen_key": "best"}, True, "best"),
+        ({"answer_key": "own", "chosen_key": "best"}, False, "own"),
+        ({"answer_key": "own"}, True, "own"),
+    ],
+)
+def test_a_pair_is_made_of_the_answers_under_its_own_keys(keys: dict[str, str], pairs: bool, expected: str) -> None:
+    row = {"prompt": "q", "rejected": "no"} | {key: key for key in ("response", "chosen", "best", "own")}
+    found = list(examples_in(row, FileData(path="rows.jsonl", **keys), "row 1", pairs=pairs))
+    assert [example.messages[-1].content for example in found] == [expected]
+
+
+def test_an_answer_alone_may_be_the_better_one_of_a_pair_under_any_name() -> None:
+    config = FileData(path="rows.jsonl", chosen_key="best")
+    (found,) = examples_in({"prompt": "q", "best": "yes", "rejected": "no"}, config, "row 1", pairs=False)
+    assert found.messages[-1].content == "yes"
+    with pytest.raises(IncompleteError, match="no answer under 'best'; it has 'prompt', 'chosen', 'rejected'"):
+        list(examples_in({"prompt": "q", "chosen": "y", "rejected": "n"}, config, "row 1", pairs=True))
 
 
 def test_rows_that_cannot_be_used_are_counted_and_told(tmp_path: Path) -> None:

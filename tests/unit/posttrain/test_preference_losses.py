@@ -12,7 +12,7 @@ from torch import nn
 from plait.config.posttrain import DpoConfig, RewardConfig
 from plait.posttrain.answers import Drift, preferring, rewarding
 from plait.posttrain.extend import extend
-from plait.posttrain.logprobs import entropy, sequence_logprobs, token_logprobs
+from plait.posttrain.logprobs import entropy, token_logprobs
 from plait.posttrain.preference import apo_zero_loss, dpo_loss, hinge_loss, ipo_loss, kto_loss, parted, reward_loss
 
 
@@ -48,7 +48,6 @@ def test_log_probabilities_are_those_of_the_labels_and_chunks_change_nothing(mon
     assert torch.allclose(token_logprobs(logits, labels), expected, atol=1e-6)
     monkeypatch.setattr("plait.posttrain.logprobs.CHUNK_TOKENS", 4)
     assert torch.allclose(token_logprobs(logits, labels), expected, atol=1e-6)
-    assert torch.allclose(sequence_logprobs(logits, labels, mean=True)[0], expected[0].sum() / 3, atol=1e-6)
     assert torch.allclose(entropy(torch.zeros(2, 8)), torch.full((2,), math.log(8)))
 
 
@@ -72,7 +71,7 @@ def pairs() -> dict[str, torch.Tensor]:
 
 def test_a_model_answers_with_the_loss_of_its_pairs() -> None:
     batch, model = pairs(), Words()
-    own = sequence_logprobs(model(batch["input_ids"]), batch["labels"])
+    own = token_logprobs(model(batch["input_ids"]), batch["labels"]).sum(-1)
     ratio = own - batch["reference"]
     extend(model, mixins=(preferring(model, DpoConfig(beta=0.2, sft_weight=0.5)),))
     found = model(**batch)
@@ -86,7 +85,7 @@ def test_a_model_answers_with_the_loss_of_its_pairs() -> None:
 
 def test_the_reference_point_of_kto_is_the_mean_of_the_step_before() -> None:
     batch, model = pairs(), Words()
-    ratio = sequence_logprobs(model(batch["input_ids"]), batch["labels"]) - batch["reference"]
+    ratio = token_logprobs(model(batch["input_ids"]), batch["labels"]).sum(-1) - batch["reference"]
     extend(model, mixins=(preferring(model, DpoConfig(loss="kto")),))
     first = model(**batch)["loss"].sum
     assert torch.allclose(first, kto_loss(ratio[:2], ratio[2:], beta=0.1, point=0.0).sum())

@@ -319,3 +319,18 @@ def test_validation_text_is_cut_by_the_training_tokenizer(tmp_path: Path) -> Non
     assert tokens[0] == tokens[1]
     with pytest.raises(ConfigError, match=r"val_data.tokenizer"):
         make(tmp_path, model=model, val_data=sources["val_data"], work_dir=tmp_path / "other").validate()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "level", "words"),
+    [({"recompute": "auto"}, "info", "recompute: auto"), ({"graphs": True}, "warning", "there is no CUDA device")],
+    ids=["good to know", "to be looked at"],
+)
+def test_what_an_engine_says_is_a_warning_unless_it_is_a_note(
+    tmp_path: Path, strategy: dict[str, Any], level: str, words: str
+) -> None:
+    llama = {"type": "llama", "vocab_size": 32, "dim": 16, "layers": 2, "heads": 2, "seq_len": 8}
+    ids = [{"input_ids": torch.randint(32, (8,)), "labels": torch.randint(32, (8,))} for _ in range(8)]
+    make(tmp_path, model=llama, data=ids, strategy=strategy, log={"console": "none"}).train()
+    found = [event.data for event in events(tmp_path, EventKind.MESSAGE) if words in event.data["text"]]
+    assert [one["level"] for one in found] == [level]

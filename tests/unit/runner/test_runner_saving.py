@@ -91,12 +91,14 @@ def test_a_resumed_run_equals_one_that_was_never_interrupted_bit_by_bit(tmp_path
     assert (second.steps, second.epochs) == (12, 2)
 
 
+@pytest.mark.parametrize("micro", [4, 1])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_so_does_one_in_half_precision_with_its_loss_scale(tmp_path: Path, precision: str) -> None:
+def test_so_does_one_in_half_precision_with_its_loss_scale(tmp_path: Path, precision: str, micro: int) -> None:
     section: dict[str, Any] = {"compute": precision}
     if precision == "fp16":  # overflows at first, then grows again
         section["scaler"] = {"initial_power": 40, "window": 2, "hysteresis": 1}
-    settings = {"precision": section, "train": {"max_steps": 40, "guard": {"max_skips": 30}}}
+    batch = {"total": 4, "micro": micro}
+    settings = {"precision": section, "batch": batch, "train": {"max_steps": 40, "guard": {"max_skips": 30}}}
     whole = fit(0, 1, {**settings, "work_dir": tmp_path / "whole"})
     fit(0, 1, {**settings, "work_dir": tmp_path / "parts"}, stop_at=35)
     second = fit(0, 1, {**settings, "work_dir": tmp_path / "parts", "checkpoint": {"resume": "auto"}})

@@ -166,6 +166,25 @@ def test_request_stop_is_answered_by_the_step_in_progress() -> None:
     assert engine.train_step([batch(), batch()]).stop is False
 
 
+def test_which_steps_overflow_in_fp16_does_not_depend_on_how_a_batch_is_cut() -> None:
+    """Nor on how many targets the first micro-batch of the run has, from which nothing can be guessed here."""
+
+    class Weighted(Net):
+        def forward(self, x: Tensor, y: Tensor, weight: Tensor) -> LossTerm:  # type: ignore[override]
+            error = (self.last(self.norm(self.first(x)).tanh()).squeeze(-1) - y).square()
+            return LossTerm((error * weight).sum(), weight.sum())
+
+    model, rows = Weighted(), {**batch(16), "weight": torch.tensor([0.0] * 8 + [1.0] * 8)}
+    parts = [{name: tensor[start : start + 8] for name, tensor in rows.items()} for start in (0, 8)]
+    found = []
+    for micro_batches in ([rows], parts):
+        engine = engine_of(copy.deepcopy(model), precision={"compute": "fp16", "scaler": {"initial_power": 24}})
+        results = [engine.train_step([MicroBatch(each, 8) for each in micro_batches]) for _ in range(20)]
+        found.append(([result.skipped for result in results], engine.state()))
+    assert found[0] == found[1]
+    assert True in found[0][0]
+
+
 # ---- precision
 
 

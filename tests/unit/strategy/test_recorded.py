@@ -1,8 +1,6 @@
 """Passes that are recorded and repeated: the same numbers as passes that are done anew.
 
-There is no CUDA here, so a tape plays the recording: it keeps every operation with the tensors that it read and wrote,
-and repeats them on those without any Python of the model. Whatever a replay does not copy, fill in or hand over is
-missed here as it would be on a device. `tests/gpu/test_graphs_on_gpu.py` does the same with real recordings.
+There is no CUDA here, so a tape plays the recording. `tests/gpu/test_graphs_on_gpu.py` does the same with real ones.
 """
 
 from __future__ import annotations
@@ -13,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.strategy.tape import Net, Tape
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from plait.config import parse_sections
 from plait.config.rules import violations
@@ -30,39 +27,6 @@ from plait.world import open_world
 STEPS = WARM_UP + 4
 
 
-class Tape(TorchDispatchMode):
-    """What a CUDA graph is, on any device."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__()
-        self.replays = 0
-        self._calls: list[Any] = []
-        self._made: set[int] = set()
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}
-        with self:
-            work()
-        with torch.no_grad():  # a recording computes nothing yet
-            for tensor, value in self._before.values():
-                tensor.copy_(value)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for each in tree_leaves((args, kwargs)):
-            if isinstance(each, Tensor) and id(each) not in self._made and id(each) not in self._before:
-                self._before[id(each)] = each, each.detach().clone()
-        found = func(*args, **(kwargs or {}))
-        self._made |= {id(each) for each in tree_leaves(found) if isinstance(each, Tensor)} - set(self._before)
-        self._calls.append((func, args, kwargs or {}, found))
-        return found
-
-    @torch.no_grad()
-    def replay(self) -> None:
-        self.replays += 1
-        for func, args, kwargs, found in self._calls:
-            for room, result in zip(tree_leaves(found), tree_leaves(func(*args, **kwargs)), strict=True):
-                if isinstance(room, Tensor) and room.data_ptr() != result.data_ptr():
-                    room.copy_(result)
-
-
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
     """The recordings that were made."""
@@ -75,23 +39,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
 
     monkeypatch.setattr(recorded, "record", record)
     return made
-
-
-class Net(nn.Module):
-    """Keeps statistics, so that a pass too many, or one too few, shows. One layer takes no part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.last = nn.Linear(8, 1)
-        self.idle = nn.Linear(2, 2)
-        self.passes = 0
-
-    def forward(self, x: Tensor, factor: float = 1.0) -> LossTerm:
-        self.passes += 1
-        error = (self.last(self.norm(self.first(x)).tanh()) * factor).square()
-        return LossTerm(error.sum(), (x[:, 0] == x[:, 0]).sum())
 
 
 ADAM = {"type": "AdamW", "lr": 0.01, "implementation": "one-pass"}
@@ -114,7 +61,9 @@ def engine_of(model: nn.Module, said: list[str] | None = None, *, records: bool 
     say = said.append if said is not None else lambda _text: None
     engine: Any = prepare_native(config, open_world(config), model=model, say=say)
     if records:
-        engine._recorded = RecordedPasses(engine._both_passes, engine.model, engine.gradients, engine.world.device, say)
+        engine._recorded = RecordedPasses(
+            engine._both_passes, engine.model, engine.gradients, engine.world.device, "always", say
+        )
     return engine
 
 

@@ -74,6 +74,22 @@ def test_what_is_built_on_meta_stays_there_until_it_is_given_storage() -> None:
         assert not has_values(layer.weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_products_of_groups_have_a_shape_in_every_format(dtype: torch.dtype) -> None:
+    def made() -> list[tuple[torch.Size, torch.dtype]]:
+        rows = torch.randn(8, 16, dtype=dtype, requires_grad=True)
+        weight = torch.randn(3, 24, 16, dtype=dtype, requires_grad=True)
+        answer = torch.nn.functional.grouped_mm(rows, weight.mT, offs=torch.tensor([1, 1, 8], dtype=torch.int32))
+        answer.square().sum().backward()
+        assert rows.grad is not None
+        assert weight.grad is not None
+        return [(tensor.shape, tensor.dtype) for tensor in (answer, rows.grad, weight.grad)]
+
+    with fake_world(config_of()):
+        without_values = made()
+    assert without_values == made()
+
+
 def test_a_second_rank_can_be_played_after_the_first() -> None:
     for rank in (3, 0):
         with fake_world(LAYOUT, rank=rank, size=16) as world:

@@ -88,6 +88,8 @@ def _newest_of_run(path: Path) -> Path | None:
 
 
 def _contents(path: Path) -> str:
+    if not path.is_dir():
+        return "it is neither a file nor a folder"
     names = sorted(each.name + ("/" if each.is_dir() else "") for each in path.iterdir())
     if not names:
         return "the folder is empty"

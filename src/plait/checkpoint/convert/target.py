@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from plait.errors import CheckpointError
+from plait.ops.drafts import drafting
 
 
 @contextmanager
@@ -19,20 +20,17 @@ def replacing(target: Path, *, source: Path, needed: int, overwrite: bool) -> It
     After a failure nothing is left, and what was there is as it was.
     """
     target = Path(os.path.abspath(target))
-    _refuse(target, source, overwrite=overwrite)
     try:
+        _put_back(target)
+        _refuse(target, source, overwrite=overwrite)
         target.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(target.parent).free
         if free < needed:
             raise CheckpointError(f"{target} needs {_gib(needed)}, and {target.parent} has {_gib(free)} free")
-        staging = target.with_name(f".{target.name}.converting")
-        _remove(staging)
-        try:
+        with drafting(target) as staging:
             yield staging
             _sync_all(staging)
             _publish(staging, target)
-        finally:
-            _remove(staging)
     except OSError as error:
         raise CheckpointError(f"{target} was not written: {error}") from error
 
@@ -57,14 +55,30 @@ def _refuse(target: Path, source: Path, *, overwrite: bool) -> None:
 def _publish(staging: Path, target: Path) -> None:
     if target.is_dir() or (target.exists() and staging.is_dir()):
         # Only a file can take the place of another thing in one step.
-        aside = target.with_name(f".{target.name}.replaced")
-        _remove(aside)
-        os.replace(target, aside)
-        os.replace(staging, target)
-        _remove(aside)
+        os.replace(target, _aside(target))
+        try:
+            os.replace(staging, target)
+        finally:
+            _put_back(target)
     else:
         os.replace(staging, target)
     _sync(target.parent)
+
+
+def _aside(target: Path) -> Path:
+    """Where the old one waits until the new one has its name."""
+    return target.with_name(f".{target.name}.replaced")
+
+
+def _put_back(target: Path) -> None:
+    """Where the old one still waits, the new one did not come, or there was no time to remove the old one."""
+    aside = _aside(target)
+    if not aside.exists():
+        return
+    if target.exists():
+        _remove(aside)
+    else:
+        os.replace(aside, target)
 
 
 def _remove(path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from plait.config.engine import engine_stage, told
+from plait.config.engine import engine_stage, in_deepspeed_words, told
 from plait.config.rules.facts import Facts, given, idle
 from plait.config.words import choose, listed, show
 from plait.errors import Problem
@@ -224,16 +224,7 @@ def _repeated(theirs: Mapping[str, Any] | None, config: Any) -> Iterator[tuple[s
         enabled = told(theirs, section, "enabled")
         if enabled is not None and bool(enabled) != (precision.compute == word):
             yield f"{section}.enabled", enabled, "precision.compute", precision.compute
-    scaler = precision.scaler
-    same = {
-        "loss_scale": scaler.static or 0,
-        "initial_scale_power": scaler.initial_power,
-        "loss_scale_window": scaler.window,
-        "hysteresis": scaler.hysteresis,
-        "consecutive_hysteresis": scaler.consecutive_hysteresis,
-        "min_loss_scale": scaler.minimum,
-    }
-    for key, ours in same.items():
+    for key, ours in in_deepspeed_words(precision.scaler).items():
         yield f"fp16.{key}", told(theirs, "fp16", key), "precision.scaler", ours
     kind = told(theirs, "optimizer", "type")
     if kind is not None and str(kind).lower() != optim.type.lower():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from plait.config.online import ONLINE
+from plait.config.graphs import against_recording
 from plait.config.rules.facts import Facts, given, idle
 from plait.config.words import listed, show
 from plait.errors import Problem
@@ -133,35 +133,9 @@ def compile_options_need_compile(facts: Facts) -> Iterator[Problem]:
 
 
 def recorded_passes_repeat_themselves(facts: Facts) -> Iterator[Problem]:
-    """A recording does what it did the first time, on the device alone. See also `config.graphs`."""
-    config, strategy = facts.config, facts.config.strategy
-    if not strategy.graphs:
-        return
-    fp8 = config.precision.fp8
-    reasons = (
-        (strategy.engine != "native", f"cannot go with engine {strategy.engine}, which has passes of its own"),
-        (
-            strategy.offload.on or strategy.offload.activations != "none",
-            "cannot go with `strategy.offload`: the host has a part in every pass",
-        ),
-        (
-            strategy.recompute.mode != "none" or strategy.tiles.names,
-            "cannot go with `strategy.recompute` or `strategy.tiles`: torch keeps the random state of what is computed "
-            "again, which it cannot while it records",
-        ),
-        (
-            fp8.recipe != "none" and fp8.scales == "earlier",
-            "cannot go with `precision.fp8.scales: earlier`, whose scales are others in every step",
-        ),
-        (
-            strategy.compile.mode in ("reduce-overhead", "max-autotune"),
-            f"cannot go with `strategy.compile.mode: {strategy.compile.mode}`, which records by itself",
-        ),
-        (config.phase in ONLINE, f"cannot go with phase {config.phase}, whose loop calls the model by itself"),
-        (config.profile, "leaves `profile` nothing to look at: a recording has no operators and no modules"),
-    )
-    for holds, reason in reasons:
-        if holds:
+    """A recording does what it did the first time, on the device alone."""
+    if facts.config.strategy.graphs is True:
+        for reason in against_recording(facts.config):
             yield Problem("strategy.graphs", f"true {reason}", "Leave one of the two out.")
 
 

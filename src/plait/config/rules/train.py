@@ -87,6 +87,16 @@ def nesterov_needs_momentum(facts: Facts) -> Iterator[Problem]:
         yield Problem("optim.nesterov", message, "Write `optim.momentum: 0.9`, or leave it out.")
 
 
+def a_cycle_of_momentum_needs_momentum(facts: Facts) -> Iterator[Problem]:
+    """OneCycle can move the momentum, where the optimizer has one."""
+    schedule, optim = facts.config.schedule, facts.config.optim
+    if not getattr(schedule, "cycle_momentum", False) or hasattr(optim, "betas") or getattr(optim, "momentum", 0) > 0:
+        return
+    message = f"true, but {optim.type} runs without momentum here, so there is none to cycle"
+    remedy = "Write `optim.momentum`, or `false`." if hasattr(optim, "momentum") else "Leave it out."
+    yield Problem("schedule.cycle_momentum", message, remedy)
+
+
 def warmup_start_needs_warmup(facts: Facts) -> Iterator[Problem]:
     """A rise of no length has no start."""
     schedule = facts.config.schedule
@@ -131,6 +141,7 @@ RULES = (
     measuring_needs_validation_data,
     going_back_needs_checkpoints,
     nesterov_needs_momentum,
+    a_cycle_of_momentum_needs_momentum,
     warmup_start_needs_warmup,
     wandb_project_needs_wandb,
     a_profile_fits_into_the_run,

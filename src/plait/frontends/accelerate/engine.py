@@ -62,7 +62,7 @@ class LoopEngine(ManualEngine):
         if self._losses and self._gradients is not None:
             self._gradients.before_backward(last=True)
             self._gradients.finish()
-            self._gradients.after_forward_alone()
+            self._wholes.renew()
         self.views.clear_gradients()
         self._kept, self._losses = [], []
         self._reduced = self._complete = False
@@ -77,11 +77,6 @@ class LoopEngine(ManualEngine):
         result = super().step()
         self.updater.clip_value = self._usual_value
         return result
-
-    @property
-    def replicated(self) -> bool:
-        """Whether every rank has every parameter whole."""
-        return self._gradients is None or self.world.layout.size == self.world.layout.dp_replicate
 
 
 def backward(engines: Sequence[LoopEngine], loss: Tensor, *, last: Sequence[bool], **kwargs: Any) -> None:
@@ -124,6 +119,8 @@ def build_engine(
     config = with_plan(config, model, whole_vocabulary=whole_vocabulary)
     engine = prepare_native(config, world, model=model, optimizer=optimizer, engine=LoopEngine, say=say)
     assert isinstance(engine, LoopEngine)
+    if config.strategy.stage < 3:
+        engine.keep_wholes()  # as replicas have them: the main process may save or ask the model by itself
     restore_rng_state(state, world.device)
     return engine
 

@@ -47,6 +47,8 @@ class PreparedModel(nn.Module):
         """Take an engine; `index`: which of its models this is, where it has several."""
         self.engine, self._index = engine, index
         self._params.update(_identities(self.module))
+        with engine.parts_shown():  # as it is between the backward pass and the step
+            self._params.update(_identities(self.module))
 
     def owns(self, params: Sequence[Tensor]) -> bool:
         """Whether one of the parameters is this model's, as it is or as it was before it was prepared."""

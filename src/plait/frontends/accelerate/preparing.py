@@ -268,7 +268,10 @@ class Preparing(Processes):
         return prepared
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The model itself. Its parameters may be parts of the whole; `get_state_dict` gives the whole."""
+        """The model itself. Its parameters may be parts of the whole; `get_state_dict` gives the whole.
+
+        Below stage 3 they are whole between steps.
+        """
         return model.module if isinstance(model, PreparedModel) else model
 
     def free_memory(self, *objects: Any) -> list[None]:

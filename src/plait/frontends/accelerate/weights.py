@@ -42,6 +42,7 @@ def is_spread(model: nn.Module) -> bool:
 def whole(model: nn.Module, world: World, *, trained_only: bool = False) -> dict[str, Tensor]:
     """The whole weights of a model under its own names, on the host; empty on other ranks where they are spread."""
     module = model.module if isinstance(model, PreparedModel) else model
+    values = module.state_dict(keep_vars=True)  # first: it lets go of wholes that a call past the engine has left
     updated: dict[int, Tensor] = {}
     if isinstance(model, PreparedModel) and model.engine is not None:
         tensors = model.engine.state_tensors()
@@ -49,7 +50,7 @@ def whole(model: nn.Module, world: World, *, trained_only: bool = False) -> dict
             updated[id(param)] = tensors[f"model.{name}"]
     result: dict[str, Tensor] = {}
     spread = False
-    for name, value in module.state_dict(keep_vars=True).items():
+    for name, value in values.items():
         if trained_only and not value.requires_grad:
             continue
         tensor: Any = updated.get(id(value), value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from plait.frontends.deepspeed.absent import not_offered
+from plait.frontends.deepspeed.absent import explain_absent_modules, not_offered
 
 if TYPE_CHECKING:
     from plait.frontends.deepspeed import (
@@ -89,6 +89,8 @@ __all__ = [
     "version",
     "zero",
 ]
+
+explain_absent_modules()
 
 
 def __getattr__(name: str) -> Any:

@@ -18,8 +18,10 @@ from plait.frontends.deepspeed.facts import EngineFacts
 from plait.frontends.deepspeed.latest import Place
 from plait.frontends.deepspeed.loader import RepeatingLoader
 from plait.frontends.deepspeed.saving import groups_of, restore_groups, state_name, whole_weights
+from plait.ops.drafts import drafting
 from plait.precision import DTYPES
 from plait.strategy import StepResult
+from plait.world import on_main
 
 
 class DeepSpeedEngine(EngineFacts):
@@ -258,14 +260,14 @@ class DeepSpeedEngine(EngineFacts):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Gather the weights, in the format that the model computes with, into one file; every rank must call it."""
-        weights = self._weights(exclude_frozen_parameters)
-        if self.global_rank == 0:
-            folder = Path(save_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            staged = folder / f".{save_filename}.{os.getpid()}"
-            torch.save(weights, staged)
-            os.replace(staged, folder / save_filename)
-        self._native.world.barrier()
+        weights, folder = self._weights(exclude_frozen_parameters), Path(save_dir)
+
+        def write() -> None:
+            with drafting(folder / save_filename) as draft:
+                torch.save(weights, draft)
+                draft.replace(folder / save_filename)
+
+        on_main(self._native.world, write)
         return True
 
     save_fp16_model = save_16bit_model

@@ -1,12 +1,26 @@
-"""From a parameter to the engine that trains it: what DeepSpeed's functions on bare parameters need."""
+"""From a parameter to the engine that trains it: what DeepSpeed's functions on bare parameters need.
+
+[Note: a part is not saved as if it were the whole]
+Below stage 3 the weights of DeepSpeed are whole on every rank, and scripts write what rank 0 alone has:
+`torch.save(engine.module.state_dict(), …)`. So it is here, between steps. Of layers that are spread over a pipeline or
+over tensor ranks each rank has a part, and the file would look whole: there the `state_dict` of a model is an error,
+and everywhere the pickling of a part. At stage 3 DeepSpeed gives tensors without numbers, which scripts write over
+afterwards and which nothing takes for weights; so it is here.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from plait.errors import ModelError
+from plait.frontends.deepspeed.status import ZeroParamStatus, note
+from plait.parallel.materialize import assign_whole
 from plait.strategy import ManualEngine
 from plait.world import is_sharded
 
@@ -19,20 +33,71 @@ class Link:
 
     engine: weakref.ref[ManualEngine]
     name: str
+    part: bool
     homes: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
     """Every module that holds it, and under which key."""
 
+    def __reduce__(self) -> Any:
+        """Nothing goes along with a whole parameter that is pickled; see the note for the others."""
+        if self.part:
+            raise _a_part_of(self.name)
+        return type(None), ()
 
-def link_parameters(engine: ManualEngine) -> None:
-    """Leave a note on every parameter of an engine's model."""
+
+def link_parameters(engine: ManualEngine, *, whole_nowhere: bool) -> None:
+    """Leave a note on every parameter of an engine's model; `whole_nowhere`: with DeepSpeed ranks have parts, too."""
+    for number, part in enumerate(engine.model.parameters()):
+        if is_sharded(part):
+            note(part, number, ZeroParamStatus.NOT_AVAILABLE)
+    _link(engine)
+    with engine.parts_shown():  # as they are between the backward pass and the step
+        _link(engine)
+        for module in engine.model.modules():
+            if any(is_sharded(param) for param in module._parameters.values()):
+                hook = _without_numbers if whole_nowhere else _refuse_parts
+                module.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+    if not whole_nowhere:
+        engine.model.register_load_state_dict_post_hook(_take_loaded)  # type: ignore[no-untyped-call]
+
+
+def _link(engine: ManualEngine) -> None:
     named = {id(param): name for name, param in engine.model.named_parameters()}
+    links: dict[int, Link] = {}
     for module in engine.model.modules():
         for key, param in module._parameters.items():
-            if param is None:
-                continue
-            link = link_of(param) or Link(weakref.ref(engine), named[id(param)])
-            link.homes.append((weakref.ref(module), key))
-            setattr(param, _NAME, link)
+            if param is not None:
+                new = Link(weakref.ref(engine), named[id(param)], is_sharded(param))
+                link = links.setdefault(id(param), new)
+                link.homes.append((weakref.ref(module), key))
+                setattr(param, _NAME, link)
+
+
+def _take_loaded(model: nn.Module, _keys: Any) -> None:
+    """Let the weights that are updated become those that a script has loaded into the model."""
+    linked = [(link_of(param), param.detach()) for param in model.parameters() if not is_sharded(param)]
+    set_wholes([(link, value) for link, value in linked if link is not None])
+
+
+def _refuse_parts(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """See [Note: a part is not saved as if it were the whole]."""
+    for key, param in module._parameters.items():
+        if is_sharded(param):
+            raise _a_part_of(prefix + key)
+
+
+def _without_numbers(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """See [Note: a part is not saved as if it were the whole]."""
+    for key, param in module._parameters.items():
+        if is_sharded(param):
+            state[prefix + key] = torch.empty(0, dtype=param.dtype, device=param.device)
+
+
+def _a_part_of(name: str) -> ModelError:
+    return ModelError(
+        f"this rank holds a part of {name!r}, and what is saved of it would not be the model. On every rank call "
+        "engine.save_16bit_model(folder) or engine.module_state_dict(), which gives rank 0 the whole, or ask inside "
+        "`with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):`"
+    )
 
 
 def link_of(param: Tensor) -> Link | None:
@@ -40,6 +105,18 @@ def link_of(param: Tensor) -> Link | None:
     found = getattr(param, _NAME, None)
     assert found is None or isinstance(found, Link)
     return found
+
+
+def set_wholes(values: Iterable[tuple[Link, Tensor]]) -> None:
+    """Set the weights behind parameters to whole tensors, the same on all ranks."""
+    engines: dict[int, tuple[ManualEngine, dict[str, Tensor]]] = {}
+    for link, value in values:
+        engine = link.engine()
+        assert engine is not None
+        _, tensors = engines.setdefault(id(engine), (engine, engine.state_tensors()))
+        assign_whole(tensors[f"model.{link.name}"], value)
+    for engine, _ in engines.values():
+        engine.state_loaded()
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -115,7 +115,11 @@ def _native(
     if world.heartbeat.is_read:
         enter = world.heartbeat.enter
         native.on_phase = lambda phase: enter(phase, native.steps)
-    link_parameters(native)
+    if run.strategy.stage < 3 and run.strategy.layout.pp == 1:  # of a pipeline, no rank has the whole anyway
+        native.keep_wholes()
+    elif not run.strategy.compile.enabled:  # whose code has no hooks in it
+        native.open_entrances()
+    link_parameters(native, whole_nowhere=run.strategy.stage == 3)
     return native
 
 

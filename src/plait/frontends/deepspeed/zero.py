@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from plait.errors import ConfigError, Problem
 from plait.frontends.deepspeed.absent import not_offered
-from plait.frontends.deepspeed.link import Link, link_of, whole
-from plait.parallel.materialize import assign_whole
+from plait.frontends.deepspeed.link import Link, link_of, set_wholes, whole
+from plait.frontends.deepspeed.status import ZeroParamStatus, note
 from plait.world import is_sharded
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter"]
@@ -81,11 +81,10 @@ class Init:
 
 
 class GatheredParameters:
-    """Inside, the modules that hold these parameters hold the whole of them; every rank must take part.
+    """Inside, these parameters are whole, and so the modules hold them; every rank must take part.
 
-    With `modifier_rank`, what that rank wrote into them stays, on all ranks; without, changes are lost. A module is
-    to be asked for its parameter again inside: the object from before is still a part. `with … as wholes` gives them
-    in the given order, too.
+    With `modifier_rank`, what that rank wrote into them stays, on all ranks; without, changes are lost. `with … as
+    wholes` gives them in the given order, too.
     """
 
     def __init__(
@@ -101,30 +100,62 @@ class GatheredParameters:
         self._wholes: list[nn.Parameter] = []
 
     def __enter__(self) -> list[nn.Parameter]:
-        with torch.no_grad():
-            # What is whole already is used as it is.
-            wholes = [whole(param.detach()) if is_sharded(param) else param for param in self._params]
-        self._wholes = [
-            each if isinstance(each, nn.Parameter) else nn.Parameter(each, requires_grad=param.requires_grad)
-            for each, param in zip(wholes, self._params, strict=True)
-        ]
-        for param, full in zip(self._params, self._wholes, strict=True):
-            _put(link_of(param), full)
+        self._wholes = [_gather(param) if _is_part(param) else param for param in self._params]  # type: ignore[misc]
         return list(self._wholes)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for param, full in zip(self._params, self._wholes, strict=True):
-            assert isinstance(param, nn.Parameter)
-            _put(link_of(param), param)
-            if self._modifier is None or kind is not None:
-                continue
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                dist.broadcast(full.data, src=self._modifier)
+        pairs, self._wholes = list(zip(self._params, self._wholes, strict=True)), []
+        for param, full in pairs:
             if full is not param:
-                assign_whole(param, full.data)
-        self._wholes = []
+                _let_go(param)
+        if self._modifier is None or kind is not None:
+            return
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            for _, full in pairs:
+                dist.broadcast(full.data, src=self._modifier)
+        linked = [(link_of(param), full.data) for param, full in pairs]
+        set_wholes([(link, full) for link, full in linked if link is not None])
+
+
+def _is_part(param: Tensor) -> bool:
+    if not is_sharded(param):
+        return False
+    from plait.frontends.deepspeed.gathered import Gathered
+
+    return not isinstance(param, Gathered)  # by a block around this one
+
+
+def _gather(param: Any) -> nn.Parameter:
+    from plait.frontends.deepspeed.gathered import speak_for
+
+    with torch.no_grad():
+        full = nn.Parameter(_whole_of(param), requires_grad=param.requires_grad)
+    if hasattr(param, "ds_id"):
+        note(full, param.ds_id, ZeroParamStatus.AVAILABLE)
+        note(param, param.ds_id, ZeroParamStatus.AVAILABLE)
+    _put(link_of(param), full)
+    speak_for(param, full)
+    return full
+
+
+def _whole_of(param: Any) -> Tensor:
+    """In the format of the parameter. It may be offloaded: then it has no memory itself, or waits for its update."""
+    link = link_of(param)
+    engine = None if link is None else link.engine()
+    behind = param.detach() if engine is None else engine.weight_behind(param)
+    alone = param.device_mesh.size() == 1  # the whole would be the very weights, and changes would not be lost
+    return whole(behind).to(param.device, param.dtype, copy=alone)
+
+
+def _let_go(param: Any) -> None:
+    from plait.frontends.deepspeed.gathered import speak_for_itself
+
+    speak_for_itself(param)
+    if hasattr(param, "ds_id"):
+        note(param, param.ds_id, ZeroParamStatus.NOT_AVAILABLE)
+    _put(link_of(param), param)
 
 
 def _put(link: Link | None, param: nn.Parameter) -> None:

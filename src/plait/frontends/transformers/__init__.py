@@ -24,4 +24,4 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith("plait"):
             raise
-        raise MissingExtraError(missing.name or "transformers", name, "hf") from missing
+        raise MissingExtraError(missing.name or "transformers", name, "trainer") from missing

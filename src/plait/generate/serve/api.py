@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -160,9 +160,9 @@ class Reply:
         prefix, self._object = ("chatcmpl", "chat.completion") if self._chat else ("cmpl", "text_completion")
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": speaker.name}
 
-    def whole(self) -> dict[str, Any]:
-        """All of it at once."""
-        found = self._speaker.write([self._prompt] * self._request.n, self._sampling)
+    def whole(self, between: Callable[[], object]) -> dict[str, Any]:
+        """All of it at once; `between` is called before each token."""
+        found = self._speaker.write([self._prompt] * self._request.n, self._sampling, between)
         choices = [
             {"index": index, **self._said(text), "finish_reason": completion.finish_reason}
             for index, (text, completion) in enumerate(found)

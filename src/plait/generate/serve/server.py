@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import select
 import socket
 import sys
 import threading
@@ -20,6 +21,7 @@ from typing import Any
 
 from plait.errors import PlaitError
 from plait.generate.serve.api import ApiError, ChatRequest, Reply, Request, TextRequest, read_request
+from plait.generate.serve.line import Line, LineFullError
 from plait.generate.serve.page import PAGE
 from plait.generate.speaker import Speaker
 
@@ -69,9 +71,7 @@ class Server(ThreadingHTTPServer):
         """Bind to `host` and `port`; 0 takes any free one. `serve_forever` does the rest."""
         self.speaker, self.token, self.log = speaker, token, log
         self.limits = Limits() if limits is None else limits
-        self.turn = threading.Lock()
-        """Held by the request that is being answered."""
-        self.waiting = threading.BoundedSemaphore(self.limits.waiting)
+        self.line = Line(self.limits.waiting)
         self._connections = threading.BoundedSemaphore(self.limits.connections)
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -178,21 +178,24 @@ class _Handler(BaseHTTPRequestHandler):
         self._authorize()
         data = self._read()
         server = self.server
-        if not server.waiting.acquire(blocking=False):
-            message = f"{server.limits.waiting} requests are waiting already; try again in a moment"
-            raise ApiError(429, "rate_limit_exceeded", message)
+        request = read_request(kinds[path], data)
+        reply = Reply(request, server.speaker, server.limits.max_new_tokens)
         try:
-            request = read_request(kinds[path], data)
-            reply = Reply(request, server.speaker, server.limits.max_new_tokens)
-            with server.turn:
+            with server.line.turn(self._check_client):
                 if request.stream:
                     self._stream(reply)
                 else:
-                    whole = reply.whole()
-            if not request.stream:
-                self._send(200, json.dumps(whole).encode(), "application/json")
-        finally:
-            server.waiting.release()
+                    whole = reply.whole(self._check_client)
+        except LineFullError:
+            message = f"{server.line.most} requests are waiting already; try again in a moment"
+            raise ApiError(429, "rate_limit_exceeded", message) from None
+        if not request.stream:
+            self._send(200, json.dumps(whole).encode(), "application/json")
+
+    def _check_client(self) -> None:
+        """Answer nobody: a connection that its client has ended says so, before anything is written to it."""
+        if _has_news(self.connection) and not self.connection.recv(1, socket.MSG_PEEK):
+            raise ConnectionAbortedError("the client has left")
 
     def _authorize(self) -> None:
         token = self.server.token
@@ -258,6 +261,15 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """One line a request, without what was said in it."""
         self.server.log(f"{self.address_string()} {format % args}")
+
+
+def _has_news(connection: socket.socket) -> bool:
+    """Whether something, or the end, can be read from it without waiting."""
+    if not hasattr(select, "poll"):  # Windows, whose `select` knows no limit of this kind
+        return bool(select.select([connection], [], [], 0)[0])
+    waiting = select.poll()  # not `select`, which takes no file number above 1023
+    waiting.register(connection, select.POLLIN)
+    return bool(waiting.poll(0))
 
 
 def _name_of(host: str) -> str:

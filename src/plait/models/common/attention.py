@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from plait.errors import ModelError
 from plait.models.common.init import residual_output
@@ -28,33 +28,6 @@ class Shared:
     def __init__(self, rotary: Rotary | None = None, mask: Tensor | BlockMask | None = None) -> None:
         self.rotary = rotary
         self.mask = mask
-
-
-def document_mask(document_ids: Tensor) -> Tensor:
-    """The mask that is causal and keeps to one document; from ids of shape (batch, tokens)."""
-    tokens = document_ids.shape[1]
-    same = document_ids[:, :, None] == document_ids[:, None, :]
-    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=document_ids.device).tril()
-    return (same & causal)[:, None]
-
-
-def packing_mask(document_ids: Tensor | None, *, head_dim: int, dropout: float = 0.0) -> Tensor | BlockMask | None:
-    """The mask for packed rows, in the form that `attend` is fastest with; none where there are no ids.
-
-    On CUDA that is a `BlockMask`, which skips what lies outside the documents; measured at 4,096 tokens it
-    takes about a fifth of the time of a boolean mask. It knows no dropout, and no heads under 16.
-    """
-    if document_ids is None:
-        return None
-    if not document_ids.is_cuda or dropout or head_dim < 16:
-        return document_mask(document_ids)
-    ids = document_ids
-
-    def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (ids[batch, query] == ids[batch, key])
-
-    batch, tokens = ids.shape
-    return create_block_mask(allowed, batch, None, tokens, tokens, device=ids.device)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dropout: float = 0.0) -> Tensor:

@@ -19,8 +19,8 @@ _TALL, _WIDE = 128, 64
 """Rows and columns of a tile, as for other casts: lines of the cache, both ways."""
 
 if HAS_TRITON:
-    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton
+    import triton.language as tl
 
     from plait.ops.fp8_kernel import pair, turn
 

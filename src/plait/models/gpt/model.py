@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from plait.config.model import GptConfig
 from plait.errors import ModelError
-from plait.models.common.attention import Shared, packing_mask
+from plait.models.common.attention import Shared
+from plait.models.common.documents import packing_mask
 from plait.models.common.flops import decoder_flops_per_token
 from plait.models.common.head import LMHead
 from plait.models.common.init import init_lm_module

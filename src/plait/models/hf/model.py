@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from plait.config.model import HFConfig
 from plait.errors import MissingExtraError, ModelError
-from plait.models.common.attention import document_mask
+from plait.models.common.documents import document_mask
 from plait.models.common.fp8_loss import Fp8Head
 from plait.models.common.loss import cross_entropy
 from plait.models.hf.block import find_block_classes

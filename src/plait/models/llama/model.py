@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.config.model import LlamaConfig
-from plait.models.common.attention import Shared, packing_mask
+from plait.models.common.attention import Shared
+from plait.models.common.documents import packing_mask
 from plait.models.common.flops import decoder_flops_per_token
 from plait.models.common.head import LMHead
 from plait.models.common.init import init_lm_module

@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -55,17 +55,20 @@ def offload_activations(units: Sequence[Unit], wanted: str | Sequence[str], devi
 
 
 def _replace_forward(module: nn.Module, index: int, luggage: _Luggage) -> None:
-    forward = module.forward
+    forward, uncompiled = module.forward, torch.compiler.disable
+    # A compiler takes all that runs while a unit does for the unit's own, and would trace it anew for every shape that
+    # is saved.
+    begin, pack, end = (uncompiled(each) for each in (luggage.begin, _Trip.pack, luggage.end))  # type: ignore[no-untyped-call]
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator,no-untyped-call]
+    @uncompiled(recursive=False)  # type: ignore[untyped-decorator,no-untyped-call]
     @wraps(forward)
     def offloading(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        trip = luggage.begin(index, module, (args, kwargs))
-        with saved_tensors_hooks(trip.pack, _unpack):
+        trip = begin(index, module, (args, kwargs))
+        with saved_tensors_hooks(partial(pack, trip), _unpack):
             outputs = forward(*args, **kwargs)
-        luggage.end(trip)
+        end(trip)
         return outputs
 
     module.forward = offloading

@@ -72,11 +72,6 @@ class StreamedGradients:
                 self._outbox.take(index, self.sums.pop(index))
             self._outbox.fill_in(self._sum_dtype)
 
-    def after_forward_alone(self) -> None:
-        """Let go of what a forward pass has left."""
-        if self._inner is not None:
-            self._inner.after_forward_alone()
-
 
 def listen_to_shards(model: nn.Module, index_of: dict[int, int], receive: Callable[[int, Tensor], None]) -> None:
     """Take the gradients of a sharded model when they are summed over ranks, in the format of the sum.

@@ -66,6 +66,11 @@ class Plan:
         """Names of the layers of a stage."""
         return self.outline.layers[self.bounds[stage] : self.bounds[stage + 1]]
 
+    def twice_on_a_rank(self) -> list[str]:
+        """Parameters that two stages of one rank hold, whichever rank that is."""
+        ranks = {name: [self.placement[stage] for stage in holders] for name, holders in self.tied.items()}
+        return [name for name, holding in ranks.items() if len(set(holding)) < len(holding)]
+
 
 def plan_stages(
     model: nn.Module | Sequence[Layer],

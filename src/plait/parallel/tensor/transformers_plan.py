@@ -84,7 +84,8 @@ def _layers(model: nn.Module) -> dict[str, str]:
             )
     words: dict[str, str] = {}
     modules = dict(model.named_modules())
-    for name in modules:
+    # In a stage of a pipeline something without parameters stands for the head or the embedding of another one.
+    for name in (name for name, module in modules.items() if any(True for _ in module.parameters())):
         for pattern, word in plan.items():
             if name and matches(name, pattern):
                 words[name] = _by_head(name, word, modules)

@@ -9,8 +9,8 @@ from typing import Any
 from plait.config.posttrain import FileData, Gsm8kData
 
 ROLES = ("system", "user", "assistant")
-ANSWER_KEYS = ("response", "answer", "completion", "chosen")
-"""Where an answer is looked for, when nothing is said."""
+ANSWER_KEYS = ("response", "answer", "completion")
+"""Where an answer is looked for, when nothing is said; the better one of a pair may be it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,25 @@ def examples_in(
     if isinstance(config, Gsm8kData):
         yield from _of_gsm8k(row, where, pairs=pairs)
         return
-    messages = _conversation(row, config, answered=answered)
+    messages = _conversation(row, config, _answer_keys(config, pairs=pairs), answered=answered)
     rejected = _answer(row, config.rejected_key) if pairs else None
     found = Example(messages, rejected, where)
     _refuse_empty(found, answered=answered)
     yield found
 
 
-def _conversation(row: Mapping[str, Any], config: FileData, *, answered: bool) -> tuple[Message, ...]:
+def _answer_keys(config: FileData, *, pairs: bool) -> tuple[str, ...]:
+    """Where the answer may be, the likeliest first; of pairs the better one."""
+    named = (config.chosen_key if pairs else None) or config.answer_key
+    if named is not None:
+        return (named,)
+    chosen = config.chosen_key or "chosen"
+    return (chosen, *ANSWER_KEYS) if pairs else (*ANSWER_KEYS, chosen)
+
+
+def _conversation(
+    row: Mapping[str, Any], config: FileData, keys: Sequence[str], *, answered: bool
+) -> tuple[Message, ...]:
     if config.messages_key in row and row[config.messages_key] is not None:
         messages = _messages(row[config.messages_key], config.messages_key)
         if messages and messages[-1].role != "assistant" and not answered:
@@ -76,7 +87,6 @@ def _conversation(row: Mapping[str, Any], config: FileData, *, answered: bool) -
         return messages
     prompt = _field(row, config.prompt_key)
     before = (Message("user", prompt),) if isinstance(prompt, str) else _messages(prompt, config.prompt_key)
-    keys = (config.answer_key,) if config.answer_key is not None else ANSWER_KEYS
     key = next((key for key in keys if row.get(key) is not None), None)
     if key is None and not answered:
         return (*before, Message("assistant", ""))

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from plait.errors import CheckpointError, ModelError
+from plait.ops.drafts import drafting
 from plait.posttrain.lora.attach import AdapterSpec, lora_layers
 from plait.posttrain.lora.layer import is_linear, is_transposed
 
@@ -154,14 +155,17 @@ def save_adapter(
         "init_lora_weights": True,
     }
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        draft = folder / f".{WEIGHTS}.tmp"
-        save_file({f"{PREFIX}{name}": tensor for name, tensor in kept.items()}, draft, metadata={"format": "pt"})
-        draft.replace(folder / WEIGHTS)
-        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        (folder / HEAD).unlink(missing_ok=True)
-        if head:
-            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in head.items()}, folder / HEAD)
+        with drafting(folder / "adapter") as draft:  # all is written before the first file gets its name
+            draft.mkdir()
+            weights = {f"{PREFIX}{name}": tensor for name, tensor in kept.items()}
+            save_file(weights, draft / WEIGHTS, metadata={"format": "pt"})
+            (draft / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+            if head:
+                save_file({name: tensor.detach().cpu().contiguous() for name, tensor in head.items()}, draft / HEAD)
+            else:
+                (folder / HEAD).unlink(missing_ok=True)
+            for file in draft.iterdir():
+                file.replace(folder / file.name)
     except OSError as error:
         raise CheckpointError(f"the adapter was not written to {folder}: {error}") from error
     _verify(folder, kept)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.config import Layout, resolve_layout
@@ -27,9 +26,9 @@ from plait.posttrain.online.critic import Judging
 from plait.posttrain.online.experience import Experience
 from plait.posttrain.online.settings import Online
 from plait.precision import make_policy
-from plait.runner.forecast import SPLIT, Foresight
+from plait.runner.forecast import Foresight
 from plait.spec import EventKind
-from plait.world import detect_ranks
+from plait.world import Ranks
 
 _GIB = 2**30
 
@@ -62,17 +61,12 @@ class OnlineForesight(Foresight):
 
     _beside: Beside | None = None
 
-    def look(self, model: Any, loss_function: Any, data: Any, collate: Any) -> None:
+    def _forecast(self, ranks: Ranks, model: Any, loss_function: Any, data: Any, collate: Any) -> Forecast | str | None:
         """Plan the policy's training with answers as long as they may be, and add the others."""
-        config, ranks = self._runner.config, detect_ranks()
-        if config.plan.gate == "off" or ranks.rank != 0 or dist.is_initialized():
-            return
-        if ranks.split > 1:
-            self._found = SPLIT
-            return
+        config = self._runner.config
         micro = self._micro(ranks, data)
         if micro is None:
-            return
+            return None
         example = learned_from(config, micro)
         sizes = {"ranks": ranks.size, "local_ranks": ranks.local_size}
         found = forecast(as_native(config), **sizes, model=model, loss_function=loss_function, example=example)
@@ -81,9 +75,9 @@ class OnlineForesight(Foresight):
             try:
                 self._beside = count_beside(config, layout)
             except PlaitError:  # it is told where that model is built
-                return
+                return None
             found = _together(found, self._beside)
-        self._found = found
+        return found
 
     def tell(self) -> None:
         """Say what is expected, and of whom."""

@@ -153,14 +153,7 @@ class _RealRecorder(Recorder):  # type: ignore[no-untyped-call]
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
         """Record until the block ends."""
-        resize = torch.UntypedStorage.resize_
-
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            out = resize(storage, size)
-            self._resized(storage)
-            return out
-
-        with replaced(torch.UntypedStorage, "resize_", resized), self:
+        with self._seeing():
             yield self
 
     def know(self, tensors: Iterator[tuple[str, Tensor]]) -> None:

@@ -13,7 +13,6 @@ from torch.profiler import record_function
 from plait.precision.together import spoken_for
 from plait.runner.profile.kinds import MODULE, PHASE
 from plait.spec import Phase
-from plait.strategy.native.staged import StageSet
 from plait.world.patch import replaced
 
 
@@ -65,10 +64,9 @@ class ModuleStack:
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module once, by its name in the whole model; the model itself by its class."""
-    for part in model.parts if isinstance(model, StageSet) else [model]:
-        for name, module in part.named_modules():
-            # Sharding derives a class of its own, FSDP<Name>, from the model's.
-            yield name or type(module).__name__.removeprefix("FSDP"), module
+    for name, module in model.named_modules():
+        # Sharding derives a class of its own, FSDP<Name>, from the model's.
+        yield name or type(module).__name__.removeprefix("FSDP"), module
 
 
 @contextmanager

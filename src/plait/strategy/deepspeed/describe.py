@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from plait.config.batch import resolve_batch
+from plait.config.engine import in_deepspeed_words
 from plait.config.run import RunConfig
 
 _SAID_ELSEWHERE = ("optimizer", "steps_per_print", "bfloat16")
@@ -46,13 +47,6 @@ def _section(found: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _fp16(found: dict[str, Any], config: RunConfig) -> dict[str, Any]:
-    scaler, enabled = config.precision.scaler, config.precision.compute == "fp16"
-    scaling = {
-        "loss_scale": scaler.static or 0,
-        "initial_scale_power": scaler.initial_power,
-        "loss_scale_window": scaler.window,
-        "hysteresis": scaler.hysteresis,
-        "consecutive_hysteresis": scaler.consecutive_hysteresis,
-        "min_loss_scale": scaler.minimum,
-    }
-    return {**_section(found, "fp16"), **(scaling if enabled else {}), "enabled": enabled}
+    enabled = config.precision.compute == "fp16"
+    scaling = in_deepspeed_words(config.precision.scaler) if enabled else {}
+    return {**_section(found, "fp16"), **scaling, "enabled": enabled}

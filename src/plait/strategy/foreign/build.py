@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from plait.config.run import RunConfig
 from plait.optim import GroupSpec, ViewGroup, build_optimizer, split_groups
 from plait.parallel import materialize
+from plait.parallel.buffers import persistent_buffers
 from plait.parallel.recompute import apply_recompute
 from plait.parallel.units import find_units
 from plait.precision import make_policy
@@ -64,13 +65,12 @@ def build_whole(config: RunConfig, world: World, model: ModelSource) -> Built:
     groups = split_groups(module, config.optim)
     apply_recompute(find_units(module, config.strategy.wrap), config.strategy.recompute)
     params = dict(module.named_parameters())
-    persistent = module.state_dict().keys()
     return Built(
         module,
         groups,
         blanks={name: torch.empty(param.shape, device="meta") for name, param in params.items()},
         trained=[name for name, param in params.items() if param.requires_grad],
-        buffers=[name for name, _ in module.named_buffers() if name in persistent],
+        buffers=[name for name, _ in persistent_buffers(module)],
         originals={
             name: param.detach().clone() for name, param in params.items() if policy.mixed or not param.requires_grad
         },

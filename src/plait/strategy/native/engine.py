@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from plait.errors import ModelError, TrainingError
 from plait.parallel.gradients import Gradients
 from plait.parallel.replicate import average_buffers
+from plait.parallel.wholes import Wholes
 from plait.precision import EarlierScales, Policy
 from plait.spec import Phase
 from plait.spec.later import Entry
@@ -19,7 +21,7 @@ from plait.strategy.native import state
 from plait.strategy.native.blame import find_culprit
 from plait.strategy.native.forward import Forward, Say
 from plait.strategy.native.loss import LossFunction, LossNormalizer, Sums, WeightedLoss, read_loss
-from plait.strategy.native.recorded import RecordedPasses
+from plait.strategy.native.recorded import RecordedPasses, Recording
 from plait.strategy.native.update import Updater
 from plait.strategy.native.views import Views
 from plait.strategy.stepping import SteppingEngine, inputs_and_samples, unheard
@@ -59,10 +61,10 @@ class NativeEngine(SteppingEngine):
         cut: Callable[[Any], Any] | None = None,
         staged: StagedSteps | None = None,
         scales: EarlierScales | None = None,
-        records: bool = False,
+        recording: Recording | None = None,
         say: Say,
     ) -> None:
-        """`records`: both passes of a step are recorded and repeated; see `recorded`."""
+        """`recording`: when both passes of a step are recorded and repeated; see `recorded`."""
         self.model = model
         self.world = world
         self.steps = 0
@@ -70,6 +72,7 @@ class NativeEngine(SteppingEngine):
         self.views = views
         self.updater = updater
         self._gradients = gradients
+        self._wholes = Wholes(model)
         self._loss_function = loss_function
         self._staged = staged
         self._scales = scales
@@ -79,7 +82,9 @@ class NativeEngine(SteppingEngine):
         self._forward = Forward(
             model, world.device, policy, compiled=compiled, cut=cut, before=views.before_forward, say=say
         )
-        self._recorded = RecordedPasses(self._both_passes, model, gradients, world.device, say) if records else None
+        self._recorded: RecordedPasses | None = None
+        if recording is not None:
+            self._recorded = RecordedPasses(self._both_passes, model, gradients, world.device, recording, say)
         self._say = say
         self._last_batch: Any = None
         self._under_way: Done | None = None
@@ -122,7 +127,7 @@ class NativeEngine(SteppingEngine):
             return loss if scaler is None else loss * scaler.scale
 
         with self._forward.context():
-            staged.train(ready, read, self._normalizer, scale, self.world.layout.replicas)
+            staged.train(ready, read, self._normalizer, scale)
 
     def _train_recorded(self, recorded: RecordedPasses, batch: Any) -> None:
         self.on_phase(Phase.FORWARD)
@@ -181,12 +186,15 @@ class NativeEngine(SteppingEngine):
     def _update(self, sums: Sums) -> StepResult:
         self.on_phase(Phase.STEP)
         result = self.updater.apply(sums, self.steps)
+        if self.updater.scaler is not None:  # whose numbers are here already: the scale depends on them
+            self._normalizer.learn(result.targets)
         done = None
         if result.late or result.skipped or self.updater.skips_in_a_row:
             done = Done(result, self.steps, self._again(), self.updater.norms)
         if done is not None and not result.late:
             self._look_at(done)
         self.views.clear_gradients()
+        self._renew_wholes()
         for after_step in self._after_step:
             after_step(self._peers, updated=self.updater.updated)
         if self._scales is not None:
@@ -214,7 +222,7 @@ class NativeEngine(SteppingEngine):
         if scaler is not None and not scaler.at_minimum:
             return  # an overflow is part of the search for a scale, which ends by itself
         culprits = self.world.gather(find_culprit(self.model, self.views, done.again, done.norms))
-        self._after_forward_alone()
+        self._wholes.let_go()
         blame = f"{min(culprits)}{self.whose(done.step)}"
         self._say(f"step {done.step} skipped on every rank: not finite, first seen in {blame}")
         self.updater.count_skip(True, blame)
@@ -231,9 +239,27 @@ class NativeEngine(SteppingEngine):
         with self._forward.context():
             return self._staged.answer(ready)
 
-    def _after_forward_alone(self) -> None:
-        if self._gradients is not None:
-            self._gradients.after_forward_alone()
+    def keep_wholes(self) -> None:
+        """Below stage 3: have whole weights between steps, too. Every rank must call it."""
+        self._wholes.keep()
+
+    def _renew_wholes(self) -> None:
+        if self._wholes.kept:
+            self.views.settle()
+        self._wholes.renew()
+
+    @contextmanager
+    def parts_shown(self) -> Iterator[None]:
+        """While this lasts, the model holds parts, even if somebody called it past the engine, as `generate` does."""
+        if not self._within_step:
+            self._wholes.let_go()
+        with self._wholes.hidden():
+            yield
+
+    @property
+    def _within_step(self) -> bool:
+        """Whether gradients are being collected: until they are, whole weights are to stay."""
+        return False
 
     def __call__(self, batch: Any) -> Tensor:
         """Forward one micro-batch; returns its mean loss."""
@@ -242,11 +268,12 @@ class NativeEngine(SteppingEngine):
                 "engine(batch) cannot be used with strategy.layout.pp: a pipeline has several micro-batches under way; "
                 "call engine.train_step(micro_batches)"
             )
-        if self._recorded is not None:
+        if self._recorded is not None and self._recorded.asked_for:
             raise TrainingError(
                 "engine(batch) cannot be used with strategy.graphs, which records forward and backward pass as one; "
                 "call engine.train_step(micro_batches)"
             )
+        self._recorded = None  # this loop asks for passes one by one
         return super().__call__(batch)
 
     def agree_on_buffers(self) -> None:
@@ -265,11 +292,11 @@ class NativeEngine(SteppingEngine):
                 outputs = self._answer(inputs)
                 if not self._counts:
                     return Evaluation(0.0, 0.0, None)
-                loss = read_loss(outputs, inputs, samples, self._loss_function)
+                loss = self._read_loss(outputs, inputs, samples)
                 return Evaluation(float(loss.total()), float(loss.weight), outputs)
         finally:
             self.model.train(training)
-            self._after_forward_alone()
+            self._wholes.let_go()
 
     def bubble(self) -> Bubble | None:
         """How idle the ranks of this rank's pipeline were; None where there is none."""
@@ -289,11 +316,17 @@ class NativeEngine(SteppingEngine):
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The logical state: `model.<name>`, `optim.<name>.<key>`."""
-        return state.collect(self.model, self.views, self.updater.optimizer)
+        with self.parts_shown():
+            return state.collect(self.model, self.views, self.updater.optimizer)
+
+    def weight_behind(self, param: nn.Parameter) -> Tensor:
+        """What the logical state has of one parameter, which may itself be without memory, or be updated just now."""
+        return state.weight(self.views, param)
 
     def state_entries(self) -> dict[str, Entry]:
         """The same for whoever saves or loads it: what is in another form while it trains stays in that."""
-        return state.collect_entries(self.model, self.views, self.updater.optimizer)
+        with self.parts_shown():
+            return state.collect_entries(self.model, self.views, self.updater.optimizer)
 
     def allocate_optimizer_state(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
         """Make room for the optimizer state that a checkpoint is about to fill."""
@@ -303,23 +336,25 @@ class NativeEngine(SteppingEngine):
         """Bring the model up to date with freshly loaded weights."""
         self.views.publish()
         self.views.publish_frozen()
+        self._renew_wholes()
 
     def state(self) -> dict[str, Any]:
         """The state that is numbers, not tensors. Every rank must ask."""
         self.settle()
         scaler = self.updater.scaler
-        found = {
+        found: dict[str, Any] = {
             "steps": self.steps,
             "skips_in_a_row": self.updater.skips_in_a_row,
             "scaler": None if scaler is None else scaler.state(),
         }
-        return found if self._scales is None else {**found, "fp8": self._fp8_state(self._scales)}
+        if scaler is not None or self._scales is not None:  # how large gradients are depends on it
+            found["divisor"] = self._normalizer.divisor
+        return found if self._scales is None else {**found, "fp8": {"peaks": self._peaks(self._scales)}}
 
-    def _fp8_state(self, scales: EarlierScales) -> dict[str, Any]:
-        """What scales of 8-bit numbers are made from. Gradients are as large as their divisor lets them be."""
+    def _peaks(self, scales: EarlierScales) -> dict[str, Any]:
+        """What scales of 8-bit numbers are made from, of the whole model."""
         parts = [scales.state()] if self.world.layout.pp == 1 else self.world.gather(scales.state())
-        peaks = {name: numbers for part in parts for name, numbers in part.items()}
-        return {"divisor": self._normalizer.divisor, "peaks": peaks}
+        return {name: numbers for part in parts for name, numbers in part.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`."""
@@ -328,11 +363,9 @@ class NativeEngine(SteppingEngine):
         self.updater.skips_in_a_row = int(state["skips_in_a_row"])
         if self.updater.scaler is not None and state["scaler"] is not None:
             self.updater.scaler.restore(state["scaler"])
+        self._normalizer.learn(state.get("divisor") or 0.0)
         if self._scales is not None:
-            fp8 = state.get("fp8") or {"divisor": None, "peaks": {}}
-            self._scales.restore(fp8["peaks"])
-            if fp8["divisor"] is not None:
-                self._normalizer.expect(fp8["divisor"])
+            self._scales.restore((state.get("fp8") or {"peaks": {}})["peaks"])
 
     def parameter_count(self) -> tuple[int, int]:
         """How many numbers the whole model has, and how many of them are trained."""
@@ -356,3 +389,4 @@ class NativeEngine(SteppingEngine):
     def weights_changed(self) -> None:
         """Bring the model up to date with `weights`."""
         self.views.publish()
+        self._renew_wholes()

@@ -12,6 +12,7 @@ from plait.ops.triton import has_kernels
 from plait.parallel import compiling
 from plait.parallel.units import Unit
 from plait.precision import Fp8Linear, apply_fp8
+from plait.spec import Note
 from plait.strategy.native.forward import Say
 
 
@@ -24,7 +25,7 @@ def use_fp8(
     if not layers:
         return {}
     head = ", and so does the head in its backward pass" if wanted.head else ""
-    say(f"fp8 ({wanted.recipe}): {len(layers)} linear layers multiply in 8 bits{head}, the rest is bf16")
+    say(Note(f"fp8 ({wanted.recipe}): {len(layers)} linear layers multiply in 8 bits{head}, the rest is bf16"))
     if config.strategy.compile.enabled or wanted.emulate:
         return layers
     slow = "finding scales and rounding take more time than the products save"
@@ -58,4 +59,5 @@ def use_kernels(module: nn.Module, config: RunConfig, device: torch.device, say:
 
     counts = fuse(module)
     if counts:
-        say(f"strategy.kernels: fused kernels for {', '.join(f'{count} {kind}' for kind, count in counts.items())}")
+        found = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        say(Note(f"strategy.kernels: fused kernels for {found}"))

@@ -114,6 +114,9 @@ class LossNormalizer:
     by a power of two near the count, which costs no precision, and the optimizer is told the exact rest
     (`correction`). With one process and one micro-batch the count is known, and nothing is left to correct.
     The sum over ranks is on its way while the last backward pass runs.
+
+    In fp16 it still decides which gradients overflow. So there each step has the power of two near the count of the
+    step before, which is the same in every layout and goes into checkpoints; only the first of a run has a guess.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, counts: bool = True) -> None:
@@ -145,8 +148,13 @@ class LossNormalizer:
         return self._divisor
 
     def expect(self, count: float) -> None:
-        """Take a guess at the step's targets, where a rank may not see any; the same on every rank."""
+        """Take a guess at this rank's targets of a step, where it may not see any. Every rank must do so."""
         if self._divisor is None:
+            self._divisor = self._choose_divisor(count, 1)
+
+    def learn(self, count: float) -> None:
+        """Divide the next step by about as many targets as there were in this one, however the guess came about."""
+        if count > 0:
             self._divisor = _power_of_two(count)
 
     def add_nothing(self) -> None:
@@ -178,9 +186,8 @@ class LossNormalizer:
         return Sums(box[0], box[1], box[2], divisor=self._divisor)
 
     def _choose_divisor(self, weight: Tensor | float, micro_batches: int) -> float:
-        count = torch.as_tensor(weight, dtype=self._dtype, device=self._device).reshape(1).clone()
-        if not self._counts:
-            count.zero_()
+        mine = weight if self._counts else 0.0
+        count = torch.zeros(1, dtype=self._dtype, device=self._device).add_(mine)
         if self._group is not None:
             dist.all_reduce(count, group=self._group)
         return _power_of_two(float(count) * micro_batches)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, Problem, TrainingError
 from plait.optim import OptimizerSource
+from plait.parallel.entrances import open_entrances
 from plait.precision import LossScaler
 from plait.spec import Phase
 from plait.strategy.base import StepResult
@@ -66,7 +67,12 @@ class ManualEngine(NativeEngine):
         try:
             return self._forward.call(args, kwargs)
         finally:
-            self._after_forward_alone()
+            self._wholes.let_go()
+
+    def open_entrances(self) -> None:
+        """At stage 3: let parts of the model be called by themselves, too, and methods that go through them."""
+        if hasattr(self.model, "unshard"):
+            open_entrances(self.model, self.views.settle)
 
     def backward(self, loss: Tensor, *, last: bool | None = None, retain_graph: bool = False) -> None:
         """Backward through the mean loss of one micro-batch.
@@ -95,12 +101,18 @@ class ManualEngine(NativeEngine):
         scaler = self.updater.scaler
         factor = self._share / self.accumulation * (1.0 if scaler is None else scaler.scale)
         # In fp32: a scaled fp16 loss would overflow before any gradient does.
-        torch.autograd.backward(loss.float() * factor if factor != 1.0 else loss, retain_graph=retain_graph)
+        counted = loss.float() * factor if factor != 1.0 else loss
+        self._wholes.expect(counted)
+        torch.autograd.backward(counted, retain_graph=retain_graph)
 
     @property
     def pending(self) -> int:
         """Backward passes since the last step."""
         return len(self._losses)
+
+    @property
+    def _within_step(self) -> bool:
+        return bool(self._losses)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Complete the step's gradients and clip them in the `step` that follows; returns their norm before.

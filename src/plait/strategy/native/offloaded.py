@@ -87,6 +87,10 @@ class OffloadedViews(Views):
         """Bring the model up to date with the masters, which somebody has set."""
         self.store.publish()
 
+    def settle(self) -> None:
+        """Wait for the update under way."""
+        self.store.settle()
+
     def publish_frozen(self) -> None:
         """Bring the model up to date with what does not train, wherever its weights live."""
         stream = self.store.stream

@@ -229,10 +229,6 @@ class Settled:
         """Complete the step's gradients."""
         self._buckets.finish()
 
-    def after_forward_alone(self) -> None:
-        """A forward pass is over that no backward pass follows."""
-        self._buckets.after_forward_alone()
-
 
 def _param_stream(config: RunConfig, world: World) -> ParamStream | None:
     offload = config.strategy.offload

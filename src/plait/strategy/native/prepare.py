@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from plait.config.graphs import check_graphs
+from plait.config.graphs import check_graphs, may_record
 from plait.config.run import RunConfig
 from plait.errors import ModelError
 from plait.ops.attention import choose_attention
@@ -51,6 +51,7 @@ from plait.strategy.native.norms import weigh_norms
 from plait.strategy.native.offloaded import OffloadedUpdater, OffloadedViews
 from plait.strategy.native.offloading import Offloading
 from plait.strategy.native.recomputing import choose_ways, count_whole, gradients_come_late
+from plait.strategy.native.recorded import Recording
 from plait.strategy.native.replicated import replicate
 from plait.strategy.native.spread import joined, rebound, shard_part, split_stages, spread_axes, staged_steps
 from plait.strategy.native.update import Updater
@@ -97,7 +98,10 @@ def prepare_native(
     strategy, policy, device = config.strategy, make_policy(config.precision), world.device
     shards = world.layout.dp_shard * world.layout.ep * world.layout.cp
     sharded = strategy.stage > 0 and (shards > 1 or strategy.offload.params != "none")
-    check_graphs(strategy, ranks=world.size, accumulation=accumulation, whole_steps=engine is NativeEngine)
+    whole_steps = engine is NativeEngine
+    check_graphs(config, ranks=world.size, accumulation=accumulation, whole_steps=whole_steps)
+    described = model is None and loss_function is None
+    by_itself = whole_steps and may_record(config, ranks=world.size, accumulation=accumulation, described=described)
     if config.deterministic:
         make_deterministic()
     torch.set_float32_matmul_precision("high" if policy.tf32 else "highest")
@@ -128,7 +132,7 @@ def prepare_native(
         eight |= use_fp8(part, units, config, device, say)
         use_kernels(part, config, device, say)
     # Loops of other kinds may look at gradients, and sum as many of them as they like.
-    leaves = engine is NativeEngine and adopted is None and accumulation == 1 and not stages
+    leaves = whole_steps and adopted is None and accumulation == 1 and not stages
     late = leaves and not sharded and gradients_come_late(config, world, policy)
     ways = choose_ways(
         parts,
@@ -215,7 +219,7 @@ def prepare_native(
         cut=spread[0][0],
         staged=staged,
         scales=scale_by_earlier_steps(eight, config.precision.fp8, device),
-        records=_records(config, world, views, say),
+        recording=_recording(config, world, views, say, by_itself=by_itself),
         say=say,
     )
 
@@ -271,13 +275,15 @@ def _compile(
     return compiling.compile_units(module, units, settings, sharded=sharded)
 
 
-def _records(config: RunConfig, world: World, views: Views, say: Say) -> bool:
+def _recording(config: RunConfig, world: World, views: Views, say: Say, *, by_itself: bool) -> Recording | None:
     """Whether both passes of a step are recorded: not on other devices, and not by a plan."""
-    if not config.strategy.graphs or any(without_values(param) for param in views.params):
-        return False
-    if world.device.type != "cuda":
+    if not (config.strategy.graphs is True or by_itself) or any(without_values(param) for param in views.params):
+        return None
+    if world.device.type == "cuda":
+        return "where it pays" if by_itself else "always"
+    if not by_itself:
         say("strategy.graphs is on, but there is no CUDA device: training goes on without it")
-    return world.device.type == "cuda"
+    return None
 
 
 def _offloading(config: RunConfig, world: World, policy: Policy, say: Say, *, elementwise: bool) -> Offloading | None:

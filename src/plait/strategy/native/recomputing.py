@@ -16,6 +16,7 @@ from plait.parallel.activations import Activations, UnitAccount
 from plait.parallel.recompute import Way
 from plait.parallel.units import Unit, find_units
 from plait.precision import Policy
+from plait.spec import Note
 from plait.strategy.native.forward import Say
 from plait.world import World
 
@@ -96,7 +97,7 @@ def choose_ways(
     ways = ways_to_recompute(module, units, example, config=config, world=world, late_gradients=late, found=found)
     counts = Counter(ways)
     told = [f"{counts[way]} of {len(ways)} blocks recompute {text}" for way, text in _SAID.items() if counts[way]]
-    say(f"recompute: auto: {', '.join(told) or 'everything fits, and nothing is recomputed'}")
+    say(Note(f"recompute: auto: {', '.join(told) or 'everything fits, and nothing is recomputed'}"))
     rest = iter(ways)
     return [[next(rest) for _ in each] for each in all_units]
 

@@ -7,7 +7,8 @@ inputs of one kind: other shapes, and other numbers that are no tensors, have a 
 Python does on the way (a branch, a count, a hook) was done when it was recorded, and is not done again.
 
 The first steps of each kind are not recorded: libraries choose their kernels and set themselves up in those. They run
-on the stream that will be recorded, where autograd then finds everything that it keeps.
+on the stream that will be recorded, where autograd then finds everything that it keeps. Where nobody asked for a
+recording, steps are as they would be without one until it is known that it pays. [See `starving`]
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,22 +27,29 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from plait.ops.record import record, recording_stream
 from plait.parallel.gradients import Gradients
 from plait.parallel.replicate import GradientBuckets
+from plait.spec import Note
 from plait.strategy.native.forward import Say
 from plait.strategy.native.loss import WeightedLoss
+from plait.strategy.native.starving import Starving, is_watched
 
 Passes = Callable[[Any, float, Tensor | float | None], WeightedLoss]
 """Both passes over inputs of so many samples, the loss multiplied by a scale; returns the loss, detached."""
+
+Recording = Literal["always", "where it pays"]
+"""`where it pays`: nobody asked for it. Not before the device was seen to wait; without a word where it cannot be."""
 
 WARM_UP = 3
 """Steps of each kind before one is recorded. They count like any other."""
 MOST = 8
 """Kinds of inputs that are recorded; each keeps a gradient for every parameter."""
+MOST_UNASKED = 2
+"""The same where nobody asked: whole batches, and the rest of an epoch."""
 CONSTANTS = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 """What inputs may hold besides tensors."""
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class Recorded:
     """Both passes over inputs of one kind, and the tensors that they read and write."""
 
     graph: torch.cuda.CUDAGraph
@@ -69,7 +77,13 @@ class RecordedPasses:
     """Both passes of steps with one micro-batch: done as they are at first, then repeated from a recording."""
 
     def __init__(
-        self, passes: Passes, model: nn.Module, gradients: Gradients | None, device: torch.device, say: Say
+        self,
+        passes: Passes,
+        model: nn.Module,
+        gradients: Gradients | None,
+        device: torch.device,
+        recording: Recording,
+        say: Say,
     ) -> None:
         """`gradients`: what collects them, if anything does; of one process."""
         self._passes = passes
@@ -77,14 +91,29 @@ class RecordedPasses:
         self._modules = list(model.modules())
         self._device = device
         self._say = say
+        self._starving = None if recording == "always" else Starving(device)
         self._on = True
         self._told = False
         self._seen: Counter[Hashable] = Counter()
-        self._recordings: dict[Hashable, Recording] = {}
+        self._recordings: dict[Hashable, Recorded] = {}
         self._facts: list[Hashable] = []
+
+    @property
+    def asked_for(self) -> bool:
+        """Whether the user did."""
+        return self._starving is None
 
     def __call__(self, inputs: Any, samples: float, scale: float | None) -> WeightedLoss:
         """Both passes over inputs that are ready."""
+        if self._on and self._starving is not None and self._starving.found is None:
+            self._starving.passes_begin()
+            if not self._starving.found:
+                loss = self._passes(inputs, samples, scale)
+                self._starving.passes_end()
+                self._on = self._starving.found is None
+                return loss
+            if is_watched(self._modules):
+                self._on = False
         leaves, tree = tree_flatten(inputs)
         stranger = next((leaf for leaf in leaves if not _is_plain(leaf) and not isinstance(leaf, CONSTANTS)), None)
         if self._on and stranger is not None:
@@ -94,6 +123,9 @@ class RecordedPasses:
         if self._recordings and self._facts != self._look():  # something was moved, frozen or thawed since then
             self._recordings.clear()
             self._seen.clear()
+            if not self.asked_for and is_watched(self._modules):
+                self._on = False
+                return self._as_it_is(inputs, samples, scale)
         kind = (tree, samples, *map(_kind, leaves))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         found = self._recordings.get(kind)
@@ -103,14 +135,14 @@ class RecordedPasses:
                 return self._as_it_is(inputs, samples, scale)
             try:
                 found = self._recordings[kind] = self._record(leaves, tree, samples, scale)
-            except RuntimeError as error:
+            except Exception as error:  # whatever is wrong with the inputs themselves comes up again right away
                 self._give_up(_first_line(error))
                 return self._as_it_is(inputs, samples, scale)
         return found.replay(tensors, scale)
 
     def _is_full(self) -> bool:
-        full = len(self._recordings) == MOST
-        if full and not self._told:
+        full = len(self._recordings) == (MOST if self.asked_for else MOST_UNASKED)
+        if full and self.asked_for and not self._told:
             self._told = True
             self._say(f"strategy.graphs: {MOST} kinds of micro-batches are recorded, further ones are not")
         return full
@@ -132,7 +164,7 @@ class RecordedPasses:
             yield
         here.wait_stream(aside)
 
-    def _record(self, leaves: list[Any], tree: Any, samples: float, scale: float | None) -> Recording:
+    def _record(self, leaves: list[Any], tree: Any, samples: float, scale: float | None) -> Recorded:
         """Record both passes; nothing is computed yet, and gradients are left where a replay will write them."""
         self._make_room()
         rooms = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -141,7 +173,10 @@ class RecordedPasses:
         beside = next((found.graph for found in self._recordings.values()), None)
         graph = record(lambda: losses.append(self._passes(tree_unflatten(rooms, tree), samples, factor)), beside)
         self._facts = self._look()
-        return Recording(
+        if not self.asked_for and not self._recordings:
+            told = "the device waits for Python: both passes are recorded from now on (strategy.graphs: auto)"
+            self._say(Note(told))
+        return Recorded(
             graph,
             [room for room in rooms if isinstance(room, Tensor)],
             factor,
@@ -164,16 +199,18 @@ class RecordedPasses:
             param.grad = None  # perhaps half recorded
         if self._gradients is not None:
             self._gradients.finish()  # forgets whose gradients it was told of meanwhile
-        self._say(f"strategy.graphs is on, but the passes cannot be recorded: {reason}. Training goes on without it")
+        if self.asked_for:
+            told = f"strategy.graphs is on, but the passes cannot be recorded: {reason}. Training goes on without it"
+            self._say(told)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (param for module in self._modules for param in module._parameters.values() if param is not None)
 
     def _look(self) -> list[Hashable]:
-        """What a recording takes for granted: modes, what is trained, and where everything lies."""
+        """What a recording takes for granted: modes, who listens, what is trained, and where everything lies."""
         facts: list[Hashable] = []
         for module in self._modules:
-            facts.append(module.training)
+            facts.append((module.training, len(module._forward_hooks), len(module._forward_pre_hooks)))
             facts += [(each.requires_grad, each.data_ptr()) for each in module._parameters.values() if each is not None]
             facts += [each.data_ptr() for each in module._buffers.values() if each is not None]
         return facts

@@ -64,17 +64,12 @@ def split_stages(module: nn.Module, config: RunConfig, world: World, example: An
         split=options.split,
         costs=costs,
     )
-    stages = make_stages(plan, world.coordinate("pp"), one_copy=not sharded)
-    twice = [name for stage in stages for name, holders in stage.tied.items() if _here(holders, stages) > 1]
-    if twice and config.strategy.offload.on:
+    twice = plan.twice_on_a_rank() if sharded else []
+    if twice and config.strategy.offload.on:  # said by every rank, or those without it would wait for the others
         message = f"{options.schedule} puts two stages on one rank that both hold {twice[0]}, which offload knows once"
         remedy = "Leave strategy.offload out, or use another schedule, such as interleaved_1f1b."
         raise ConfigError(Problem("strategy.pipeline.schedule", message, remedy))
-    return stages
-
-
-def _here(holders: Sequence[int], stages: Sequence[Stage]) -> int:
-    return sum(stage.index in holders for stage in stages)
+    return make_stages(plan, world.coordinate("pp"), one_copy=not sharded)
 
 
 def joined(parts: Sequence[nn.Module], *, sharded: bool) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,6 +24,19 @@ class StageSet(nn.Module):
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of all stages; those that hold layers of several stages come once for each."""
+        for part in self.parts:
+            yield from part.named_modules(*args, **kwargs)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """A module of the first stage that has it."""
+        *others, last = self.parts
+        for part in others:
+            with suppress(AttributeError):
+                return part.get_submodule(target)
+        return last.get_submodule(target)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of all stages; one that two of them hold comes once, as the first has it."""
@@ -68,11 +82,10 @@ class StagedSteps:
         read_loss: ReadLoss,
         normalizer: LossNormalizer,
         scale: Callable[[Tensor], Tensor],
-        replicas: int,
     ) -> None:
-        """Forward and backward over all micro-batches of a step; `replicas` ranks do so with data of their own."""
+        """Forward and backward over all micro-batches of a step."""
         count = len(ready)
-        normalizer.expect(_targets(ready[0]) * count * replicas)
+        normalizer.expect(_targets(ready[0]) * count)
 
         def loss_of(outputs: Any, _inputs: Any, index: int) -> Tensor:
             loss = read_loss(outputs, index)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from plait.ops.blockwise import Packed, pack_from_host, unpack_on_host
 from plait.optim.base import MakeState, OwnOptimizer
+from plait.parallel.buffers import persistent_buffers
 from plait.spec.later import Entry, Later
 from plait.strategy.native.views import Views
 from plait.world import is_sharded
@@ -39,17 +40,8 @@ def _collect(model: nn.Module, views: Views, optimizer: Optimizer) -> dict[str, 
     tensors: dict[str, Entry] = {}
     index_of = {id(param): index for index, param in enumerate(views.params)}
     for name, param in model.named_parameters():
-        index = index_of.get(id(param))
-        if index is None:
-            tensors[f"model.{name}"] = views.frozen.get(param, param).detach()
-        else:
-            tensor = views.tensors[index]
-            whole = tensor if is_sharded(tensor) else views.logical(index, tensor.detach())
-            tensors[f"model.{name}"] = whole.detach()
-    persistent = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        if name in persistent:
-            tensors[f"model.{name}"] = buffer
+        tensors[f"model.{name}"] = _weight(views, param, index_of.get(id(param)))
+    tensors.update({f"model.{name}": buffer for name, buffer in persistent_buffers(model)})
     for index, name in enumerate(views.names):
         for key, value in optimizer.state.get(views.tensors[index], {}).items():
             if isinstance(value, Tensor):
@@ -60,6 +52,21 @@ def _collect(model: nn.Module, views: Views, optimizer: Optimizer) -> dict[str, 
                     _whole(views, index, value.codes), torch.float32, make=made, take=taken
                 )
     return tensors
+
+
+def weight(views: Views, param: nn.Parameter) -> Tensor:
+    """The weights behind one parameter, as a checkpoint holds them, wherever they live."""
+    index = next((index for index, each in enumerate(views.params) if each is param), None)
+    with views.revealed():
+        return _weight(views, param, index)
+
+
+def _weight(views: Views, param: nn.Parameter, index: int | None) -> Tensor:
+    if index is None:
+        return views.frozen.get(param, param).detach()
+    tensor = views.tensors[index]
+    whole = tensor if is_sharded(tensor) else views.logical(index, tensor.detach())
+    return whole.detach()
 
 
 def _whole(views: Views, index: int, value: Tensor) -> Tensor:

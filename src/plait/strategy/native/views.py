@@ -78,6 +78,9 @@ class Views(ABC):
     def publish(self) -> None:  # noqa: B027  # most views share storage with the model
         """Bring the model's parameters up to date with the updated tensors."""
 
+    def settle(self) -> None:  # noqa: B027  # most updates are made when they return
+        """Wait until the model has the weights of the last update."""
+
     def publish_frozen(self) -> None:
         """Bring the model up to date with `frozen`, which only loading changes."""
         with torch.no_grad():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plait.errors import ModelError
 from plait.frontends.deepspeed.absent import not_offered
-from plait.frontends.deepspeed.link import Link, link_of, whole
+from plait.frontends.deepspeed.link import Link, link_of, set_wholes, whole
 from plait.frontends.deepspeed.loader import RepeatingLoader
 from plait.parallel.materialize import assign_whole
 from plait.strategy import ManualEngine
@@ -74,9 +74,7 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor:
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     """Set them, on all ranks to the same."""
-    engine, link = _trained(param)
-    assign_whole(engine.state_tensors()[f"model.{link.name}"], value)
-    engine.state_loaded()
+    set_wholes([(_trained(param)[1], value)])
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:

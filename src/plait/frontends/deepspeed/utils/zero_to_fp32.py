@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from plait.checkpoint.convert import Source, open_source
 from plait.errors import CheckpointError, PlaitError
 from plait.frontends.deepspeed.saving import LATEST
+from plait.ops.drafts import drafting
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -168,14 +169,14 @@ def _bytes(size: str | int | None) -> int | None:
 
 
 def _write(weights: dict[str, Tensor], path: Path) -> None:
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    if path.suffix == ".safetensors":
-        from safetensors.torch import save_file
+    with drafting(path) as draft:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import save_file
 
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, staged, metadata={"format": "pt"})
-    else:
-        torch.save(weights, staged)
-    os.replace(staged, path)
+            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, draft, metadata={"format": "pt"})
+        else:
+            torch.save(weights, draft)
+        draft.replace(path)
 
 
 def main(words: Sequence[str] | None = None) -> None:

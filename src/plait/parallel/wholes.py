@@ -1,0 +1,98 @@
+"""The whole weights of sharded modules, of which each rank owns a part: when they are there, and who sees them.
+
+`fully_shard` gathers them when the model runs, and puts them in the place of the parts. Below stage 3 they stay until
+the last backward pass of a step. Nothing but the parts is updated, saved and loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Wholes:
+    """The sharded modules of one model. Without any, there is nothing to do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules: list[Any] = [module for module in model.modules() if hasattr(module, "unshard")]
+        self.kept = False
+        """Whether they are there between steps, too."""
+
+    def keep(self) -> None:
+        """Have them between steps, too, from now on; every rank must call it.
+
+        `state_dict` then gives them, on any rank alone: what the model computes with, in its format. What is written
+        into them is gone after the next update.
+        """
+        if not self._modules:
+            return
+        self.kept = True
+        for state in (module._get_fsdp_state() for module in self._modules):
+            state._lazy_init()
+        for group in self._groups():  # hooks by which `state_dict` shows the parts
+            handles = [param._post_load_hook_handle for param in group.fsdp_params]
+            handles += group._module_to_pre_save_state_dict_hook_handle.values()
+            handles += group._module_to_pre_load_state_dict_hook_handle.values()
+            for handle in handles:
+                handle.remove()
+        for module in self._model.modules():
+            if hasattr(module, "generate"):  # that of transformers has ranks wait for each other where it sees this
+                module._is_fsdp_managed_module = False  # type: ignore[assignment]
+        self.renew()
+
+    def expect(self, loss: Tensor) -> None:
+        """A backward pass begins at this loss: have the gradients of all modules completed at its end.
+
+        torch learns of a pass from what its modules have answered. A loss may come from a part of the model that was
+        called by itself, of which torch knows nothing; the gradients would stay where they are, and be lost.
+        """
+        state = self._modules[0]._get_fsdp_state() if self._modules else None
+        if state is not None and state._is_root and loss.requires_grad:
+            finish = state._register_root_post_backward_final_callback
+            loss.register_hook(lambda _grad: finish())  # type: ignore[no-untyped-call]
+
+    def renew(self) -> None:
+        """The parts have changed: let go of what was gathered before, and gather it anew where it is kept."""
+        self._let_go()
+        if self.kept:
+            for module in self._modules:
+                module.unshard()
+
+    def let_go(self) -> None:
+        """Let go of those that a forward pass without a backward pass has left, unless they are kept.
+
+        They would hide the parts, and the next step would compute with them even if the parts have changed since.
+        """
+        if not self.kept:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        for module in self._modules:
+            module.reshard()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """While this lasts, the modules hold the parts; the model must not run."""
+        held = [
+            (param, param._module_info.module._parameters[param._module_info.param_name])
+            for group in self._groups()
+            if not group.is_sharded
+            for param in group.fsdp_params
+        ]
+        for param, _ in held:
+            param._setattr_on_modules(param.sharded_param)
+        try:
+            yield
+        finally:
+            for param, shown in held:
+                param._setattr_on_modules(shown)
+
+    def _groups(self) -> Iterator[Any]:
+        for module in self._modules:
+            group = module._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                yield group
