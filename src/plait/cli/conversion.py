@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plait.checkpoint.convert import Description, Kind, Source, companions, read_description, translated, with_state
+from plait.checkpoint.convert import (
+    Description,
+    Kind,
+    Source,
+    companions,
+    read_description,
+    translated,
+    with_state,
+    without_padding,
+)
 from plait.config import parse
 from plait.config.data import texts
 from plait.data import load_tokenizer, tokenizer_path
@@ -44,7 +53,8 @@ def _whole(source: Source) -> Source:
 
 def _adopted(source: Source, family: str) -> Source:
     """Weights in the names of `transformers` as a model of Plait's own."""
-    description = read_description(source.path) if source.kind == "hf" else None
+    described = source.state.get("config", {}).get("model", {}).get("config")  # of a Megatron checkpoint
+    description = read_description(source.path) if source.kind == "hf" else described
     shapes = {n.removeprefix("model."): e.shape for n, e in source.entries.items() if n.startswith("model.")}
     adopted = from_transformers(family, description, shapes)
     renamed = translated(source, adopted.made, unused=adopted.unused)
@@ -71,6 +81,8 @@ def _for_transformers(source: Source, model: str | None) -> tuple[Source, Descri
             source = translated(source, portable.made)
         folder = portable.folder if model is None else Path(model)
         description = portable.description if model is None else _description(Path(model))
+        if source.kind == "megatron":
+            source = without_padding(source, description["vocab_size"])
         return source, _with_tokenizer(description, folder, source.state["config"].get("data"), source.path)
     if model is None and source.kind != "hf":
         raise ConfigError(

@@ -143,6 +143,7 @@ def test_a_classifier_takes_the_body_of_a_language_model_and_says_what_is_new(sa
         (HFConfig(config={"hidden_size": 64}), "model_type"),
         (HFConfig(config={"model_type": "lamma"}), "lamma"),
         (HFConfig(config={"model_type": "llama", "hiden_size": 64}), "did you mean 'hidden_size'"),
+        (HFConfig(config={"model_type": "gpt2", "head_dim": 8}), "head_dim is no setting"),
         (HFConfig(config={"model_type": "gpt2"}, task="masked-lm"), "model.task='masked-lm'"),
     ],
 )

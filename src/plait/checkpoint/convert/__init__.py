@@ -2,6 +2,7 @@
 
 from plait.checkpoint.convert.detect import kind_of, newest_tag, open_source
 from plait.checkpoint.convert.huggingface import Description, companions, read_description
+from plait.checkpoint.convert.megatron import without_padding
 from plait.checkpoint.convert.sinks import KINDS, SHARD_SIZE, Kind, Written, convert, part_for
 from plait.checkpoint.convert.source import Entry, Source
 from plait.checkpoint.convert.view import Watched, averaged, cast, translated, with_state
@@ -26,4 +27,5 @@ __all__ = [
     "read_description",
     "translated",
     "with_state",
+    "without_padding",
 ]

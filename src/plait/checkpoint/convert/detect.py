@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from plait.checkpoint.convert.dcp import METADATA, DcpSource
+from plait.checkpoint.convert.chunks import METADATA
+from plait.checkpoint.convert.dcp import DcpSource
 from plait.checkpoint.convert.deepspeed import DeepSpeedSource, is_deepspeed
 from plait.checkpoint.convert.huggingface import HuggingFaceSource, is_huggingface
+from plait.checkpoint.convert.megatron import is_megatron, open_megatron
 from plait.checkpoint.convert.plait import PlaitSource
 from plait.checkpoint.convert.source import Source
 from plait.checkpoint.convert.torchfile import StateDictSource, TorchSource
@@ -18,6 +20,7 @@ UNDERSTOOD = """  a Plait checkpoint, or the work_dir of a run
   a Hugging Face folder: model.safetensors, or several with an index
   a folder of torch.distributed.checkpoint (FSDP): .metadata and .distcp files
   a DeepSpeed checkpoint: the folder with `latest`, or one of its tags
+  a Megatron checkpoint: the folder with `latest_checkpointed_iteration.txt`, or one of its iterations
   a state dict: a file of torch.save (.pt, .pth, .bin) or a .safetensors file"""
 
 _TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".th")
@@ -39,6 +42,8 @@ def open_source(path: Path) -> Source:
             return DcpSource(path)
         case "deepspeed":
             return DeepSpeedSource(path)
+        case "megatron":
+            return open_megatron(path)
     newest = _newest_of_run(path)
     if newest is not None:
         return PlaitSource(newest) if kind_of(newest) == "plait" else DcpSource(newest)
@@ -46,9 +51,11 @@ def open_source(path: Path) -> Source:
 
 
 def kind_of(path: Path) -> str | None:
-    """`plait`, `hf`, `dcp`, `deepspeed` or `torch`, judged by names alone; None where it looks like none of them."""
+    """`plait`, `hf`, `dcp`, `deepspeed`, `megatron` or `torch`, judged by names; None where it looks like none."""
     if path.is_file():
         return "torch" if path.suffix in (*_TORCH_ENDINGS, ".safetensors") else None
+    if is_megatron(path):
+        return "megatron"  # before what its files are
     if (path / METADATA).is_file():
         return "dcp"  # the first format of Plait's own among them
     if (path / MANIFEST).is_file():

@@ -31,7 +31,7 @@ class Source(ABC):
     """
 
     kind: str
-    """`plait`, `hf`, `torch`, `deepspeed` or `dcp`."""
+    """`plait`, `hf`, `torch`, `deepspeed`, `megatron` or `dcp`."""
     path: Path
     entries: Mapping[str, Entry]
     state: Mapping[str, Any]

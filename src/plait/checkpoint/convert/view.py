@@ -86,6 +86,16 @@ def averaged(source: Source) -> Source:
     return View(source, recipes, state={key: value for key, value in source.state.items() if key == "config"})
 
 
+def first_rows(source: Source, names: Iterable[str], count: int) -> Source:
+    """The same, with no more than so many rows of some tensors."""
+    cut = frozenset(names)
+
+    def recipe(name: str) -> Recipe:
+        return ((name,), lambda tensor: tensor[:count]) if name in cut else _as_it_is(name)
+
+    return View(source, {name: recipe(name) for name in source.entries})
+
+
 def cast(source: Source, dtype: torch.dtype) -> Source:
     """The weights in another dtype; what is no weight, and what is no float, stays as it is."""
 

@@ -8,6 +8,7 @@ every parameter keeps the name it has in `transformers`, a checkpoint is a `tran
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -226,8 +227,18 @@ def _described(config: HFConfig) -> Any:
     # transformers keeps unknown keys without a word, so a misspelt one would change nothing.
     generation = GenerationConfig()  # type: ignore[no-untyped-call]
     for key in given:
-        if key not in _OLD_KEYS and not hasattr(default, key) and not hasattr(generation, key):
+        listed = key in _OLD_KEYS or hasattr(default, key) or hasattr(generation, key)
+        if not listed and not _is_asked_for(key, model_type):
             close = difflib.get_close_matches(key, default.to_dict(), n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ModelError(f"model.config.{key} is no setting of a {model_type!r} model{hint}")
     return AutoConfig.for_model(model_type, **given)
+
+
+def _is_asked_for(key: str, model_type: str) -> bool:
+    """Whether a model's own code asks for a setting that its config class does not list, as many do for `head_dim`."""
+    name = model_type.replace("-", "_")
+    found = importlib.util.find_spec(f"transformers.models.{name}.modeling_{name}")
+    if found is None or found.origin is None:
+        return False
+    return f'getattr(config, "{key}"' in Path(found.origin).read_text(encoding="utf-8")
