@@ -241,6 +241,17 @@ def test_lines_and_times_have_deepspeeds_form(capsys: pytest.CaptureFixture[str]
     assert any(line.startswith("time (ms) | fwd_microstep: ") for line in lines)
 
 
+def test_samples_a_second_are_told_and_a_script_counts_epochs(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = begin(config={**CONFIG, "steps_per_print": 2})
+    losses(engine, 4)
+    assert "SamplesPerSec" not in capsys.readouterr().out, "the first two steps are not measured"
+    engine.tput_timer.update_epoch_count()
+    losses(engine, 4)
+    line = next(line for line in capsys.readouterr().out.splitlines() if "SamplesPerSec" in line)
+    assert line.startswith("epoch=1/micro_step=4/global_step=4, RunningAvgSamplesPerSec=")
+    assert engine.tput_timer.avg_samples_per_sec() > 0
+
+
 def test_curves_go_where_the_monitors_say(tmp_path: Path) -> None:
     monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "mine"}
     engine = begin(config={**CONFIG, "csv_monitor": monitor})

@@ -87,6 +87,13 @@ def test_hjson_without_commas_and_quotes_is_read_as_deepspeed_reads_it(tmp_path:
     assert translate(path).sections == translate(config).sections
 
 
+def test_a_section_without_the_outer_braces_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('// a part\n"zero_optimization": {\n  "stage": 2\n}\n\n"bf16": {"enabled": true},\n')
+    config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    assert translate(path).sections == translate(config).sections
+
+
 def test_what_is_no_configuration_is_a_named_error(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text('{"a": [1, }')
     (tmp_path / "list.json").write_text("[1]")

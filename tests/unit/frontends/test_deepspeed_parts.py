@@ -6,6 +6,8 @@ import argparse
 import importlib
 import importlib.util
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +202,13 @@ def test_the_script_takes_deepspeeds_words(saved: tuple[Path, Tied], capsys: pyt
     with pytest.raises(SystemExit, match="2"):
         zero_to_fp32.main([str(folder / "nowhere"), str(folder / "out")])
     assert capsys.readouterr().err.startswith("plait: ")
+
+
+def test_the_script_lies_beside_the_checkpoints(saved: tuple[Path, Tied]) -> None:
+    folder, model = saved
+    subprocess.run([sys.executable, "zero_to_fp32.py", ".", "whole"], cwd=folder / "run", check=True, timeout=120)
+    found = read(folder / "run" / "whole" / "pytorch_model.bin")
+    assert torch.equal(found["embedding.weight"], model.state_dict()["embedding.weight"])
 
 
 def read(path: Path) -> dict[str, Tensor]:

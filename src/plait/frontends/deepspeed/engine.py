@@ -78,9 +78,11 @@ class DeepSpeedEngine(EngineFacts):
             self._show_scale(skipped=result.skipped)
             scale = self.cur_scale
         self._latest.take(result, Place(self.global_steps, self.global_samples, scale), lr_kwargs)
+        self.tput_timer.count(self.train_batch_size(), self._native.accumulation)
         assert self.optimizer is not None
         if self._every and self.global_steps % self._every == 0:
-            self._say([f"[Rank 0] {progress.progress_line(self.global_steps, self.skipped_steps, self.optimizer)}"])
+            line = progress.progress_line(self.global_steps, self.skipped_steps, self.optimizer)
+            self._say([f"[Rank 0] {line}", *self.tput_timer.lines()])
 
     def _say(self, lines: list[str]) -> None:
         if self.global_rank == 0:

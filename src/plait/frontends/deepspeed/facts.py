@@ -17,6 +17,7 @@ from plait.frontends.deepspeed.around import Around
 from plait.frontends.deepspeed.latest import LatestStep
 from plait.frontends.deepspeed.loader import DeepSpeedDataLoader
 from plait.frontends.deepspeed.saving import Saver
+from plait.frontends.deepspeed.throughput import ThroughputTimer
 from plait.strategy import ManualEngine
 
 
@@ -63,6 +64,7 @@ class EngineFacts(Around):
         self._saver = Saver(parts.native, parts.config.checkpoint)
         self._clock = progress.Clock(world.device) if parts.raw.get("wall_clock_breakdown") else None
         self._every = parts.raw.get("steps_per_print")
+        self.tput_timer = ThroughputTimer()
         monitor = progress.open_monitor(parts.raw, world.rank)
         self._latest = LatestStep(parts.optimizer, parts.lr_scheduler, monitor)
         weakref.finalize(self, self._latest.close)  # few scripts call `destroy`

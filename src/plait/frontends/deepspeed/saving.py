@@ -2,6 +2,7 @@
 
 save_dir/latest            the tag that was saved last
 save_dir/<tag>/            a checkpoint (docs/checkpoint-format.md), complete or not there at all
+save_dir/zero_to_fp32.py   whole fp32 weights from either: `python zero_to_fp32.py . OUTPUT_DIR`
 """
 
 from __future__ import annotations
@@ -39,6 +40,13 @@ from plait.strategy import ManualEngine
 from plait.world import World, on_main
 
 LATEST = "latest"
+_SCRIPT = "zero_to_fp32.py"
+_SCRIPT_TEXT = f'''"""Whole fp32 weights of the checkpoints in this folder: `python {_SCRIPT} . OUTPUT_DIR`."""
+
+from plait.frontends.deepspeed.utils.zero_to_fp32 import main
+
+main()
+'''
 _Kind = TypeVar("_Kind")
 _OURS = "deepspeed"
 """Under this key the state of a checkpoint has what is DeepSpeed's alone."""
@@ -90,7 +98,12 @@ class Saver:
         state[_OURS] = encode(dict(own), of_client, "client")
         if self._world.is_main:
             tensors |= of_client
-        tidy = (lambda: _write_latest(root, tag)) if latest else None
+
+        def tidy() -> None:
+            _put(root, _SCRIPT, _SCRIPT_TEXT)
+            if latest:
+                _put(root, LATEST, tag)
+
         writer = self._writer_for(root)
         writer.wait()
         writer.save(target, tensors, state, step=native.steps, tidy=tidy)
@@ -213,10 +226,11 @@ def state_name(optimizer: Optimizer) -> str:
     return "AdamW" if decoupled else kind.__name__
 
 
-def _write_latest(root: Path, tag: str) -> None:
-    staged = root / f".{LATEST}.{os.getpid()}"
-    staged.write_text(tag, encoding="utf-8")
-    os.replace(staged, root / LATEST)
+def _put(root: Path, name: str, text: str) -> None:
+    """Write a file of `root` that is whole at any moment."""
+    staged = root / f".{name}.{os.getpid()}"
+    staged.write_text(text, encoding="utf-8")
+    os.replace(staged, root / name)
 
 
 def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:

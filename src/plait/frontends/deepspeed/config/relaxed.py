@@ -1,6 +1,6 @@
 """The part of Hjson that configurations make use of: DeepSpeed reads its files with it.
 
-A line's end stands for a comma, a key needs no quotes, and `#` starts a comment.
+A line's end stands for a comma, a key needs no quotes, `#` starts a comment, and the outermost braces may be missing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 from plait.config import jsonc
 
+_KEY_FIRST = re.compile(r'\s*"(?:\\.|[^"\\\n])*"\s*:')
 _TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/|[{}\[\],:]|[^\s"/{}\[\],:#]+', re.DOTALL)
 
 
@@ -30,7 +31,8 @@ def load(text: str) -> Any:
             token = f'"{token}"'
         pieces += (gap, token)
         before, gap = token, ""
-    return jsonc.load("".join([*pieces, gap, text[end:]]))
+    plain = "".join([*pieces, gap, text[end:]])
+    return jsonc.load(f"{{{plain}}}" if _KEY_FIRST.match(plain) else plain)
 
 
 def _ends(token: str) -> bool:
