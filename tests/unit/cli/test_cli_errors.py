@@ -65,6 +65,8 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "fewer than none": ({}, ["train", "FILE", "--nproc", "-1"], ["--nproc", "'-1'"]),
     "no number": ({}, ["train", "FILE", "--nproc", "two"], ["--nproc", "'two'"]),
     "an odd digit": ({}, ["train", "FILE", "--nproc", "²"], ["--nproc", "'²'"]),
+    "no such tuner": ({}, ["tune", "FILE", "--tuner", "fast"], ["on the command line", "--tuner", "'fast'"]),
+    "no trials": ({}, ["tune", "FILE", "--trial-seconds", "0"], ["on the command line", "--trial-seconds"]),
     "a section as an option": ({}, ["train", "FILE", "--strategy", "zero3"], ["--strategy", "`strategy=…`"]),
     "unknown option": ({}, ["train", "FILE", "--nprocs", "2"], ["--nprocs"]),
     "unknown command": ({}, ["trian", "FILE"], ["trian"]),
