@@ -16,7 +16,6 @@ app = typer.Typer(
     name="plait",
     help="Train large PyTorch models: say once what to train, and in one small section how it is spread.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
@@ -37,13 +36,20 @@ class _Described(TyperCommand):
     """Knows a setting that was written like an option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As ever, where every `--word` may be an option: those of a command have no dots."""
+        """As ever, where every `--word` may be an option."""
+        options = {name for param in self.params for name in param.opts}
         for word in args:
             key, equals, value = word.lstrip("-").partition("=")
-            if word.startswith("--") and "." in key:
+            if word.startswith("--") and f"--{key}" not in options and _is_setting(key):
                 remedy = f"A setting has no dashes, and its value follows `=`: `{key}={value if equals else '…'}`."
                 raise ConfigError(Problem(f"--{key}", "no option of this command", remedy))
         return super().parse_args(ctx, args)
+
+
+def _is_setting(key: str) -> bool:
+    from plait.config.run import RunConfig
+
+    return "." in key or key in RunConfig.model_fields
 
 
 @app.command(cls=_Described)

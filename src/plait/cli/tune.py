@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,14 @@ def search(
 ) -> None:
     """Search as the file `settings` says, with `options` (those that are not None) and `space` over it."""
     given = dict(read(settings)) if settings is not None else {}
-    given |= {key: value for key, value in options.items() if value is not None}
+    typed = {key: value for key, value in options.items() if value is not None}
+    given |= typed
     if space:
         given["space"] = {**given.get("space", {}), **dict(_values(text) for text in space)}
-    wanted = make_tune_config(given, origin=Path(settings).name if settings else "")
+    try:
+        wanted = make_tune_config(given, origin=Path(settings).name if settings else "")
+    except ConfigError as error:
+        raise ConfigError([_as_typed(each) if each.path in typed else each for each in error.problems]) from None
     folder = out or f"{parse(config, overrides).config.work_dir.rstrip('/')}-tune"
     console = wide_console()
     try:
@@ -64,6 +69,11 @@ def search(
 
 def _printer(console: Console) -> Callable[[str], None]:
     return lambda text: console.print(text, markup=False)
+
+
+def _as_typed(problem: Problem) -> Problem:
+    """A wrong setting of the search that came as an option, under the name of that."""
+    return replace(problem, path=f"--{problem.path.replace('_', '-')}", origin="")
 
 
 def _values(text: str) -> tuple[str, list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
@@ -12,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from plait.config.words import show
 
 T = TypeVar("T")
+_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 LONGEST_NAME = 255
 """Bytes of one file's or folder's name, on the file systems that are in use."""
 LARGEST_COUNT = 2**63 - 1
@@ -41,7 +43,10 @@ def _path(value: Any) -> Any:
 
 
 def _named(value: str) -> str:
-    """With the home folder spelled out, once for all who open it. Empty text would be the current folder to them."""
+    """With home folder and variables spelled out, once for all who open it.
+
+    Empty text would be the current folder to them, and a variable that is not set a folder of that name.
+    """
     if not value.strip():
         remedy = "Give a path, or leave the key out; `.` is this folder."
         raise RefusedError(f"{value!r} names no file or folder", remedy)
@@ -50,7 +55,11 @@ def _named(value: str) -> str:
         raise RefusedError(f"the name {longest[:20]}… in it has {size} bytes", f"Systems take {LONGEST_NAME} at most.")
     if "\0" in value:
         raise RefusedError(f"{value!r} has a null character in it", "Leave that out: no path has one.")
-    return os.path.expanduser(value)
+    found = os.path.expandvars(os.path.expanduser(value))
+    if (unset := _VARIABLE.search(found)) is not None:
+        remedy = "Set it, or write the path out."
+        raise RefusedError(f"{value!r} names the variable {unset[0]}, which is not set", remedy)
+    return found
 
 
 def _target(value: str) -> str:
@@ -67,7 +76,7 @@ NonNegativeInt = Annotated[int, Field(ge=0), BeforeValidator(_whole), AfterValid
 Size = Annotated[PositiveInt, AfterValidator(_at_most(LARGEST_SIZE))]
 """One dimension of a tensor."""
 PathText = Annotated[str, BeforeValidator(_path), AfterValidator(_named)]
-"""A path as text; a `pathlib.Path` given from Python becomes text, and `~` the home folder."""
+"""A path as text; a `pathlib.Path` given from Python becomes text, `~` the home folder, `$NAME` its value."""
 Target = Annotated[str, AfterValidator(_target)]
 """Something of the user's own: `module:attribute`."""
 Many = Annotated[tuple[T, ...], Strict(False)]

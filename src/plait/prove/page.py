@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from plait.config.words import counted
 from plait.monitor.page import card, document, footer, text
 from plait.prove.certificate import Certificate, Finding
 
@@ -87,7 +88,7 @@ def _layers(certificate: Certificate) -> str:
             bad = sum(not each.agrees for each in compared)
             rows.append([layer, kind, *_numbers(worst), str(bad or "")])
         if noise:
-            rows.append([layer, kind, "noise", f"{noise} tensors", ""])
+            rows.append([layer, kind, "noise", counted(noise, "tensor"), ""])
     return _table(("Layer", "What", "Deviation", "Allowed", "Outside"), rows, numeric=2)
 
 

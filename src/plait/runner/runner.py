@@ -107,9 +107,7 @@ class Runner:
             message = f"a {type(model).__name__} is no model"
             raise ConfigError(Problem("model", message, "Give a module, a function that makes one, or a section."))
         self._work_dir = WorkDir(self.config.work_dir)
-        self._model = model
-        self._loss_fn = loss_fn
-        self._collate = collate_fn
+        self._model, self._loss_fn, self._collate = model, loss_fn, collate_fn
         self.metrics = list(metrics)
         self.hooks = HookTable([*build_hooks(self.config.hooks, self.config.profile), *hooks])
         self.saver = Saver(self)
@@ -129,6 +127,7 @@ class Runner:
         self._engine: Engine | None = None
         self._monitor: Monitor | None = None
         self._eval_loaders: dict[str, Any] = {}
+        self._closed = False
 
     def has(self, role: str) -> bool:
         """Whether there are `data`, `val_data` or `test_data`."""
@@ -160,6 +159,11 @@ class Runner:
             self._build()
         assert self._engine is not None
         return self._engine
+
+    def _ready(self) -> Engine:
+        if self._closed:  # without the others, each rank would take its own part of the data for the whole
+            raise TrainingError("this Runner is closed: train, validate and test inside `with`, or make another")
+        return self.engine
 
     @property
     def step(self) -> int:
@@ -208,9 +212,8 @@ class Runner:
         return next(iter(self.loader.epoch(0, 0)))[0].inputs
 
     def _loader(self, role: str) -> Any:
-        return make_loader(
-            role, self.config, self.world, self.batch, given=self._objects.get(role), collate=self._collate
-        )
+        given = self._objects.get(role)
+        return make_loader(role, self.config, self.world, self.batch, given=given, collate=self._collate)
 
     @property
     def by_epoch(self) -> bool:
@@ -240,7 +243,7 @@ class Runner:
             raise ConfigError(Problem("train", "there is no end", "Set train.max_steps or train.max_epochs."))
         if self._engine is None or self._engine.steps == 0:
             self.saver.refuse_to_overwrite()
-        engine = self.engine
+        engine = self._ready()
         if self.has("val_data"):
             self._eval_loader("val_data")  # what is wrong with it shows now, not after the first epoch
         on_main(self.world, lambda: self._work_dir.take(self.config))
@@ -292,10 +295,9 @@ class Runner:
 
     def _measure(self, role: str, kind: EventKind) -> dict[str, float]:
         if not self.has(role):
-            raise ConfigError(
-                Problem(role, "there are no data to measure on", f"Give {role}, or a section of that name.")
-            )
-        self.engine.agree_on_buffers()
+            remedy = f"Give {role}, or a section of that name."
+            raise ConfigError(Problem(role, "there are no data to measure on", remedy))
+        self._ready().agree_on_buffers()
         self._eval_loader(role)  # made before the clock starts
         validating = kind is EventKind.VALIDATE
         for hook in self.hooks.before_validate if validating else self.hooks.before_test:
@@ -338,6 +340,7 @@ class Runner:
 
     def close(self) -> None:
         """Let processes, files and worker processes go."""
+        self._closed = True
         for loader in (getattr(self, "loader", None), *self._eval_loaders.values()):
             if loader is not None:
                 loader.close()

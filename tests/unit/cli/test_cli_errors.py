@@ -65,6 +65,9 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "fewer than none": ({}, ["train", "FILE", "--nproc", "-1"], ["--nproc", "'-1'"]),
     "no number": ({}, ["train", "FILE", "--nproc", "two"], ["--nproc", "'two'"]),
     "an odd digit": ({}, ["train", "FILE", "--nproc", "²"], ["--nproc", "'²'"]),
+    "no such tuner": ({}, ["tune", "FILE", "--tuner", "fast"], ["on the command line", "--tuner", "'fast'"]),
+    "no trials": ({}, ["tune", "FILE", "--trial-seconds", "0"], ["on the command line", "--trial-seconds"]),
+    "a section as an option": ({}, ["train", "FILE", "--strategy", "zero3"], ["--strategy", "`strategy=…`"]),
     "unknown option": ({}, ["train", "FILE", "--nprocs", "2"], ["--nprocs"]),
     "unknown command": ({}, ["trian", "FILE"], ["trian"]),
 }
@@ -72,6 +75,7 @@ RIGHT: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "help": ({}, ["--help"], ["train", "generate", "report", "doctor"]),
     "help on train": ({}, ["train", "--help"], ["--nproc", "--dry-run", "strategy.zero=3"]),
     "version": ({}, ["--version"], ["0."]),
+    "completion": ({}, ["--show-completion", "bash"], ["_PLAIT_COMPLETE", "complete"]),
     "dry run": ({}, ["train", "FILE", "strategy=zero3", "optim.lr=3e-4", "--dry-run", *TWO], ["strategy.zero"]),
 }
 

@@ -223,6 +223,17 @@ class TestSections:
         config = parse_sections(work_dir="~/runs", checkpoint={"resume": "~/old"}).config
         assert (config.work_dir, config.checkpoint.resume) == (str(Path.home() / "runs"), str(Path.home() / "old"))
 
+    def test_every_path_knows_variables(self, monkeypatch):
+        monkeypatch.setenv("SCRATCH", "/fast")
+        config = parse_sections(work_dir="$SCRATCH/runs", checkpoint={"resume": "${SCRATCH}/old"}).config
+        assert (config.work_dir, config.checkpoint.resume) == ("/fast/runs", "/fast/old")
+
+    @pytest.mark.parametrize("path", ["$NOT_SET/runs", "runs/${NOT_SET}"])
+    def test_a_variable_that_is_not_set_is_no_folder_of_that_name(self, path, monkeypatch):
+        monkeypatch.delenv("NOT_SET", raising=False)
+        with pytest.raises(ConfigError, match=r"NOT_SET.*, which is not set"):
+            parse_sections(work_dir=path)
+
     def test_errors_are_the_same_and_say_keyword(self):
         with pytest.raises(ConfigError) as caught:
             parse_sections(optimizer={"lr": 1}, train={"max_step": 1})

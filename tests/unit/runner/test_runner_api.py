@@ -15,7 +15,7 @@ from tests.multi.toys import Classifier, Points, Trace, fit
 from torch.utils.data import DataLoader, IterableDataset
 
 from plait import Runner
-from plait.errors import CheckpointError, ConfigError, DataError, ModelError
+from plait.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from plait.monitor import read_events
 from plait.runner import Accuracy
 from plait.spec import EventKind
@@ -197,6 +197,15 @@ class StopOnce(Trace):
         if runner.step == self.step - 1 and not self.asked:
             self.asked += 1
             runner.stop("enough")
+
+
+def test_a_closed_runner_measures_nothing(tmp_path: Path) -> None:
+    with make(tmp_path, val_data=Points(4)) as runner:
+        runner.train()
+    for again in (runner.train, runner.validate, runner.test):
+        with pytest.raises(TrainingError, match="closed"):
+            again()
+    assert runner.step == 3
 
 
 def test_events_count_epochs_from_one_and_steps_from_where_the_run_resumed(tmp_path: Path) -> None:

@@ -113,7 +113,9 @@ $("text").onkeydown = (event) => {
 };
 $("new").onclick = () => { if (running) running.abort(); turns = []; $("log").replaceChildren(); $("text").focus(); };
 fetch("v1/models", {headers: headers()}).then(async (answer) => {
-  if (answer.ok) { $("model").textContent = document.title = (await answer.json()).data[0].id; }
+  if (!answer.ok) return;
+  $("model").textContent = document.title = (await answer.json()).data[0].id;
+  $("token").hidden = $("token").value === "";  // none was asked for
 });
 </script>
 </html>
