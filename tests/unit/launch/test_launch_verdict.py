@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 import subprocess
+import time
 import traceback
 import zipfile
 from pathlib import Path
@@ -116,6 +117,17 @@ def test_whoever_does_not_wait_is_missing() -> None:
     assert missing(found) == ([found[2]], "did not come to all_reduce of 8")
 
 
+def test_whoever_never_joined_is_missing_too() -> None:
+    found = ranks(2)
+    beat(found[0], phase=Phase.BUILD)
+    note_end(found[0], 1, by_us=False)
+    found[0].tail.append("plait.errors.WorldError: rank 0 of 2 could not join the others: timed out (distributed)")
+    note_end(found[1], -signal.SIGTERM, by_us=True)
+    page = report(found, hung=False, several_hosts=False)
+    assert "rank 1 did not join the others" in page
+    assert "What to do: it had not come to its part of the run" in page
+
+
 def test_whoever_waits_for_something_else_is_odd() -> None:
     found = ranks(3)
     for record in found:
@@ -186,6 +198,19 @@ def test_a_hang_is_seen_shortly_before_the_collective_gives_up(waits_s: float, h
     beat(found[0], waits_s=waits_s)
     beat(found[1])
     assert Watch(found).hangs() == hangs
+
+
+def test_a_clock_that_is_set_back_stops_no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1_000_000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    watch = Watch(ranks(2))
+    assert watch.due()
+    assert not watch.due()
+    now -= 3600
+    assert watch.due()
+    assert not watch.due()
+    now += 1.2
+    assert watch.due()
 
 
 def test_a_rank_that_all_wait_for_most_of_the_time_is_told_once() -> None:
