@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -23,8 +24,9 @@ def tell(error: PlaitError) -> None:
     rank = int(os.environ.get("RANK", "0"))
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is not None and Path(folder).is_dir():
-        Path(folder, str(rank)).write_text(str(error), encoding="utf-8")
-        return
+        with suppress(OSError):  # full, most likely, which may be what the error is about: then it is said here
+            Path(folder, str(rank)).write_text(str(error), encoding="utf-8")
+            return
     if rank != 0:
         if isinstance(error, ConfigError):
             return  # all ranks meet a wrong setting alike, and rank 0 speaks for them

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from plait.errors import WorldError
 from plait.spec import Phase
 from plait.spec import beat as layout
 from plait.world.messages import longest_wait
@@ -154,8 +155,15 @@ def _recorder(device: torch.device) -> Callable[[bool, bool], str] | None:
 
 
 def _create(path: Path) -> int:
-    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.ftruncate(number, layout.SIZE)
+    """A file with all of its room: a store into mapped memory that the disk has no room for ends a process."""
+    try:
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.posix_fallocate(number, 0, layout.SIZE)
+    except OSError as error:
+        raise WorldError(
+            f"the launcher's folder {str(path.parent)!r} cannot be written to: {error.strerror}; make room there, or "
+            "set TMPDIR to a folder that has some"
+        ) from error
     return number
 
 

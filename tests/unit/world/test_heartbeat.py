@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -11,8 +12,10 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
+from plait.errors import WorldError
 from plait.spec import Phase
 from plait.spec.beat import STACK_SIGNAL, read_beat
 from plait.world import wait_for
@@ -41,6 +44,7 @@ def test_there_is_none_before_the_rank_has_said_anything(tmp_path: Path) -> None
 
 DIES = """
 import ctypes, os, pathlib, signal, sys, time
+from plait.errors import WorldError
 from plait.spec import Phase
 from plait.world.heartbeat import Heartbeat
 heartbeat = Heartbeat(pathlib.Path(sys.argv[1]), 3)
@@ -122,3 +126,12 @@ def test_a_message_that_is_waited_for_is_told_until_it_has_come(tmp_path: Path) 
     last = read_beat(tmp_path / "0.beat")
     assert last is not None
     assert not last.pending
+
+
+def test_a_folder_without_room_is_told_and_crashes_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(WorldError, match="No space left on device; make room there, or set TMPDIR"):
+        Heartbeat(tmp_path, 0)
