@@ -97,6 +97,24 @@ def test_an_exception_is_known_by_the_stack_above_it_whatever_its_name(error: Ex
     assert not exception_in(["settings:", "  lr: 1", "Note: nothing was raised", "done"])
 
 
+@pytest.mark.parametrize(
+    ("signal_line", "oom", "what", "remedy"),
+    [
+        ("is killed by signal: Killed. ", 1, "killed by the kernel: the host ran out of memory", "fewer data workers"),
+        ("is killed by signal: Killed. ", 0, "ended by a signal: Killed; not for want of memory", "sent the signal"),
+        ("is killed by signal: Bus error. It is possible that", 0, "ended by a signal: Bus error", "/dev/shm"),
+        ("is killed by signal: Segmentation fault. ", 0, "ended by a signal: Segmentation fault", "data.workers 0"),
+        ("exited unexpectedly with exit code 3. Details", 0, "which ended by itself", "data.workers 0"),
+    ],
+)
+def test_a_data_worker_that_ends_is_told_from_its_rank(signal_line: str, oom: int, what: str, remedy: str) -> None:
+    lines = [*TRACE, f"RuntimeError: DataLoader worker (pid 7) {signal_line}", "", *TRACE]
+    verdict = judge(ended(1, *lines, "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly", oom_kills=oom))
+    assert verdict.what.startswith(f"lost a data worker, {what}")
+    assert remedy in verdict.remedy
+    assert not verdict.full
+
+
 def test_the_first_that_is_nobodys_victim_is_to_blame() -> None:
     found = ranks(3)
     for record, code, line in ((found[0], 1, "RuntimeError: Connection reset by peer"), (found[2], -9, "")):
