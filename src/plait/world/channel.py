@@ -63,9 +63,9 @@ class Channel:
     def pass_on(self, tensor: Tensor, *, source: int, target: int) -> None:
         """Copy a tensor of the host from one rank to another; only those two call it."""
         if self.rank == source:
-            wait_for([dist.isend(tensor, dst=target, group=self._group)], "a part of a checkpoint to arrive")
+            wait_for([dist.isend(tensor, dst=target, group=self._group)], "an exchange of checkpoint files")
         else:
-            wait_for([dist.irecv(tensor, src=source, group=self._group)], "a part of a checkpoint")
+            wait_for([dist.irecv(tensor, src=source, group=self._group)], "an exchange of checkpoint files")
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on at least one rank."""

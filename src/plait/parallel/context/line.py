@@ -56,7 +56,7 @@ class Hop:
 
     def wait(self) -> Tensor:
         """What the rank before has sent."""
-        wait_for(self._works, "a message of another part of the sequence")
+        wait_for(self._works, "an exchange between parts of the sequence")
         return self._incoming
 
 

@@ -80,7 +80,10 @@ class TiedWeights:
             else:
                 parts[index] = torch.empty_like(example, memory_format=torch.contiguous_format)
                 operations.append(self._operation(dist.irecv, parts[index], self._placement[index]))
-        wait_for(dist.batch_isend_irecv(operations) if operations else (), "weights of several pipeline stages")
+        wait_for(
+            dist.batch_isend_irecv(operations) if operations else (),
+            "an exchange of tied weights between pipeline stages",
+        )
         return [parts[index] for index in holders]
 
     def _operation(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> dist.P2POp:

@@ -107,7 +107,7 @@ class Arrival:
 
     def wait(self) -> list[Tensor]:
         """The tensors, once they are here."""
-        wait_for(self.works, "a message of another pipeline stage")
+        wait_for(self.works, "an exchange between pipeline stages")
         return self.tensors
 
 
@@ -177,7 +177,7 @@ class Transport:
 
     def finish(self) -> None:
         """Wait until everything was sent."""
-        wait_for((work for work, _ in self._sending), "messages to other pipeline stages")
+        wait_for((work for work, _ in self._sending), "an exchange between pipeline stages")
         self._sending.clear()
 
     def _describe(self, form: Form, peer: int) -> None:
@@ -193,7 +193,7 @@ class Transport:
 
     def _fetch(self, tensor: Tensor, peer: int) -> None:
         work = dist.irecv(tensor, group=self.group, group_src=peer)
-        wait_for([work], "the form of what another pipeline stage sends")
+        wait_for([work], "an exchange of forms between pipeline stages")
 
 
 def _bytes_if_bool(tensor: Tensor) -> Tensor:
