@@ -26,10 +26,17 @@ def clean() -> dict[str, str]:
 
 
 def run(
-    work_dir: Path, how: str, *flags: str, ranks: int = 2, timeout: float = 120.0, group: Path | None = None
+    work_dir: Path,
+    how: str,
+    *flags: str,
+    ranks: int = 2,
+    timeout: float = 120.0,
+    group: Path | None = None,
+    strategy: str = "ddp",
 ) -> tuple[int, str]:
     """A run in which rank 1 comes to harm after 6 steps: the exit code, and the page."""
     words = ["--nproc_per_node", str(ranks), *flags, VICTIM, str(work_dir), how, "1", "6", str(timeout)]
+    words += ["20", "12", "5", strategy]
     join = None if group is None else lambda: (group / "cgroup.procs").write_text(str(os.getpid()))
     done = subprocess.run(
         [*PLAIT, *words], env=clean(), capture_output=True, text=True, timeout=280, preexec_fn=join, check=False
@@ -105,17 +112,20 @@ def test_memory_that_the_host_does_not_have_is_told_from_other_kills(tmp_path: P
 
 @pytest.fixture(scope="module")
 def hangs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """Two runs that hang, at the same time: most of it is waiting."""
+    """Three runs that hang, at the same time: most of it is waiting."""
     folder = tmp_path_factory.mktemp("hangs")
-    with ThreadPoolExecutor(2) as pool:
-        ranks = {"sleep": 2, "skip": 3}
-        found = {how: pool.submit(run, folder / how, how, ranks=n, timeout=20.0) for how, n in ranks.items()}
-        return {how: future.result() for how, future in found.items()}
+    with ThreadPoolExecutor(3) as pool:
+        runs = {"sleep": ("sleep", 2, "ddp"), "skip": ("skip", 3, "ddp"), "sharded": ("pause", 2, "zero3")}
+        found = {
+            name: pool.submit(run, folder / name, how, ranks=ranks, timeout=20.0, strategy=strategy)
+            for name, (how, ranks, strategy) in runs.items()
+        }
+        return {name: future.result() for name, future in found.items()}
 
 
 def test_a_rank_that_sleeps_while_the_others_wait_is_named_with_all_stacks(hangs: dict[str, tuple[int, str]]) -> None:
     code, page = hangs["sleep"]
-    assert code != 0
+    assert code == 1  # not the signal with which the launcher ended them: 143 would look like a run that saved and left
     assert page.startswith("The run hangs, and was ended.")
     assert blamed(page).startswith("rank 1 did not come to all_reduce of "), page
     assert "doing        forward, after step 6" in blamed(page)
@@ -123,6 +133,15 @@ def test_a_rank_that_sleeps_while_the_others_wait_is_named_with_all_stacks(hangs
     asleep, awake = (page.partition(f"Stack of rank {rank}, ")[2].partition("\n\n")[0] for rank in (1, 0))
     assert "in harm" in asleep
     assert "replicate.py" in awake  # in the exchange of gradients
+
+
+def test_a_rank_that_waits_for_messages_of_another_is_seen_to_wait(hangs: dict[str, tuple[int, str]]) -> None:
+    code, page = hangs["sharded"]
+    assert code == 1
+    assert page.startswith("The run hangs, and was ended.")
+    assert blamed(page).startswith("rank 1 did not come to all_gather of "), page
+    assert "waiting in all_gather of " in page.partition("The others:")[2]
+    assert "exchange.py" in page.partition("Stack of rank 0, ")[2]
 
 
 def test_a_rank_that_leaves_a_collective_out_is_the_odd_one(hangs: dict[str, tuple[int, str]]) -> None:

@@ -1,4 +1,5 @@
-"""A small training run that comes to harm: `victim.py WORK_DIR HOW RANK STEP [TIMEOUT] [STEPS] [BATCH] [EVERY]`.
+"""A small training run that comes to harm: `victim.py WORK_DIR HOW RANK STEP [TIMEOUT] [STEPS] [BATCH] [EVERY]
+[STRATEGY]`.
 
 On one rank, after so many steps of the first attempt, something goes wrong. With `HOW` ending in `!` it goes wrong in
 every attempt; ending in `*3`, in the first three, each time on another rank after another number of steps. `full3!` is
@@ -87,6 +88,17 @@ class Skips(Hook):
             distributed.all_reduce(torch.zeros(7))
 
 
+class Pauses(Hook):
+    """One rank sleeps between two steps."""
+
+    def __init__(self, how: str, rank: int, step: int) -> None:
+        self.at = step if how == "pause" and rank == RANK else -1
+
+    def after_step(self, runner: Any, result: Any) -> None:
+        if runner.step == self.at:
+            harm("sleep")
+
+
 class Notes(Hook):
     """Writes down the loss of every step, of every attempt."""
 
@@ -98,16 +110,17 @@ class Notes(Hook):
 
 def train(
     work_dir: str, how: str = "", rank: str = "0", step: str = "0", timeout: str = "300", steps: str = "20",
-    batch: str = "12", every: str = "5",
+    batch: str = "12", every: str = "5", strategy: str = "ddp",
 ) -> None:  # fmt: skip
     what = plan(how, int(rank), int(step))
     rows = torch.randn(96, 4, generator=torch.Generator().manual_seed(5))
     with Runner(
         model=lambda: Net(*what),
         data=list(rows),
-        hooks=[Skips(*what), Notes()],
+        hooks=[Skips(*what), Pauses(*what), Notes()],
         batch={"total": int(batch)},
         optim={"type": "AdamW", "lr": 0.01},
+        strategy=strategy,
         train={"max_steps": int(steps)},
         checkpoint={"every": int(every)} if int(every) else {"last": False},
         work_dir=work_dir,

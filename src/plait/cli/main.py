@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from plait.cli import talking
+from plait.cli.closed import open_what_is_closed
 from plait.cli.spelling import speak_utf8, spell_what_can_be
 from plait.errors import ConfigError, PlaitError, Problem
 
@@ -379,6 +380,7 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Show the v
 
 def main() -> Any:
     """Run the command; what a user did wrong is told in plain words, without a traceback."""
+    open_what_is_closed()
     speak_utf8()
     spell_what_can_be()
     try:

@@ -148,7 +148,7 @@ class Desk:
         if known and (code or self.hung):
             several = len(self.job.nodes) > 1
             conclude(known, hung=self.hung, log_dir=self.job.log_dir, several_hosts=several)
-        return (exit_code(known) or code) if code or self.hung else 0
+        return (exit_code(known, hung=self.hung) or code) if code or self.hung else 0
 
 
 class _Caller:

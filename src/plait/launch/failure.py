@@ -6,16 +6,23 @@ says it. A rank that somebody else started says it itself.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from plait.errors import ConfigError, PlaitError
 from plait.spec.beat import FOLDER_VARIABLE
+
+_PREFIX = "plait-ranks-"
+_YOUNG_S = 60.0
+"""A folder so young may be one whose launcher has not locked it yet."""
 
 
 def tell(error: PlaitError) -> None:
@@ -23,8 +30,9 @@ def tell(error: PlaitError) -> None:
     rank = int(os.environ.get("RANK", "0"))
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is not None and Path(folder).is_dir():
-        Path(folder, str(rank)).write_text(str(error), encoding="utf-8")
-        return
+        with suppress(OSError):  # full, most likely, which may be what the error is about: then it is said here
+            Path(folder, str(rank)).write_text(str(error), encoding="utf-8")
+            return
     if rank != 0:
         if isinstance(error, ConfigError):
             return  # all ranks meet a wrong setting alike, and rank 0 speaks for them
@@ -33,17 +41,44 @@ def tell(error: PlaitError) -> None:
     print(f"plait: {error}" if rank == 0 else f"plait: rank {rank}: {error}", file=sys.stderr, flush=True)
 
 
+def _sweep(root: Path) -> None:
+    """Remove the folders of launchers that were killed: who lives holds a lock, which nobody can leave behind."""
+    for folder in root.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # somebody else's, or gone by now
+            if time.time() - folder.stat().st_mtime < _YOUNG_S:
+                continue
+            lock = os.open(folder, os.O_RDONLY)
+            try:
+                if _take_lock(lock):
+                    shutil.rmtree(folder)
+            finally:
+                os.close(lock)
+
+
+def _take_lock(lock: int) -> bool:
+    """Take the lock of a folder; whether nobody had it. On a file system without locks nobody can tell."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
 class Messages:
     """What the ranks have to say, while it is open."""
 
     def __enter__(self) -> Messages:
-        self._folder = tempfile.TemporaryDirectory(prefix="plait-")
+        _sweep(Path(tempfile.gettempdir()))
+        self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX)
+        self._lock = os.open(self._folder.name, os.O_RDONLY)
+        _take_lock(self._lock)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._folder.cleanup()
+        os.close(self._lock)
 
     @property
     def folder(self) -> Path:

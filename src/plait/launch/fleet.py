@@ -209,7 +209,7 @@ class Fleet:
         """The worst rank's; 0 where no more hosts failed than may."""
         if 0 < len(self._failed_nodes()) <= self._job.spare and any(record.exit_code == 0 for record in self.records):
             return 0
-        return exit_code(self.records) or (2 if self._errors else int(self.hung))
+        return exit_code(self.records, hung=self.hung) or (2 if self._errors else 0)
 
 
 class _Deadlines:

@@ -13,6 +13,9 @@ def missing(records: Sequence[Record]) -> tuple[list[Record], str]:
     if stopped := [record for record in records if record.evidence.state == "T"]:
         return stopped, "is stopped by a signal, while the others wait for it"
     known = [record for record in records if record.evidence.beat is not None]
+    silent = [record for record in records if record not in known and not record.failed and record.exit_code != 0]
+    if known and silent:
+        return silent, "did not join the others"
     away = [record for record in known if not _waits(record)]
     if away and len(away) < len(known):
         left = [record for record in away if record.exit_code == 0]

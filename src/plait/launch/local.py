@@ -82,7 +82,7 @@ def run_job(
                 # Said last, so that it stands below whatever the ranks themselves printed.
                 several = len(job.nodes) > 1
                 conclude(group.records, hung=hung, log_dir=job.log_dir, several_hosts=several)
-            code = signals.code(exit_code(group.records) or int(hung))
+            code = signals.code(exit_code(group.records, hung=hung))
             return Outcome(code, group.records, hung=hung, interrupted=signals.waited > 0.0, reform=reform)
 
 

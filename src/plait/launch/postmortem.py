@@ -97,6 +97,8 @@ def _remedy_for_absence(record: Record) -> str:
         )
     if record.evidence.state == "D":
         return "it waits inside of the kernel: look whether the disks and network file systems of its host answer"
+    if beat is None and record.exit_code != 0:
+        return "it had not come to its part of the run: its imports, its data or its own code before that take too long"
     if record.exit_code == 0 or (beat is not None and beat.pending):
         return _SAME_STEPS
     return "its stack below shows what keeps it; if that may take so long, raise timeout_s"

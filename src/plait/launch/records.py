@@ -73,8 +73,13 @@ def causes(records: Sequence[Record]) -> list[Record]:
     return sorted((record for record in records if record.failed), key=lambda record: record.ended or 0.0)
 
 
-def exit_code(records: Sequence[Record]) -> int:
-    """That of the worst rank, as a shell has it: 128 and the signal where there was one."""
+def exit_code(records: Sequence[Record], *, hung: bool = False) -> int:
+    """That of the worst rank, as a shell has it: 128 and the signal where there was one.
+
+    Ranks that `hung` say nothing with theirs: how they were ended is the launcher's doing.
+    """
+    if hung:
+        return 1
     failed = causes(records)
     if not failed:
         # Told to go, and gone before the end: still no success, whoever said so.

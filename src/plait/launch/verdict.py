@@ -26,6 +26,8 @@ _CUT_OFF = re.compile(
     re.IGNORECASE,
 )
 _MISMATCH = re.compile("Received data size doesn't match expected size")
+_LOST_WORKER = re.compile(r"DataLoader worker \(pid.*(?:exited unexpectedly|is killed by signal)")
+_WORKERS_SIGNAL = re.compile(r"DataLoader worker \(pid.* is killed by signal: ([\w ]+)\.")
 _TIMED_OUT = re.compile(r"timed? ?out|DistStoreError", re.IGNORECASE)
 
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
@@ -33,6 +35,7 @@ _LESS_HOST_MEMORY = (
     "let ranks hold less host memory: fewer ranks a host, fewer data workers, no offload to the host; or raise the "
     "limit of the container"
 )
+_SENT = "somebody or something on its host sent the signal: a batch system at its limit, an operator, a clean-up"
 _LESS_GPU_MEMORY = (
     "let the rank hold less: a smaller batch.micro with more accumulation, strategy.recompute, a higher strategy.zero"
 )
@@ -76,13 +79,12 @@ def judge(record: Record) -> Verdict:
 def _of_signal(record: Record, number: int) -> Verdict:
     name, found = signal_name(number), record.evidence
     if number == signal.SIGKILL and found.oom_kills:
-        limit = "" if found.limit is None else f" of the {found.limit / _GIB:.1f} GiB that its container may have"
-        what = f"was killed by the kernel: the host ran out of memory{limit}"
+        what = f"was killed by the kernel: {_host_full(record)}"
         return Verdict(what, _LESS_HOST_MEMORY, full=_computes_on_host(record))
     if number == signal.SIGKILL:
         return Verdict(
             "was ended by SIGKILL, and not for want of memory: the kernel counts no such kill",
-            "somebody or something on its host sent the signal: a batch system at its limit, an operator, a clean-up",
+            _SENT,
             outside=True,
         )
     if number == signal.SIGBUS:
@@ -107,11 +109,37 @@ def _of_exception(record: Record, exception: str) -> Verdict:
         return Verdict(f"ran out of GPU memory: {shown}", _LESS_GPU_MEMORY, full=True)
     if _HOST_FULL.search(exception):
         return Verdict(f"was refused host memory: {shown}", _LESS_HOST_MEMORY, full=_computes_on_host(record))
+    if _LOST_WORKER.search(exception):
+        return _of_worker(record, text)
     if _CUT_OFF.search(exception):
         return Verdict(f"lost the connection to another rank: {shown}", victim=True)
     if _TIMED_OUT.search(exception) and "distributed" in text:
         return Verdict(f"waited too long for another rank: {shown}", victim=True)
     return Verdict(f"raised {shown}", "its last lines show where")
+
+
+def _of_worker(record: Record, text: str) -> Verdict:
+    """A process that read data for the rank has ended; what torch raises then names its signal, if anything."""
+    if record.evidence.oom_kills:
+        return Verdict(f"lost a data worker, killed by the kernel: {_host_full(record)}", _LESS_HOST_MEMORY)
+    found = _WORKERS_SIGNAL.findall(text)
+    how = f"ended by a signal: {found[-1]}" if found else "which ended by itself"
+    if found and found[-1] == "Bus error":
+        remedy = "is /dev/shm full? see `plait doctor`; fewer data.workers need less"
+        return Verdict(f"lost a data worker, {how}", remedy)
+    if found and found[-1] == "Killed":
+        what = f"lost a data worker, {how}; not for want of memory: the kernel counts no such kill"
+        return Verdict(what, _SENT, outside=True)
+    return Verdict(
+        f"lost a data worker, {how}",
+        "what reads the samples crashes, or leaves: with data.workers 0 the rank does, and its stack shows where",
+    )
+
+
+def _host_full(record: Record) -> str:
+    limit = record.evidence.limit
+    of = "" if limit is None else f" of the {limit / _GIB:.1f} GiB that its container may have"
+    return f"the host ran out of memory{of}"
 
 
 def _computes_on_host(record: Record) -> bool:

@@ -35,7 +35,7 @@ class Watch:
     def due(self) -> bool:
         """Whether it is time for another look, once a second."""
         now = time.time()
-        if now < self._next:
+        if self._next - 2 * EVERY_S < now < self._next:  # further back only where the clock was set back
             return False
         self._next = (now - _OFFSET_S) // EVERY_S * EVERY_S + EVERY_S + _OFFSET_S
         return True

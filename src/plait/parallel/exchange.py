@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from plait.world import all_gather_flat, reduce_scatter_flat
+from plait.world import all_gather_flat, reduce_scatter_flat, wait_for
 
 _FAKE = "fake"
 """The backend of ranks that are not there."""
@@ -77,7 +77,8 @@ class _Gather:
             if own.data_ptr() != input_tensor.data_ptr():
                 own.copy_(input_tensor)
             peers = _peers(group)
-            _swap(peers, [own] * len(peers), [pieces[peer] for peer in peers], group)
+            what = f"all_gather of {own.numel()}"
+            _swap(peers, [own] * len(peers), [pieces[peer] for peer in peers], group, what)
         if self._keep:
             self._room.leave(output_tensor)
 
@@ -106,7 +107,8 @@ class _Scatter:
             reduce_scatter_flat(output_tensor, input_tensor, op=op, group=group)
         else:
             first, *others = places = inbox.chunk(len(peers))
-            _swap(peers, [pieces[peer] for peer in peers], places, group)
+            what = f"reduce_scatter of {input_tensor.numel()}"
+            _swap(peers, [pieces[peer] for peer in peers], places, group, what)
             torch.add(pieces[group.rank()], first, out=output_tensor)
             for place in others:
                 output_tensor += place
@@ -120,11 +122,9 @@ def _peers(group: dist.ProcessGroup) -> list[int]:
 
 
 def _swap(
-    peers: Sequence[int], outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: dist.ProcessGroup
+    peers: Sequence[int], outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: dist.ProcessGroup, what: str
 ) -> None:
-    """Send each peer something, and put what comes from it into its place."""
+    """Send each peer something, and put what comes from it into its place; `what` is done so."""
     works = [dist.irecv(place, group=group, group_src=peer) for peer, place in zip(peers, incoming, strict=True)]
     works += [dist.isend(given, group=group, group_dst=peer) for peer, given in zip(peers, outgoing, strict=True)]
-    for work in works:
-        assert work is not None
-        work.wait()
+    wait_for(works, what)

@@ -3,6 +3,7 @@
 from plait.world.agree import on_main
 from plait.world.channel import Channel
 from plait.world.collectives import all_gather_flat, reduce_scatter_flat
+from plait.world.messages import wait_for
 from plait.world.ranks import Ranks, detect_ranks
 from plait.world.seeding import make_deterministic, restore_rng_state, rng_state, seed_everything
 from plait.world.sharded import is_sharded, local_part, same_kind, settled_part
@@ -28,4 +29,5 @@ __all__ = [
     "same_kind",
     "seed_everything",
     "settled_part",
+    "wait_for",
 ]

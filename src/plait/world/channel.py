@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.world.messages import wait_for
 from plait.world.world import World
 
 
@@ -62,9 +63,9 @@ class Channel:
     def pass_on(self, tensor: Tensor, *, source: int, target: int) -> None:
         """Copy a tensor of the host from one rank to another; only those two call it."""
         if self.rank == source:
-            dist.send(tensor, dst=target, group=self._group)
+            wait_for([dist.isend(tensor, dst=target, group=self._group)], "an exchange of checkpoint files")
         else:
-            dist.recv(tensor, src=source, group=self._group)
+            wait_for([dist.irecv(tensor, src=source, group=self._group)], "an exchange of checkpoint files")
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on at least one rank."""

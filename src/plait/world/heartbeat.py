@@ -5,7 +5,8 @@ Which collective a rank began last is known to torch's flight recorder, whatever
 `fully_shard`, DTensor, the user's own code. No function of torch is wrapped. A thread reads it on a fixed beat of
 the clock, so that the looks of all ranks are of the same moment and can be compared; in a rank that hangs the thread
 still runs, because waiting for a collective lets go of the interpreter. The launcher turns the recorder on with a
-small ring (`TORCH_FR_BUFFER_SIZE`). Where there is none, phases alone are known.
+small ring (`TORCH_FR_BUFFER_SIZE`). Where there is none, phases alone are known. Messages between two ranks are seen
+where they are waited for ([Note: messages that nobody records], `world/messages.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from typing import Any
 
 import torch
 
+from plait.errors import WorldError
 from plait.spec import Phase
 from plait.spec import beat as layout
+from plait.world.messages import longest_wait
 
 _EVERY_S = 0.25
 _LAST_LOOK_S = 1.0
@@ -81,8 +84,9 @@ class Heartbeat:
 
     def _look(self, device: torch.device) -> None:
         recorder, seen = _recorder(device), _Seen()
-        every = _EVERY_S
-        while not self._stop.wait(every - time.time() % every):
+        every, over = _EVERY_S, False
+        while not over:
+            over = self._stop.wait(every - time.time() % every)  # once more then: what was waited for may have come
             start = time.perf_counter()
             if recorder is not None:
                 try:
@@ -90,6 +94,7 @@ class Heartbeat:
                 except (KeyError, TypeError, ValueError):
                     recorder = None  # the recorder of another torch: then phases alone are told
                     continue
+                seen.wait(longest_wait())
                 tick = round(time.time() / _EVERY_S)
                 layout.put_collective(
                     self._map, seen.name, called=seen.called, count=seen.count, tick=tick, pending=seen.pending
@@ -124,6 +129,7 @@ class _Seen:
         for entry in entries:
             if not entry["is_p2p"]:
                 self._counts[str(entry["process_group"])] = entry["collective_seq_id"]
+        self.pending = False
         if not entries:
             return
         # The oldest one that is not over, or else the last: later ones may have been queued behind it.
@@ -132,6 +138,12 @@ class _Seen:
         shape = "×".join(map(str, last["input_sizes"][0])) if last["input_sizes"] else ""
         self.name = f"{last['profiling_name'].rpartition(':')[2]}{f' of {shape}' if shape else ''}"
         self.called, self.pending = last["time_created_ns"] / 1e9, bool(waiting)
+
+    def wait(self, message: tuple[float, str] | None) -> None:
+        """It waits for a message as well, unless a collective is what it waits for."""
+        if message is not None and not self.pending:
+            self.called, self.name = message
+            self.pending = True
 
 
 def _recorder(device: torch.device) -> Callable[[bool, bool], str] | None:
@@ -143,8 +155,15 @@ def _recorder(device: torch.device) -> Callable[[bool, bool], str] | None:
 
 
 def _create(path: Path) -> int:
-    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.ftruncate(number, layout.SIZE)
+    """A file with all of its room: a store into mapped memory that the disk has no room for ends a process."""
+    try:
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.posix_fallocate(number, 0, layout.SIZE)
+    except OSError as error:
+        raise WorldError(
+            f"the launcher's folder {str(path.parent)!r} cannot be written to: {error.strerror}; make room there, or "
+            "set TMPDIR to a folder that has some"
+        ) from error
     return number
 
 

@@ -184,6 +184,7 @@ def test_the_exit_code_is_that_of_the_worst_cause(ends: list[tuple[int, bool]], 
     for record, (code, by_us) in zip(records, ends, strict=True):
         note_end(record, code, by_us=by_us)
     assert exit_code(records) == expected
+    assert exit_code(records, hung=True) == 1
 
 
 def test_each_rank_has_a_log_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -130,6 +131,29 @@ def test_killing_the_launcher_itself_leaves_no_orphans(tmp_path: Path) -> None:
     process.wait(60)
     assert_gone([int((tmp_path / str(rank)).read_text()) for rank in range(2)])
     assert "SIGTERM" in (tmp_path / "0.got").read_text()  # asked, so that it can save
+
+
+def test_what_a_killed_launcher_leaves_is_removed_by_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    process = launcher(script(tmp_path, f"folder, leaves = {str(tmp_path)!r}, False\n{WAITS}"), 1)
+    wait_for(tmp_path / "0")
+    (left,) = folder.iterdir()
+    long_ago = time.time() - 3600
+    os.utime(left, (long_ago, long_ago))
+    with Messages():
+        assert left.exists()  # its launcher lives
+    process.kill()
+    process.wait(60)
+    assert_gone([int((tmp_path / "0").read_text())])
+    os.utime(left, (long_ago, long_ago))
+    with Messages() as messages:
+        assert list(folder.iterdir()) == [messages.folder]
+    assert not list(folder.iterdir())
 
 
 FAILS = """

@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 import subprocess
+import time
 import traceback
 import zipfile
 from pathlib import Path
@@ -96,6 +97,24 @@ def test_an_exception_is_known_by_the_stack_above_it_whatever_its_name(error: Ex
     assert not exception_in(["settings:", "  lr: 1", "Note: nothing was raised", "done"])
 
 
+@pytest.mark.parametrize(
+    ("signal_line", "oom", "what", "remedy"),
+    [
+        ("is killed by signal: Killed. ", 1, "killed by the kernel: the host ran out of memory", "fewer data workers"),
+        ("is killed by signal: Killed. ", 0, "ended by a signal: Killed; not for want of memory", "sent the signal"),
+        ("is killed by signal: Bus error. It is possible that", 0, "ended by a signal: Bus error", "/dev/shm"),
+        ("is killed by signal: Segmentation fault. ", 0, "ended by a signal: Segmentation fault", "data.workers 0"),
+        ("exited unexpectedly with exit code 3. Details", 0, "which ended by itself", "data.workers 0"),
+    ],
+)
+def test_a_data_worker_that_ends_is_told_from_its_rank(signal_line: str, oom: int, what: str, remedy: str) -> None:
+    lines = [*TRACE, f"RuntimeError: DataLoader worker (pid 7) {signal_line}", "", *TRACE]
+    verdict = judge(ended(1, *lines, "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly", oom_kills=oom))
+    assert verdict.what.startswith(f"lost a data worker, {what}")
+    assert remedy in verdict.remedy
+    assert not verdict.full
+
+
 def test_the_first_that_is_nobodys_victim_is_to_blame() -> None:
     found = ranks(3)
     for record, code, line in ((found[0], 1, "RuntimeError: Connection reset by peer"), (found[2], -9, "")):
@@ -114,6 +133,17 @@ def test_whoever_does_not_wait_is_missing() -> None:
         beat(record, waits_s=50.0)
     beat(found[2], phase=Phase.FORWARD)
     assert missing(found) == ([found[2]], "did not come to all_reduce of 8")
+
+
+def test_whoever_never_joined_is_missing_too() -> None:
+    found = ranks(2)
+    beat(found[0], phase=Phase.BUILD)
+    note_end(found[0], 1, by_us=False)
+    found[0].tail.append("plait.errors.WorldError: rank 0 of 2 could not join the others: timed out (distributed)")
+    note_end(found[1], -signal.SIGTERM, by_us=True)
+    page = report(found, hung=False, several_hosts=False)
+    assert "rank 1 did not join the others" in page
+    assert "What to do: it had not come to its part of the run" in page
 
 
 def test_whoever_waits_for_something_else_is_odd() -> None:
@@ -186,6 +216,19 @@ def test_a_hang_is_seen_shortly_before_the_collective_gives_up(waits_s: float, h
     beat(found[0], waits_s=waits_s)
     beat(found[1])
     assert Watch(found).hangs() == hangs
+
+
+def test_a_clock_that_is_set_back_stops_no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1_000_000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    watch = Watch(ranks(2))
+    assert watch.due()
+    assert not watch.due()
+    now -= 3600
+    assert watch.due()
+    assert not watch.due()
+    now += 1.2
+    assert watch.due()
 
 
 def test_a_rank_that_all_wait_for_most_of_the_time_is_told_once() -> None:

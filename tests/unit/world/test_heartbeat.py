@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import pytest
+import torch
+
+from plait.errors import WorldError
 from plait.spec import Phase
 from plait.spec.beat import STACK_SIGNAL, read_beat
+from plait.world import wait_for
 from plait.world.heartbeat import Heartbeat, _Seen
 
 
@@ -37,6 +44,7 @@ def test_there_is_none_before_the_rank_has_said_anything(tmp_path: Path) -> None
 
 DIES = """
 import ctypes, os, pathlib, signal, sys, time
+from plait.errors import WorldError
 from plait.spec import Phase
 from plait.world.heartbeat import Heartbeat
 heartbeat = Heartbeat(pathlib.Path(sys.argv[1]), 3)
@@ -86,3 +94,44 @@ def test_the_oldest_collective_that_is_not_over_is_the_one_waited_in() -> None:
     assert (seen.name, seen.called, seen.pending, seen.count) == ("all_reduce of 3×4", 9.0, True, 14)
     seen.take([entry("0", 6, retired=True), entry("0", 0, retired=True, p2p=True, name="gloo:send")])
     assert (seen.name, seen.pending, seen.count) == ("send of 3×4", False, 15)
+
+
+class Message:
+    """A message that comes when it is let go."""
+
+    def __init__(self) -> None:
+        self._came = threading.Event()
+
+    def wait(self) -> None:
+        self._came.wait(30)
+
+    def come(self) -> None:
+        self._came.set()
+
+
+def test_a_message_that_is_waited_for_is_told_until_it_has_come(tmp_path: Path) -> None:
+    message, heartbeat = Message(), Heartbeat(tmp_path, 0)
+    waiter = threading.Thread(target=lambda: wait_for([message], "a word"))  # type: ignore[list-item]
+    before = time.time()
+    waiter.start()
+    heartbeat.look_around(torch.device("cpu"))
+    while (beat := read_beat(tmp_path / "0.beat")) is None or not beat.pending:
+        assert time.time() < before + 30
+        time.sleep(0.05)
+    assert beat.collective == "a word"
+    assert before <= beat.called <= time.time()
+    message.come()
+    waiter.join()
+    heartbeat.close()  # however short a time ago it was: the last word is true
+    last = read_beat(tmp_path / "0.beat")
+    assert last is not None
+    assert not last.pending
+
+
+def test_a_folder_without_room_is_told_and_crashes_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(WorldError, match="No space left on device; make room there, or set TMPDIR"):
+        Heartbeat(tmp_path, 0)

@@ -90,7 +90,7 @@ class Server(ThreadingHTTPServer):
             super().process_request(request, client_address)
             return
         with suppress(OSError):  # gone already
-            request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            request.sendall(_too_many())
         self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -275,3 +275,10 @@ def _has_news(connection: socket.socket) -> bool:
 def _name_of(host: str) -> str:
     """The name in a Host header, without its port."""
     return host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
+
+
+def _too_many() -> bytes:
+    """The answer to a connection for which nothing is done, as there are others enough."""
+    body = json.dumps(ApiError(503, "server_overloaded", "too many connections; try again later").body).encode()
+    head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    return head.encode() + b"Connection: close\r\n\r\n" + body

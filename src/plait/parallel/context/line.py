@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.errors import WorldError
-from plait.world import all_gather_flat, reduce_scatter_flat
+from plait.world import all_gather_flat, reduce_scatter_flat, wait_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,7 @@ class Hop:
 
     def wait(self) -> Tensor:
         """What the rank before has sent."""
-        for work in self._works:
-            work.wait()
+        wait_for(self._works, "an exchange between parts of the sequence")
         return self._incoming
 
 

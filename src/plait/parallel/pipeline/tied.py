@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.parallel.pipeline.split import Stage
-from plait.world import is_sharded
+from plait.world import is_sharded, wait_for
 
 Find = Callable[[Stage, str], Tensor]
 """The tensor of a parameter of a stage that is meant: its gradient, say, wherever that is kept."""
@@ -80,8 +80,10 @@ class TiedWeights:
             else:
                 parts[index] = torch.empty_like(example, memory_format=torch.contiguous_format)
                 operations.append(self._operation(dist.irecv, parts[index], self._placement[index]))
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
+        wait_for(
+            dist.batch_isend_irecv(operations) if operations else (),
+            "an exchange of tied weights between pipeline stages",
+        )
         return [parts[index] for index in holders]
 
     def _operation(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> dist.P2POp:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from plait.errors import ModelError
+from plait.world import wait_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +107,7 @@ class Arrival:
 
     def wait(self) -> list[Tensor]:
         """The tensors, once they are here."""
-        for work in self.works:
-            work.wait()
+        wait_for(self.works, "an exchange between pipeline stages")
         return self.tensors
 
 
@@ -177,8 +177,7 @@ class Transport:
 
     def finish(self) -> None:
         """Wait until everything was sent."""
-        for work, _ in self._sending:
-            work.wait()
+        wait_for((work for work, _ in self._sending), "an exchange between pipeline stages")
         self._sending.clear()
 
     def _describe(self, form: Form, peer: int) -> None:
@@ -187,10 +186,14 @@ class Transport:
 
     def _description(self, peer: int) -> Form:
         length = torch.empty(1, dtype=torch.int64, device=self._device)
-        dist.recv(length, group=self.group, group_src=peer)
+        self._fetch(length, peer)
         text = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
-        dist.recv(text, group=self.group, group_src=peer)
+        self._fetch(text, peer)
         return Form.read(text.cpu().numpy().tobytes())
+
+    def _fetch(self, tensor: Tensor, peer: int) -> None:
+        work = dist.irecv(tensor, group=self.group, group_src=peer)
+        wait_for([work], "an exchange of forms between pipeline stages")
 
 
 def _bytes_if_bool(tensor: Tensor) -> Tensor:
