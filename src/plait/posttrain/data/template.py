@@ -111,8 +111,8 @@ class OfTokenizer(Template):
 
     def _mark(self) -> list[int]:
         """The token that the template puts behind an answer, where it puts one; it need not be the tokenizer's end."""
-        spoken = (Message("user", "a"), Message("assistant", "b"))
-        behind = self._text(spoken, asks=False)[len(self._text(spoken[:1], asks=True)) :].rpartition("b")[2]
+        spoken = (Message("user", "a"), Message("assistant", "7351"))  # which no mark has in it
+        behind = self._text(spoken, asks=False).rpartition("7351")[2]
         return [token for token in self._encode(behind)[:1] if token in self._tokenizer.added_tokens_decoder]
 
     def conversation(self, messages: Sequence[Message]) -> Tokens:
