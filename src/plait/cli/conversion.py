@@ -22,6 +22,7 @@ from plait.config.data import texts
 from plait.data import load_tokenizer, tokenizer_path
 from plait.errors import CheckpointError, ConfigError, DataError, ModelError, PlaitError, Problem
 from plait.models.portable import from_transformers, to_transformers
+from plait.posttrain.data.tokenizer import read_tokenizer
 from plait.posttrain.lora.merged import has_adapters, merged
 
 FAMILIES = ("gpt", "llama", "moe")
@@ -120,9 +121,9 @@ def _with_tokenizer(description: Mapping[str, Any], folder: Path | None, data: A
     found = kept if data is None else _tokenizer(_parsed("data", data))
     if found is None:
         return Description(description, files)
-    if folder is not None and "tokenizer.json" in files and files["tokenizer.json"].read_bytes() == found.read_bytes():
+    if "tokenizer.json" in files and _tokens(files["tokenizer.json"]) == _tokens(found):
         return Description(description, files)
-    end = load_tokenizer(found).end
+    end = (read_tokenizer if data is None else load_tokenizer)(found).end
     known = json.loads(found.read_text(encoding="utf-8")).get("added_tokens", [])
     words = [token["content"] for token in known if token["id"] == end]
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": words[0]} if words else {})}
@@ -132,6 +133,16 @@ def _with_tokenizer(description: Mapping[str, Any], folder: Path | None, data: A
         {**others, "tokenizer.json": found},
         {"tokenizer_config.json": json.dumps(settings, indent=2) + "\n"},
     )
+
+
+def _tokens(file: Path) -> str:
+    """What a tokenizer is made of. A run writes its own anew, so files may differ where tokenizers do not."""
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_file(str(file))
+    backend.no_truncation()
+    backend.no_padding()
+    return str(backend.to_str())
 
 
 def _tokenizer(data: Any) -> Path | None:

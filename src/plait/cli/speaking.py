@@ -25,7 +25,7 @@ from plait.models import build_model
 from plait.models.portable import from_transformers
 from plait.parallel.buffers import persistent_buffers
 from plait.posttrain.data.records import Message
-from plait.posttrain.data.template import Marked, make_template
+from plait.posttrain.data.template import make_template
 from plait.posttrain.data.tokenizer import NAME, ChatTokenizer, read_tokenizer
 from plait.posttrain.lora.adapter import read_adapter
 from plait.posttrain.lora.attach import AdapterSpec, attach
@@ -206,10 +206,7 @@ def _manner(
     if (config is None or config.phase is None) and _has_template(folder):
         words = TemplateConfig(kind="tokenizer")
     template = make_template(words, tokenizer, folder)
-    ends: dict[int | str, None] = dict.fromkeys([tokenizer.end, *_ends(folder)])
-    if isinstance(template, Marked):
-        mark = tokenizer.token_id(words.end)
-        ends[words.end if mark is None else mark] = None
+    ends = dict.fromkeys((*template.ends, *_ends(folder)))
 
     def write_down(turns: Sequence[Turn]) -> list[int]:
         return template.prompt([Message(turn.role, turn.content) for turn in turns])

@@ -35,17 +35,19 @@ class FileData(Section):
 
     type: Literal["file"] = "file"
     path: PathText
-    """A `.jsonl` or `.parquet` file, a folder of such files, or a folder of `datasets.save_to_disk`."""
-    prompt_key: str = "prompt"
-    """Text, or a list of messages."""
+    """A `.jsonl`, `.json` or `.parquet` file, a folder of such files, or a folder of `datasets.save_to_disk`."""
+    prompt_key: str | None = None
+    """Text, or a list of messages. Absent: `prompt`, or else `instruction` with `input` behind it."""
     answer_key: str | None = None
-    """Absent: `response`, `answer`, `completion` or `chosen`, the first that a row has."""
+    """Text, or the messages that follow. Absent: `response`, `answer`, `completion`, `output` or `chosen`, the first
+    that a row has."""
     chosen_key: str | None = None
     """The better answer of a pair. Absent: `answer_key`, or `chosen` before the others."""
     rejected_key: str = "rejected"
     """The worse answer."""
-    messages_key: str = "messages"
-    """A conversation: a list of `{role, content}`. A row that has it needs no prompt."""
+    messages_key: str | None = None
+    """A conversation: a list of `{role, content}` or `{from, value}`. A row that has it needs no prompt. Absent:
+    `messages` or `conversations`."""
 
 
 class Gsm8kData(Section):

@@ -31,12 +31,14 @@ def half_character(text: str) -> str | None:
 class TextTokenizer:
     """A `tokenizers` tokenizer with what training and sampling need of it."""
 
-    def __init__(self, backend: Any, origin: str) -> None:
-        ends = (backend.token_to_id(name) for name in KNOWN_ENDS)
+    def __init__(self, backend: Any, origin: str, named_end: str | None = None) -> None:
+        """`named_end` is the end token by its name; absent: the first of the known ones."""
+        ends = (backend.token_to_id(name) for name in ((named_end,) if named_end else KNOWN_ENDS))
         end = next((token for token in ends if token is not None), None)
         if end is None:
             raise DataError(
-                f"{origin}: the tokenizer has no token for the end of a document; add one of {', '.join(KNOWN_ENDS)}"
+                f"{origin}: the tokenizer has no token for the end of a document; add "
+                + (f"{named_end!r}, which its settings name" if named_end else f"one of {', '.join(KNOWN_ENDS)}")
             )
         backend.no_truncation()
         backend.no_padding()

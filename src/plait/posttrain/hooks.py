@@ -54,6 +54,16 @@ class AdapterFiles(Hook):
         self._task = task
         self._written: int | None = None
 
+    def before_run(self, runner: Runner) -> None:
+        """Say where the adapter will not be all that was learned."""
+        lora = runner.config.lora
+        if lora is not None and (lora.also or not lora.only):
+            key = "lora.also" if lora.also else "lora.only: false"
+            runner.warn(
+                f"{key}: what learns beside the adapter is in checkpoints, not in {runner.config.work_dir}/adapter; "
+                "`plait convert` writes all of it as one model"
+            )
+
     def after_save(self, runner: Runner) -> None:
         """Together with a checkpoint."""
         self._write(runner)

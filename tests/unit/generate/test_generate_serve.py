@@ -91,6 +91,8 @@ def test_answers_are_openais_whole_and_as_a_stream(speaker: Speaker) -> None:
         assert "".join(pieces) == both[0]["text"]
 
         assert json.loads(ask(server, "GET", "/v1/models")[2])["data"][0]["id"] == "tiny"
+        assert json.loads(ask(server, "GET", "/v1/models/tiny")[2])["id"] == "tiny"
+        assert ask(server, "GET", "/v1/models/other")[0] == 404
         assert ask(server, "GET", "/health", headers={"Authorization": ""})[::2] == (200, b'{"status": "ok"}')
 
 
@@ -147,7 +149,13 @@ def test_what_is_wrong_is_named_in_json_and_the_server_goes_on(speaker: Speaker)
             assert b" 411 " in plain.recv(100)
         neutral = {"presence_penalty": 0, "logprobs": False, "tools": [], "max_completion_tokens": 3, "user": "me"}
         neutral |= dict.fromkeys(("temperature", "n", "stream", "stop", "seed", "stream_options", "tool_choice"))
+        neutral |= {"metadata": {}, "service_tier": "auto", "parallel_tool_calls": True, "min_p": 0}
         assert ask(server, "POST", CHAT, {"messages": HELLO["messages"], **neutral})[0] == 200
+        told = [{"role": role, "content": "be short"} for role in ("system", "developer")]
+        asked = {"max_tokens": 3, "temperature": 0}
+        both = [ask(server, "POST", CHAT, {**asked, "messages": [each, *HELLO["messages"]]}) for each in told]
+        assert both[0][0] == both[1][0] == 200
+        assert json.loads(both[0][2])["choices"] == json.loads(both[1][2])["choices"]
 
 
 def test_what_is_no_request_of_ours_is_answered_in_json_too(speaker: Speaker) -> None:

@@ -146,6 +146,15 @@ def test_an_adapter_is_written_alone_goes_on_and_is_merged_by_the_next_phase(tun
         assert torch.allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize(("lora", "key"), [({"also": ["*norm*"]}, "lora.also"), ({"only": False}, "lora.only: false")])
+def test_what_learns_beside_an_adapter_is_not_in_its_folder_and_that_is_told(
+    lora: dict[str, Any], key: str, tuned: Path, tmp_path: Path
+) -> None:
+    run("sft", describe(tmp_path, 1, posttrain={"start": str(tuned)}, lora=lora))
+    said = (tmp_path / "events-rank0.jsonl").read_text()
+    assert f"{key}: what learns beside the adapter is in checkpoints" in said
+
+
 @pytest.mark.parametrize("meta", [True, False], ids=["on meta", "built for real"])
 def test_a_packed_base_holds_the_weights_that_it_starts_from(tuned: Path, tmp_path: Path, meta: bool) -> None:
     changes: dict[str, Any] = {"posttrain": {"start": str(tuned)}, "strategy": {"meta_init": meta}}

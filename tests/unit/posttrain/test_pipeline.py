@@ -225,6 +225,14 @@ BAD: list[tuple[Callable[[list[str]], object], int, str]] = [
     (lambda files: describe(files[1], work_dir="own/sft"), 1, "the folder of step 1, sft, too"),
     (lambda files: describe(files[0], checkpoint={"last": False}), 1, "leave out its `checkpoint.last: false`"),
     (lambda files: describe(files[0], lora={"rank": 2}, checkpoint={"trainable_only": True}), 1, "or add `lora` here"),
+    (
+        lambda files: [
+            describe(files[0], lora={"also": ["*norm*"]}, checkpoint={"trainable_only": True}),
+            *(describe(file, work_dir=f"own/{Path(file).stem}", lora={"rank": 8}) for file in files[1:]),
+        ],
+        1,
+        "without `lora.also`",
+    ),
     (lambda files: describe(files[0], strategy={"layout": {"tp": 2}}), 3, "multiple of 2 processes"),
     (lambda files: describe(files[2], posttrain={"start": "nowhere"}), 1, "'nowhere' does not exist"),
     (lambda files: (Path("own").mkdir(), Path("own/sft").touch()), 1, "'own/sft' is no folder"),
@@ -266,6 +274,15 @@ def test_an_adapter_alone_is_passed_on_with_the_model_that_it_belongs_to(files: 
     assert preferred.config.lora is not None
     assert (preferred.config.posttrain.start, preferred.config.lora.adapter) == ("base", "own/sft/adapter")
     assert run_steps([tuned, preferred], here, print) == 0
+
+
+def test_a_step_that_trained_everything_beside_its_adapter_is_passed_on_whole(files: list[str]) -> None:
+    describe(files[0], work_dir="own/sft", lora={"only": False}, checkpoint={"trainable_only": True})
+    describe(files[2], work_dir="own/dpo", lora={"rank": 2})
+    preferred = checked(from_files([files[0], files[2]]))[1].config
+    assert preferred.posttrain is not None
+    assert preferred.lora is not None
+    assert (preferred.posttrain.start, preferred.lora.adapter) == ("own/sft", None)
 
 
 def test_an_output_folder_moves_all_steps_and_what_they_name(files: list[str]) -> None:

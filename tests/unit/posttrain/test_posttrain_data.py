@@ -16,7 +16,6 @@ from plait.errors import ConfigError, DataError
 from plait.posttrain.data import Message, PhaseData, make_task, make_template, prepare_data
 from plait.posttrain.data.packing import pack
 from plait.posttrain.data.records import IncompleteError, examples_in
-from plait.posttrain.data.rows import read_rows
 from plait.posttrain.data.tokenizer import character_tokenizer, trained_tokenizer
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
@@ -155,12 +154,6 @@ def test_rows_that_cannot_be_used_are_counted_and_told(tmp_path: Path) -> None:
 def test_or_they_are_errors_that_name_the_place_and_the_key(row: Any, key: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"{message}(.|\n)*posttrain.{key}: skip"):
         load([row], tmp_path, **{key: "error"})
-
-
-def test_a_file_that_is_one_list_is_told_how_to_become_lines(tmp_path: Path) -> None:
-    (tmp_path / "rows.json").write_text('[\n  {"prompt": "q", "response": "a"}\n]\n')
-    with pytest.raises(DataError, match=r"rows.json, line 1: a list, .*jq -c '\.\[\]' rows.json > rows-rows.jsonl"):
-        list(read_rows(str(tmp_path / "rows.json")))
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
@@ -335,10 +328,3 @@ def test_school_maths_gives_answers_and_pairs_of_graded_solutions(tmp_path: Path
                 verdicts = {v["solution"]: v["is_correct"] for v in row.values() if isinstance(v, dict)}
                 assert verdicts[example.messages[-1].content]
                 assert not verdicts[str(example.rejected)]
-
-
-def test_lines_in_gbk_come_with_the_way_to_utf8(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "春眠", "response": "不觉晓"}\n', encoding="gbk")
-    ((where, reason),) = read_rows(str(tmp_path / "rows.jsonl"))
-    assert where.endswith("line 1")
-    assert "iconv -f GB18030 -t UTF-8" in reason

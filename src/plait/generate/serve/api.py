@@ -24,6 +24,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "logit_bias": ({},),
     "store": (False,),
+    "metadata": ({},),
+    "service_tier": ("auto", "default"),
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True, False),
+    "min_p": (0,),
 }
 """What clients send though it changes nothing: accepted with a value that asks for nothing."""
 
@@ -92,13 +97,13 @@ class _Text(BaseModel):
 
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant"]
     content: str | list[_Text]
 
     def turn(self) -> Turn:
         """As a turn of a conversation."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return Turn(self.role, content)
+        return Turn("system" if self.role == "developer" else self.role, content)  # OpenAI's newer word for it
 
 
 class ChatRequest(_Request):

@@ -12,12 +12,14 @@ import select
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import quote
 
 from plait.errors import PlaitError
 from plait.generate.serve.api import ApiError, ChatRequest, Reply, Request, TextRequest, read_request
@@ -72,6 +74,7 @@ class Server(ThreadingHTTPServer):
         self.speaker, self.token, self.log = speaker, token, log
         self.limits = Limits() if limits is None else limits
         self.line = Line(self.limits.waiting)
+        self.started = int(time.time())
         self._connections = threading.BoundedSemaphore(self.limits.connections)
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -164,10 +167,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, PAGE.encode(), "text/html; charset=utf-8")
         elif path == "/health":
             self._send(200, b'{"status": "ok"}', "application/json")
-        elif path == "/v1/models":
+        elif path in ("/v1/models", f"/v1/models/{quote(self.server.speaker.name)}"):
             self._authorize()
-            model = {"id": self.server.speaker.name, "object": "model", "owned_by": "plait"}
-            self._send(200, json.dumps({"object": "list", "data": [model]}).encode(), "application/json")
+            name, whole = self.server.speaker.name, path == "/v1/models"
+            model = {"id": name, "object": "model", "created": self.server.started, "owned_by": "plait"}
+            found = {"object": "list", "data": [model]} if whole else model
+            self._send(200, json.dumps(found).encode(), "application/json")
         else:
             self._refuse_path(path)
 

@@ -9,8 +9,11 @@ from typing import Any
 from plait.config.posttrain import FileData, Gsm8kData
 
 ROLES = ("system", "user", "assistant")
-ANSWER_KEYS = ("response", "answer", "completion")
+_ROLES_OF_SHAREGPT = {"human": "user", "gpt": "assistant"}
+ANSWER_KEYS = ("response", "answer", "completion", "output")
 """Where an answer is looked for, when nothing is said; the better one of a pair may be it too."""
+MESSAGES_KEYS = ("messages", "conversations")
+"""The same of conversations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,15 @@ def examples_in(
     if isinstance(config, Gsm8kData):
         yield from _of_gsm8k(row, where, pairs=pairs)
         return
+    if row.get("tools"):
+        raise IncompleteError("'tools' are described, which no template here writes down")
     messages = _conversation(row, config, _answer_keys(config, pairs=pairs), answered=answered)
-    rejected = _answer(row, config.rejected_key) if pairs else None
+    rejected = None
+    if pairs:
+        worse = _answered(row, config.rejected_key, messages[:-1])
+        if worse[:-1] != messages[:-1]:
+            raise IncompleteError(f"{config.rejected_key!r} answers another conversation than the better answer")
+        rejected = worse[-1].content
     found = Example(messages, rejected, where)
     _refuse_empty(found, answered=answered)
     yield found
@@ -78,32 +88,53 @@ def _answer_keys(config: FileData, *, pairs: bool) -> tuple[str, ...]:
 def _conversation(
     row: Mapping[str, Any], config: FileData, keys: Sequence[str], *, answered: bool
 ) -> tuple[Message, ...]:
-    if config.messages_key in row and row[config.messages_key] is not None:
-        messages = _messages(row[config.messages_key], config.messages_key)
+    named = MESSAGES_KEYS if config.messages_key is None else (config.messages_key,)
+    if (whole := _first(row, named)) is not None:
+        messages = _messages(row[whole], whole)
         if messages and messages[-1].role != "assistant" and not answered:
             return (*messages, Message("assistant", ""))
-        if not messages or messages[-1].role != "assistant":
-            raise IncompleteError(f"{config.messages_key!r} does not end with a message of the assistant")
-        return messages
-    prompt = _field(row, config.prompt_key)
-    before = (Message("user", prompt),) if isinstance(prompt, str) else _messages(prompt, config.prompt_key)
-    key = next((key for key in keys if row.get(key) is not None), None)
-    if key is None and not answered:
+        return _ending_with_an_answer(messages, whole)
+    key = _first(row, keys)
+    implied = key is not None and not isinstance(row[key], str)  # the prompt may be the beginning of the answer's list
+    before = _prompt(row, config, implied=implied)
+    if key is not None:
+        return _answered(row, key, before)
+    if not answered:
         return (*before, Message("assistant", ""))
-    if key is None:
-        raise IncompleteError(f"no answer under {' or '.join(map(repr, keys))}; it has {_keys(row)}")
-    return (*before, Message("assistant", _answer(row, key)))
+    raise IncompleteError(f"no answer under {' or '.join(map(repr, keys))}; it has {_keys(row)}")
 
 
-def _answer(row: Mapping[str, Any], key: str) -> str:
-    """A text, or the last of a list of messages."""
+def _prompt(row: Mapping[str, Any], config: FileData, *, implied: bool) -> tuple[Message, ...]:
+    """What comes before the answer: text, messages, or an instruction with its input as Alpaca has it."""
+    if config.prompt_key is None and row.get("prompt") is None:
+        if row.get("instruction") is not None:
+            parts = [_text(row, key) for key in ("instruction", "input") if row.get(key)]
+            return (Message("user", "\n\n".join(parts)),)
+        if implied:
+            return ()
+    key = config.prompt_key or "prompt"
+    prompt = _field(row, key)
+    return (Message("user", prompt),) if isinstance(prompt, str) else _messages(prompt, key)
+
+
+def _answered(row: Mapping[str, Any], key: str, before: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The conversation with its answer: a text, the turns that follow, or the whole conversation once more."""
     value = _field(row, key)
     if isinstance(value, str):
-        return value
-    messages = _messages(value, key)
-    if not messages:
-        raise IncompleteError(f"{key!r} is an empty list")
-    return messages[-1].content
+        return (*before, Message("assistant", value))
+    messages = _ending_with_an_answer(_messages(value, key), key)
+    if messages[0].role == "assistant":
+        return (*before, *messages)
+    told = 1 if messages[0].role == "system" and before[:1] != messages[:1] else 0
+    if messages[told : told + len(before)] != before:
+        raise IncompleteError(f"{key!r} is a conversation that does not begin with the prompt")
+    return messages
+
+
+def _ending_with_an_answer(messages: tuple[Message, ...], key: str) -> tuple[Message, ...]:
+    if not messages or messages[-1].role != "assistant":
+        raise IncompleteError(f"{key!r} does not end with a message of the assistant")
+    return messages
 
 
 def _of_gsm8k(row: Mapping[str, Any], where: str, *, pairs: bool) -> Iterator[Example]:
@@ -143,11 +174,38 @@ def _messages(value: Any, key: str) -> tuple[Message, ...]:
     for entry in value:
         if not isinstance(entry, Mapping):
             raise IncompleteError(f"{key!r} holds a {type(entry).__name__}, expected messages with role and content")
-        role, content = _text(entry, "role"), _text(entry, "content")
-        if role not in ROLES:
-            raise IncompleteError(f"{key!r} has the role {role!r}; there are {', '.join(ROLES)}")
-        found.append(Message(role, content))
+        found.append(_message(entry, key))
     return tuple(found)
+
+
+def _message(entry: Mapping[str, Any], key: str) -> Message:
+    """One turn, with the words of OpenAI or of ShareGPT."""
+    if entry.get("tool_calls") or entry.get("function_call"):
+        raise IncompleteError(f"{key!r} has calls of tools, which no template here writes down")
+    if entry.get("role") is None and entry.get("from") is not None:
+        role, content = _text(entry, "from"), _text(entry, "value")
+        role = _ROLES_OF_SHAREGPT.get(role, role)
+    else:
+        role, content = _text(entry, "role"), _content(entry)
+    if role not in ROLES:
+        raise IncompleteError(f"{key!r} has the role {role!r}; there are {', '.join(ROLES)}")
+    return Message(role, content)
+
+
+def _content(entry: Mapping[str, Any]) -> str:
+    """A text, or a list of parts that are texts."""
+    parts = _field(entry, "content")
+    if not isinstance(parts, Sequence) or isinstance(parts, str | bytes):
+        return _text(entry, "content")
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text":
+            raise IncompleteError(f"'content' has a part of type {kind!r}; only text can be read")
+    return "".join(_text(part, "text") for part in parts)
+
+
+def _first(row: Mapping[str, Any], keys: Sequence[str]) -> str | None:
+    return next((key for key in keys if row.get(key) is not None), None)
 
 
 def _field(row: Mapping[str, Any], key: str) -> Any:

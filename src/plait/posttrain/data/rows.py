@@ -1,7 +1,8 @@
-"""Rows of JSON lines, of Parquet, and of folders that `datasets` saved."""
+"""Rows of JSON, of Parquet, and of folders that `datasets` saved."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -32,16 +33,25 @@ def read_rows(path: str) -> Iterator[Row]:
 
 def _lines(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
+        if file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+            yield from _list(path)
+            return
+        file.seek(0)
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
-            if line.lstrip(b"\xef\xbb\xbf \t").startswith(b"["):
-                raise DataError(
-                    f"{where}: a list, where one object a line was expected; turn it into lines with "
-                    f"`jq -c '.[]' {path.name} > {path.stem}-rows.jsonl`"
-                )
             yield where, read_object(line)
+
+
+def _list(path: Path) -> Iterator[Row]:
+    """The entries of a file that is one list."""
+    try:
+        entries = json.loads(path.read_bytes())
+    except ValueError as error:  # also what is no UTF-8
+        raise DataError(f"{path} begins as a list, and is not JSON: {error}") from error
+    for number, entry in enumerate(entries, start=1):
+        yield f"{path}, entry {number}", read_object(json.dumps(entry).encode())
 
 
 def _parquet(path: Path) -> Iterator[Row]:

@@ -27,6 +27,9 @@ class Tokens(NamedTuple):
 class Template(ABC):
     """How conversations are written down."""
 
+    ends: tuple[int | str, ...]
+    """What ends an answer: tokens, and a text where the mark of a template is none."""
+
     @abstractmethod
     def conversation(self, messages: Sequence[Message]) -> Tokens:
         """All of it; only what the assistant says is learned, and that it ends there."""
@@ -42,6 +45,7 @@ class Plain(Template):
     def __init__(self, tokenizer: ChatTokenizer, *, end_token: bool) -> None:
         self._tokenizer = tokenizer
         self._end = [tokenizer.end] if end_token else []
+        self.ends = (tokenizer.end,)
 
     def conversation(self, messages: Sequence[Message]) -> Tokens:
         """All of it."""
@@ -65,6 +69,8 @@ class Marked(Template):
         self._words = {"system": config.system, "user": config.user, "assistant": config.assistant}
         self._start, self._stop = (self._mark(text) for text in (config.start, config.end))
         self._end = [tokenizer.end] if config.end_token else []
+        mark = tokenizer.token_id(config.end)
+        self.ends = (tokenizer.end, config.end if mark is None else mark)
 
     def _mark(self, text: str) -> list[int]:
         token = self._tokenizer.token_id(text)
@@ -91,7 +97,7 @@ class Marked(Template):
 class OfTokenizer(Template):
     """The template that came with a Hugging Face tokenizer."""
 
-    def __init__(self, folder: str | Path, *, end_token: bool) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, folder: str | Path, *, end_token: bool) -> None:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
@@ -101,10 +107,17 @@ class OfTokenizer(Template):
             raise DataError(f"the tokenizer in {folder} has no chat template; use posttrain.template.kind: marked")
         end = self._tokenizer.eos_token_id
         self._end = [end] if end_token and end is not None else []
+        self.ends = tuple(dict.fromkeys((tokenizer.end, *([] if end is None else [end]), *self._mark())))
+
+    def _mark(self) -> list[int]:
+        """The token that the template puts behind an answer, where it puts one; it need not be the tokenizer's end."""
+        spoken = (Message("user", "a"), Message("assistant", "7351"))  # which no mark has in it
+        behind = self._text(spoken, asks=False).rpartition("7351")[2]
+        return [token for token in self._encode(behind)[:1] if token in self._tokenizer.added_tokens_decoder]
 
     def conversation(self, messages: Sequence[Message]) -> Tokens:
         """All of it. Where an answer begins and ends is found by writing the conversation down to there."""
-        found, done = Tokens([], []), ""
+        found, done, answer = Tokens([], []), "", list[int]()
         for index, message in enumerate(messages):
             if message.role != "assistant":
                 continue
@@ -116,11 +129,12 @@ class OfTokenizer(Template):
                     "what is learned cannot be told apart; use posttrain.template.kind: marked"
                 )
             found = found.plus(self._encode(asked[len(done) :]), learned=False)
-            found = found.plus(self._encode(answered[len(asked) :]), learned=True)
+            answer = self._encode(answered[len(asked) :])
+            found = found.plus(answer, learned=True)
             done = answered
         if messages[-1].role != "assistant":
             return found.plus(self._encode(self._text(messages, asks=False)[len(done) :]), learned=False)
-        return found.plus([] if found.ids[-1:] == self._end else self._end, learned=True)
+        return found.plus([end for end in self._end if end not in answer], learned=True)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """All of it, and the beginning of the assistant's turn."""
@@ -147,4 +161,4 @@ def make_template(config: TemplateConfig, tokenizer: ChatTokenizer, folder: str 
             "posttrain.template.kind: tokenizer needs the folder of a Hugging Face tokenizer; name it as "
             "posttrain.tokenizer, or use kind: marked"
         )
-    return OfTokenizer(folder, end_token=config.end_token)
+    return OfTokenizer(tokenizer, folder, end_token=config.end_token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,10 +12,23 @@ from plait.data.tokenizer import END, TextTokenizer, train_tokenizer
 from plait.errors import DataError
 
 NAME = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+"""Where a Hugging Face folder says which token is the end."""
 
 
 class ChatTokenizer(TextTokenizer):
     """A tokenizer that also knows which texts are tokens of their own."""
+
+    def __init__(self, backend: Any, origin: str, named_end: str | None = None) -> None:
+        super().__init__(backend, origin, named_end)
+        self._named_end = named_end
+
+    def save(self, path: str | Path) -> None:
+        """Write a `tokenizer.json`, and beside it what the end is called where that cannot be seen from it."""
+        super().save(path)
+        if self._named_end is not None:
+            settings = json.dumps({"eos_token": self._named_end}, ensure_ascii=False, indent=2)
+            Path(path).with_name(SETTINGS).write_text(settings + "\n", encoding="utf-8")
 
     def token_id(self, text: str) -> int | None:
         """The token that a text is; None where it is none."""
@@ -34,7 +48,18 @@ def read_tokenizer(path: str | Path) -> ChatTokenizer:
         backend = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise DataError(f"{file} is not a tokenizer.json: {error}") from error
-    return ChatTokenizer(backend, str(file))
+    return ChatTokenizer(backend, str(file), _named_end(file.with_name(SETTINGS)))
+
+
+def _named_end(settings: Path) -> str | None:
+    """The end token of a tokenizer's settings: a text, or an object with it."""
+    if not settings.is_file():
+        return None
+    try:
+        found = json.loads(settings.read_text(encoding="utf-8")).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{settings} is not the JSON object of a tokenizer's settings: {error}") from error
+    return found.get("content") if isinstance(found, dict) else found
 
 
 class CharacterTokenizer(ChatTokenizer):

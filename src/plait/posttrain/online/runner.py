@@ -16,7 +16,6 @@ from plait.generate import HybridEngine, Sampling
 from plait.posttrain.build import make_writer
 from plait.posttrain.data.prepare import longest, prepare_rows
 from plait.posttrain.data.prompts import Prompt, correctness
-from plait.posttrain.data.template import Marked
 from plait.posttrain.online.cast import Cast, make_cast
 from plait.posttrain.online.evaluate import measure
 from plait.posttrain.online.experience import Experience
@@ -117,14 +116,10 @@ class OnlineRunner(PhaseRunner):
         return Rules(ModelScorer(judge, data.template, data.tokenizer.end, **rows), rollout)
 
     def _stop_of(self) -> Stop:
-        """What ends an answer: the end token, the template's mark, and texts of the run description."""
-        data, texts = self.phase_data, self.online.rollout.stop
-        tokens = [data.tokenizer.end]
-        if isinstance(data.template, Marked):
-            mark = (self.config.posttrain or PosttrainConfig()).template.end
-            token = data.tokenizer.token_id(mark)
-            texts, tokens = (texts, [*tokens, token]) if token is not None else ((*texts, mark), tokens)
-        return Stop(tuple(tokens), texts)
+        """What ends an answer: what the template ends it with, and texts of the run description."""
+        ends = (*self.phase_data.template.ends, *self.online.rollout.stop)
+        tokens, texts = (tuple(end for end in ends if isinstance(end, kind)) for kind in (int, str))
+        return Stop(tokens, texts)  # type: ignore[arg-type]
 
     def _loader(self, role: str) -> Any:
         if role != "data":

@@ -82,7 +82,8 @@ def _begin_with(writer: Step, config: RunConfig, origins: Mapping[str, str]) -> 
 
 
 def _only_adapter(config: RunConfig) -> bool:
-    return config.lora is not None and config.checkpoint.trainable_only
+    """Whether a checkpoint is a part of its model. Where everything is trained, it is whole."""
+    return config.lora is not None and config.lora.only and config.checkpoint.trainable_only
 
 
 def unusable(step: Step, config: RunConfig) -> str | None:
@@ -92,6 +93,10 @@ def unusable(step: Step, config: RunConfig) -> str | None:
     if _only_adapter(step.config) and (config.lora is None or step.phase == "reward"):
         more = "" if step.phase == "reward" else ", or add `lora` here"
         return f"{step.phase} keeps only its adapter: leave out its `checkpoint.trainable_only`{more}"
+    if _only_adapter(step.config) and step.config.lora is not None and step.config.lora.also:
+        return (
+            f"{step.phase} passes on only its adapter, without `lora.also`: leave out its `checkpoint.trainable_only`"
+        )
     return None
 
 
