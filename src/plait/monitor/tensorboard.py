@@ -22,15 +22,15 @@ class TensorBoardSink:
             from tensorboard.summary import Writer
         except ImportError as missing:
             raise MissingExtraError("tensorboard", "the log sink 'tensorboard'", "tensorboard") from missing
-        self._writer = Writer(str(work_dir / "tensorboard"))
+        self.writer = Writer(str(work_dir / "tensorboard"))
 
     def write(self, event: Event) -> None:
         """Add the event's numbers, readable by a TensorBoard that is open now."""
         if group := GROUPS.get(event.kind):
             for name, value in scalars(event).items():
-                self._writer.add_scalar(f"{group}/{name}", value, event.step, wall_time=event.time)
-            self._writer.flush()
+                self.writer.add_scalar(f"{group}/{name}", value, event.step, wall_time=event.time)
+            self.writer.flush()
 
     def close(self) -> None:
         """Flush and close the event file."""
-        self._writer.close()
+        self.writer.close()

@@ -36,24 +36,24 @@ class WandbSink:
             **(options or {}),
         }
         try:
-            self._run = wandb.init(**about)
+            self.run = wandb.init(**about)
         except wandb.Error:
-            self._run = wandb.init(**{**about, "mode": "offline"})
+            self.run = wandb.init(**{**about, "mode": "offline"})
         # Steps are a column of their own: wandb's counter drops what a resumed run repeats.
-        self._run.define_metric("*", step_metric="step")
+        self.run.define_metric("*", step_metric="step")
 
     def write(self, event: Event) -> None:
         """Send the event's numbers; RUN_START becomes the run's config."""
         if group := GROUPS.get(event.kind):
             values = {f"{group}/{name}": value for name, value in scalars(event).items()}
-            self._run.log({"step": event.step, "epoch": event.epoch, **values})
+            self.run.log({"step": event.step, "epoch": event.epoch, **values})
         elif event.kind is EventKind.RUN_START:
             rows = {label: value for table in tables(event.data) for label, value in table.rows}
-            self._run.config.update(rows, allow_val_change=True)
+            self.run.config.update(rows, allow_val_change=True)
 
     def close(self) -> None:
         """Finish the run and wait until it is stored."""
-        self._run.finish()
+        self.run.finish()
 
 
 def _run_id(work_dir: Path) -> str:

@@ -13,6 +13,7 @@ from plait.errors import TrainingError
 from plait.frontends.accelerate.engine import LoopEngine, backward
 from plait.frontends.accelerate.keeping import Keeping
 from plait.frontends.accelerate.plugins import AutocastKwargs
+from plait.frontends.accelerate.profiling import ProfileKwargs
 
 
 class Accelerator(Keeping):
@@ -43,6 +44,7 @@ class Accelerator(Keeping):
                 "`prepare` returned, not the model that it was given"
             )
         parts = list(engines.values())
+        self.gradient_state.stepped = False
         backward([engine for engine, _ in parts], loss, last=[last for _, last in parts], **kwargs)
 
     @contextmanager
@@ -134,6 +136,14 @@ class Accelerator(Keeping):
         if self._dtype is None or not handler.enabled:
             return nullcontext()
         return torch.autocast(self.device.type, self._dtype, cache_enabled=handler.cache_enabled)
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+        """torch's profiler around a block, as the handler says, or the one in `kwargs_handlers`."""
+        handler = profile_handler or self._profile
+        with handler.build() as profiler:
+            yield profiler
+        handler.export(profiler, self.process_index)
 
     # ---- over ranks
 

@@ -25,6 +25,9 @@ class GradientState:
     loaders: list[PreparedLoader] = field(default_factory=list)
     """Those in use, the innermost last."""
     step: int = 0
+    stepped: bool = True
+    """Whether an optimizer has stepped since the last backward pass. Gradients that other optimizers have then are left
+    over from a loss that was not theirs, as a discriminator's are after its generator's step."""
 
     def advance(self) -> None:
         """One more micro-batch begins."""

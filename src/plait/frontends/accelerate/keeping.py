@@ -105,6 +105,11 @@ class Keeping(Preparing):
         """Where trackers write."""
         return self.project_configuration.logging_dir
 
+    @property
+    def save_iteration(self) -> int:
+        """How many states were saved."""
+        return self.project_configuration.iteration
+
     def init_trackers(
         self,
         project_name: str,
@@ -119,8 +124,13 @@ class Keeping(Preparing):
         self._trackers.log(values, step, log_kwargs or {})
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """What `log_with` named, by its name."""
-        return self._trackers.get(name)
+        """What `log_with` named, by its name; with `unwrap`, what it writes with."""
+        return self._trackers.get(name, unwrap=unwrap)
+
+    @property
+    def trackers(self) -> list[Any]:
+        """Everything that `log_with` named and `init_trackers` has opened."""
+        return self._trackers.all
 
     def end_training(self) -> None:
         """Close the trackers, and leave the other ranks."""

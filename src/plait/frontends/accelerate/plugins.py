@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from plait.errors import ConfigError, Problem
 from plait.frontends.accelerate.fsdp import SHARDING
 
 
@@ -216,9 +217,19 @@ class TorchDynamoPlugin:
         return {"dynamo_config": section}
 
 
+class DDPCommunicationHookType(StrEnum):
+    """How DistributedDataParallel sends gradients. PowerSGD's approximations are refused."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
 @dataclass
 class DistributedDataParallelKwargs:
-    """Options of DistributedDataParallel. Only the size of a bucket says something here."""
+    """Options of DistributedDataParallel. The size of a bucket and the format of the sums say something here."""
 
     dim: int = 0
     broadcast_buffers: bool = True
@@ -227,14 +238,25 @@ class DistributedDataParallelKwargs:
     check_reduction: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
-    comm_hook: Any = None
+    comm_hook: Any = DDPCommunicationHookType.NO
+    comm_wrapper: Any = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] | None = None
 
     def sections(self) -> dict[str, Any]:
         """What they set."""
         found: dict[str, Any] = {"strategy": {"bucket_mb": float(self.bucket_cap_mb)}}
-        hook = str(getattr(self.comm_hook, "value", self.comm_hook or "no")).lower()
-        if hook in ("fp16", "bf16"):
-            found["precision"] = {"reduce": hook}
+        words = {name: str(getattr(self, name) or "no").lower() for name in ("comm_hook", "comm_wrapper")}
+        for name, word in words.items():
+            if word not in ("no", "fp16", "bf16"):
+                message = f"{word} cannot be had: gradients are summed as they are, or rounded to fp16 or bf16"
+                remedy = "Leave it out, or write DDPCommunicationHookType.BF16."
+                raise ConfigError(Problem(f"DistributedDataParallelKwargs.{name}", message, remedy))
+        asked = sorted({word for word in words.values() if word != "no"})
+        if len(asked) > 1:
+            message = f"comm_hook is {words['comm_hook']} and comm_wrapper is {words['comm_wrapper']}"
+            raise ConfigError(Problem("DistributedDataParallelKwargs", message, "Name one format for the sums."))
+        if asked:
+            found["precision"] = {"reduce": asked[0]}
         return found
 
 

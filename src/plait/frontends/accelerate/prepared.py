@@ -96,15 +96,18 @@ def in_fp32(value: Any) -> Any:
 
 def apply(function: Any, value: Any) -> Any:
     """Apply a function to the tensors in nested lists, tuples and mappings, which keep their types."""
-    if isinstance(value, Tensor):
-        return function(value)
+    return apply_to_all(lambda part: function(part) if isinstance(part, Tensor) else part, value)
+
+
+def apply_to_all(function: Any, value: Any) -> Any:
+    """The same for whatever is in them."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(apply(function, each) for each in value))
+        return type(value)(*(apply_to_all(function, each) for each in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(apply(function, each) for each in value)
+        return type(value)(apply_to_all(function, each) for each in value)
     if isinstance(value, Mapping):
-        return type(value)({key: apply(function, each) for key, each in value.items()})  # type: ignore[call-arg]
-    return value
+        return type(value)({key: apply_to_all(function, each) for key, each in value.items()})  # type: ignore[call-arg]
+    return function(value)
 
 
 class PreparedOptimizer(Optimizer):
@@ -150,6 +153,7 @@ class PreparedOptimizer(Optimizer):
             return
         if self.engine.pending:  # without gradients torch's optimizers do nothing either
             self.last = self.engine.step()
+            self._gradients.stepped = True
         for model in self.models:
             model.in_graph = False
 

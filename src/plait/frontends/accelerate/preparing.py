@@ -29,8 +29,10 @@ from plait.frontends.accelerate.plugins import (
 )
 from plait.frontends.accelerate.prepared import PreparedModel, PreparedOptimizer, PreparedScheduler
 from plait.frontends.accelerate.process import Processes
+from plait.frontends.accelerate.profiling import ProfileKwargs
 from plait.frontends.accelerate.settings import build_config, heed_launcher, plugin_of
 from plait.frontends.accelerate.sharing import Share
+from plait.frontends.accelerate.state import remember
 from plait.frontends.accelerate.tracking import Trackers, choose_trackers
 from plait.frontends.deepspeed.described import Recipe
 from plait.frontends.deepspeed.runtime.lr_schedules import Scheduler
@@ -87,6 +89,7 @@ class Preparing(Processes):
         )
         super().__init__(world or open_world(self.config))
         self._autocast = next((each for each in handlers if isinstance(each, AutocastKwargs)), AutocastKwargs())
+        self._profile = next((each for each in handlers if isinstance(each, ProfileKwargs)), ProfileKwargs())
         self._gatherer = Gatherer(self.world)
         policy = make_policy(self.config.precision)
         self._dtype = policy.compute if policy.mixed else None
@@ -114,6 +117,7 @@ class Preparing(Processes):
         self._custom_objects: list[Any] = []
         self._save_hooks: list[Any] = []
         self._load_hooks: list[Any] = []
+        remember(self)
 
     @property
     def distributed_type(self) -> DistributedType:

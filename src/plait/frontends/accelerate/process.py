@@ -108,6 +108,12 @@ class Processes:
             return lambda given: self.on_process(given, process_index)
         return _only(self.process_index == (process_index or 0), function)
 
+    def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Function:
+        """A function that only one process of each host runs."""
+        if function is None:
+            return lambda given: self.on_local_process(given, local_process_index)
+        return _only(self.local_process_index == (local_process_index or 0), function)
+
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """This process's part of a list, tuple, mapping of lists or tensor; with padding, the last entry repeats."""

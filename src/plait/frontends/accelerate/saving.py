@@ -53,7 +53,7 @@ def save(own: Belongings, folder: Path) -> None:
     """Write a checkpoint; every rank must call it."""
     on_main(own.world, lambda: _refuse_foreign(folder))
     for engine in own.engines:
-        if engine.pending:
+        if engine.pending and not own.gradients.stepped:
             raise CheckpointError("save_state was called between backward and step: gradients are in no checkpoint")
         engine.agree_on_buffers()
     tensors, packed = own.world.broadcast(_things(own))  # rank 0's, where ranks differ

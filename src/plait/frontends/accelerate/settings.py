@@ -12,11 +12,29 @@ from plait.config import RunConfig, check, parse_sections
 from plait.config.read import read
 from plait.errors import ConfigError, Problem
 from plait.frontends.accelerate.config import translate
-from plait.frontends.accelerate.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradScalerKwargs
+from plait.frontends.accelerate.plugins import (
+    AutocastKwargs,
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ParallelismConfig,
+    TorchDynamoPlugin,
+)
+from plait.frontends.accelerate.profiling import ProfileKwargs
 from plait.frontends.account import Account, Answer, Translation
 
 _DESCRIBED = ("optim", "schedule")
 """What a script may have made as a DeepSpeed configuration describes it: see `dummies`."""
+_HANDLERS = (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+_PLUGINS = (FullyShardedDataParallelPlugin, DeepSpeedPlugin, ParallelismConfig, TorchDynamoPlugin)
 _IDLE = frozenset({"log", "checkpoint", "work_dir", "hooks", "plan"})
 
 
@@ -34,6 +52,8 @@ def build_config(
     A plugin stands over the file; `sections`, in Plait's own words, over both.
     """
     words: dict[str, Any] = dict(read(file)) if file is not None else {}
+    _refuse_strangers("kwargs_handlers", handlers, _HANDLERS)
+    _refuse_strangers("a plugin", plugins, _PLUGINS)
     for plugin in plugins:
         words.update(plugin.as_config())
     if mixed_precision is not None:
@@ -137,6 +157,15 @@ def _scaler(kwargs: GradScalerKwargs) -> dict[str, Any]:
     if problems:
         raise ConfigError(problems)
     return {"initial_power": int(power), "window": kwargs.growth_interval, "hysteresis": 1}
+
+
+def _refuse_strangers(argument: str, given: Sequence[Any], known: tuple[type, ...]) -> None:
+    for each in given:
+        if not isinstance(each, known):
+            name = f"{type(each).__module__}.{type(each).__qualname__}"
+            names = ", ".join(kind.__name__ for kind in known)
+            remedy = f"Take it from plait.frontends.accelerate.utils; there are {names}."
+            raise ConfigError(Problem(argument, f"{name} is not known here", remedy))
 
 
 def _refuse_axes(config: RunConfig) -> None:

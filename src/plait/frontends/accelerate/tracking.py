@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from plait.errors import ConfigError, Problem
 from plait.monitor import Monitor, build_monitor
 from plait.spec import Event, EventKind
 from plait.world import World
+from plait.world.ranks import detect_ranks
 
 _SINKS = ("jsonl", "csv", "tensorboard", "wandb", "html")
 
@@ -35,6 +38,73 @@ def choose_trackers(log_with: Any) -> tuple[list[str], list[Any]]:
             remedy = f"{choose(each, _SINKS, 'tracker')} Or give an object with `log` and `finish`."
             raise ConfigError(Problem("log_with", f"there is no tracker {each!r} here", remedy))
     return list(dict.fromkeys(names)), own
+
+
+def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a tracker that only the main process runs, unless the tracker's `main_process_only` is False."""
+
+    @wraps(function)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "main_process_only", True) and detect_ranks().rank != 0:
+            return None
+        return function(self, *args, **kwargs)
+
+    return run
+
+
+class GeneralTracker:
+    """What trackers of a user's own are made from."""
+
+    main_process_only = True
+    name: str
+    requires_logging_directory: bool
+
+    def __init__(self, _blank: bool = False) -> None:
+        missing = [] if _blank else [each for each in _NEEDED if each not in dir(self)]
+        if missing:
+            raise NotImplementedError(f"{type(self).__name__} needs {' and '.join(missing)}")
+
+    def start(self) -> None:
+        """Called by `init_trackers`."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Called with the `config` of `init_trackers`."""
+
+    def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        """Called with the numbers of a step."""
+
+    def finish(self) -> None:
+        """Called by `end_training`."""
+
+
+_NEEDED = ("name", "requires_logging_directory", "tracker")
+
+
+@dataclass(frozen=True, slots=True)
+class SinkTracker:
+    """One of Plait's sinks, as scripts look at a tracker: by its name, and by what it writes with."""
+
+    name: str
+    sink: Any
+
+    @property
+    def tracker(self) -> Any:
+        """TensorBoard's writer, or wandb's run; for files the sink itself."""
+        return getattr(self.sink, "writer", getattr(self.sink, "run", self.sink))
+
+    @property
+    def writer(self) -> Any:
+        """The same, by TensorBoard's word."""
+        return self.tracker
+
+    @property
+    def run(self) -> Any:
+        """The same, by wandb's word."""
+        return self.tracker
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write numbers of one step."""
+        self.sink.write(Event(EventKind.TRAIN, step or 0, 0, dict(values)))
 
 
 class Trackers:
@@ -67,6 +137,8 @@ class Trackers:
             about = {"title": project_name, "rows": list((config or {}).items()), "config": dict(config or {})}
             self._monitor.emit(Event(EventKind.RUN_START, 0, 0, about))
         for tracker in self._own:
+            if hasattr(tracker, "start"):
+                tracker.start()
             if config is not None and hasattr(tracker, "store_init_configuration"):
                 tracker.store_init_configuration(dict(config))
 
@@ -81,13 +153,20 @@ class Trackers:
         for tracker in self._own:
             tracker.log(dict(values), step=step, **options.get(getattr(tracker, "name", ""), {}))
 
-    def get(self, name: str) -> Any:
-        """The user's own tracker of that name, or the sink."""
-        for tracker in self._own:
-            if getattr(tracker, "name", None) == name:
-                return tracker
+    @property
+    def all(self) -> list[Any]:
+        """The user's own, and on the main process a `SinkTracker` for each sink."""
         sinks = self._monitor.sinks if self._monitor is not None else ()
-        return next((sink for sink in sinks if name in type(sink).__name__.lower()), None)
+        names = ((name, sink) for sink in sinks for name in self._names if name in type(sink).__name__.lower())
+        return [*self._own, *(SinkTracker(name, sink) for name, sink in names)]
+
+    def get(self, name: str, *, unwrap: bool) -> Any:
+        """The tracker of that name, or with `unwrap` what it writes with; elsewhere than on the main process None."""
+        found = next((each for each in self.all if getattr(each, "name", None) == name), None)
+        if found is None and self._world.is_main:
+            names = ", ".join(str(getattr(each, "name", type(each).__name__)) for each in self.all) or "none"
+            raise ValueError(f"there is no tracker {name!r}; there are: {names} (init_trackers opens them)")
+        return found.tracker if unwrap and found is not None and self._world.is_main else found
 
     def finish(self) -> None:
         """Close everything."""

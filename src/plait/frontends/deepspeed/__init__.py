@@ -13,6 +13,7 @@ from plait.frontends.deepspeed.absent import explain_absent_modules, not_offered
 if TYPE_CHECKING:
     from plait.frontends.deepspeed import (
         accelerator,
+        checkpoint,
         checkpointing,
         comm,
         config,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from plait.frontends.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from plait.frontends.deepspeed.pipeline import PipelineEngine
     from plait.frontends.deepspeed.start import add_config_arguments, initialize
-    from plait.frontends.deepspeed.utils import OnDevice
+    from plait.frontends.deepspeed.utils import OnDevice, log_dist, logger
 
 __version__ = "0.19.8+plait"
 """The DeepSpeed whose API this is."""
@@ -49,9 +50,12 @@ _HOMES = {
     "init_distributed": "comm",
     "init_inference": "inference",
     "initialize": "start",
+    "log_dist": "utils",
+    "logger": "utils",
 }
 _MODULES = (
     "accelerator",
+    "checkpoint",
     "checkpointing",
     "comm",
     "config",
@@ -74,6 +78,7 @@ __all__ = [
     "__version__",
     "accelerator",
     "add_config_arguments",
+    "checkpoint",
     "checkpointing",
     "comm",
     "config",
@@ -81,6 +86,8 @@ __all__ = [
     "init_distributed",
     "init_inference",
     "initialize",
+    "log_dist",
+    "logger",
     "moe",
     "ops",
     "pipe",
@@ -95,8 +102,8 @@ explain_absent_modules()
 
 def __getattr__(name: str) -> Any:
     # Loaded when asked for: a configuration can be translated without loading torch.
-    if name in _MODULES:
-        return import_module(f"{__name__}.{name}")
+    if name in (*_MODULES, "dist"):  # which is another word for `comm`
+        return import_module(f"{__name__}.{'comm' if name == 'dist' else name}")
     if name not in _HOMES:
         raise not_offered(__name__, name)
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

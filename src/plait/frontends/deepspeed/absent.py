@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from importlib.abc import MetaPathFinder
+from plait.frontends.absent import Absent
 
-_HOME = "plait.frontends.deepspeed"
 _INSTEAD = {
     "DeepSpeedTransformerLayer": "torch's own attention is fused; use the model as it is",
     "DeepSpeedTransformerConfig": "torch's own attention is fused; use the model as it is",
@@ -22,38 +20,6 @@ _INSTEAD = {
     "linear": "LoRA models of peft train as they are",
 }
 
-
-def not_offered(module: str, name: str) -> AttributeError:
-    """The error for a name that a module here does not have."""
-    return AttributeError(_words(_short(module), name))
-
-
-class AbsentModules(MetaPathFinder):
-    """Says the same of a module that is not here, in `import deepspeed.x` and in `from deepspeed import x`.
-
-    Stands behind all other finders, so that it is asked only for what nobody has found. Without it Python's own message
-    would come: a module's `__getattr__` is not asked for modules, and `from … import` drops what it says.
-    """
-
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
-        """Raise for a name below this package; all others are none of its business."""
-        if fullname.startswith(f"{_HOME}."):
-            module, _, name = _short(fullname).rpartition(".")
-            # Python swallows an error with the very name it asked for, and would then speak itself.
-            raise ModuleNotFoundError(_words(module, name), name=_short(fullname))
-
-
-def explain_absent_modules() -> None:
-    """Once for a process."""
-    if not any(isinstance(finder, AbsentModules) for finder in sys.meta_path):
-        sys.meta_path.append(AbsentModules())
-
-
-def _short(module: str) -> str:
-    """As DeepSpeed's own scripts write it."""
-    return module.replace(_HOME, "deepspeed", 1)
-
-
-def _words(module: str, name: str) -> str:
-    instead = f": {_INSTEAD[name]}" if name in _INSTEAD else "; docs/deepspeed-api.md lists what is"
-    return f"{module}.{name} is not offered by Plait's DeepSpeed front end{instead}"
+_ABSENT = Absent("plait.frontends.deepspeed", "deepspeed", "DeepSpeed", "docs/deepspeed-api.md", _INSTEAD)
+not_offered = _ABSENT.not_offered
+explain_absent_modules = _ABSENT.explain_modules

@@ -74,6 +74,14 @@ class Accelerator:
         """The most there have been."""
         return 0 if self._name == "cpu" else int(self._module.max_memory_allocated(device_index))
 
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Bytes that torch holds of the device, for tensors that are there and for later ones."""
+        return 0 if self._name == "cpu" else int(self._module.memory_reserved(device_index))
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """The most there have been."""
+        return 0 if self._name == "cpu" else int(self._module.max_memory_reserved(device_index))
+
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         """Let `max_memory_allocated` begin anew."""
         if self._name != "cpu":

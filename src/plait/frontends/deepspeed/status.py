@@ -21,3 +21,8 @@ def note(param: Tensor, number: int, status: ZeroParamStatus) -> None:
     noted: Any = param
     noted.ds_id, noted.ds_status = number, status
     noted.ds_shape, noted.ds_numel = param.shape, param.numel()
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether a parameter has DeepSpeed's notes: each rank holds a part of it."""
+    return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")

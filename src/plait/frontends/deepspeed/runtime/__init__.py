@@ -7,7 +7,7 @@ from typing import Any
 
 from plait.frontends.deepspeed.absent import not_offered
 
-_MODULES = ("dataloader", "engine", "lr_schedules", "pipe", "zero")
+_MODULES = ("activation_checkpointing", "dataloader", "engine", "lr_schedules", "pipe", "utils", "zero")
 
 
 def __getattr__(name: str) -> Any:

@@ -16,18 +16,28 @@ from plait.errors import ModelError
 from plait.frontends.deepspeed.absent import not_offered
 from plait.frontends.deepspeed.link import Link, link_of, set_wholes, whole
 from plait.frontends.deepspeed.loader import RepeatingLoader
+from plait.frontends.deepspeed.utils.z3_leaf_module import (
+    get_z3_leaf_modules,
+    set_z3_leaf_modules,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+)
 from plait.parallel.materialize import assign_whole
 from plait.strategy import ManualEngine
 
 __all__ = [
     "OnDevice",
     "RepeatingLoader",
+    "get_z3_leaf_modules",
     "log_dist",
     "logger",
     "safe_get_full_fp32_param",
     "safe_get_full_optimizer_state",
     "safe_set_full_fp32_param",
     "safe_set_full_optimizer_state",
+    "set_z3_leaf_modules",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
 ]
 
 logger = logging.getLogger("plait.deepspeed")

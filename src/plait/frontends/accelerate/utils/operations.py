@@ -1,93 +1,37 @@
-"""`accelerate.utils`: the functions and classes that scripts take from there."""
+"""`accelerate.utils.operations`: what is done to nested tensors, and what ranks tell each other."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, wraps
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from plait.config import Layout
-from plait.frontends.accelerate.dummies import DummyOptim, DummyScheduler
 from plait.frontends.accelerate.gather import Gatherer
-from plait.frontends.accelerate.memory import find_executable_batch_size
-from plait.frontends.accelerate.plugins import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DeepSpeedPlugin,
-    DistributedDataParallelKwargs,
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    ParallelismConfig,
-    ProjectConfiguration,
-    TorchDynamoPlugin,
-)
-from plait.frontends.accelerate.prepared import apply
+from plait.frontends.accelerate.prepared import apply, apply_to_all, in_fp32
 from plait.world import World
 from plait.world.ranks import Ranks
 from plait.world.world import make_mesh
 
-__all__ = [
-    "AutocastKwargs",
-    "DataLoaderConfiguration",
-    "DeepSpeedPlugin",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "DummyOptim",
-    "DummyScheduler",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "ParallelismConfig",
-    "ProjectConfiguration",
-    "TorchDynamoPlugin",
-    "broadcast",
-    "broadcast_object_list",
-    "find_executable_batch_size",
-    "gather",
-    "gather_object",
-    "pad_across_processes",
-    "reduce",
-    "send_to_device",
-    "set_seed",
-    "wait_for_everyone",
-]
 
-
-def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed Python, NumPy and torch; `device_specific`: another seed on every rank."""
-    if device_specific and dist.is_initialized():
-        seed += dist.get_rank()
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
-
-
-def gather_object(value: Any) -> list[Any]:
+def gather_object(object: Any) -> list[Any]:
     """Every rank's list of objects, as one list."""
     if not dist.is_initialized():
-        return list(value)
+        return list(object)
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, value)
+    dist.all_gather_object(parts, object)
     return [each for part in parts for each in part]
 
 
-def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any]:
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """One rank's objects, in the places of everybody's."""
     if dist.is_initialized():
-        dist.broadcast_object_list(objects, src=from_process)
-    return objects
+        dist.broadcast_object_list(object_list, src=from_process)
+    return object_list
 
 
 # ---- tensors of all ranks; with axes other than data, an `Accelerator` knows more: it takes one of each that are equal
@@ -133,10 +77,66 @@ def send_to_device(
     return apply(lambda part: part.to(device, non_blocking=non_blocking), tensor)
 
 
-def wait_for_everyone() -> None:
-    """Wait until every rank is here."""
-    if dist.is_initialized():
-        dist.barrier()
+# ---- on this rank alone
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = torch.is_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """`func(part, *args, **kwargs)` for every tensor, or what `test_type` takes, in nested lists and mappings."""
+
+    def one(part: Any) -> Any:
+        if test_type(part):
+            return func(part, *args, **kwargs)
+        if error_on_other_type:
+            raise TypeError(f"{type(part).__name__} is nothing that {func.__name__} can be applied to")
+        return part
+
+    return apply_to_all(one, data)
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Nested tensors of 16 bits as fp32; everything else as it is."""
+    return in_fp32(tensor)
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward whose answers of 16 bits are fp32."""
+
+    @wraps(model_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return in_fp32(model_forward(*args, **kwargs))
+
+    return forward
+
+
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+    """Equally nested tensors, joined part by part."""
+    first = data[0]
+    if isinstance(first, Mapping):
+        joined = {key: concatenate([each[key] for each in data], dim) for key in first}
+        return type(first)(joined)  # type: ignore[call-arg]
+    if isinstance(first, (list, tuple)):
+        return type(first)(concatenate([each[i] for each in data], dim) for i in range(len(first)))
+    return torch.cat(list(data), dim=dim)
+
+
+def find_batch_size(data: Any) -> int | None:
+    """The length of the first tensor in nested ones."""
+    if isinstance(data, Tensor):
+        return data.shape[0]
+    parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
+    return next((size for part in parts if (size := find_batch_size(part)) is not None), None)
+
+
+def listify(data: Any) -> Any:
+    """Nested tensors as lists of numbers."""
+    return apply(lambda part: part.detach().cpu().tolist(), data)
 
 
 def _everyone() -> Gatherer:

@@ -1,0 +1,36 @@
+"""What is said of a name of Accelerate that is not offered here."""
+
+from __future__ import annotations
+
+from plait.frontends.absent import Absent
+
+_WHOLE = "models for inference alone are loaded and placed with transformers or with Accelerate itself"
+_LAUNCH = "start the script with `plait launch` or torchrun; one process needs no launcher"
+_PRECISION = "Accelerator(sections={'precision': 'fp8'}) has products in 8 bits"
+_INSTEAD = {
+    **dict.fromkeys(
+        (
+            "big_modeling",
+            "cpu_offload",
+            "dispatch_model",
+            "disk_offload",
+            "infer_auto_device_map",
+            "init_empty_weights",
+            "init_on_device",
+            "load_checkpoint_and_dispatch",
+            "load_checkpoint_in_model",
+        ),
+        _WHOLE,
+    ),
+    **dict.fromkeys(("debug_launcher", "launchers", "notebook_launcher"), _LAUNCH),
+    **dict.fromkeys(("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs"), _PRECISION),
+    "GradientState": "an Accelerator has one of its own, `accelerator.gradient_state`",
+    "MegatronLMPlugin": "write `megatron_lm_config` in the file of Accelerator(config_file=…), or `strategy.layout`",
+    "inference": "`strategy.layout.pp` with `plait train` has stages",
+    "local_sgd": "gradients are summed in every step; `gradient_accumulation_steps` makes them fewer",
+    "prepare_pippy": "`strategy.layout.pp` with `plait train` has stages",
+}
+
+_ABSENT = Absent("plait.frontends.accelerate", "accelerate", "Accelerate", "docs/accelerate.md", _INSTEAD)
+not_offered = _ABSENT.not_offered
+explain_absent_modules = _ABSENT.explain_modules

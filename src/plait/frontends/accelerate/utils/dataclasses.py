@@ -1,0 +1,84 @@
+"""`accelerate.utils.dataclasses`: plugins, handlers, and the words that they know."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from plait.frontends.accelerate.plugins import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ParallelismConfig,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from plait.frontends.accelerate.profiling import ProfileKwargs
+
+__all__ = [
+    "AutocastKwargs",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "DynamoBackend",
+    "FullyShardedDataParallelPlugin",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "LoggerType",
+    "ParallelismConfig",
+    "PrecisionType",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "RNGType",
+    "TorchDynamoPlugin",
+]
+
+
+class _Words(StrEnum):
+    @classmethod
+    def list(cls) -> list[str]:
+        """All of them."""
+        return [each.value for each in cls]
+
+
+class PrecisionType(_Words):
+    """What `mixed_precision` may be."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class LoggerType(_Words):
+    """What `log_with` may be, of the names that Accelerate has."""
+
+    ALL = "all"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+
+
+class RNGType(_Words):
+    """What `rng_types` may be."""
+
+    TORCH = "torch"
+    CUDA = "cuda"
+    GENERATOR = "generator"
+
+
+class DynamoBackend(_Words):
+    """What `dynamo_backend` may be."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    CUDAGRAPHS = "CUDAGRAPHS"

@@ -1,0 +1,44 @@
+"""`accelerate.utils.other`: wrappers taken off, files written once, ranks waited for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from plait.frontends.accelerate.prepared import PreparedModel
+from plait.frontends.accelerate.weights import write_object
+from plait.world.ranks import detect_ranks
+
+
+def wait_for_everyone() -> None:
+    """Wait until every rank is here."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> nn.Module:
+    """The model itself, without what `prepare`, torch or a compiler put around it."""
+    while isinstance(model, (PreparedModel, nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        model = model.module
+    if not keep_torch_compile and is_compiled_module(model):
+        inner: nn.Module = model._orig_mod  # type: ignore[assignment]
+        return inner
+    return model
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether `torch.compile` made it."""
+    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def save(obj: Any, f: str | Path, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+    """Write an object from the main process, or from the first one of each host."""
+    ranks = detect_ranks()
+    if (ranks.local_rank if save_on_each_node else ranks.rank) == 0:
+        write_object(obj, Path(f), safe=safe_serialization)

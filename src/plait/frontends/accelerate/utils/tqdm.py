@@ -1,0 +1,19 @@
+"""`accelerate.utils.tqdm`: a progress bar on the first process of each host alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from plait.errors import MissingExtraError
+from plait.world.ranks import detect_ranks
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """tqdm's bar; elsewhere than on the first process of a host it counts and shows nothing."""
+    try:
+        from tqdm.auto import tqdm as bar  # type: ignore[import-untyped]
+    except ImportError as missing:
+        raise MissingExtraError("tqdm", "accelerate.utils.tqdm", "hf") from missing
+    if main_process_only and detect_ranks().local_rank != 0:
+        kwargs["disable"] = True
+    return bar(*args, **kwargs)

@@ -1,0 +1,31 @@
+"""`accelerate.utils.versions`: whether a package is new enough."""
+
+from __future__ import annotations
+
+import operator
+from importlib import metadata
+
+from torch.torch_version import TorchVersion
+
+_OPERATIONS = {
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">=": operator.ge,
+    ">": operator.gt,
+}
+
+
+def compare_versions(library_or_version: object, operation: str, requirement_version: str) -> bool:
+    """Compare a `Version`, or that of a package by its name, as in `compare_versions("torch", ">=", "2.4")`."""
+    if operation not in _OPERATIONS:
+        raise ValueError(f"{operation!r} compares nothing: write one of {', '.join(_OPERATIONS)}")
+    given = library_or_version
+    version = TorchVersion(metadata.version(given) if type(given) is str else str(given))
+    return bool(_OPERATIONS[operation](version, requirement_version))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Compare torch's version."""
+    return compare_versions("torch", operation, version)

@@ -1,0 +1,5 @@
+"""`deepspeed.checkpoint`."""
+
+from plait.frontends.deepspeed.checkpoint import utils
+
+__all__ = ["utils"]

@@ -1,0 +1,5 @@
+"""`deepspeed.runtime.activation_checkpointing`."""
+
+from plait.frontends.deepspeed import checkpointing
+
+__all__ = ["checkpointing"]
