@@ -62,7 +62,6 @@ class EngineFacts(Around):
         self._updated = False
         """Whether the last `step` was to change weights."""
         self._saver = Saver(parts.native, parts.config.checkpoint)
-        self.tput_timer = progress.EpochCounter()
         self._clock = progress.Clock(world.device) if parts.raw.get("wall_clock_breakdown") else None
         self._every = parts.raw.get("steps_per_print")
         self.tput_timer = ThroughputTimer()

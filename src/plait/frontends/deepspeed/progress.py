@@ -48,17 +48,6 @@ class Clock:
         return lines
 
 
-class EpochCounter:
-    """`engine.tput_timer`, as far as scripts use it: DeepSpeed-Chat's tell it when an epoch is over."""
-
-    def __init__(self) -> None:
-        self.epoch_count = 0
-
-    def update_epoch_count(self) -> None:
-        """One more is over."""
-        self.epoch_count += 1
-
-
 def _line(times: Mapping[str, float]) -> str:
     return " | ".join(["time (ms)", *(f"{name}: {took:.2f}" for name, took in times.items())])
 
