@@ -456,7 +456,7 @@ def test_a_script_runs_with_the_words_of_the_deepspeed_command(tmp_path: Path, w
     command = [
         sys.executable,
         "-m",
-        "plait.cli.main",
+        "plait",
         "launch",
         "--nproc_per_node",
         "2",

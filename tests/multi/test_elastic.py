@@ -17,7 +17,7 @@ import pytest
 from tests.multi import hosts as rig
 from tests.multi import victim
 
-PLAIT = [sys.executable, "-m", "plait.cli.main", "launch", "--elastic_training"]
+PLAIT = [sys.executable, "-m", "plait", "launch", "--elastic_training"]
 VICTIM = str(Path(__file__).with_name("victim.py"))
 MARKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC", "PLAIT_")
 STEPS = 20

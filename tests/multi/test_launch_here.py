@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-PLAIT = [sys.executable, "-m", "plait.cli.main", "launch"]
+PLAIT = [sys.executable, "-m", "plait", "launch"]
 SUM = """
 import json, os, pathlib, sys
 import torch
@@ -101,7 +101,7 @@ def test_the_pid_is_left_while_it_runs(work: Path) -> None:
 
 @pytest.mark.parametrize("words", [["launch", "--nproc_per_node", "1", "--no_python", "true"], ["doctor"]], ids=str)
 def test_neither_launcher_nor_doctor_loads_torch(work: Path, words: list[str]) -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "plait.cli.main", *words]
+    command = [sys.executable, "-X", "importtime", "-m", "plait", *words]
     done = subprocess.run(command, cwd=work, env=clean(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
@@ -123,7 +123,7 @@ def test_autotuning_of_a_described_run_reaches_the_tuner(work: Path) -> None:
 
 
 def test_the_report_of_the_machine_has_a_verdict_on_each_line() -> None:
-    command = [sys.executable, "-m", "plait.cli.main", "doctor", "--json"]
+    command = [sys.executable, "-m", "plait", "doctor", "--json"]
     lines = json.loads(subprocess.check_output(command, text=True, timeout=240))
     found = {line["name"]: line for line in lines}
     assert {"plait", "python", "torch", "gloo", "nccl", "memory", "open files", "deepspeed"} <= found.keys()

@@ -20,7 +20,7 @@ from tests.multi.hosts import Hosts
 
 REASON = rig.missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-PLAIT = [sys.executable, "-m", "plait.cli.main", "launch"]
+PLAIT = [sys.executable, "-m", "plait", "launch"]
 
 SUM = """
 import json, os, pathlib, sys

@@ -17,7 +17,7 @@ from tests.multi import slurm as rig
 
 REASON = rig.missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-PLAIT = [sys.executable, "-m", "plait.cli.main", "launch", "--launcher", "slurm"]
+PLAIT = [sys.executable, "-m", "plait", "launch", "--launcher", "slurm"]
 
 SUM = """
 import json, os, pathlib, sys

@@ -51,7 +51,7 @@ work_dir: {name}
 def train(folder: Path, name: str, room: int, ranks: int) -> subprocess.CompletedProcess[str]:
     (folder / "parts.py").write_text(PARTS)
     (folder / f"{name}.yaml").write_text(RUN.format(room=room, name=name))
-    words = [sys.executable, "-m", "plait.cli.main", "train", f"{name}.yaml", "--nproc", str(ranks)]
+    words = [sys.executable, "-m", "plait", "train", f"{name}.yaml", "--nproc", str(ranks)]
     env = {key: value for key, value in os.environ.items() if not key.startswith(MARKS)} | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
 

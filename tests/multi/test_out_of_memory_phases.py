@@ -77,7 +77,7 @@ def test_the_losses_are_those_of_a_device_with_more_room(tmp_path: Path, phase: 
     (tmp_path / "room.py").write_text(ROOM)
     full = {"work_dir": "small", "hooks": [{"type": "import", "target": "room:Room", "args": room}]}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**described, **full}))
-    words = [sys.executable, "-m", "plait.cli.main", phase, "run.yaml", "--nproc", str(ranks)]
+    words = [sys.executable, "-m", "plait", phase, "run.yaml", "--nproc", str(ranks)]
     env = {key: value for key, value in os.environ.items() if not key.startswith(MARKS)} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr

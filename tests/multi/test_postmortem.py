@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-PLAIT = [sys.executable, "-m", "plait.cli.main", "launch"]
+PLAIT = [sys.executable, "-m", "plait", "launch"]
 VICTIM = str(Path(__file__).with_name("victim.py"))
 MARKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC", "PLAIT_")
 

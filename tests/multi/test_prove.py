@@ -247,7 +247,7 @@ def test_the_command_certifies_a_model_of_ones_own(tmp_path: Path, bug: bool) ->
     sections = {**describe(tmp_path), "strategy": "ddp", "optim": {"type": "SGD", "lr": 0.1}}
     sections["model"] = {"type": "import", "target": "own_net:make", "args": {"bug": bug}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(sections))
-    command = [sys.executable, "-m", "plait.cli.main", "prove", "run.yaml", "--steps", "2", "--out", "proof"]
+    command = [sys.executable, "-m", "plait", "prove", "run.yaml", "--steps", "2", "--out", "proof"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert ended.returncode == int(bug), ended.stdout + ended.stderr
     found = json.loads((tmp_path / "proof" / "certificate.json").read_text())

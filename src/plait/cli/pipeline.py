@@ -164,7 +164,7 @@ def _place(asked: Asked) -> tuple[int, int, Start]:
         raise ConfigError(Problem("--deployment-type", message, "Give one of them."))
     if hostfile is None:
         count = _count(nproc or (steps.nproc if said else None) or "1")
-        return count, count, lambda command: run_here([sys.executable, "-m", "plait.cli.main", *command], count)
+        return count, count, lambda command: run_here([sys.executable, "-m", "plait", *command], count)
     from plait.launch.hostfile import read_hostfile
 
     slots = [len(each) for each in read_hostfile(Path(hostfile)).values()]
@@ -175,7 +175,7 @@ def _on_hosts(hostfile: str, command: list[str]) -> int:
     from plait.cli.launch import launch
 
     try:
-        launch(["--hostfile", hostfile, "--module", "plait.cli.main", *command])
+        launch(["--hostfile", hostfile, "--module", "plait", *command])
     except SystemExit as ended:
         return int(ended.code or 0)
     return 0

@@ -25,7 +25,7 @@ def run_phase(phase: str, config: str, overrides: Sequence[str], *, nproc: str, 
         return
     _look_for_files(parsed)
     if count > 1:
-        command = [sys.executable, "-m", "plait.cli.main", phase, config, *overrides]
+        command = [sys.executable, "-m", "plait", phase, config, *overrides]
         sys.exit(run_here(command, count))
     else:
         _run(parsed, [phase, config, *overrides])

@@ -41,7 +41,7 @@ def profile(config: str, overrides: Sequence[str], *, steps: int | None, nproc: 
     count = _count(nproc)
     _check(parse(config, words), launched_size() or count)
     if count > 1:
-        command = [sys.executable, "-m", "plait.cli.main", "profile", config, *overrides]
+        command = [sys.executable, "-m", "plait", "profile", config, *overrides]
         command += ["--out", folder, *([] if steps is None else ["--steps", str(steps)])]
         sys.exit(run_ranks(command, count))
     _run(config, words, wanted)

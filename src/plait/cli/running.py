@@ -58,5 +58,5 @@ def _smaller_if_full(runner: Runner, words: Sequence[str]) -> Iterator[None]:
             raise
         ranks, reason = runner.world.ranks, str(error).partition(".")[0]
     runner.close()
-    command = [sys.executable, "-m", "plait.cli.main", *words]
+    command = [sys.executable, "-m", "plait", *words]
     become_smaller(command, attempt=ranks.attempt, split=ranks.split, why=reason)

@@ -44,7 +44,7 @@ def train(
     if dry_run:
         _show(parsed)
     elif count > 1:
-        command = [sys.executable, "-m", "plait.cli.main", "train", config, *overrides]
+        command = [sys.executable, "-m", "plait", "train", config, *overrides]
         sys.exit(run_here(command, count))
     else:
         _run(config, overrides)

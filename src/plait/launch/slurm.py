@@ -79,7 +79,7 @@ def batch_file(options: Options, words: Sequence[str], environment: Mapping[str,
     lines += ["", f"cd {shlex.quote(str(Path.cwd()))} || exit 1"]
     lines += [f"export {key}={shlex.quote(value)}" for key, value in environment.items()]
     again = without(words, "launcher_args", "dry_run")  # the first are sbatch's, not srun's
-    lines += [f"exec {shlex.join([sys.executable, '-m', 'plait.cli.main', 'launch', *again])}"]
+    lines += [f"exec {shlex.join([sys.executable, '-m', 'plait', 'launch', *again])}"]
     return "\n".join(lines) + "\n"
 
 

@@ -12,6 +12,8 @@ from plait.spec.phase import Phase
 EVERY_S = 1.0
 _OFFSET_S = 0.125
 """Ranks look at their collectives on quarters of a second; this is well between two of those."""
+_LONGEST_LOOK_S = 3.0
+"""What counts at most of the time between two looks: ranks that slept meanwhile, as laptops do, did not wait."""
 _MARGIN, _MOST_MARGIN_S = 0.2, 10.0
 """A hang is told so much before the collective would time out: while all ranks are there to be asked."""
 
@@ -31,6 +33,9 @@ class Watch:
         self._late: deque[tuple[int, Phase] | None] = deque(maxlen=window)
         self._told: set[int] = set()
         self._next = 0.0
+        self._looked: float | None = None
+        self._waits: dict[int, tuple[tuple[float, int], float]] = {}
+        """Of each rank that waits: since when, by its own clock and count, and how many seconds were seen of it."""
 
     def due(self) -> bool:
         """Whether it is time for another look, once a second."""
@@ -41,12 +46,25 @@ class Watch:
         return True
 
     def hangs(self) -> bool:
-        """Whether a rank has waited so long in a collective that it is soon to give up."""
-        return any(
-            record.evidence.waiting_s > _patience(record.evidence.beat.timeout_s)
-            for record in self._records
-            if record.running and record.evidence.beat is not None
-        )
+        """Whether a rank has waited so long in a collective that it is soon to give up. Call it once a look.
+
+        What was seen of a wait is added up, look by look: by the clock alone, one that is set forward, or a machine
+        that was asleep, would end runs in which nobody waits for anybody.
+        """
+        now = time.monotonic()
+        passed = float("inf") if self._looked is None else min(now - self._looked, _LONGEST_LOOK_S)
+        self._looked, before, self._waits = now, self._waits, {}
+        hung = False
+        for record in self._records:
+            beat = record.evidence.beat
+            if not record.running or beat is None or not beat.pending:
+                continue
+            since = (beat.called, beat.count)
+            earlier, seconds = before.get(record.place.rank, (None, 0.0))
+            seen = seconds + passed if earlier == since else min(record.evidence.waiting_s, passed)
+            self._waits[record.place.rank] = since, seen
+            hung |= seen > _patience(beat.timeout_s)
+        return hung
 
     def straggler(self) -> str | None:
         """A sentence about a rank that the others wait for all the time; once for each. Call it once a look."""

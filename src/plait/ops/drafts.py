@@ -38,6 +38,16 @@ def drafting(target: Path) -> Iterator[Path]:
             os.close(lock)
 
 
+def write_whole(target: Path, text: str) -> None:
+    """Write a file: after a crash, or where the disk is full, it is there as it was, or as it is now."""
+    with drafting(target) as draft:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(target)
+
+
 def _make(target: Path) -> tuple[Path, int | None]:
     """A new folder, and the lock on it."""
     while True:

@@ -12,6 +12,7 @@ from torch import nn
 
 from plait.config.layout import Layout
 from plait.config.strategy import StrategyConfig
+from plait.ops.drafts import write_whole
 from plait.world import World
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def describe_run(runner: Runner) -> dict[str, Any]:
 def write_report(path: Path, ended: dict[str, Any]) -> str | None:
     """Keep how a run ended beside its log. What went wrong is returned: the run's own end is of more weight."""
     try:
-        path.write_text(json.dumps(ended, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(ended, indent=1) + "\n")
     except OSError as error:
         return f"{path.name} was not written: {error.strerror}"
     return None

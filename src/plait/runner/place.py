@@ -13,6 +13,7 @@ from typing import TextIO
 
 from plait.config import RunConfig, to_yaml
 from plait.errors import ConfigError, Problem
+from plait.ops.drafts import write_whole
 
 _MARK = ".running"
 """Who writes here now: host and process. Gone when the run has ended; without a lock, a kill has left it."""
@@ -52,7 +53,7 @@ class WorkDir:
                 mark.write(f"{socket.gethostname()} {os.getpid()}")
                 mark.flush()
                 self._mark = mark
-            (self.path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+            write_whole(self.path / "config.yaml", to_yaml(config))
 
     def let_go(self) -> None:
         """Let others write here."""

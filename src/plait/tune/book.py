@@ -14,7 +14,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -23,6 +22,7 @@ from typing import Any
 
 from plait.config import RunConfig, to_dict
 from plait.errors import ConfigError, Problem
+from plait.ops.drafts import write_whole
 from plait.plan.candidate import Candidate
 from plait.tune.config import TuneConfig
 from plait.tune.trial import Outcome
@@ -89,8 +89,8 @@ class Book:
         lines = [
             json.dumps({"settings": dict(r.settings), **asdict(r.outcome), "value": r.value}) for r in self.records
         ]
-        replace_file(self.folder / "results.jsonl", "".join(f"{line}\n" for line in lines))
-        replace_file(self.folder / "results.csv", self._table())
+        write_whole(self.folder / "results.jsonl", "".join(f"{line}\n" for line in lines))
+        write_whole(self.folder / "results.csv", self._table())
 
     @property
     def best(self) -> Record | None:
@@ -117,23 +117,13 @@ class Book:
         wanted = json.loads(json.dumps({"run": to_dict(run), **{name: getattr(tune, name) for name in names}}))
         path = self.folder / "search.json"
         if not path.exists():
-            replace_file(path, json.dumps(wanted, indent=1))
+            write_whole(path, json.dumps(wanted, indent=1))
             return
         found = json.loads(path.read_text(encoding="utf-8"))
         if changed := [name for name in wanted if wanted[name] != found.get(name)]:
             what = [f"another {n} ({found.get(n)}, now {wanted[n]})" if n != "run" else "another run" for n in changed]
             remedy = "Give another folder with --out, or --fresh to throw these results away."
             raise ConfigError(Problem("--out", f"{self.folder} has results of {' and '.join(what)}", remedy))
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file as a whole: after a crash it is there as it was, or as it is now."""
-    beside = path.with_name(f".{path.name}.new")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
 
 
 def _read(path: Path) -> list[Record]:

@@ -11,9 +11,10 @@ from pathlib import Path
 from plait.config import RunConfig, parse, to_yaml
 from plait.config.words import counted
 from plait.errors import ConfigError, Problem, TrainingError, in_one_line
+from plait.ops.drafts import write_whole
 from plait.plan.candidate import Candidate
 from plait.plan.space import candidates
-from plait.tune.book import Book, Record, replace_file
+from plait.tune.book import Book, Record
 from plait.tune.config import TuneConfig
 from plait.tune.legal import check_run, effective
 from plait.tune.order import Rank, in_order, rank_by_rule, space_of
@@ -147,4 +148,4 @@ def _write_best(book: Book, source: str, overrides: Sequence[str], record: Recor
     text = to_yaml(parse(source, [*overrides, *candidate.overrides]).config)
     head = [f"# {Path(source).name}, with the best settings that `plait tune` measured: {_told(record.outcome)}"]
     head += [f"#   {each}" for each in chosen] or ["#   (as it was written)"]
-    replace_file(book.folder / "best.yaml", "\n".join([*head, "", text]))
+    write_whole(book.folder / "best.yaml", "\n".join([*head, "", text]))

@@ -68,7 +68,7 @@ def run_trial(
     folder.mkdir(parents=True)
     changes = measuring(run, tune, folder / "run")
     # What a trial takes is measured, not foretold.
-    command = [sys.executable, "-m", "plait.cli.main", "train", source, *overrides, *changes, "plan.gate=off"]
+    command = [sys.executable, "-m", "plait", "train", source, *overrides, *changes, "plan.gate=off"]
     command += ["--nproc", str(tune.nproc)]
     start = time.monotonic()
     with (folder / "log.txt").open("wb") as log:

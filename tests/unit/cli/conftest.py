@@ -35,7 +35,7 @@ class Place:
     def command(self, *arguments: str) -> list[str]:
         """The installed command, as a user would type it."""
         installed = Path(sys.executable).with_name("plait")
-        start = [str(installed)] if installed.exists() else [sys.executable, "-m", "plait.cli.main"]
+        start = [str(installed)] if installed.exists() else [sys.executable, "-m", "plait"]
         return [*start, *arguments]
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -226,7 +226,7 @@ def test_a_terminal_shows_a_bar(tmp_path: Path) -> None:
 
     path = write_torch_file(tmp_path / "all.pt", {"model.w": torch.zeros(512, 1024)})
     main_end, their_end = pty.openpty()
-    command = [sys.executable, "-m", "plait.cli.main", "convert", str(path), str(tmp_path / "out"), "--to", "plait"]
+    command = [sys.executable, "-m", "plait", "convert", str(path), str(tmp_path / "out"), "--to", "plait"]
     ended = subprocess.run(command, stderr=their_end, stdout=subprocess.PIPE, text=True, timeout=120)
     os.close(their_end)
     shown = os.read(main_end, 65536).decode()

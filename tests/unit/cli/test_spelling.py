@@ -18,7 +18,7 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
 
 
 def plait(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "plait.cli.main", *words]
+    command = [sys.executable, "-m", "plait", *words]
     return subprocess.run(command, cwd=folder, env={**os.environ, **environment}, capture_output=True, timeout=240)
 
 

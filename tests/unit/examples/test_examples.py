@@ -71,7 +71,7 @@ def test_cifar_resnet_trains_validates_and_saves(tmp_path: Path) -> None:
 
 def test_gpt_trains_on_a_folder_of_texts(tmp_path: Path, texts: Path) -> None:
     settings = [*small(texts, 300), "train.max_steps=3", "train.val_every=3", "batch.total=2"]
-    output = run("-m", "plait.cli.main", "train", EXAMPLES / "gpt.yaml", *settings, folder=tmp_path)
+    output = run("-m", "plait", "train", EXAMPLES / "gpt.yaml", *settings, folder=tmp_path)
     assert len(losses(output)) == 4
     assert (tmp_path / "runs" / "gpt" / "report.html").is_file()
 
@@ -79,5 +79,5 @@ def test_gpt_trains_on_a_folder_of_texts(tmp_path: Path, texts: Path) -> None:
 def test_hf_finetune_trains_an_unedited_transformers_model(tmp_path: Path, texts: Path) -> None:
     pytest.importorskip("transformers")
     settings = [*small(texts, 300), "train.max_steps=2", "batch.total=2", "plan=off"]
-    output = run("-m", "plait.cli.main", "train", EXAMPLES / "hf_finetune.yaml", *settings, folder=tmp_path)
+    output = run("-m", "plait", "train", EXAMPLES / "hf_finetune.yaml", *settings, folder=tmp_path)
     assert len(losses(output)) == 3

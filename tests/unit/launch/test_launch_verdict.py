@@ -218,6 +218,30 @@ def test_a_hang_is_seen_shortly_before_the_collective_gives_up(waits_s: float, h
     assert Watch(found).hangs() == hangs
 
 
+def test_a_wait_is_added_up_look_by_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ranks(1)
+    beat(found[0], waits_s=0.5)
+    watch, said = Watch(found), []
+    for second in range(92):
+        monkeypatch.setattr(time, "monotonic", lambda at=500.0 + second: at)
+        said.append(watch.hangs())
+    assert said == [False] * 90 + [True] * 2
+    beat(found[0], waits_s=0.1)  # in another one
+    assert not watch.hangs()
+
+
+def test_neither_a_clock_set_forward_nor_a_sleep_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ranks(1)
+    beat(found[0], waits_s=0.2)
+    watch = Watch(found)
+    assert not watch.hangs()
+    found[0].evidence.at += 7200
+    assert not watch.hangs()
+    later = time.monotonic() + 7200
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert not watch.hangs()
+
+
 def test_a_clock_that_is_set_back_stops_no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1_000_000.0
     monkeypatch.setattr(time, "time", lambda: now)

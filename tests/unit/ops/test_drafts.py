@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from plait.ops.drafts import drafting
+from plait.ops.drafts import drafting, write_whole
 
 
 def _write(target: Path, ready: Any, go_on: Any, *, folder: bool) -> None:
@@ -73,3 +73,12 @@ def test_hidden_files_and_folders_of_others_stay(tmp_path: Path) -> None:
     with drafting(tmp_path / "target"):
         pass
     assert set(tmp_path.iterdir()) == before
+
+
+def test_a_file_keeps_its_old_contents_where_the_new_ones_cannot_be_written(tmp_path: Path) -> None:
+    target = tmp_path / "report.json"
+    write_whole(target, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(target, "new \ud800")
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]

@@ -121,7 +121,7 @@ def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(tmp_path: Path) 
     description = describe(tmp_path / "run", 1000, grpo={"group": 2, "epochs": 3}, checkpoint={"every": 1})
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(description))
-    process = subprocess.Popen([sys.executable, "-m", "plait.cli.main", "grpo", str(file)], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-m", "plait", "grpo", str(file)], stderr=subprocess.DEVNULL)
     folder = tmp_path / "run" / "checkpoints"
     while not len(list(folder.glob("step-*/manifest.json"))) >= 2:
         assert process.poll() is None

@@ -116,7 +116,7 @@ def test_a_search_whose_tuner_was_killed_goes_on_where_it_was(bench: Any) -> Non
     source = bench.describe()
     Path("slow").touch()
     Path("search.yaml").write_text("{steps: 4, warmup: 1, dimensions: [], tuner: grid}")
-    command = [sys.executable, "-m", "plait.cli.main", "tune", source, "--search", "search.yaml", "--out", "out"]
+    command = [sys.executable, "-m", "plait", "tune", source, "--search", "search.yaml", "--out", "out"]
     command += ["--space", f"{KIND}=[slow]"]
     tuner = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     wait_for(Path("pids").exists)

@@ -35,6 +35,7 @@ from plait.errors import CheckpointError
 from plait.frontends.deepspeed import ops
 from plait.frontends.deepspeed.client_state import decode, encode
 from plait.frontends.deepspeed.foreign import foreign_state
+from plait.ops.drafts import write_whole
 from plait.parallel.materialize import assign_whole
 from plait.strategy import ManualEngine
 from plait.world import World, on_main
@@ -100,9 +101,9 @@ class Saver:
             tensors |= of_client
 
         def tidy() -> None:
-            _put(root, _SCRIPT, _SCRIPT_TEXT)
+            write_whole(root / _SCRIPT, _SCRIPT_TEXT)
             if latest:
-                _put(root, LATEST, tag)
+                write_whole(root / LATEST, tag)
 
         writer = self._writer_for(root)
         writer.wait()
@@ -224,13 +225,6 @@ def state_name(optimizer: Optimizer) -> str:
     kind = next(kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith(ops.__name__))
     decoupled = kind is Adam and all(group["decoupled_weight_decay"] for group in optimizer.param_groups)
     return "AdamW" if decoupled else kind.__name__
-
-
-def _put(root: Path, name: str, text: str) -> None:
-    """Write a file of `root` that is whole at any moment."""
-    staged = root / f".{name}.{os.getpid()}"
-    staged.write_text(text, encoding="utf-8")
-    os.replace(staged, root / name)
 
 
 def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
