@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -151,13 +151,21 @@ class _Restoring(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The second forward pass, which gets the results that were kept, and computes all else.
 
     torch's own would want the two passes to be alike in everything. But where a part of a unit is sharded by itself, as
-    experts are, its weights may be there in the one pass and have to be gathered in the other.
+    experts are, its weights may be there in the one pass and have to be gathered in the other. And a unit may be gone
+    through backwards twice, for a penalty on gradients. torch has let go of what was kept by then: all is computed.
     """
 
     def __init__(self, stored: Any, kept: frozenset[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._stored = stored
         self._kept = kept
+        self._entered = False
+
+    def __enter__(self) -> Self:
+        if self._entered:
+            self._kept = frozenset()
+        self._entered = True
+        return super().__enter__()  # type: ignore[no-untyped-call, no-any-return]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
