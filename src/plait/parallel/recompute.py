@@ -82,12 +82,33 @@ def _recompute(module: nn.Module, kept: frozenset[Any]) -> None:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
+        called, distinct = _each_once(forward, args)
+        return checkpoint(called, *distinct, use_reentrant=False, **extra, **kwargs)
 
     # The compiler knows no second pass that differs from the first.
     made: Any = torch.compiler.disable(recomputed) if counting else recomputed  # type: ignore[no-untyped-call]
     made.kept = kept
     module.forward = made
+
+
+def _each_once(forward: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The same call with every tensor in one place.
+
+    `nn.MultiheadAttention` looks whether query, key and value are one tensor. Inputs that were offloaded come back one
+    by one, and one that was kept three times would be three.
+    """
+    firsts = [
+        next(at for at, other in enumerate(args) if other is arg) if isinstance(arg, Tensor) else place
+        for place, arg in enumerate(args)
+    ]
+    kept = sorted(set(firsts))
+    if len(kept) == len(args):
+        return forward, args
+
+    def called(*distinct: Any, **kwargs: Any) -> Any:
+        return forward(*(distinct[kept.index(first)] for first in firsts), **kwargs)
+
+    return called, tuple(args[first] for first in kept)
 
 
 class _Again:
