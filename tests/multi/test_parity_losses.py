@@ -242,3 +242,10 @@ def test_every_optimizer_moves_shards_as_it_moves_wholes(two_ranks: RankPool, op
     # Lion takes signs and Muon amplifies small directions: both need gradients that agree to the last bits.
     tolerance = {"lion": 1e-3, "muon": 1e-3}.get(optim, 1e-4)
     compare(two_ranks, STAGES[stage], steps_of(4), nets.Net, tolerance=tolerance, optim=OPTIMIZERS[optim])
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_may_go_backwards_while_it_goes_forwards(two_ranks: RankPool, stage: str, recompute: str) -> None:
+    strategy = {**STAGES[stage], "recompute": recompute}
+    compare(two_ranks, strategy, steps_of(4), nets.PenalizedNet)

@@ -23,6 +23,7 @@ from plait.errors import ModelError
 from plait.parallel.exchange import exchange_directly
 from plait.parallel.units import Unit
 from plait.parallel.viewless import return_no_views
+from plait.parallel.within import allow_passes_within
 from plait.precision import FP32_MODULES, Policy
 
 
@@ -123,6 +124,7 @@ def shard(
     exchange_directly(sharded, mesh, keep=at_once)
     return_no_views(sharded)
     _reduce_unused(root, policy)
+    allow_passes_within(sharded)
     if not at_once:
         _prefetch([u.module for u in units], options)
     return ShardedGradients(root, options.stage)
