@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from plait.config import parse_sections
@@ -56,6 +57,27 @@ def assert_equal(found: Trace, expected: Trace) -> None:
 def test_one_process_computes_the_same_bits(strategy: dict[str, Any]) -> None:
     without = {key: value for key, value in strategy.items() if key != "offload"}
     assert_equal(run_steps(0, 1, {"strategy": strategy}, STEPS), run_steps(0, 1, {"strategy": without}, STEPS))
+
+
+class Attending(nn.Module):
+    """Attention of torch, which looks whether query, key and value are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, x, x)[0]
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_an_input_that_is_given_three_times_is_one_tensor_again(recompute: str) -> None:
+    strategy = {"recompute": recompute}
+    steps = [[{"x": torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))}]] * 2
+    found, expected = (run_steps(0, 1, {"strategy": each}, steps, Attending) for each in (strategy | ALL, {}))
+    assert_equal(found, expected)
 
 
 def graphs_of(strategy: dict[str, Any]) -> int:

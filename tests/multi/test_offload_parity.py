@@ -99,6 +99,14 @@ def test_frozen_and_unused_parameters_are_as_in_the_resident_run(
             assert_same(found, expected, tolerance=TOLERANCE[precision])
 
 
+def test_weights_that_were_built_in_memory_leave_it_once(two_ranks: RankPool) -> None:
+    steps = ten_steps(2)[:2]
+    expected = run_steps(0, 1, {}, steps)
+    strategy = {"zero": 3, "meta_init": False, "offload": TIERS["params-cpu"]}
+    for found in two_ranks.run(run_steps, {"strategy": strategy}, steps):
+        assert_same(found, expected, tolerance=1e-5)
+
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "hsdp": {"sharding": "HYBRID_SHARD", "layout": {"dp_replicate": 2, "dp_shard": 2}},
     "tp": {"zero": 0, "layout": {"tp": 2}},

@@ -282,6 +282,25 @@ SHARED_EXPERTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 """Name → ranks, model, strategy."""
 
 
+FILLED: dict[str, dict[str, Any]] = {
+    "cp4": {"layout": {"cp": 4}},
+    "pp2 cp2": {"layout": {"pp": 2, "cp": 2}},
+    "cp2 tp2 sp": {"layout": {"cp": 2, "tp": 2}, **SEQUENCE, "recompute": "full"},
+    "ep2 cp2 zero3": {"layout": {"ep": 2, "cp": 2}, "zero": 3},
+}
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_routers_do_not_count_what_fills_rows_up(four_ranks: RankPool, name: str) -> None:
+    steps = [[{key: rows[:, :10] for key, rows in batch.items()} for batch in step] for step in token_batches(0, 4)]
+    expected = run_steps(0, 1, {"model": RICH}, steps)
+    found = four_ranks.run(run_layout, {"model": RICH, "strategy": FILLED[name]}, steps, ["fp32"])
+    everything = {name: tensor for traces in found for name, tensor in traces[0].tensors.items()}
+    for (trace,) in found:
+        trace.tensors = {**everything, **trace.tensors}
+        assert_same(trace, expected, tolerance=TOLERANCE["fp32"])
+
+
 @pytest.mark.parametrize("name", SHARED_EXPERTS)
 def test_experts_that_tensor_parallel_ranks_share_equal_one_process(pools: dict[int, RankPool], name: str) -> None:
     size, model, strategy = SHARED_EXPERTS[name]

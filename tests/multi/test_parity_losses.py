@@ -242,3 +242,42 @@ def test_every_optimizer_moves_shards_as_it_moves_wholes(two_ranks: RankPool, op
     # Lion takes signs and Muon amplifies small directions: both need gradients that agree to the last bits.
     tolerance = {"lion": 1e-3, "muon": 1e-3}.get(optim, 1e-4)
     compare(two_ranks, STAGES[stage], steps_of(4), nets.Net, tolerance=tolerance, optim=OPTIMIZERS[optim])
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_may_go_backwards_while_it_goes_forwards(two_ranks: RankPool, stage: str, recompute: str) -> None:
+    strategy = {**STAGES[stage], "recompute": recompute}
+    compare(two_ranks, strategy, steps_of(4), nets.PenalizedNet)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_layer_that_nobody_calls(two_ranks: RankPool, stage: str, precision: str) -> None:
+    tolerance = TOLERANCE if precision == "fp32" else CLOSE_16
+    ahead = {"forward_prefetch": 1, "backward_prefetch": 1} if "zero" in stage else {}
+    for strategy in (STAGES[stage], {**STAGES[stage], **ahead}):
+        compare(two_ranks, strategy, steps_of(4), nets.SkippingNet, precision=precision, tolerance=tolerance)
+
+
+def train_beside_evaluations(rank: int, size: int, strategy: dict[str, Any]) -> list[float]:
+    """Steps, each after an evaluation with other weights."""
+    config = parse_sections(strategy=strategy, seed=3, optim={"type": "SGD", "lr": 0.1}).config
+    engine = prepare_native(config, open_world(config), model=nets.SkippingNet)
+    losses = []
+    for step in steps_of(2):
+        for factor in (0.5, 2.0):
+            for part in engine.weights().values():
+                part.mul_(factor)
+            engine.weights_changed()
+            if factor < 1.0:
+                engine.evaluate(step[0])
+        losses.append(engine.train_step(step[rank::size]).loss)
+    return losses
+
+
+def test_what_was_gathered_ahead_in_an_evaluation_is_not_trained_with(two_ranks: RankPool) -> None:
+    """The layers come in another order than they stand in: at the end of a pass one is gathered that is not called."""
+    alone = train_beside_evaluations(0, 1, {})
+    for losses in two_ranks.run(train_beside_evaluations, {"zero": 3, "forward_prefetch": 1}):
+        assert losses == pytest.approx(alone, rel=1e-5)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from plait.errors import ModelError
 from plait.models import build_model
 from plait.models.hf.presets import PRESETS
 from plait.spec import MicroBatch
@@ -32,6 +34,36 @@ def test_unedited_transformers_models(two_ranks: RankPool, name: str) -> None:
     quiet = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0} if name == "tiny-gpt2" else {}
     model = {"type": "hf", "config": {**PRESETS[name]["config"], **quiet}}
     compare(two_ranks, list(STAGES.values()), token_batches(5, 4)[:2], 1e-4, model=model)
+
+
+def with_a_cache(kind: str) -> nn.Module:
+    """A `transformers` model that fills a cache of keys and values unless it is told not to."""
+    import transformers
+
+    torch.manual_seed(0)
+    if kind == "t5":
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 61}
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
+        )
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**PRESETS["tiny-llama"]["config"]))
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("kind", ["t5", "llama"])
+def test_layers_that_are_computed_again_find_no_cache(two_ranks: RankPool, kind: str, recompute: str) -> None:
+    pytest.importorskip("transformers")
+    padded = torch.ones(2, 12, dtype=torch.long).index_fill(1, torch.tensor([0]), 0)
+    steps = [[batch | {"attention_mask": padded} for batch in step] for step in token_batches(9, 2)[:2]]
+    strategies = [{"zero": zero, "recompute": recompute} for zero in (0, 3)]
+    compare(two_ranks, strategies, steps, 1e-4, build=partial(with_a_cache, kind))
+
+
+def test_a_cache_that_was_given_is_not_left_out_in_silence() -> None:
+    transformers = pytest.importorskip("transformers")
+    batch = token_batches(9, 1)[0][0] | {"past_key_values": transformers.DynamicCache()}
+    with pytest.raises(ModelError, match="was given past_key_values"):
+        run_steps(0, 1, {"strategy": {"recompute": "full"}}, [[batch]], partial(with_a_cache, "llama"))
 
 
 @pytest.mark.parametrize("tied", [True, False])

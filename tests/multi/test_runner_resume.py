@@ -94,6 +94,26 @@ def test_the_loss_scale_of_fp16_travels_too(two_ranks: RankPool, tmp_path: Path)
     assert second.extra["engine"]["scaler"]["scale"] < 2.0**24
 
 
+@pytest.mark.parametrize("optim", ["AdamW", "Lamb", "Adafactor", "AdamW8bit"])
+@pytest.mark.parametrize("master", [True, False])
+def test_the_format_of_the_weights_may_change_too(
+    two_ranks: RankPool, tmp_path: Path, optim: str, master: bool
+) -> None:
+    def sections(master: bool) -> dict[str, Any]:
+        precision = {"compute": "bf16", "master": master}
+        return {"precision": precision, "optim": {"type": optim, "lr": 0.01}, "hooks": [EMA], "work_dir": tmp_path}
+
+    first = two_ranks.run(fit_with, {**sections(master), "strategy": "zero3"}, {"stop_at": 5})
+    second = fit(0, 1, {**sections(not master), "checkpoint": {"resume": "auto"}, "train": {"max_steps": 5}})
+    for name, tensor in first[0].tensors.items():
+        assert torch.equal(second.tensors[name].bfloat16(), tensor.bfloat16()), name
+    third = fit(0, 1, {**sections(not master), "checkpoint": {"resume": "auto"}})
+    weight = next(name for name in third.tensors if name.startswith("model."))
+    assert {third.tensors[name].dtype for name in third.tensors if name.endswith(("avg", "avg_sq", "var"))} <= {
+        third.tensors[weight].dtype
+    }
+
+
 def test_the_average_is_restored_whole_under_another_layout(two_ranks: RankPool, tmp_path: Path) -> None:
     sections = {"hooks": [EMA], "train": {"max_epochs": 1}}
     saved = two_ranks.run(fit_with, {**sections, "strategy": "zero3", "work_dir": tmp_path}, {})[0]

@@ -18,6 +18,7 @@ from plait.config.run import RunConfig
 from plait.parallel.recompute import ATTENTION, PRODUCTS, operations
 from plait.parallel.units import Unit
 from plait.precision import DTYPES
+from plait.spec.batch import first_part
 from plait.world import local_part
 from plait.world.fake import ShapesOnly
 
@@ -67,6 +68,8 @@ def count_activations(
         state = dict(_once_each(module, fake))
         weights = {t.untyped_storage()._cdata for t in state.values()}
         inputs = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), example)
+        if type(module).forward is nn.Sequential.forward:
+            inputs = first_part(inputs)
         kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
         args = () if kwargs else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
         meter = _Meter(found, weights)

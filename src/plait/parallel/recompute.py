@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -82,12 +82,33 @@ def _recompute(module: nn.Module, kept: frozenset[Any]) -> None:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
+        called, distinct = _each_once(forward, args)
+        return checkpoint(called, *distinct, use_reentrant=False, **extra, **kwargs)
 
     # The compiler knows no second pass that differs from the first.
     made: Any = torch.compiler.disable(recomputed) if counting else recomputed  # type: ignore[no-untyped-call]
     made.kept = kept
     module.forward = made
+
+
+def _each_once(forward: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The same call with every tensor in one place.
+
+    `nn.MultiheadAttention` looks whether query, key and value are one tensor. Inputs that were offloaded come back one
+    by one, and one that was kept three times would be three.
+    """
+    firsts = [
+        next(at for at, other in enumerate(args) if other is arg) if isinstance(arg, Tensor) else place
+        for place, arg in enumerate(args)
+    ]
+    kept = sorted(set(firsts))
+    if len(kept) == len(args):
+        return forward, args
+
+    def called(*distinct: Any, **kwargs: Any) -> Any:
+        return forward(*(distinct[kept.index(first)] for first in firsts), **kwargs)
+
+    return called, tuple(args[first] for first in kept)
 
 
 class _Again:
@@ -151,13 +172,21 @@ class _Restoring(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The second forward pass, which gets the results that were kept, and computes all else.
 
     torch's own would want the two passes to be alike in everything. But where a part of a unit is sharded by itself, as
-    experts are, its weights may be there in the one pass and have to be gathered in the other.
+    experts are, its weights may be there in the one pass and have to be gathered in the other. And a unit may be gone
+    through backwards twice, for a penalty on gradients. torch has let go of what was kept by then: all is computed.
     """
 
     def __init__(self, stored: Any, kept: frozenset[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._stored = stored
         self._kept = kept
+        self._entered = False
+
+    def __enter__(self) -> Self:
+        if self._entered:
+            self._kept = frozenset()
+        self._entered = True
+        return super().__enter__()  # type: ignore[no-untyped-call, no-any-return]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -71,6 +71,10 @@ class Wholes:
             self._let_go()
 
     def _let_go(self) -> None:
+        for group in self._groups():
+            # Gathered ahead for a module that did not come next: still to arrive, and old when it is used.
+            if group._all_gather_result is not None:
+                group.wait_for_unshard()
         for module in self._modules:
             module.reshard()
 

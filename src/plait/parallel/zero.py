@@ -23,6 +23,7 @@ from plait.errors import ModelError
 from plait.parallel.exchange import exchange_directly
 from plait.parallel.units import Unit
 from plait.parallel.viewless import return_no_views
+from plait.parallel.within import allow_passes_within
 from plait.precision import FP32_MODULES, Policy
 
 
@@ -123,6 +124,8 @@ def shard(
     exchange_directly(sharded, mesh, keep=at_once)
     return_no_views(sharded)
     _reduce_unused(root, policy)
+    _pass_over_idle(sharded)
+    allow_passes_within(sharded)
     if not at_once:
         _prefetch([u.module for u in units], options)
     return ShardedGradients(root, options.stage)
@@ -151,6 +154,26 @@ def _reduce_unused(root: FSDPModule, policy: Policy) -> None:
         group: Any = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         if group is not None:
             group.post_backward = _with_zeros(group)
+
+
+def _pass_over_idle(sharded: Sequence[FSDPModule]) -> None:
+    """Let a unit that nobody has called yet keep nothing from one micro-batch to the next.
+
+    torch looks for its gradients all the same, where it was gathered ahead, and finds no parameters.
+    """
+    for group in (module._get_fsdp_state()._fsdp_param_group for module in sharded):
+        if group is not None:
+            group.post_backward = _unless_idle(group)  # type: ignore[method-assign]
+
+
+def _unless_idle(group: Any) -> Callable[..., Any]:
+    post_backward = group.post_backward
+
+    def kept(*args: Any) -> Any:
+        called = any(hasattr(each, "_unsharded_param") for each in group.fsdp_params)
+        return post_backward(*args) if called or group.reduce_grads else None
+
+    return kept
 
 
 def _with_zeros(group: Any) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,3 +18,10 @@ class MicroBatch:
 
     inputs: Any
     samples: int
+
+
+def first_part(inputs: Any) -> Any:
+    """The first value of a mapping or sequence; anything else as it is. With that an `nn.Sequential` is called."""
+    if isinstance(inputs, Mapping):
+        return next(iter(inputs.values()))
+    return inputs[0] if isinstance(inputs, (tuple, list)) else inputs

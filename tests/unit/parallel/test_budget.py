@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.config import parse_sections
 from plait.errors import ConfigError
@@ -142,3 +142,11 @@ def test_a_model_that_looks_at_values_is_told_what_to_set() -> None:
     config = parse_sections(strategy={"recompute": {"mode": "auto"}}, device="cpu").config
     with pytest.raises(ConfigError, match=r"strategy\.recompute\.mode: 'auto' tries Looking on tensors without values"):
         ways_to_recompute(Looking(4, 4), [], torch.ones(2, 4), config=config, world=open_world(config))
+
+
+def test_a_row_of_layers_is_measured_with_the_first_part_as_it_is_called() -> None:
+    config = parse_sections(device="cpu").config
+    row = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+    first, other = torch.ones(2, 4), torch.ones(2)
+    for inputs in ({"x": first, "y": other}, (first, other), first):
+        assert count_activations(row, [], inputs, config).outside > 0

@@ -132,6 +132,24 @@ def test_the_more_is_recomputed_the_less_is_kept() -> None:
     assert kept[-1] < kept[0] / 4
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_units_may_be_gone_through_backwards_twice(mode: str) -> None:
+    def penalized(mode: str, **options: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Model()
+        ways = options.pop("ways", ())
+        apply_recompute(find_units(model, WrapConfig()), RecomputeConfig(mode=mode, **options), ways=ways)  # type: ignore[arg-type]
+        inputs = torch.randn(3, 8, 16, requires_grad=True)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # others have no second derivative
+            loss = model(inputs)
+            (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+            (loss + slope.square().sum()).backward()
+        return [param.grad for param in model.parameters() if param.grad is not None]
+
+    for found, plain in zip(penalized(mode, **MODES[mode]), penalized("none"), strict=True):
+        torch.testing.assert_close(found, plain)
+
+
 def test_selective_keeps_the_results_of_its_operations_in_its_own_store() -> None:
     # Every block runs again, but its matrix products and attention do not.
     counts = {}

@@ -20,14 +20,17 @@ class Shared:
     """What every block of one forward needs beside its input; made once, by the model.
 
     `rotary` is the rotary table, if any; `mask` says where attention is allowed, if not plainly causal (see
-    `packing_mask`). A plain object on purpose: sharding casts the float tensors among a block's arguments to
-    the compute dtype, and it finds them in tuples, dicts and dataclasses, but not here. So the rotary table
-    stays fp32 under every strategy.
+    `packing_mask`); `real` says which tokens are no fillers, if some are. A plain object on purpose: sharding casts
+    the float tensors among a block's arguments to the compute dtype, and it finds them in tuples, dicts and
+    dataclasses, but not here. So the rotary table stays fp32 under every strategy.
     """
 
-    def __init__(self, rotary: Rotary | None = None, mask: Tensor | BlockMask | None = None) -> None:
+    def __init__(
+        self, rotary: Rotary | None = None, mask: Tensor | BlockMask | None = None, real: Tensor | None = None
+    ) -> None:
         self.rotary = rotary
         self.mask = mask
+        self.real = real
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dropout: float = 0.0) -> Tensor:

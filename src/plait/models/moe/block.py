@@ -48,9 +48,9 @@ class Mixture(nn.Module):
         shared = config.shared_experts * hidden
         self.shared = SwiGLU(config.dim, shared, layers=config.layers) if shared else None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The answer to (rows, tokens, dim), and each row's penalty."""
-        index, weights, penalty = self.router(x)
+    def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The answer to (rows, tokens, dim), and each row's penalty, which only `real` tokens have a part in."""
+        index, weights, penalty = self.router(x, real)
         hidden = x.flatten(0, 1)
         if torch.is_autocast_enabled(x.device.type):  # once, before rows are repeated, and perhaps sent
             hidden = hidden.to(torch.get_autocast_dtype(x.device.type))
@@ -73,11 +73,10 @@ class MoeBlock(nn.Module):
     def forward(self, x: Tensor, shared: Shared, penalty: Tensor) -> Stream:
         """One step along the stream of hidden states (rows, tokens, dim) and penalties (rows)."""
         x = x + self.attention(self.attention_norm(x), shared)
-        answer = self.ffn(self.ffn_norm(x))
-        if isinstance(answer, tuple):
-            answer, charged = answer
-            penalty = penalty + charged
-        return Stream(x + answer, penalty)
+        if not isinstance(self.ffn, Mixture):
+            return Stream(x + self.ffn(self.ffn_norm(x)), penalty)
+        answer, charged = self.ffn(self.ffn_norm(x), real=shared.real)
+        return Stream(x + answer, penalty + charged)
 
 
 def is_mixture(config: MoeConfig, layer: int) -> bool:

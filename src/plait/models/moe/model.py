@@ -45,12 +45,14 @@ class Moe(Llama):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
         hidden: Tensor | tuple[Tensor, Tensor] | None = None,
+        real: Tensor | None = None,
     ) -> Tensor | Stream | LossTerm:
-        """Loss where labels are given, logits where not.
+        """Loss where labels are given, logits where not. Routers are not charged for tokens that are not `real`.
 
         A model without its first layers starts from `hidden`; one without its head answers with its `Stream`.
         """
         shared = self.shared(input_ids, positions, document_ids)
+        shared.real = real
         x, penalty = Stream.of(self.embedding(input_ids) if hidden is None else hidden)
         for block in self.blocks:
             x, penalty = block(x, shared, penalty)

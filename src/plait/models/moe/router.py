@@ -73,8 +73,11 @@ class Router(nn.Module):
             "load", torch.zeros(config.experts, dtype=torch.int64) if balanced else None, persistent=False
         )
 
-    def forward(self, x: Tensor) -> Routing:
-        """Route the tokens of (rows, tokens, dim)."""
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Routing:
+        """Route the tokens of (rows, tokens, dim); those that are not `real` (rows, tokens) go along and do not count.
+
+        Absent, all are real.
+        """
         # In fp32 whatever the run computes in: bf16 makes ties of scores that differ, and a choice is not
         # something that can be off by a little.
         with torch.autocast(x.device.type, enabled=False):
@@ -85,23 +88,27 @@ class Router(nn.Module):
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, index, True)
-        penalty = self._penalty(logits, scores, chosen)
+        counted = chosen if real is None else chosen & real[..., None]
+        penalty = self._penalty(logits, scores, counted, real)
         if self.load is not None:
             # Of a row that ranks share, a part without targets counts as well: its gradient is the sum over the row.
-            penalty = penalty + self.sum_over_row(_Tally.apply(_nothing(scores), chosen.sum(1), self.load))  # type: ignore[no-untyped-call]
+            penalty = penalty + self.sum_over_row(_Tally.apply(_nothing(scores), counted.sum(1), self.load))  # type: ignore[no-untyped-call]
         if self.training and self.capacity_factor is not None:
             index = self._drop(index, chosen)
         return Routing(index.flatten(0, 1), weights.flatten(0, 1), penalty)
 
-    def _penalty(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    def _penalty(self, logits: Tensor, scores: Tensor, chosen: Tensor, real: Tensor | None) -> Tensor:
         """What each row is charged for uneven load and for large logits."""
         rows, tokens, experts = scores.shape
         if not self.training or not (self.balance_loss or self.z_loss):
             return _nothing(scores)
         shares = scores / scores.sum(-1, keepdim=True)
         squares = logits.logsumexp(-1, keepdim=True).square()
-        sums = torch.cat([chosen.sum(1).float(), shares.sum(1), squares.sum(1)], 1)
-        sums = self.sum_over_row(torch.cat([sums, sums.new_full((rows, 1), tokens)], 1))
+        lengths = scores.new_full((rows, 1), tokens)
+        if real is not None:
+            shares, squares, lengths = shares * real[..., None], squares * real[..., None], real.sum(1, keepdim=True)
+        sums = torch.cat([chosen.sum(1).float(), shares.sum(1), squares.sum(1), lengths.float()], 1)
+        sums = self.sum_over_row(sums)
         counts, shares, squares, length = torch.split(sums, [experts, experts, 1, 1], 1)
         balance = (counts * shares).sum(1, keepdim=True) * (experts / self.top_k) / length.square()
         return torch.add(self.balance_loss * balance, squares / length, alpha=self.z_loss).squeeze(1)

@@ -75,7 +75,13 @@ def join(parts: Sequence[Tensor], kind: Kind, *, dim: int = 1) -> Tensor:
 
 
 def split_batch(
-    inputs: Mapping[str, Any], rank: int, size: int, *, kind: Kind = "ring", positions_as: str = "positions"
+    inputs: Mapping[str, Any],
+    rank: int,
+    size: int,
+    *,
+    kind: Kind = "ring",
+    positions_as: str = "positions",
+    real_as: str | None = None,
 ) -> dict[str, Any]:
     """A rank's part of a batch of token rows: the inputs of a model for `apply_context_parallel` of this kind.
 
@@ -89,7 +95,8 @@ def split_batch(
 
     A row that does not divide into chunks is filled up at its end: with token 0, label -100, position 0, document
     -1. No real token attends to what comes after it, and no loss is taken there, so the sum of the loss, its
-    count and all gradients are those of the row as it was.
+    count and all gradients are those of the row as it was. A model that counts tokens is told which ones are real,
+    under the name `real_as`.
     """
     rows = _rows(inputs)
     tokens = rows.shape[1]
@@ -103,6 +110,9 @@ def split_batch(
             continue
         _check_runs_along(name, x, tokens)
         whole[name] = cut(F.pad(x, (0, missing), value=filler) if missing else x, rank, size, kind)
+    if missing and real_as is not None:
+        real = torch.arange(tokens + missing, device=rows.device) < tokens
+        whole[real_as] = cut(real.expand(len(rows), -1), rank, size, kind)
     return whole
 
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from plait.errors import ModelError
 from plait.parallel.pipeline.layers import Layer, LayerSpec, LayerStack, TiedLayerSpec
+from plait.spec.batch import first_part
 
 Call = Callable[[nn.Module, Any, Any], Any]
 """Runs a stage: (module, inputs of the micro-batch, what the stage before handed over) → what it hands on."""
@@ -102,13 +103,6 @@ def outline_of(model: nn.Module | Sequence[Layer]) -> Outline:
         "Write it as an nn.Sequential or a list of layers, or give its forward an argument `hidden`, from which it "
         "starts where its first layers are not there"
     )
-
-
-def first_part(inputs: Any) -> Any:
-    """The first value of a mapping or sequence; anything else as it is."""
-    if isinstance(inputs, Mapping):
-        return next(iter(inputs.values()))
-    return inputs[0] if isinstance(inputs, (tuple, list)) else inputs
 
 
 def as_keywords(model: nn.Module, inputs: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from plait.optim import Schedule
 from plait.parallel.replicate import average_buffers
 from plait.precision import make_policy
 from plait.spec import Phase
+from plait.spec.batch import first_part
 from plait.strategy.base import Evaluation, StepResult
 from plait.strategy.foreign.build import Built, named_parameters
 from plait.strategy.foreign.loss import EvenNormalizer
@@ -274,8 +275,6 @@ class _Row(nn.Module):
         return cls(called) if type(module).forward is nn.Sequential.forward else called
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        from plait.parallel.pipeline.outline import first_part
-
         return self.called(first_part(named or (inputs[0] if len(inputs) == 1 else inputs)))
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from plait.errors import ModelError
 from plait.parallel.compiling import undo_compile
 from plait.precision import Policy, cast_floats
+from plait.spec.batch import first_part
 from plait.strategy.native.moving import Mover
 
 Say = Callable[[str], None]
@@ -63,8 +64,6 @@ class Forward:
     def __call__(self, inputs: Any) -> Any:
         """What the model says to inputs that are ready: a mapping or a row of arguments, or the only one."""
         if self._is_row:
-            from plait.parallel.pipeline.outline import first_part
-
             return self.call((first_part(inputs),), {})
         kind = type(inputs)
         if kind is dict or isinstance(inputs, Mapping):

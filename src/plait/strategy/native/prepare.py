@@ -37,6 +37,7 @@ from plait.optim import (
 from plait.optim.one_pass import OnePassAdam
 from plait.parallel import compiling, materialize, recompute
 from plait.parallel.gradients import Gradients, as_one
+from plait.parallel.hf import train_without_caches
 from plait.parallel.offload.activations import offload_activations
 from plait.parallel.tiles import tile_layers
 from plait.parallel.units import Unit, find_units
@@ -148,7 +149,8 @@ def prepare_native(
     compiled = []
     for part, units, chosen in zip(parts, all_units, ways, strict=True):
         tile_layers(part, strategy.tiles)
-        recompute.apply_recompute(units, strategy.recompute, ways=chosen)
+        if recompute.apply_recompute(units, strategy.recompute, ways=chosen):
+            train_without_caches(part)
         offload_activations(units, strategy.offload.activations, device)  # around recomputing, whose inputs travel
         compiled += _compile(part, units, config, device, sharded=sharded or bool(stages), say=say)
 
@@ -157,7 +159,7 @@ def prepare_native(
     away = _offloading(config, world, policy, say, elementwise=elementwise)
     keep = None if away is None else away.keep
     for part, units, (_, experts) in zip(parts, all_units, spread, strict=True):
-        if away is not None:
+        if away is not None and initializer is None:
             away.set_aside(part)
         if not policy.master or (away is not None and away.rounds):
             cast_parameters(part, policy.compute)

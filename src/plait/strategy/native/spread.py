@@ -198,9 +198,11 @@ def spread_axes(
         kind = strategy.context.kind
         apply_context_parallel(module, context, kind=kind)
         share_rows(module, context)
-        named = "positions" if "positions" in inspect.signature(module.forward).parameters else "position_ids"
+        accepted = inspect.signature(module.forward).parameters
+        named = "positions" if "positions" in accepted else "position_ids"
+        real = "real" if "real" in accepted else None
         rank, size = world.coordinate("cp"), world.layout.cp
-        cut = partial(split_batch, rank=rank, size=size, kind=kind, positions_as=named)
+        cut = partial(split_batch, rank=rank, size=size, kind=kind, positions_as=named, real_as=real)
     shared = world.mesh_of("ep", "tp")
     if shared is not None:
         from plait.parallel.expert import apply_expert_parallel

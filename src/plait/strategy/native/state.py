@@ -94,7 +94,7 @@ def allocate(views: Views, optimizer: Optimizer, shapes: Mapping[str, tuple[torc
         else:
             # Scalars such as `step` live on the host unless a fused kernel reads them on the device.
             device = tensor.device if len(shape) > 0 or _on_device(optimizer) else torch.device("cpu")
-            room = torch.zeros(shape, dtype=dtype, device=device)
+            room = torch.zeros(shape, dtype=_format(optimizer, tensor, dtype) if shape else dtype, device=device)
         optimizer.state[tensor][key] = room
 
 
@@ -120,9 +120,19 @@ def _of_whole_shape(
 
 
 def _room_for(optimizer: Optimizer, tensor: Tensor, key: str, dtype: torch.dtype) -> Any:
+    dtype = _format(optimizer, tensor, dtype)
     if isinstance(optimizer, OwnOptimizer):
         return optimizer.room_for(tensor, key, dtype)
     return torch.zeros_like(tensor, dtype=dtype).detach()
+
+
+def _format(optimizer: Optimizer, tensor: Tensor, saved: torch.dtype) -> torch.dtype:
+    """Of a state that was saved in some format, perhaps while `precision.master` was another, the one to train with.
+
+    torch's optimizers and Plait's take states in the format of the weights that they update. Others know best.
+    """
+    known = type(optimizer).__module__.startswith(("torch.optim.", "plait.optim."))
+    return tensor.dtype if known and saved.is_floating_point else saved
 
 
 def _on_device(optimizer: Optimizer) -> bool:
