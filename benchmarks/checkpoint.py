@@ -205,7 +205,7 @@ def report_convert(given: argparse.Namespace) -> Result:
                 str(folder / "ds"),
                 "{out}",
             ]
-            ours = [sys.executable, "-m", "plait.cli.main", "convert", str(folder / "ds"), "{out}", "--to", "torch"]
+            ours = [sys.executable, "-m", "plait", "convert", str(folder / "ds"), "{out}", "--to", "torch"]
             ways = {"zero_to_fp32": theirs, "plait convert": ours}
             found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
             for number in range(given.rounds):

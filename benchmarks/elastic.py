@@ -41,7 +41,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, steps = Path(name), str(given.steps)
         victim.train(str(folder / "alone"), steps=steps)
-        command = [sys.executable, "-m", "plait.cli.main", "launch", "--elastic_training"]
+        command = [sys.executable, "-m", "plait", "launch", "--elastic_training"]
         command += ["--nproc_per_node", str(given.ranks), VICTIM, str(folder / "run"), f"SIGKILL*{given.kills}"]
         done = subprocess.run([*command, str(given.seed), "0", "300", steps], stderr=subprocess.PIPE, text=True)
         if done.returncode:

@@ -26,7 +26,7 @@ open(os.path.join(os.environ["FIRST_LINE"], os.environ["RANK"]), "w").write(repr
 """
 BIN = Path(sys.executable).parent
 COMMANDS = {
-    "plait launch": [sys.executable, "-m", "plait.cli.main", "launch", "--nproc_per_node", "2"],
+    "plait launch": [sys.executable, "-m", "plait", "launch", "--nproc_per_node", "2"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", "2", "--no_local_rank"],
 }

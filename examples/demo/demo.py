@@ -21,7 +21,7 @@ PROMPTS = ("def __init__(self", "import os\n", "class ")
 
 def plait(*arguments: str, capture: bool = False) -> str:
     print(f"\n$ plait {shlex.join(arguments)}\n", flush=True)
-    command = [sys.executable, "-m", "plait.cli.main", *arguments]
+    command = [sys.executable, "-m", "plait", *arguments]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE if capture else None, text=True) as process:
         try:
             text, _ = process.communicate()

@@ -390,3 +390,7 @@ def main() -> Any:
 
         tell(error)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

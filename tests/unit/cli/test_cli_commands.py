@@ -128,8 +128,9 @@ def test_a_terminal_shows_a_bar(place: Any) -> None:
     assert "Run ended (finished): 20 steps" in text
 
 
-def test_python_runs_the_package_as_the_command(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "plait", "train", "absent.yaml"]
+@pytest.mark.parametrize("module", ["plait", "plait.cli.main"])
+def test_python_runs_the_package_as_the_command(tmp_path: Path, module: str) -> None:
+    words = [sys.executable, "-m", module, "train", "absent.yaml"]
     ended = subprocess.run(words, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=120, check=False)
     assert ended.returncode == 2
     assert ended.stderr.startswith("plait: ")
