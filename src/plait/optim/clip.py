@@ -39,23 +39,28 @@ def norm_of(
     return float(whole_norm(each, group, counted))
 
 
-def each_norm(tensors: Sequence[Tensor]) -> list[Tensor]:
+def each_norm(tensors: list[Tensor]) -> Sequence[Tensor]:
     """Of each tensor, in fp32 or wider; one call for each format, since a list of several is done one by one."""
-    formats: dict[torch.dtype, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        formats.setdefault(tensor.dtype, []).append(index)
+    formats = {tensor.dtype for tensor in tensors}
+    if len(formats) == 1:  # as nearly always, and in every step
+        return torch._foreach_norm(tensors, 2, dtype=_wide(*formats))
     found: dict[int, Tensor] = {}
-    for dtype, chosen in formats.items():
-        wide = None if dtype in (torch.float32, torch.float64) else torch.float32
-        norms = torch._foreach_norm([tensors[index] for index in chosen], 2, dtype=wide)
+    for dtype in formats:
+        chosen = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        norms = torch._foreach_norm([tensors[index] for index in chosen], 2, dtype=_wide(dtype))
         found.update(zip(chosen, norms, strict=True))
     return [found[index] for index in range(len(tensors))]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype | None:
+    """What to add up squares in, where that is another format."""
+    return None if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def part_norms(tensors: list[Tensor], device: torch.device) -> Tensor:
     """The norm of each part, without waiting for the device."""
     norms = each_norm(tensors)
-    return torch.stack(norms) if norms else torch.zeros(0, device=device)
+    return torch.stack(list(norms)) if norms else torch.zeros(0, device=device)
 
 
 def whole_norm(norms: Tensor, group: dist.ProcessGroup | None = None, weights: Tensor | None = None) -> Tensor:

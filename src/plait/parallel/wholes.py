@@ -57,6 +57,8 @@ class Wholes:
 
     def renew(self) -> None:
         """The parts have changed: let go of what was gathered before, and gather it anew where it is kept."""
+        if not self._modules:
+            return
         self._let_go()
         if self.kept:
             for module in self._modules:
