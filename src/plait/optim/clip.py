@@ -41,7 +41,7 @@ def norm_of(
 
 def each_norm(tensors: list[Tensor]) -> Sequence[Tensor]:
     """Of each tensor, in fp32 or wider; one call for each format, since a list of several is done one by one."""
-    formats = {tensor.dtype for tensor in tensors}
+    formats = dict.fromkeys(tensor.dtype for tensor in tensors)
     if len(formats) == 1:  # as nearly always, and in every step
         return torch._foreach_norm(tensors, 2, dtype=_wide(*formats))
     found: dict[int, Tensor] = {}
