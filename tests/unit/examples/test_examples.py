@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -81,3 +82,15 @@ def test_hf_finetune_trains_an_unedited_transformers_model(tmp_path: Path, texts
     settings = [*small(texts, 300), "train.max_steps=2", "batch.total=2", "plan=off"]
     output = run("-m", "plait", "train", EXAMPLES / "hf_finetune.yaml", *settings, folder=tmp_path)
     assert len(losses(output)) == 3
+
+
+def test_the_demo_starts_the_command_and_hears_what_it_says(capfd: pytest.CaptureFixture[str]) -> None:
+    spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo" / "demo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    demo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
+    assert demo.plait("--version", capture=True).strip()
+    with pytest.raises(SystemExit, match="2"):
+        demo.plait("train", "absent.yaml")
+    assert "absent.yaml" in capfd.readouterr().err

@@ -24,13 +24,13 @@ class Described(NamedTuple):
 class Heads(NamedTuple):
     """Attention, whose queries, keys and values Megatron keeps in one matrix: group after group."""
 
-    heads: int
+    queries: int
     groups: int
     size: int
 
     def part(self, which: int) -> Callable[[Tensor], Tensor]:
         """What takes the queries (0), keys (1) or values (2) out of that matrix, or out of its bias."""
-        own = self.heads // self.groups
+        own = self.queries // self.groups
         rows = [slice(0, own), slice(own, own + 1), slice(own + 1, own + 2)][which]
 
         def take(joined: Tensor) -> Tensor:
@@ -48,12 +48,12 @@ def heads_of(whole: Whole) -> Heads:
     return Heads(count, groups, args("kv_channels", args.count("hidden_size") // count))
 
 
-class Kitchen:
-    """Collects recipes, and knows which of several names a tensor has."""
+class Recipes:
+    """Collected one by one; they know which of several names a tensor has."""
 
     def __init__(self, whole: Whole) -> None:
         self._whole = whole
-        self.recipes: dict[str, Recipe] = {}
+        self.all: dict[str, Recipe] = {}
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds such a tensor."""
@@ -65,7 +65,7 @@ class Kitchen:
 
     def make(self, target: str, *names: str, by: Callable[[Tensor], Tensor] | None = None) -> None:
         """One tensor of `transformers`, from the first of these names that there is."""
-        self.recipes[f"model.{target}"] = (f"model.{self._found(names)}",), by or _same
+        self.all[f"model.{target}"] = (f"model.{self._found(names)}",), by or _same
 
     def _found(self, names: tuple[str, ...]) -> str:
         for name in names:
