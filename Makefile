@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 COMPILED := $(VENV)/.compiled
 
-.PHONY: demo test lint format setup clean
+.PHONY: demo test test-all lint format setup clean
 
 setup: $(STAMP)
 
@@ -31,10 +31,18 @@ lint: $(STAMP)
 
 # Three at a time keep two cores busy: tests of several ranks often wait for one of them. The long files come first.
 # The tests start hundreds of processes, which load what the first one compiled.
-test: export PYTHONDONTWRITEBYTECODE :=
+TESTS := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+	tests/multi tests/golden tests/unit/tune tests/unit/cli tests/unit tests/architecture
+
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP)
 	@$(MAKE) --no-print-directory --jobs 2 lint $(COMPILED)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/multi tests/golden tests/unit/tune tests/unit/cli tests/unit tests/architecture
+	$(TESTS)
+
+# Draws all random inputs anew and runs the long versions: every kill, every mutated file.
+test-all: $(STAMP)
+	@$(MAKE) --no-print-directory --jobs 2 lint $(COMPILED)
+	$(TESTS) --fresh
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -1,8 +1,11 @@
 """Lets every test import `tests` as a package, from whichever folder pytest was given.
 
 A run plans itself first, which takes a second. Tests of other things do without; those marked `planned` do not.
-A run seeds `random` and torch, and would leave the next test drawing the same "fresh" inputs in every worker, or others
-with other tests before it: each test starts from a seed of its own, which a failure shows and `--draw` repeats.
+
+Random inputs come from one seed for the whole session, mixed with the name of the test, so that a test draws the same
+inputs alone and beside others. The seed is fixed: the same tests give the same answer twice. `--fresh` draws a new one
+(`make test-all`), the first lines of the output name it, and `--draw SEED` repeats that session, Hypothesis included.
+
 Torch computes on one thread, here and in what a test starts: at the end of each operation its threads wait for one
 another at full speed, and on cores that other tests need as well that takes longer than the work.
 """
@@ -11,25 +14,47 @@ from __future__ import annotations
 
 import os
 import random
+import zlib
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when it is loaded
 
+SEED = 20261119
+
+# How long an example takes says more of the machine than of the code. Failures of earlier sessions are not looked up:
+# they would make a second answer differ from the first.
+settings.register_profile("plait", deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
+settings.load_profile("plait")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--draw", type=int, metavar="SEED", help="draw the random inputs of a test that printed this")
+    parser.addoption("--fresh", action="store_true", help="draw random inputs anew, and run the long versions of tests")
+    parser.addoption("--draw", type=int, metavar="SEED", help="draw the random inputs of a session that printed this")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The workers of xdist are given the options as they stand after this.
+    if config.option.draw is None:
+        config.option.draw = random.SystemRandom().randrange(2**31) if config.option.fresh else SEED
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(config.option.draw)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"random inputs: --draw {config.option.draw}"
 
 
 @pytest.fixture(autouse=True)
-def _drawn_anew(request: pytest.FixtureRequest) -> None:
+def _drawn(request: pytest.FixtureRequest) -> None:
+    import numpy as np
     import torch  # not before its number of threads is set
 
-    given: int | None = request.config.getoption("--draw")
-    seed = random.SystemRandom().randrange(2**32) if given is None else given
-    print(f"random inputs: --draw {seed}")
+    seed = zlib.crc32(f"{request.config.option.draw} {request.node.nodeid}".encode())
     random.seed(seed)
     torch.manual_seed(seed)
+    np.random.seed(seed)
 
 
 @pytest.fixture(autouse=True)

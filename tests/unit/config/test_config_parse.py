@@ -228,11 +228,13 @@ class TestSections:
         config = parse_sections(work_dir="$SCRATCH/runs", checkpoint={"resume": "${SCRATCH}/old"}).config
         assert (config.work_dir, config.checkpoint.resume) == ("/fast/runs", "/fast/old")
 
-    @pytest.mark.parametrize("path", ["$NOT_SET/runs", "runs/${NOT_SET}"])
-    def test_a_variable_that_is_not_set_is_no_folder_of_that_name(self, path, monkeypatch):
+    @pytest.mark.parametrize("path", ["$NOT_SET/runs", "runs/${NOT_SET}", "$0"])
+    def test_a_variable_that_is_not_set_is_refused(self, path, monkeypatch):
         monkeypatch.delenv("NOT_SET", raising=False)
-        with pytest.raises(ConfigError, match=r"NOT_SET.*, which is not set"):
+        with pytest.raises(ConfigError) as caught:
             parse_sections(work_dir=path)
+        assert [problem.path for problem in caught.value.problems] == ["work_dir"]
+        assert path in str(caught.value)
 
     def test_errors_are_the_same_and_say_keyword(self):
         with pytest.raises(ConfigError) as caught:

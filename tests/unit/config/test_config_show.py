@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,8 @@ text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12
 tricky = text | st.sampled_from(
     ["3e-4", "1e5", "012", "null", "true", "~", "<<", "=", "- a", "2024-01-01", "1:30", "#"]
 )
-paths = tricky.filter(lambda path: path.strip() and "\0" not in path)
+# A variable in a path is replaced by its value, and refused where it has none: see test_config_parse.
+paths = tricky.filter(lambda path: path.strip() and "\0" not in path and not re.search(r"\$[\w{]", path))
 floats = st.floats(1e-12, 1e12)
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | tricky
 values = st.recursive(
