@@ -12,7 +12,7 @@ from plait.monitor.page import card, text
 from plait.monitor.units import decimal, number
 
 ANSWERS = "samples.jsonl"
-PICTURES = (("calibration.png", "Calibration", "how sure the model is, and how often it is right"),)
+PICTURES = (("calibration.svg", "Calibration", "how sure the model is, and how often it is right"),)
 MOST_STEPS = 8
 """Steps of which answers are shown, evenly over the run."""
 MOST_EACH = 3
@@ -80,7 +80,8 @@ def picture_cards(folder: Path) -> str:
 
 
 def _inline(path: Path) -> str:
-    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    # Within `<img>` an SVG runs no script and loads nothing.
+    return f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def _spread(steps: Sequence[int]) -> list[int]:

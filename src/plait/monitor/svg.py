@@ -196,6 +196,43 @@ def _runs(points: Sequence[Point]) -> Iterator[list[Point]]:
         yield run
 
 
+IMAGE_STYLE = """
+svg { background: #ffffff; font-family: system-ui, "Segoe UI", Helvetica, Arial, sans-serif; font-size: 12px; }
+text { fill: #5f6066; } .title { font-size: 14px; font-weight: 600; fill: #1c1d1f; }
+.grid { stroke: #ecebe6; } .axis { stroke: #b9b8b1; } .guide { stroke: #8b8c92; stroke-dasharray: 4 4; }
+.curve { fill: none; stroke: #2463c9; stroke-width: 1.75; } circle { fill: #2463c9; }
+rect { fill: #2463c9; stroke: #ffffff; stroke-width: 0.5; }
+"""
+
+
+def image(width: int, height: int, parts: Sequence[str], *, label: str) -> str:
+    """A file of its own: an SVG document that brings its colours."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" aria-label={quoteattr(label)}>\n<style>{IMAGE_STYLE}</style>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def axes(x: Scale, y: Scale, x_label: str, y_label: str, *, whole: bool = False) -> Iterator[str]:
+    """The grid, ticks and labels of one plot in an `image`; `whole`: y counts things, so its ticks are integers."""
+    start, end, base = _px(x.start), _px(x.end), _px(y.start)
+    for value in ticks(y.low, y.high, 6):
+        if whole and value != int(value):
+            continue
+        at = _px(y(value))
+        yield f'<line class="grid" x1="{start}" x2="{end}" y1="{at}" y2="{at}"/>'
+        yield f'<text x="{_px(x.start - 8)}" y="{_px(y(value) + 4)}" text-anchor="end">{short(value)}</text>'
+    yield f'<line class="axis" x1="{start}" x2="{end}" y1="{base}" y2="{base}"/>'
+    for value in ticks(x.low, x.high, 6):
+        at = _px(x(value))
+        yield f'<line class="axis" x1="{at}" x2="{at}" y1="{base}" y2="{_px(y.start + 4)}"/>'
+        yield f'<text x="{at}" y="{_px(y.start + 18)}" text-anchor="middle">{short(value)}</text>'
+    middle = _px((x.start + x.end) / 2)
+    yield f'<text x="{middle}" y="{_px(y.start + 38)}" text-anchor="middle">{escape(x_label)}</text>'
+    place = f"{_px(x.start - 42)} {_px((y.start + y.end) / 2)}"
+    yield f'<text transform="translate({place}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'
+
+
 def _stops(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
     """Invisible columns; the one under the pointer shows its line, its dots and its numbers."""
     values = [

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from plait.monitor.svg import Scale, axes, image
 from plait.runner.hooks import Hook
 from plait.runner.metrics import Metric
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from plait.runner import Runner
 
 BINS = 10
+MARGIN_BINS = 30
 
 
 class PairScore(NamedTuple):
@@ -75,26 +78,39 @@ def calibration(scores: Sequence[PairScore], bins: int = BINS) -> list[Bin]:
     ]
 
 
-def draw_calibration(scores: Sequence[PairScore], path: Path) -> None:
-    """A PNG: how sure the model is against how often it is right, and how margins are spread."""
-    from matplotlib.figure import Figure  # not pyplot: nothing global, no screen
-
-    bins = calibration(scores)
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.plot([0.5, 1.0], [0.5, 1.0], color="0.7", linestyle="--")
-    left.plot([bin.said for bin in bins], [bin.found for bin in bins], marker="o")
-    left.set(xlabel="how sure the model is", ylabel="how often it is right", xlim=(0.48, 1.02), ylim=(-0.05, 1.05))
-    right.hist([score.chosen - score.rejected for score in scores], bins=30)
-    right.axvline(0.0, color="0.4", linestyle="--")
-    right.set(xlabel="chosen − rejected", ylabel="pairs")
-    right.yaxis.get_major_locator().set_params(integer=True)  # there are no half pairs
-    figure.suptitle(f"{len(scores)} pairs")
-    figure.savefig(path, dpi=120)
+def draw_calibration(scores: Sequence[PairScore]) -> str:
+    """An SVG image: how sure the model is against how often it is right, and a histogram of the margins."""
+    bins, margins = calibration(scores), [score.chosen - score.rejected for score in scores]
+    low, high = min(margins), max(margins)
+    if low == high:  # one bar, around its value
+        low, high = low - 0.5, high + 0.5
+    width = (high - low) / (MARGIN_BINS if len(margins) > 1 else 1)
+    counts = Counter(min(int((margin - low) / width), MARGIN_BINS - 1) for margin in margins)
+    bottom, top = 262.0, 40.0
+    sure, correct = Scale(0.48, 1.02, 56, 380), Scale(-0.05, 1.05, bottom, top)
+    margin_axis = Scale(low - width, high + width, 466, 790)
+    pairs_axis = Scale(0, max(counts.values()) * 1.08, bottom, top)
+    curve = " ".join(f"{sure(each.said):.1f},{correct(each.found):.1f}" for each in bins)
+    parts = [
+        *axes(sure, correct, "how sure the model is", "how often it is right"),
+        *axes(margin_axis, pairs_axis, "chosen − rejected", "pairs", whole=True),
+        f'<line class="guide" x1="{sure(0.5):.1f}" y1="{correct(0.5):.1f}" x2="{sure(1):.1f}" y2="{correct(1):.1f}"/>',
+        f'<polyline class="curve" points="{curve}"/>',
+        *(f'<circle cx="{sure(each.said):.1f}" cy="{correct(each.found):.1f}" r="3.5"/>' for each in bins),
+    ]
+    for place, count in sorted(counts.items()):
+        start, end, level = margin_axis(low + place * width), margin_axis(low + (place + 1) * width), pairs_axis(count)
+        size = f'width="{end - start:.1f}" height="{bottom - level:.1f}"'
+        parts.append(f'<rect x="{start:.1f}" y="{level:.1f}" {size}/>')
+    if margin_axis.low < 0 < margin_axis.high:
+        zero = f"{margin_axis(0):.1f}"
+        parts.append(f'<line class="guide" x1="{zero}" x2="{zero}" y1="{top}" y2="{bottom}"/>')
+    title = f'<text class="title" x="410" y="22" text-anchor="middle">{len(scores):,} pair{"s" * (len(scores) > 1)}</text>'
+    return image(820, 310, [title, *parts], label="how sure the model is, and how often it is right")
 
 
 class CalibrationPlot(Hook):
-    """Draws `calibration.png` into the run's folder at the end, of the last validation."""
+    """Draws `calibration.svg` into the run's folder at the end, of the last validation."""
 
     name = "calibration"
     priority = 60
@@ -105,4 +121,5 @@ class CalibrationPlot(Hook):
     def after_run(self, runner: Runner) -> None:
         """The main rank draws; all ranks have all pairs."""
         if runner.world.is_main and self._metric.scores:
-            draw_calibration(self._metric.scores, Path(runner.config.work_dir) / "calibration.png")
+            path = Path(runner.config.work_dir) / "calibration.svg"
+            path.write_text(draw_calibration(self._metric.scores), encoding="utf-8")

@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 
 from plait.monitor.beside import MOST_EACH, MOST_STEPS, read_answers
 from plait.monitor.html import write_report
+from plait.monitor.svg import image
 from plait.spec.event import Event, EventKind
 
 ONLINE = ("reward", "kl", "length", "entropy", "clip_fraction", "policy_loss", "value_loss", "accuracy", "beta")
 TITLES = ("Reward", "KL", "Length", "Entropy", "Clipped", "Policy loss", "Value loss", "Accuracy", "Weight of the KL")
-PNG = b"\x89PNG\r\n\x1a\n" + random.randbytes(40)
 
 
 def held_out(step: int, **metrics: float) -> Event:
@@ -51,12 +51,12 @@ def test_every_measure_of_reinforcement_learning_has_a_chart(tmp_path: Path, mak
 
 
 def test_pairs_are_shown_by_accuracy_margin_and_the_picture_of_calibration(tmp_path: Path, make_run: Any) -> None:
-    (tmp_path / "calibration.png").write_bytes(PNG)
+    (tmp_path / "calibration.svg").write_text(image(10, 10, ["<circle/>"], label="x"))
     root = report([*make_run(0, 4), held_out(4, accuracy=0.75, margin=-0.2)], tmp_path)
     assert {"Accuracy", "Margin"} <= set(charts(root))
-    (image,) = root.iter("img")
-    assert image.get("src", "").startswith("data:image/png;base64,")
-    assert image.get("alt")
+    (picture,) = root.iter("img")
+    assert picture.get("src", "").startswith("data:image/svg+xml;base64,")
+    assert picture.get("alt")
     assert "Held-out accuracy" not in facts(root), "of a run without rewards, the loss comes first"
 
 
