@@ -11,7 +11,6 @@ A stored `trust_code` counts for nothing: nobody vouches for himself.
 
 from __future__ import annotations
 
-import difflib
 import json
 import traceback
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from typing import Any
 
 from pydantic import ValidationInfo, ValidatorFunctionWrapHandler
 
+from plait.config.words import nearest
 from plait.errors import ConfigError, Problem
 
 STORED_IN = "stored_in"
@@ -69,8 +69,8 @@ def load_code(name: str, *, key: str) -> Any:
     found = load_module(module_name, key=key, name=name)
     for attribute in path.split("."):
         if not hasattr(found, attribute):
-            close = difflib.get_close_matches(attribute, dir(found), n=1)
-            remedy = f"Did you mean {close[0]!r}?" if close else "Write it as package.module:name."
+            close = nearest(attribute, dir(found))
+            remedy = f"Did you mean {close!r}?" if close else "Write it as package.module:name."
             error = AttributeError(attribute)
             raise ConfigError(Problem(key, f"{name!r}: {module_name!r} has no {attribute!r}", remedy)) from error
         found = getattr(found, attribute)
