@@ -17,7 +17,7 @@ from plait.checkpoint.convert import (
     with_state,
     without_padding,
 )
-from plait.config import parse
+from plait.config import parse_stored
 from plait.config.data import texts
 from plait.data import load_tokenizer, tokenizer_path
 from plait.errors import CheckpointError, ConfigError, DataError, ModelError, PlaitError, Problem
@@ -29,10 +29,12 @@ FAMILIES = ("gpt", "llama", "moe")
 """Models of Plait's own that weights of `transformers` fit."""
 
 
-def prepared(source: Source, to: Kind, model: str | None) -> tuple[Source, Description | None]:
+def prepared(
+    source: Source, to: Kind, model: str | None, *, trust_code: bool = False
+) -> tuple[Source, Description | None]:
     """The source under the names that the target wants, and what stands beside the weights of an `hf` folder."""
     if to == "hf":
-        return _for_transformers(_whole(source), model)
+        return _for_transformers(_whole(source, trust_code), model, trust_code)
     if model is None:
         return (_as_hf_model(source), None) if source.kind == "hf" and to == "plait" else (source, None)
     if model not in FAMILIES:
@@ -42,14 +44,14 @@ def prepared(source: Source, to: Kind, model: str | None) -> tuple[Source, Descr
     return _adopted(source, model), None
 
 
-def _whole(source: Source) -> Source:
+def _whole(source: Source, trust_code: bool) -> Source:
     """A run of a phase after pretraining as a plain model: adapters merged; a reward model is none."""
     if source.state.get("config", {}).get("phase") == "reward":
         raise ModelError(
             f"{source.path} holds a reward model, which has a value in the place of logits; transformers has no such "
             "model of this kind. Write it with `--to torch` or `--to plait`"
         )
-    return merged(source) if has_adapters(source) else source
+    return merged(source, trust_code=trust_code) if has_adapters(source) else source
 
 
 def _adopted(source: Source, family: str) -> Source:
@@ -73,18 +75,18 @@ def _with_model(state: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str,
     return {**state, "config": {**state.get("config", {}), "model": dict(model)}}
 
 
-def _for_transformers(source: Source, model: str | None) -> tuple[Source, Description]:
+def _for_transformers(source: Source, model: str | None, trust_code: bool) -> tuple[Source, Description]:
     described = source.state.get("config", {}).get("model")
     _refuse_a_part(source)
     if described is not None:
-        portable = to_transformers(_parsed("model", described))
+        portable = to_transformers(_parsed("model", described, source), trust_code=trust_code)
         if portable.made is not None:
             source = translated(source, portable.made)
         folder = portable.folder if model is None else Path(model)
         description = portable.description if model is None else _description(Path(model))
         if source.kind == "megatron":
             source = without_padding(source, description["vocab_size"])
-        return source, _with_tokenizer(description, folder, source.state["config"].get("data"), source.path)
+        return source, _with_tokenizer(description, folder, source)
     if model is None and source.kind != "hf":
         raise ConfigError(
             Problem(
@@ -113,12 +115,13 @@ def _description(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _with_tokenizer(description: Mapping[str, Any], folder: Path | None, data: Any, run: Path) -> Description:
+def _with_tokenizer(description: Mapping[str, Any], folder: Path | None, source: Source) -> Description:
     """The tokenizer is the one of the data, or the one that the run kept; else the one in the model's own folder."""
+    data, run = source.state["config"].get("data"), source.path
     files = {} if folder is None or not folder.is_dir() else companions(folder)
     near = (place / "tokenizer.json" for place in (run, *run.absolute().parents[:2]))
     kept = next((file for file in near if file.is_file()), None)
-    found = kept if data is None else _tokenizer(_parsed("data", data))
+    found = kept if data is None else _tokenizer(_parsed("data", data, source))
     if found is None:
         return Description(description, files)
     if "tokenizer.json" in files and _tokens(files["tokenizer.json"]) == _tokens(found):
@@ -158,9 +161,9 @@ def _tokenizer(data: Any) -> Path | None:
         return None  # the texts are somewhere else; the weights are worth having without them
 
 
-def _parsed(section: str, value: Any) -> Any:
-    """A section of the run description that a checkpoint holds."""
+def _parsed(section: str, value: Any, source: Source) -> Any:
+    """A section of the run description that a checkpoint holds; code that it names is not run."""
     try:
-        return getattr(parse({section: value}).config, section)
+        return getattr(parse_stored({section: value}, source.description, trust_code=False), section)
     except PlaitError as error:
         raise ModelError(f"the run description in the checkpoint cannot be read by this version: {error}") from error

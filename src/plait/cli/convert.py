@@ -36,9 +36,10 @@ class Options:
     shard_size: str
     optimizer: bool
     overwrite: bool
+    trust_code: bool
 
 
-PLAIN = Options(None, "keep", None, "model", "5GB", optimizer=False, overwrite=False)
+PLAIN = Options(None, "keep", None, "model", "5GB", optimizer=False, overwrite=False, trust_code=False)
 """What is asked for by saying nothing."""
 
 
@@ -85,7 +86,9 @@ def convert(src: str | None, dst: str | None, options: Options) -> None:
     to: Any = options.to
     with room.open_source(Path(src)) as opened:
         source = room.averaged(opened) if options.weights == "ema" else opened
-        source, description = prepared(room.part_for(source, to, optimizer=options.optimizer), to, options.model)
+        source, description = prepared(
+            room.part_for(source, to, optimizer=options.optimizer), to, options.model, trust_code=options.trust_code
+        )
         dtype = _DTYPES[options.dtype]
         if dtype is not None:
             source = room.cast(source, getattr(torch, dtype))

@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 
 from plait.cli.files import write_file
+from plait.cli.here import import_from_here
 from plait.cli.speaking import Opening, open_speaker
 from plait.config.encoding import as_utf8
 from plait.errors import DataError, GenerateError
@@ -49,10 +50,14 @@ def generate(
         raise GenerateError("--against needs --html, the page that shows the models side by side")
     given = [*prompts, *([] if prompts_file is None else read_prompts(Path(prompts_file)))]
     asked = [Question((Message("user", prompt),)) for prompt in given]
-    asked += [] if held_out is None else kept_back(path, held_out)
+    asked += [] if held_out is None else kept_back(path, held_out, trust_code=opening.trust_code)
     if not asked and text is None:
         asked = [Question((Message("user", "def "),))]
-    judge = None if reward is None else open_judge(reward, run_behind(path))
+    judge = None
+    if reward is not None:
+        if not Path(reward).exists():
+            import_from_here()  # a function that is named on the command line may lie here
+        judge = open_judge(reward, run_behind(path), trust_code=opening.trust_code)
     paths = [path, *(against or [])]
     answers: list[list[str]] = [[] for _ in asked]
     notes: list[list[str]] = [[] for _ in asked]

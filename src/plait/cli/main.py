@@ -11,6 +11,7 @@ from typer.core import TyperCommand
 from plait.cli import talking
 from plait.cli.closed import open_what_is_closed
 from plait.cli.spelling import speak_utf8, spell_what_can_be
+from plait.cli.talking import TrustCode
 from plait.errors import ConfigError, PlaitError, Problem
 
 app = typer.Typer(
@@ -31,6 +32,11 @@ Nproc = Annotated[
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Show the resolved settings and where each came from; start nothing.")
 ]
+
+
+def _settings(overrides: list[str] | None, *, trust_code: bool) -> list[str]:
+    """The overrides, with `--trust-code` as the setting that it is: so it reaches every rank."""
+    return [*(overrides or []), *(["trust_code=true"] if trust_code else [])]
 
 
 class _Described(TyperCommand):
@@ -67,11 +73,18 @@ def train(
     accelerate_config: Annotated[
         str | None, typer.Option("--accelerate-config", metavar="YAML", help="Spread the run as `accelerate` would.")
     ] = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """Train as a run description says."""
     from plait.cli.train import train as run
 
-    run(config, overrides or [], nproc=nproc, dry_run=dry_run, accelerate_config=accelerate_config)
+    run(
+        config,
+        _settings(overrides, trust_code=trust_code),
+        nproc=nproc,
+        dry_run=dry_run,
+        accelerate_config=accelerate_config,
+    )
 
 
 @app.command(cls=_Described)
@@ -80,11 +93,12 @@ def sft(
     overrides: Overrides = None,
     nproc: Nproc = "1",
     dry_run: DryRun = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Fine-tune a language model on answers."""
     from plait.cli.posttrain import run_phase
 
-    run_phase("sft", config, overrides or [], nproc=nproc, dry_run=dry_run)
+    run_phase("sft", config, _settings(overrides, trust_code=trust_code), nproc=nproc, dry_run=dry_run)
 
 
 @app.command(cls=_Described)
@@ -93,11 +107,12 @@ def reward(
     overrides: Overrides = None,
     nproc: Nproc = "1",
     dry_run: DryRun = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Train a model that tells the better of two answers."""
     from plait.cli.posttrain import run_phase
 
-    run_phase("reward", config, overrides or [], nproc=nproc, dry_run=dry_run)
+    run_phase("reward", config, _settings(overrides, trust_code=trust_code), nproc=nproc, dry_run=dry_run)
 
 
 @app.command(cls=_Described)
@@ -106,11 +121,12 @@ def dpo(
     overrides: Overrides = None,
     nproc: Nproc = "1",
     dry_run: DryRun = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Train a language model on pairs of answers, without a reward model (DPO, IPO, KTO)."""
     from plait.cli.posttrain import run_phase
 
-    run_phase("dpo", config, overrides or [], nproc=nproc, dry_run=dry_run)
+    run_phase("dpo", config, _settings(overrides, trust_code=trust_code), nproc=nproc, dry_run=dry_run)
 
 
 @app.command(cls=_Described)
@@ -119,11 +135,12 @@ def ppo(
     overrides: Overrides = None,
     nproc: Nproc = "1",
     dry_run: DryRun = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Train a language model on its own answers, with a critic and a reward model or function (PPO)."""
     from plait.cli.posttrain import run_phase
 
-    run_phase("ppo", config, overrides or [], nproc=nproc, dry_run=dry_run)
+    run_phase("ppo", config, _settings(overrides, trust_code=trust_code), nproc=nproc, dry_run=dry_run)
 
 
 @app.command(cls=_Described)
@@ -132,11 +149,12 @@ def grpo(
     overrides: Overrides = None,
     nproc: Nproc = "1",
     dry_run: DryRun = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Train a language model on its own answers, several to a prompt that judge each other (GRPO)."""
     from plait.cli.posttrain import run_phase
 
-    run_phase("grpo", config, overrides or [], nproc=nproc, dry_run=dry_run)
+    run_phase("grpo", config, _settings(overrides, trust_code=trust_code), nproc=nproc, dry_run=dry_run)
 
 
 @app.command(cls=_Described)
@@ -163,11 +181,12 @@ def plan(
     out: Annotated[
         str | None, typer.Option("--out", "-o", help="Write the figures (JSON) or the picture (SVG).")
     ] = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """Show what a run will take before it starts: memory, time, and whether it fits."""
     from plait.cli import plan as commands
 
-    words = overrides or []
+    words = _settings(overrides, trust_code=trust_code)
     modes = {"--schedule": schedule, "--states-only": states_only, "--search": search}
     commands.check_use(modes | {"--gpu": gpu, "--exact": exact, "--timeline": timeline, "--out": out})
     if schedule:
@@ -198,11 +217,12 @@ def profile(
     out: Annotated[
         str | None, typer.Option("--out", "-o", help="Folder for page, picture and traces; absent: WORK_DIR-profile.")
     ] = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """Record a few steps of a run and show where their time and memory go."""
     from plait.cli.profile import profile as run
 
-    run(config, overrides or [], steps=steps, nproc=nproc, out=out)
+    run(config, _settings(overrides, trust_code=trust_code), steps=steps, nproc=nproc, out=out)
 
 
 @app.command(cls=_Described)
@@ -218,11 +238,12 @@ def prove(
         int | None, typer.Option("--layers", min=1, help="Shrink the model to so many layers, on both sides.")
     ] = None,
     out: Annotated[str, typer.Option("--out", "-o", help="Folder for certificate.json and certificate.html.")] = ".",
+    trust_code: TrustCode = False,
 ) -> None:
     """Compare a few steps of a run under its strategy with the same steps on one process."""
     from plait.cli.prove import prove as run
 
-    run(config, overrides or [], steps=steps, ranks=ranks, layers=layers, out=out)
+    run(config, _settings(overrides, trust_code=trust_code), steps=steps, ranks=ranks, layers=layers, out=out)
 
 
 @app.command()
@@ -244,11 +265,14 @@ def convert(
     verify: Annotated[
         bool, typer.Option("--verify", help="With --inspect: read all, compare checksums; exit code 1 if damaged.")
     ] = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Turn a checkpoint into another kind, or look into it; with `--to yaml`, another framework's configuration."""
     from plait.cli import convert as commands
 
-    options = commands.Options(to, dtype, model, weights, shard_size, optimizer=optimizer, overwrite=overwrite)
+    options = commands.Options(
+        to, dtype, model, weights, shard_size, optimizer=optimizer, overwrite=overwrite, trust_code=trust_code
+    )
     commands.check_use(src, options, inspect=inspect, every=every, verify=verify)
     if inspect is not None:
         commands.inspect(inspect, every=every, verify=verify)
@@ -295,6 +319,7 @@ def tune(
     out: Annotated[str | None, typer.Option("--out", "-o", help="Folder for results; absent: WORK_DIR-tune.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Throw away what an earlier search found there.")] = False,
     then_train: Annotated[bool, typer.Option("--train", help="Train with the best settings afterwards.")] = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Find the fastest settings of a run by measuring short runs, each in processes of its own."""
     from plait.cli.tune import search
@@ -312,7 +337,7 @@ def tune(
     }
     search(
         config,
-        overrides or [],
+        _settings(overrides, trust_code=trust_code),
         options=options,
         space=space or [],
         settings=settings,

@@ -32,6 +32,7 @@ run again, and one that was cut short goes on: the same command is also the one 
   --nproc N, -n N       processes on this machine: a number, or gpu for one a GPU
   --hostfile FILE       run every step on these hosts, as `plait launch --hostfile FILE` does
   --dry-run             check everything and show the steps; start nothing
+  --trust-code          run code that stored files name (trust_code=true for every step)
 
   --step 1 2 3          which steps; without files 1 is sft, 2 is reward, 3 is ppo
   --deployment-type T   single_gpu, single_node (--nproc gpu) or multi_node (needs --hostfile)
@@ -99,12 +100,15 @@ def sort_words(words: Sequence[str]) -> Asked:
         if word.startswith("-") and not _is_number(word):
             flag, equals, value = _long(word).partition("=")
             name = flag[2:].replace("-", "_")
+            if name == "trust_code":
+                asked.overrides.append("trust_code=true")
+                continue
             if name in (*_ONE, *_NONE):
                 asked.own[name] = value
                 last, room = name, int(name in _ONE and not equals)
                 continue
             if name not in WORDS and name not in FLAGS:
-                meant = nearest(name, (*_ONE, *_NONE, *WORDS, *FLAGS))
+                meant = nearest(name, (*_ONE, *_NONE, "trust_code", *WORDS, *FLAGS))
                 remedy = f"Did you mean `--{meant}`? " if meant else ""
                 raise ConfigError(Problem(flag, "unknown flag", f"{remedy}`plait pipeline --help` lists them."))
             taking = asked.words if name in WORDS else asked.flags

@@ -13,8 +13,8 @@ from torch import nn
 
 from plait.checkpoint import CheckpointFolder, load_into, open_checkpoint
 from plait.checkpoint.convert import kind_of, open_source, read_description
-from plait.cli.here import import_from_here
-from plait.config import RunConfig, parse
+from plait.checkpoint.manifest import NAME as MANIFEST
+from plait.config import RunConfig, parse, parse_stored
 from plait.config.model import HFConfig, ModelConfig
 from plait.config.posttrain import PosttrainConfig, TemplateConfig
 from plait.data import tokenizer_path
@@ -51,6 +51,8 @@ class Opening:
     """`cpu` or `nvme`: where the weights of the blocks live, if not on the device."""
     offload_path: str | None = None
     """Folder of the `nvme` tier."""
+    trust_code: bool = False
+    """Run the code that the stored files name: a model of the author's own, `auto_map` of a Hugging Face folder."""
 
 
 def open_speaker(path: str, opening: Opening | None = None) -> Speaker:
@@ -66,7 +68,8 @@ def open_speaker(path: str, opening: Opening | None = None) -> Speaker:
     else:
         found = CheckpointFolder(place).find(str(place.absolute()))  # absolute: `auto` is a name here
         assert found is not None
-        config = parse({**open_checkpoint(found).manifest.state["config"], "strategy": {}}).config
+        stored = {**open_checkpoint(found).manifest.state["config"], "strategy": {}}
+        config = parse_stored(stored, found / MANIFEST, trust_code=opening.trust_code)
         if config.model is None:
             raise ModelError(
                 f"{path} was trained on a model that was given as an object, and nothing here can build it"
@@ -104,10 +107,9 @@ def _described(folder: Path) -> ModelConfig:
     return HFConfig(path=str(folder))
 
 
-def _built(described: ModelConfig) -> nn.Module:
-    import_from_here()
+def _built(described: ModelConfig, opening: Opening) -> nn.Module:
     with open_world(parse({}).config).device:
-        return build_model(described)
+        return build_model(described, trust_code=opening.trust_code)
 
 
 def _finished(model: nn.Module, opening: Opening) -> nn.Module:
@@ -117,7 +119,7 @@ def _finished(model: nn.Module, opening: Opening) -> nn.Module:
 
 
 def _load(path: str, described: ModelConfig, opening: Opening) -> nn.Module:
-    model, adapter = _built(described), None
+    model, adapter = _built(described, opening), None
     if opening.adapter is not None:
         adapter = read_adapter(opening.adapter, model)
         attach(model, adapter.spec, adapter.layers)
@@ -137,7 +139,7 @@ def _load_trained_part(place: Path, config: RunConfig, opening: Opening) -> nn.M
             f"{place} holds only what was trained, and the run does not say what it began with; open the model that it "
             "began with, and give the run's folder `adapter` as --adapter"
         )
-    model = _built(config.model)
+    model = _built(config.model, opening)
     if config.lora is not None:
         attach(model, AdapterSpec.of(config.lora), config.lora.targets)
     start = open_start(begun, config.model, None, model)
@@ -159,7 +161,6 @@ def _load_streamed(place: Path, config: RunConfig | None, opening: Opening) -> n
         raise ConfigError(Problem("--offload", f"there is no place {tier!r} for weights", "Write cpu or nvme."))
     if config is None or opening.adapter is not None or opening.dtype != "auto":
         raise GenerateError("--offload takes checkpoints of Plait as they are: convert the model or merge its adapter")
-    import_from_here()
     world = open_world(config)
     model, stream = build_streamed(config, world.device, tier=tier, folder=Path(opening.offload_path or place))  # type: ignore[arg-type]
     tensors = {f"model.{name}": tensor for name, tensor in stream.tensors().items()}
@@ -205,7 +206,7 @@ def _manner(
     words = section.template
     if (config is None or config.phase is None) and _has_template(folder):
         words = TemplateConfig(kind="tokenizer")
-    template = make_template(words, tokenizer, folder)
+    template = make_template(words, tokenizer, folder, trust_code=opening.trust_code)
     ends = dict.fromkeys((*template.ends, *_ends(folder)))
 
     def write_down(turns: Sequence[Turn]) -> list[int]:

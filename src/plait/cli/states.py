@@ -41,7 +41,7 @@ def _count(config: RunConfig) -> tuple[int, int]:
     import_from_here()
     try:
         with torch.device("meta"):
-            return count_params(build_model(config.model))
+            return count_params(build_model(config.model, trust_code=config.trust_code))
     except (RuntimeError, NotImplementedError) as error:
         raise ModelError(
             f"the model cannot be built on the meta device, where it costs no memory: {error}. Give its number of "

@@ -10,6 +10,9 @@ ModelPath = Annotated[str, typer.Argument(help="A run's work_dir, one of its che
 Adapter = Annotated[str | None, typer.Option("--adapter", metavar="DIR", help="A LoRA adapter on top of it.")]
 TokenizerFile = Annotated[str | None, typer.Option("--tokenizer", help="Absent: the one that belongs to the model.")]
 Dtype = Annotated[str, typer.Option(help="fp32, bf16 or fp16; auto: bf16 on a GPU, fp32 elsewhere.")]
+TrustCode = Annotated[
+    bool, typer.Option("--trust-code", help="Run code that stored files name; otherwise it is refused.")
+]
 NewTokens = Annotated[int, typer.Option("--tokens", "-t", min=1, help="At most so many new tokens.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")]
 TopK = Annotated[int | None, typer.Option(min=1, help="Choose among so many likeliest tokens.")]
@@ -20,13 +23,19 @@ Seed = Annotated[int, typer.Option(help="Another seed, another text.")]
 
 
 def _opening(
-    adapter: str | None, tokenizer: str | None, dtype: str, offload: str | None = None, offload_path: str | None = None
+    adapter: str | None,
+    tokenizer: str | None,
+    dtype: str,
+    offload: str | None = None,
+    offload_path: str | None = None,
+    *,
+    trust_code: bool,
 ) -> Any:
     from plait.cli.speaking import DTYPES, Opening
 
     if dtype not in ("auto", *DTYPES):
         raise typer.BadParameter(f"--dtype {dtype}: choose auto, {', '.join(DTYPES)}")
-    return Opening(adapter, tokenizer, dtype, offload, offload_path)  # type: ignore[arg-type]
+    return Opening(adapter, tokenizer, dtype, offload, offload_path, trust_code)  # type: ignore[arg-type]
 
 
 def generate(
@@ -62,6 +71,7 @@ def generate(
     adapter: Adapter = None,
     tokenizer: TokenizerFile = None,
     dtype: Dtype = "auto",
+    trust_code: TrustCode = False,
     offload: Annotated[
         str | None, typer.Option(metavar="TIER", help="Weights that do not fit the device live in cpu or nvme memory.")
     ] = None,
@@ -74,7 +84,7 @@ def generate(
     from plait.generate.options import Sampling
 
     sampling = Sampling(tokens, temperature, top_k, top_p, repetition_penalty, tuple(stop or ()), seed)
-    opening = _opening(adapter, tokenizer, dtype, offload, offload_path)
+    opening = _opening(adapter, tokenizer, dtype, offload, offload_path, trust_code=trust_code)
     run(
         run_dir,
         prompt or [],
@@ -106,6 +116,7 @@ def chat(
     adapter: Adapter = None,
     tokenizer: TokenizerFile = None,
     dtype: Dtype = "auto",
+    trust_code: TrustCode = False,
 ) -> None:
     """Talk to a trained model in the terminal."""
     if (model is None) == (path is None):
@@ -114,7 +125,7 @@ def chat(
     from plait.generate.options import Sampling
 
     sampling = Sampling(tokens, temperature, top_k, top_p, repetition_penalty, tuple(stop or ()), seed)
-    run(model or path or "", sampling, _opening(adapter, tokenizer, dtype), system=system)
+    run(model or path or "", sampling, _opening(adapter, tokenizer, dtype, trust_code=trust_code), system=system)
 
 
 def serve(
@@ -131,13 +142,14 @@ def serve(
     adapter: Adapter = None,
     tokenizer: TokenizerFile = None,
     dtype: Dtype = "auto",
+    trust_code: TrustCode = False,
 ) -> None:
     """Answer over HTTP in the words of OpenAI's API, with a web page to try it."""
     from plait.cli.serve import serve as run
     from plait.generate.serve import Limits
 
     limits = Limits(body_bytes=max_body, waiting=waiting, max_new_tokens=max_tokens)
-    opening = _opening(adapter, tokenizer, dtype)
+    opening = _opening(adapter, tokenizer, dtype, trust_code=trust_code)
     run(path, opening, host=host, port=port, token_file=token_file, open_to_all=no_token, limits=limits)
 
 

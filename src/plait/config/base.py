@@ -8,8 +8,18 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    WrapValidator,
+    model_validator,
+)
 
+from plait.config.trust import keep_origin
 from plait.config.words import show
 
 T = TypeVar("T")
@@ -77,7 +87,9 @@ Size = Annotated[PositiveInt, AfterValidator(_at_most(LARGEST_SIZE))]
 """One dimension of a tensor."""
 PathText = Annotated[str, BeforeValidator(_path), AfterValidator(_named)]
 """A path as text; a `pathlib.Path` given from Python becomes text, `~` the home folder, `$NAME` its value."""
-Target = Annotated[str, AfterValidator(_target)]
+CodeName = Annotated[str, WrapValidator(keep_origin)]
+"""A key whose value may name code; see [Note: whose names become code] in `plait.config.trust`."""
+Target = Annotated[str, AfterValidator(_target), WrapValidator(keep_origin)]
 """Something of the user's own: `module:attribute`."""
 Many = Annotated[tuple[T, ...], Strict(False)]
 """Any number of values. Files know only lists, so a list is welcome although sections are strict."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, RefusedError, Section
+from plait.config.base import CodeName, Many, NonNegativeInt, PathText, PositiveInt, RefusedError, Section
 from plait.config.posttrain import ExampleData, LoraConfig
 
 ONLINE = ("ppo", "grpo")
@@ -64,7 +64,7 @@ class RolloutConfig(Section):
 
 
 class _Online(Section):
-    reward: str | None = None
+    reward: CodeName | None = None
     """A function `package.module:name` of (prompt, answer, right answer), or `task` or `gsm8k`."""
     epochs: PositiveInt = 1
     """Passes over the answers of one rollout."""

@@ -16,6 +16,7 @@ from plait.config.override import split_override
 from plait.config.read import read
 from plait.config.run import RunConfig
 from plait.config.show import rows
+from plait.config.trust import KEY, STORED_IN, StoredName, refusal
 from plait.errors import ConfigError
 
 
@@ -38,8 +39,10 @@ def parse(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (),
     """
     draft = Draft()
     name = origin or ("dict" if isinstance(source, Mapping) else Path(source).name)
+    stored_in = None if isinstance(source, Mapping) or not _is_record(Path(source)) else str(source)
     for key, value in read(source).items():
-        draft.put((key,), value, name)
+        if stored_in is None or key != KEY:
+            draft.put((key,), value, name)
     for text in overrides:
         try:
             keys, value = split_override(text)
@@ -47,7 +50,34 @@ def parse(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (),
             draft.problems.extend(error.problems)
         else:
             draft.put(keys, value, "override")
-    return _finished(draft)
+    parsed = _finished(draft, stored_in)
+    if stored_in is None:
+        return parsed
+    names = [(path, value) for path, value in rows(parsed.config) if isinstance(value, StoredName)]
+    from_file = [(path, value) for path, value in names if parsed.origins[path] == name]
+    if from_file and not parsed.config.trust_code:
+        raise ConfigError([refusal(path, value, stored_in).problems[0] for path, value in from_file])
+    return _finished(draft)  # what is left is the user's own: an override, or what he trusts
+
+
+def parse_stored(description: Mapping[str, Any], file: str | Path, *, trust_code: bool) -> RunConfig:
+    """The run description that a checkpoint holds, which anybody may have written.
+
+    Code that it names is known as named in `file`, and not run, unless the user has said that he trusts it.
+    """
+    draft = Draft()
+    for key, value in description.items():
+        if key != KEY:
+            draft.put((key,), value, str(file))
+    draft.put((KEY,), trust_code, "--trust-code")
+    return _finished(draft, None if trust_code else str(file)).config
+
+
+def _is_record(path: Path) -> bool:
+    """Whether a file is the `config.yaml` that a run wrote into its folder; each run writes it anew."""
+    if path.name != "config.yaml":
+        return False
+    return (path.parent / "checkpoints").is_dir() or any(path.parent.glob("events-rank*.jsonl"))
 
 
 def parse_sections(**sections: Any) -> Parsed:
@@ -62,10 +92,11 @@ def parse_sections(**sections: Any) -> Parsed:
     return _finished(draft)
 
 
-def _finished(draft: Draft) -> Parsed:
+def _finished(draft: Draft, stored_in: str | None = None) -> Parsed:
     draft.expand()
+    context = None if stored_in is None else {STORED_IN: stored_in}
     try:
-        config = fitted(RunConfig.model_validate(draft.data))
+        config = fitted(RunConfig.model_validate(draft.data, context=context))
     except ValidationError as error:
         raise ConfigError([*draft.problems, *explain(error, draft)]) from None
     if draft.problems:

@@ -48,6 +48,9 @@ class RunConfig(Shorthand):
     plan: PlanConfig = Field(default_factory=PlanConfig)
     profile: ProfileConfig | None = None
     """Record a few steps and write where their time went; absent: no step is looked into."""
+    trust_code: bool = False
+    """Run code that files of others name: `auto_map` in a Hugging Face folder, the model in a checkpoint that is opened
+    beside this run, all of a `config.yaml` that a run left. What this description names itself runs anyway."""
     hooks: Many[HookConfig] = ()
     phase: Phase | None = None
     """Set by `plait sft`, `plait reward`, `plait dpo`, `plait ppo` and `plait grpo`; absent: plain training."""

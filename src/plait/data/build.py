@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,19 @@ from plait.config.data import (
     TokensData,
     texts,
 )
+from plait.config.trust import load_code
 from plait.data.corpus import prepare_corpus
 from plait.data.packing import PackedTokens
 from plait.data.tokens import TokenFile
-from plait.errors import DataError
 
 
-def build_dataset(config: DataConfig, *, training: bool, seed: int, tokenizer: str | Path | None = None) -> Any:
+def build_dataset(
+    config: DataConfig, *, training: bool, seed: int, tokenizer: str | Path | None = None, role: str = "data"
+) -> Any:
     """The data set that a config describes.
 
     `training` decides what the config leaves open (augmentation), `seed` the augmentation itself.
+    `role` is the section that it stands in, for messages.
     `tokenizer` is for text whose config names none: the tokenizer of the training data, for validation.
     """
     match config:
@@ -45,13 +47,14 @@ def build_dataset(config: DataConfig, *, training: bool, seed: int, tokenizer: s
             augment = training if config.augment is None else config.augment
             return Cifar10(config.path, split=config.split, augment=augment, seed=seed)
         case ImportedData():
-            return _imported(config)
+            return load_code(config.target, key=f"{role}.target")(**config.args)
         case MixtureData():
             from plait.data.mixture import Mixture
 
             tokenizer = _shared(config, tokenizer)
             sources = [
-                build_dataset(each, training=training, seed=seed, tokenizer=tokenizer) for each in config.sources
+                build_dataset(each, training=training, seed=seed, tokenizer=tokenizer, role=f"{role}.sources.{index}")
+                for index, each in enumerate(config.sources)
             ]
             return Mixture(sources, config.weights, config.samples, seed=seed, shuffle=training)
 
@@ -82,14 +85,3 @@ def _packed(config: TokensData | TextData | JsonlData, path: Path) -> PackedToke
         val_fraction=config.val_fraction,
         source=config.path,
     )
-
-
-def _imported(config: ImportedData) -> Any:
-    module, _, name = config.target.partition(":")
-    try:
-        make = getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        raise DataError(f"target {config.target!r}: {error}; is its folder on PYTHONPATH?") from error
-    except AttributeError:
-        raise DataError(f"target {config.target!r}: {module} has no {name!r}") from None
-    return make(**config.args)

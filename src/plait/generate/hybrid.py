@@ -172,7 +172,7 @@ class HybridEngine:
             if build is None:
                 if self._config.model is None:
                     raise GenerateError("the run has no section `model`: give HybridEngine a function that builds it")
-                build = partial(build_model, self._config.model)
+                build = partial(build_model, self._config.model, trust_code=self._config.trust_code)
             self._made = Replica(build, self._dtype, self.engine.world.device)
         return self._made
 
@@ -193,6 +193,7 @@ class HybridEngine:
                 self._config.model,
                 engine.world,
                 dtype=self._dtype,
+                trust_code=self._config.trust_code,
                 context=self._context,
                 rows=self._max_rows,
                 options=self._vllm_options,

@@ -55,6 +55,7 @@ class VllmWriter:
         dtype: torch.dtype,
         context: int | None,
         rows: int,
+        trust_code: bool = False,
         options: VllmConfig | None = None,
         decode: Decode | None = None,
         say: Callable[[str], None] = print,
@@ -64,7 +65,7 @@ class VllmWriter:
         `context` is how many tokens a prompt with its answer has at most, `rows` how many answers grow at once.
         """
         options = VllmConfig() if options is None else options
-        portable = to_transformers(model)
+        portable = to_transformers(model, trust_code=trust_code)
         description = {**portable.description, "tie_word_embeddings": False}
         self._made, self._world, self._context, self._decode = portable.made, world, context, decode
         self._awake = True

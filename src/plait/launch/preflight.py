@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -115,23 +116,52 @@ def _ask(host: str, command: Sequence[str], question: Question) -> HostCheck:
     after = time.time()
     line = next((line for line in said.stdout.splitlines() if line.startswith(MARK)), None)
     if line is None:
-        last = (said.stderr.strip() or said.stdout.strip() or f"exit code {said.returncode}").splitlines()[-1]
-        return HostCheck(host, None, last)
+        return HostCheck(host, None, _failure(said.stderr.strip() or said.stdout.strip(), said.returncode))
     facts = Facts(**json.loads(line.removeprefix(MARK)))
     return HostCheck(host, facts, skew=min(facts.clock - before, 0.0) + max(facts.clock - after, 0.0))
+
+
+def _failure(said: str, code: int) -> str:
+    """Why a host gave no answer: its last line, but for a key that changed, of which ssh says more before."""
+    if _KEY_CHANGED not in said:
+        return said.splitlines()[-1] if said else f"exit code {code}"
+    shown = re.search(r"\bSHA256:[A-Za-z0-9+/=]+", said)
+    known = re.search(r"^Offending \S+ key in (.+)$", said, re.MULTILINE)
+    return (
+        f"{_KEY_CHANGED.lower()}: it now shows {shown[0] if shown else 'another key'}, which is not the key in "
+        f"{known[1].strip() if known else 'known_hosts'}"
+    )
 
 
 def _reached(checks: Sequence[HostCheck]) -> list[Finding]:
     return [Finding(check.host, check.failure, _remedy(check.failure)) for check in checks if check.facts is None]
 
 
+_KEY_CHANGED = "REMOTE HOST IDENTIFICATION HAS CHANGED"
+"""How ssh begins to say that a host shows another key than before."""
+_COMPARE = (
+    "ask its administrator, or run `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` on the host's own console, and "
+    "compare the fingerprints"
+)
+_HOST_KEYS = {
+    _KEY_CHANGED.lower(): (
+        "either the host was installed anew, or another machine answers in its place and would read all that is sent; "
+        f"do not connect before you know: {_COMPARE}. Only if they are equal, remove the old key from that file"
+    ),
+    # Where ssh's own warning is switched off, a key that changed looks like one that was never seen.
+    "Host key verification": (
+        f"its key is not known here, or it has changed: {_COMPARE} with that of `ssh HOST`, before you accept it"
+    ),
+}
+
+
 def _remedy(failure: str) -> str:
     remedies = {
+        **_HOST_KEYS,
         "No module named": f"install Plait for {sys.executable} there, at the same path as here",
         "No such file or directory": "the folder and the Python of this host must be there too, at the same paths",
         "not found": "the Python of this host must be there too, at the same path",
         "Permission denied": "let this user in without a password: ssh-copy-id, or an agent",
-        "Host key verification": "accept its key once: ssh-keyscan HOST >> ~/.ssh/known_hosts",
         "Connection refused": "start sshd there, or name its port with --ssh_port",
         "Could not resolve": "correct its name in the hostfile, or add it to DNS",
         "timed out": "check the network, a firewall, and that it is up",

@@ -18,8 +18,11 @@ from plait.errors import ModelError
 __all__ = ["build_model", "preset"]
 
 
-def build_model(config: ModelConfig) -> nn.Module:
-    """The model that `config` describes. Only the family that is asked for gets imported."""
+def build_model(config: ModelConfig, *, trust_code: bool = False) -> nn.Module:
+    """The model that `config` describes. Only the family that is asked for gets imported.
+
+    `trust_code`: the folder of a `transformers` model may bring classes of its own, which are then run.
+    """
     match config:
         case GptConfig():
             from plait.models.gpt import Gpt
@@ -40,7 +43,7 @@ def build_model(config: ModelConfig) -> nn.Module:
         case HFConfig():
             from plait.models.hf import build_hf_model
 
-            return build_hf_model(config)
+            return build_hf_model(config, trust_code=trust_code)
         case ImportedModel():
             from plait.models.imported import build_imported_model
 

@@ -35,7 +35,7 @@ class Adopted(NamedTuple):
     """Patterns of stored names that we have no use for."""
 
 
-def to_transformers(config: ModelConfig) -> Portable:
+def to_transformers(config: ModelConfig, *, trust_code: bool = False) -> Portable:
     """The counterpart of a model in `transformers`; a `ModelError` where there is none."""
     match config:
         case GptConfig():
@@ -53,7 +53,9 @@ def to_transformers(config: ModelConfig) -> Portable:
         case HFConfig():
             from plait.models.hf.describe import describe
 
-            return Portable(describe(config), None, None if config.path is None else Path(config.path))
+            return Portable(
+                describe(config, trust_code=trust_code), None, None if config.path is None else Path(config.path)
+            )
         case ResNetConfig() | ImportedModel():
             raise ModelError(
                 f"`model.type: {config.type}` has no counterpart in transformers, which knows hf, gpt, llama "

@@ -165,7 +165,7 @@ class Ladder:
         if isinstance(model, HFConfig):  # its shapes are enough
             model = model.model_copy(update={"pretrained": False})
         with torch.device("meta"):
-            return count_params(build_model(model))[0]
+            return count_params(build_model(model, trust_code=self.config.trust_code))[0]
 
     @property
     def _local(self) -> int:

@@ -199,7 +199,7 @@ def _flops_per_token(config: RunConfig) -> float | None:
     if config.model is None or config.model.type == "import" or not isinstance(length, int):
         return None
     with torch.device("meta"):
-        count = getattr(build_model(config.model), "flops_per_token", None)
+        count = getattr(build_model(config.model, trust_code=config.trust_code), "flops_per_token", None)
     return None if count is None else float(count(length))
 
 

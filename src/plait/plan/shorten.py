@@ -114,7 +114,7 @@ def _layer_names(config: RunConfig) -> list[str]:
 
     assert config.model is not None
     with torch.device("meta"):
-        return list(outline_of(build_model(config.model)).layers)
+        return list(outline_of(build_model(config.model, trust_code=config.trust_code)).layers)
 
 
 def _stage_layers(config: RunConfig, stages: int) -> list[int]:
@@ -124,6 +124,6 @@ def _stage_layers(config: RunConfig, stages: int) -> list[int]:
     assert config.model is not None
     pipeline = config.strategy.pipeline
     with torch.device("meta"):
-        model = build_model(config.model)
+        model = build_model(config.model, trust_code=config.trust_code)
     plan = plan_stages(model, ranks=stages, schedule=pipeline.schedule, split=pipeline.split)
     return [end - start for start, end in pairwise(plan.bounds)]

@@ -32,13 +32,18 @@ def make_model(config: RunConfig) -> nn.Module:
     answering: Answering | None = None
     if phase == "reward":
         return make_value_model(
-            config.model, section.start, lambda _: rewarding(config.reward or RewardConfig()), config.lora
+            config.model,
+            section.start,
+            lambda _: rewarding(config.reward or RewardConfig()),
+            config.lora,
+            trust_code=config.trust_code,
         )
     if phase == "dpo":
         answering = partial(preferring, config=config.dpo or DpoConfig())
     elif phase in ONLINE:
         answering = partial(acting, online=Online.of(config))
-    return _make(build_model(config.model), config.model, section.start, answering, config.lora)
+    model = build_model(config.model, trust_code=config.trust_code)
+    return _make(model, config.model, section.start, answering, config.lora)
 
 
 def make_writer(config: RunConfig) -> nn.Module:
@@ -48,14 +53,19 @@ def make_writer(config: RunConfig) -> nn.Module:
     beside their matrices: added to them, their share would be rounded to the matrix's own steps, or away.
     """
     assert config.model is not None
-    return build_model(config.model) if config.lora is None else make_model(config)
+    return build_model(config.model, trust_code=config.trust_code) if config.lora is None else make_model(config)
 
 
 def make_value_model(
-    described: ModelConfig, start: str | None, answering: Answering, lora: LoraConfig | None = None
+    described: ModelConfig,
+    start: str | None,
+    answering: Answering,
+    lora: LoraConfig | None = None,
+    *,
+    trust_code: bool = False,
 ) -> nn.Module:
     """A model with a value head in the place of its logits, and weights to begin with."""
-    model = build_model(described)
+    model = build_model(described, trust_code=trust_code)
     swap_head(model)
     return _make(model, described, start, answering, lora)
 

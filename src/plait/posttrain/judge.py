@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from plait.checkpoint.convert import Source, open_source
-from plait.config import RunConfig, parse
+from plait.config import RunConfig, parse, parse_stored
 from plait.config.posttrain import PosttrainConfig, TaskData, TemplateConfig
 from plait.errors import ConfigError, DataError, ModelError, Problem
 from plait.posttrain.build import make_value_model
@@ -94,13 +94,14 @@ class ModelJudge(Judge):
         return torch.from_numpy(Row.judged(written).ids).long()
 
 
-def open_judge(who: str, run: RunConfig | None = None) -> Judge:
+def open_judge(who: str, run: RunConfig | None = None, *, trust_code: bool = False) -> Judge:
     """A reward model's folder, or a function: `task`, `gsm8k` or `package.module:name`.
 
-    `run` is the run whose questions are asked; `task` needs it, to know which task they are of.
+    `run` is the run whose questions are asked; `task` needs it, to know which task they are of. `trust_code` runs what
+    the folder names.
     """
     if Path(who).exists():
-        return _open_model(who)
+        return _open_model(who, trust_code)
     if who not in ("task", "gsm8k") and ":" not in who:
         remedy = "Give the folder of a reward model, `task`, `gsm8k` or `package.module:function`."
         raise ConfigError(Problem("--reward", f"{who!r} is neither a folder nor a function", remedy))
@@ -114,18 +115,18 @@ def open_judge(who: str, run: RunConfig | None = None) -> Judge:
         raise ConfigError(Problem("--reward", error.problems[0].message, error.problems[0].remedy)) from error
 
 
-def _open_model(path: str) -> Judge:
+def _open_model(path: str, trust_code: bool) -> Judge:
     with open_source(Path(path)) as source:
-        config, kind = _run_of(source), source.kind
+        config, kind = _run_of(source, trust_code), source.kind
     if config is None and kind != "hf":
         raise ModelError(f"{path} does not say what its model is like; `plait convert {path} NEW --to plait` may help")
     if config is not None and config.phase != "reward":
         word = config.phase or "train"
         raise ModelError(f"{path} is a run of `plait {word}`, whose model writes; `plait reward` makes one that judges")
     world = open_world(parse({}).config)
-    described = described_in(path, config or RunConfig())
+    described = described_in(path, config or RunConfig(trust_code=trust_code))
     with world.device:
-        model = make_value_model(described, path, lambda _: Judging)
+        model = make_value_model(described, path, lambda _: Judging, trust_code=trust_code)
     head = f"model.{head_name(model)}.weight"
     with open_source(Path(path)) as source:
         if head not in source.entries or source.entries[head].shape[0] != 1:
@@ -138,24 +139,27 @@ def _open_model(path: str) -> Judge:
     words = section.template if config is not None else TemplateConfig()
     context = getattr(described, "seq_len", None)
     model.eval().requires_grad_(False)
-    return ModelJudge(model, make_template(words, tokenizer, folder), tokenizer.end, context=context)
+    template = make_template(words, tokenizer, folder, trust_code=trust_code)
+    return ModelJudge(model, template, tokenizer.end, context=context)
 
 
-def _run_of(source: Source) -> RunConfig | None:
+def _run_of(source: Source, trust_code: bool = False) -> RunConfig | None:
     """The description of the run that wrote a checkpoint, less how it was spread; None for other folders."""
     stored = source.state.get("config")
-    return None if not stored else parse({**stored, "strategy": {}}).config
+    if not stored:
+        return None
+    return parse_stored({**stored, "strategy": {}}, source.description, trust_code=trust_code)
 
 
-def run_behind(path: str) -> RunConfig | None:
+def run_behind(path: str, *, trust_code: bool = False) -> RunConfig | None:
     """The description of the run whose folder or checkpoint this is; None for other folders."""
     with open_source(Path(path)) as source:
-        return _run_of(source)
+        return _run_of(source, trust_code)
 
 
-def held_out(path: str, count: int) -> list[Question]:
+def held_out(path: str, count: int, *, trust_code: bool = False) -> list[Question]:
     """The first questions that a run kept for validation, which it has not learned from."""
-    config = run_behind(path)
+    config = run_behind(path, trust_code=trust_code)
     if config is None or config.phase is None:
         raise DataError(f"{path} is no run of a phase, so it kept no questions: give --prompts")
     examples = prepare_data(config).examples[1][:count]

@@ -101,7 +101,7 @@ def _described(role: str, section: DataConfig, config: RunConfig, world: World) 
     training = role == "data"
     # One rank prepares what all read (tokenized files, for example); the others find it ready.
     tokenizer = on_main(world, lambda: _prepare(role, section, config))
-    dataset = build_dataset(section, training=training, seed=config.seed, tokenizer=tokenizer)
+    dataset = build_dataset(section, training=training, seed=config.seed, tokenizer=tokenizer, role=role)
     needed, known = getattr(dataset, "vocab_size", None), _vocabulary(config)
     if needed is not None and known is not None and needed > known:
         message = f"{known}, but the tokens of `{role}` come from a vocabulary of {needed}"

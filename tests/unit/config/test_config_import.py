@@ -38,6 +38,7 @@ def test_the_public_names():
         "describe",
         "parse",
         "parse_sections",
+        "parse_stored",
         "resolve_batch",
         "resolve_layout",
         "to_dict",

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from plait import data as room
 from plait.config.data import DataConfig, ImportedData, TextData, TokensData
 from plait.data import PackedTokens, TokenWriter, build_dataset, prepare, tokenizer_path
-from plait.errors import DataError
+from plait.errors import ConfigError
 
 
 def test_a_token_file_is_packed_as_its_section_says(tmp_path: Path) -> None:
@@ -45,13 +45,13 @@ def test_a_data_set_of_the_users_own_is_imported_and_called() -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("no_such_module_anywhere:f", "PYTHONPATH"),
-        ("math:no_such_name", "math has no 'no_such_name'"),
+        ("no_such_module_anywhere:f", "no_such_module_anywhere"),
+        ("math:no_such_name", "no_such_name"),
     ],
 )
 def test_a_target_that_cannot_be_found_is_named(target: str, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        build_dataset(ImportedData(target=target), training=True, seed=0)
+    with pytest.raises(ConfigError, match=rf"val_data\.target: .*{message}"):
+        build_dataset(ImportedData(target=target), training=True, seed=0, role="val_data")
 
 
 def test_the_exported_names_exist_and_are_sorted() -> None:

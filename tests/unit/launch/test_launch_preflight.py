@@ -150,6 +150,37 @@ def test_a_host_that_does_not_answer_comes_with_a_remedy(here: Facts, words: str
     assert remedy in finding.remedy
 
 
+CHANGED = """@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@
+@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @
+@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@
+IT IS POSSIBLE THAT SOMEONE IS DOING SOMETHING NASTY!
+The fingerprint for the ED25519 key sent by the remote host is
+SHA256:kDQO7tVCqOT9k/6zaDZIBec9+9wHoO48Cfi1Ovr2bFE.
+Please contact your system administrator.
+Add correct host key in /home/me/.ssh/known_hosts to get rid of this message.
+Offending ED25519 key in /home/me/.ssh/known_hosts:3
+  remove with:
+  ssh-keygen -f "/home/me/.ssh/known_hosts" -R "b"
+Host key for b has changed and you have requested strict checking.
+Host key verification failed."""
+SWITCHES_OFF = re.compile(r"keyscan|StrictHostKeyChecking|keygen[^`]*-R|--no_ssh_check|rm ")
+
+
+def test_a_host_key_that_changed_may_be_an_attack(here: Facts) -> None:
+    finding = only(look([with_clock(here), CHANGED]))
+    for word in ("changed", "SHA256:kDQO7tVCqOT9k/6zaDZIBec9+9wHoO48Cfi1Ovr2bFE", "/home/me/.ssh/known_hosts:3"):
+        assert word in finding.what
+    for word in ("answers in its place", "compare the fingerprints", "/etc/ssh/ssh_host_ed25519_key.pub"):
+        assert word in finding.remedy
+    assert not SWITCHES_OFF.search(finding.remedy)
+
+
+def test_a_host_key_that_is_not_known_is_compared_before_it_is_accepted(here: Facts) -> None:
+    finding = only(look([with_clock(here), "Host key verification failed."]))
+    assert "compare the fingerprints" in finding.remedy
+    assert not SWITCHES_OFF.search(finding.remedy)
+
+
 def test_the_hash_of_code_is_that_of_its_python_files(tmp_path: Path) -> None:
     (tmp_path / "pkg").mkdir()
     (tmp_path / ".venv").mkdir()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -134,6 +135,31 @@ def test_messages_checkpoints_and_samples_are_listed_and_escaped(tmp_path: Path,
     assert any("work/step-5" in row and "3.0 MiB" in row and "1.50 s" in row for row in rows)
     (pre,) = root.iter("pre")
     assert pre.text == "def f():\n    return 1 < 2"
+
+
+def test_no_text_of_an_event_sample_or_answer_becomes_markup(tmp_path: Path, make_run: Any) -> None:
+    evil = "</style></script>\"'><img src=x onerror=alert(1)><script>alert(1)</script>]]>"
+    rows, samples = [(evil, evil)], [(evil, evil)]
+    opening = {"segment": evil, "title": evil, "rows": rows, "config": {evil: evil}, evil: evil}
+    ending = {"reason": evil, "summary": rows, "pipeline": {evil: evil}, evil: evil}
+    strange = {
+        EventKind.RUN_START: opening,
+        EventKind.TRAIN: {evil: 1.0, "text": evil, "phase": evil},
+        EventKind.VALIDATE: {"metrics": {evil: 1.0, "loss": 2.0}, evil: evil},
+        EventKind.TEST: {"metrics": {evil: 1.0}, evil: evil},
+        EventKind.SAVE: {"path": evil, "bytes": evil, "seconds": evil},
+        EventKind.MESSAGE: {"level": evil, "text": evil, "rank": evil},
+        EventKind.RUN_END: ending,
+    }
+    events = [Event(e.kind, e.step, e.epoch, {**e.data, **strange[e.kind]}, e.time) for e in make_run(0, 4)]
+    events[1:1] = [Event(kind, 1, 1, strange[kind], events[0].time) for kind in (EventKind.MESSAGE, EventKind.TEST)]
+    answer = {"step": 1, "prompt": evil, "answer": evil, "reward": evil}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(answer) + "\n", encoding="utf-8")
+    text, root = report(events, tmp_path, samples=samples, folder=tmp_path)
+    assert "<script" not in text
+    assert "<img" not in text
+    assert not any(name.startswith("on") for node in root.iter() for name in node.attrib)
+    assert sum(evil in "".join(node.itertext()) for node in root.iter("pre")) == 3
 
 
 def test_the_files_of_a_run_give_the_same_page_as_its_events(tmp_path: Path, make_run: Any) -> None:

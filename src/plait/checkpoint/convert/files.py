@@ -59,7 +59,7 @@ class TorchFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.content = open_file(path, strict=True) if zipfile.is_zipfile(path) else _old_content(path)
+        self.content = open_file(path, strict=True) if zipfile.is_zipfile(path) else load_values(path)
         """What was saved, with a `Found` in place of each tensor."""
 
     def close(self) -> None:
@@ -71,8 +71,11 @@ def read_found(found: Found) -> Tensor:
     return found.detach() if isinstance(found, Tensor) else found.read()
 
 
-def _old_content(path: Path) -> Any:
-    """The format from before torch 1.6, which was no archive, can only be loaded as a whole."""
+def load_values(path: Path) -> Any:
+    """All of a file of `torch.save` that holds numbers, texts and tensors. One that asks for code is refused by name.
+
+    The format from before torch 1.6, which was no archive, can only be loaded so.
+    """
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from plait.checkpoint.manifest import NAME
+
 
 class Entry(NamedTuple):
     """What is known of a tensor without reading it."""
@@ -38,6 +40,12 @@ class Source(ABC):
     """What is no tensor and has a meaning in Plait: `engine` ({steps, skips_in_a_row, scaler}), `config`, … or {}."""
     facts: Mapping[str, str]
     """What a reader wants to know of it besides: who wrote it, at which step, for how many ranks."""
+
+    @property
+    def description(self) -> Path:
+        """The file that `state` was read from, for messages; the checkpoint itself where it has no manifest."""
+        manifest = self.path / NAME
+        return manifest if manifest.is_file() else self.path
 
     @abstractmethod
     def read(self, name: str) -> Tensor:

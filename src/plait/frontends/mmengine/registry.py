@@ -11,9 +11,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from importlib import import_module
 from typing import Any, TypeVar, overload
 
+from plait.config.trust import load_code
 from plait.config.words import choose
 from plait.errors import ConfigError, Problem
 
@@ -152,11 +152,16 @@ def _named(maker: Any) -> tuple[list[str] | None, bool, list[str]]:
 
 
 def _imported(key: str) -> Callable[..., Any] | None:
+    """What a dotted name stands for; None where there is no such thing. A module that fails says why."""
     module, _, attribute = key.rpartition(".")
     try:
-        found = getattr(import_module(module), attribute, None)
-    except ImportError:
-        return None
+        found = load_code(f"{module}:{attribute}", key="type")
+    except ConfigError as error:
+        cause = error.__cause__
+        missing = isinstance(cause, ModuleNotFoundError) and f"{module}.".startswith(f"{cause.name}.")
+        if missing or isinstance(cause, AttributeError):
+            return None
+        raise
     return found if callable(found) else None
 
 

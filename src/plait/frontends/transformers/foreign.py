@@ -16,7 +16,7 @@ from torch import Tensor
 
 from plait.checkpoint.convert import Entry, newest_tag, open_source
 from plait.checkpoint.convert.deepspeed import DeepSpeedSource
-from plait.checkpoint.convert.files import Found, TorchFile, read_found
+from plait.checkpoint.convert.files import Found, TorchFile, load_values, read_found
 from plait.errors import CheckpointError
 from plait.frontends.accelerate.saving import PLACED, restore_groups
 from plait.frontends.deepspeed.foreign import foreign_state
@@ -43,7 +43,7 @@ def load(accelerator: TrainerAccelerator, checkpoint: Path) -> Mapping[str, Any]
     """
     schedule: Mapping[str, Any] = {}
     if (checkpoint / SCHEDULE).is_file():
-        schedule = torch.load(checkpoint / SCHEDULE, weights_only=True)
+        schedule = load_values(checkpoint / SCHEDULE)
     if (inside := deepspeed_folder(checkpoint)) is not None:
         schedule = schedule or foreign_state(inside).get("lr_scheduler") or {}
         _take_from_deepspeed(accelerator, checkpoint, inside, schedule)
@@ -100,7 +100,7 @@ def load_scale(accelerator: TrainerAccelerator, checkpoint: Path) -> None:
     """Go on with the loss scale of a `GradScaler`, where this run has one too."""
     scaler = accelerator.engine.scaler
     if scaler is not None and (checkpoint / SCALER).is_file():
-        theirs = torch.load(checkpoint / SCALER, weights_only=True)
+        theirs = load_values(checkpoint / SCALER)
         if theirs:  # a scaler that was off says nothing
             scaler.restore({**scaler.state(), "scale": theirs["scale"], "clean_steps": theirs["_growth_tracker"]})
 

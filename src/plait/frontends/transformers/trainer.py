@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.checkpoint.convert.files import load_values
 from plait.errors import ConfigError, ModelError, Problem
 from plait.frontends.accelerate.prepared import PreparedOptimizer
 from plait.frontends.accelerate.weights import whole
@@ -161,7 +162,7 @@ class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
         folder = Path(checkpoint)
         if (folder / _FOLDER).is_dir():
             checkpoints.load(self.accelerator, folder / _FOLDER)
-            schedule: Mapping[str, Any] = torch.load(folder / _trainer.SCHEDULER_NAME, weights_only=True)
+            schedule: Mapping[str, Any] = load_values(folder / _trainer.SCHEDULER_NAME)
         else:
             schedule = foreign.load(self.accelerator, folder)
         self.lr_scheduler.load_state_dict(schedule)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.config.model import HFConfig
+from plait.config.trust import transformers_code
 from plait.errors import MissingExtraError, ModelError
 from plait.models.common.documents import document_mask
 from plait.models.common.fp8_loss import Fp8Head
@@ -42,7 +43,7 @@ _OLD_KEYS = frozenset({"rope_theta", "rope_scaling", "torch_dtype", "transformer
 """Keys of older config files that `transformers` still reads, though its config classes no longer list them."""
 
 
-def build_hf_model(config: HFConfig) -> nn.Module:
+def build_hf_model(config: HFConfig, *, trust_code: bool = False) -> nn.Module:
     """The architecture that `config` describes, with random weights; `load_pretrained` fills them.
 
     Parameters have torch's default dtype whatever the stored config says: precision is a choice of the run.
@@ -51,13 +52,15 @@ def build_hf_model(config: HFConfig) -> nn.Module:
         import transformers
     except ImportError as error:
         raise MissingExtraError("transformers", "model.type: hf", "hf") from error
-    described = _described(config)
     auto = getattr(transformers, AUTO_CLASSES[config.task])
+    source, key = (config.config or {}, "model.config") if config.path is None else (config.path, "model.path")
     try:
-        model: nn.Module = auto.from_config(described, dtype=torch.get_default_dtype())
+        with transformers_code(source, trust_code=trust_code, key=key) as trusted:
+            described = _described(config, trust_code=trusted)
+            model: nn.Module = auto.from_config(described, dtype=torch.get_default_dtype(), trust_remote_code=trusted)
     except ValueError as error:
         raise ModelError(
-            f"transformers cannot build a {described.model_type!r} model for model.task={config.task!r}: {error}"
+            f"transformers cannot build {key}={source!r} for model.task={config.task!r}: {error}"
         ) from error
     return adapt(model, CausalLM if config.task == "causal-lm" else OtherTask)
 
@@ -205,7 +208,7 @@ def _owners(root: nn.Module, module: nn.Module) -> list[tuple[Any, nn.Module]]:
     return chain
 
 
-def _described(config: HFConfig) -> Any:
+def _described(config: HFConfig, *, trust_code: bool) -> Any:
     """The `transformers` config that `model.path` or `model.config` stands for."""
     from transformers import AutoConfig, GenerationConfig
 
@@ -214,7 +217,7 @@ def _described(config: HFConfig) -> Any:
     if config.path is not None:
         if not (Path(config.path) / "config.json").is_file():
             raise ModelError(f"model.path={config.path!r} is no model folder: it has no config.json")
-        return AutoConfig.from_pretrained(config.path, local_files_only=True)
+        return AutoConfig.from_pretrained(config.path, local_files_only=True, trust_remote_code=trust_code)
     given = dict(config.config or {})
     model_type = given.pop("model_type", None)
     try:

@@ -87,7 +87,7 @@ def prepare_data(config: RunConfig) -> PhaseData:
     folder = _folder(config, section)
     tokenizer = _tokenizer(config, section, folder, examples)
     _check_vocabulary(config, tokenizer)
-    template = make_template(section.template, tokenizer, folder)
+    template = make_template(section.template, tokenizer, folder, trust_code=config.trust_code)
     limit = longest(config)
     made: list[Any]
     collate: Any = None

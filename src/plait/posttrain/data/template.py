@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from plait.config.posttrain import TemplateConfig
+from plait.config.trust import transformers_code
 from plait.errors import DataError, MissingExtraError
 from plait.posttrain.data.records import Message
 from plait.posttrain.data.tokenizer import ChatTokenizer
@@ -97,12 +98,17 @@ class Marked(Template):
 class OfTokenizer(Template):
     """The template that came with a Hugging Face tokenizer."""
 
-    def __init__(self, tokenizer: ChatTokenizer, folder: str | Path, *, end_token: bool) -> None:
+    def __init__(
+        self, tokenizer: ChatTokenizer, folder: str | Path, *, end_token: bool, trust_code: bool = False
+    ) -> None:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise MissingExtraError("transformers", "posttrain.template.kind: tokenizer", "hf") from error
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        with transformers_code(folder, trust_code=trust_code, key="posttrain.tokenizer") as trusted:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=trusted
+            )
         if self._tokenizer.chat_template is None:
             raise DataError(f"the tokenizer in {folder} has no chat template; use posttrain.template.kind: marked")
         end = self._tokenizer.eos_token_id
@@ -150,8 +156,13 @@ class OfTokenizer(Template):
         return ids
 
 
-def make_template(config: TemplateConfig, tokenizer: ChatTokenizer, folder: str | Path | None) -> Template:
-    """The template that a section describes; `folder` is where the tokenizer lies, if it came from one."""
+def make_template(
+    config: TemplateConfig, tokenizer: ChatTokenizer, folder: str | Path | None, *, trust_code: bool = False
+) -> Template:
+    """The template that a section describes; `folder` is where the tokenizer lies, if it came from one.
+
+    `trust_code`: that folder may bring classes of its own, which are then run.
+    """
     if config.kind == "plain":
         return Plain(tokenizer, end_token=config.end_token)
     if config.kind == "marked":
@@ -161,4 +172,4 @@ def make_template(config: TemplateConfig, tokenizer: ChatTokenizer, folder: str 
             "posttrain.template.kind: tokenizer needs the folder of a Hugging Face tokenizer; name it as "
             "posttrain.tokenizer, or use kind: marked"
         )
-    return OfTokenizer(tokenizer, folder, end_token=config.end_token)
+    return OfTokenizer(tokenizer, folder, end_token=config.end_token, trust_code=trust_code)

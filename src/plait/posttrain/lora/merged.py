@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from plait.checkpoint.convert import Source
 from plait.checkpoint.convert.view import Recipe, View
-from plait.config import parse
+from plait.config import parse_stored
 from plait.config.posttrain import LoraConfig
 from plait.errors import CheckpointError
 from plait.models import build_model
@@ -26,7 +26,7 @@ def has_adapters(source: Source) -> bool:
     return any(name.startswith("model.") and name.endswith(_UP) for name in source.entries)
 
 
-def merged(source: Source) -> Source:
+def merged(source: Source, *, trust_code: bool = False) -> Source:
     """The model of a run with `lora`, whole; no optimizer goes with it, whose state belongs to the adapters."""
     config: Mapping[str, Any] = source.state.get("config", {})
     if any(name.endswith(".weight_codes") for name in source.entries):
@@ -40,7 +40,7 @@ def merged(source: Source) -> Source:
         )
     scale = AdapterSpec.of(LoraConfig(**config["lora"])).scale
     layers = [name.removesuffix(_UP) for name in source.entries if name.endswith(_UP) and name.startswith("model.")]
-    turned = _transposed(config, layers)
+    turned = _transposed(source, layers, trust_code)
     recipes: dict[str, Recipe] = {}
     for name in source.entries:
         layer = name.removesuffix(".weight")
@@ -53,13 +53,14 @@ def merged(source: Source) -> Source:
     return View(source, recipes, state={"config": {key: value for key, value in config.items() if key != "lora"}})
 
 
-def _transposed(config: Mapping[str, Any], layers: list[str]) -> set[str]:
+def _transposed(source: Source, layers: list[str], trust_code: bool) -> set[str]:
     """Layers whose weight is (in, out): `Conv1D` of `transformers`."""
-    described = parse({"model": config["model"]}).config.model
+    stored = {"model": source.state["config"]["model"]}
+    described = parse_stored(stored, source.description, trust_code=trust_code).model
     if described is None or described.type != "hf":
         return set()
     with torch.device("meta"):
-        model: nn.Module = build_model(described)
+        model: nn.Module = build_model(described, trust_code=trust_code)
     return {layer for layer in layers if is_transposed(model.get_submodule(layer.removeprefix("model.")))}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from plait.checkpoint.convert import open_source
-from plait.config import parse
+from plait.config import parse_stored
 from plait.config.model import HFConfig, ModelConfig
 from plait.config.offload import OffloadConfig
 from plait.config.online import PpoConfig
@@ -51,7 +51,9 @@ def make_cast(config: RunConfig, world: World, data: PhaseData, *, length: Lengt
         if ppo.reward_model is not None:
             described = described_in(ppo.reward_model, config)
             check_judge(config, described, ppo.reward_model, data)
-            make = partial(make_value_model, described, ppo.reward_model, lambda _: Judging)
+            make = partial(
+                make_value_model, described, ppo.reward_model, lambda _: Judging, trust_code=config.trust_code
+            )
             judge = _frozen(config, world, make, say)
         critic = prepare_native(
             critic_config(config, ppo),
@@ -70,7 +72,7 @@ def make_critic(config: RunConfig, ppo: PpoConfig) -> nn.Module:
     own = (config.posttrain or PosttrainConfig()).start
     start = ppo.critic_start or ppo.reward_model or own
     described = config.model if start == own else described_in(start or "", config)
-    return make_value_model(described, start, partial(valuing, ppo=ppo), ppo.critic_lora)
+    return make_value_model(described, start, partial(valuing, ppo=ppo), ppo.critic_lora, trust_code=config.trust_code)
 
 
 def critic_config(config: RunConfig, ppo: PpoConfig) -> RunConfig:
@@ -106,13 +108,15 @@ def described_in(path: str, config: RunConfig) -> ModelConfig:
     """What a model in a folder is like: as the run that wrote it says; of other folders, as `transformers` does."""
     with open_source(Path(path)) as source:
         stored = source.state.get("config", {}).get("model")
-        kind = source.kind
+        kind, file = source.kind, source.description
     if stored is not None:
-        found = parse({"model": stored}).config.model
+        found = parse_stored({"model": stored}, file, trust_code=config.trust_code).model
         assert found is not None
         return found
+    if kind == "hf":
+        return HFConfig(path=path)
     assert config.model is not None
-    return HFConfig(path=path) if kind == "hf" else config.model
+    return config.model
 
 
 def check_judge(config: RunConfig, described: ModelConfig, path: str, data: PhaseData) -> None:

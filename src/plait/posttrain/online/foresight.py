@@ -109,7 +109,9 @@ def count_beside(config: RunConfig, layout: Layout) -> Beside:
         if isinstance(method, PpoConfig):
             critic = _at_rest(critic_config(config, method), layout, make_critic(config, method))
             if (path := method.reward_model) is not None:
-                judge = _weights(config, layout, make_value_model(described_in(path, config), path, lambda _: Judging))
+                described = described_in(path, config)
+                model = make_value_model(described, path, lambda _: Judging, trust_code=config.trust_code)
+                judge = _weights(config, layout, model)
     rows = min(rollout.max_rows, -(-online.answers // layout.size))
     cache = 0 if rollout.mode == "trainer" else cache_bytes(policy, rows=rows, tokens=longest(config), dtype=compute)
     whole = _numbers(policy) * compute.itemsize if rollout.mode in ("gathered", "vllm") else 0

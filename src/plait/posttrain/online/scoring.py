@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from plait.config.online import GrpoConfig, RolloutConfig
 from plait.config.posttrain import ExampleData, Gsm8kData, PosttrainConfig, TaskData
 from plait.config.run import RunConfig
+from plait.config.trust import load_code
 from plait.errors import ConfigError, Problem, TrainingError
 from plait.posttrain.data.datasets import Row, stack
 from plait.posttrain.data.prompts import Check, Prompt, gsm8k_reward, task_reward
@@ -153,12 +153,7 @@ def find_function(config: RunConfig) -> tuple[str, Check]:
         return name, task_reward(sources)
     if name == "gsm8k":
         return name, gsm8k_reward
-    module, _, attribute = name.partition(":")
-    try:
-        function: Check = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        message = f"{name!r} cannot be used: {error}"
-        raise ConfigError(Problem(f"{phase}.reward", message, "Write it as package.module:function.")) from error
+    function: Check = load_code(name, key=f"{phase}.reward")
     if not callable(function):
         message = f"{name!r} is a {type(function).__name__}"
         raise ConfigError(Problem(f"{phase}.reward", message, "Name a function of (prompt, answer, right answer)."))

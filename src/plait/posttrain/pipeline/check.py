@@ -10,10 +10,11 @@ import torch
 
 from plait.config import check, parse, resolve_batch, resolve_layout
 from plait.config.complete import check_complete
-from plait.config.model import GptConfig, HFConfig, LlamaConfig, ModelConfig, MoeConfig
+from plait.config.model import GptConfig, HFConfig, LlamaConfig, MoeConfig
 from plait.config.online import ONLINE
 from plait.config.paths import missing_paths, missing_starts, starts_of
 from plait.config.posttrain import ExampleData, PosttrainConfig, TaskData
+from plait.config.run import RunConfig
 from plait.errors import ConfigError, DataError, ModelError, PlaitError, Problem, in_one_line
 from plait.models import build_model
 from plait.posttrain.build import make_model
@@ -177,7 +178,7 @@ def _judge_fits(step: Step) -> None:
 
 
 def _same_shapes(step: Step, maker: Step) -> None:
-    mine, theirs = _shapes(step.config.model), _shapes(maker.config.model)
+    mine, theirs = _shapes(step.config), _shapes(maker.config)
     if mine is None or theirs is None:
         return
     differing = [
@@ -192,12 +193,14 @@ def _same_shapes(step: Step, maker: Step) -> None:
         raise ConfigError(Problem("model", message, "Describe the same model in both."))
 
 
-def _shapes(model: ModelConfig | None) -> dict[str, tuple[int, ...]] | None:
+def _shapes(config: RunConfig) -> dict[str, tuple[int, ...]] | None:
     """Names and shapes of the parameters; None for models that cannot be built without values."""
+    model = config.model
     if not isinstance(model, GptConfig | LlamaConfig | MoeConfig | HFConfig):
         return None
     with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in build_model(model).named_parameters()}
+        built = build_model(model, trust_code=config.trust_code)
+    return {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
 
 
 def _inside(path: str, folder: Path) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 
 from plait.config.profile import ProfileConfig
 from plait.config.train import EarlyStopConfig, EmaConfig, HookConfig, ImportedHook, RollbackConfig
+from plait.config.trust import load_code
 from plait.errors import ConfigError, Problem
 from plait.runner.hooks.base import Hook
 from plait.runner.hooks.early_stop import EarlyStop
@@ -34,10 +34,10 @@ def build_hooks(configs: Sequence[HookConfig], profile: ProfileConfig | None = N
 
 
 def _import(config: ImportedHook, path: str) -> Hook:
-    module, _, attribute = config.target.partition(":")
+    make = load_code(config.target, key=path)
     try:
-        hook = getattr(import_module(module), attribute)(**config.args)
-    except (ImportError, AttributeError, TypeError) as error:
+        hook = make(**config.args)
+    except TypeError as error:
         raise ConfigError(
             Problem(path, f"{config.target!r} cannot be used: {error}", "Write it as package.module:HookClass.")
         ) from error

@@ -29,7 +29,7 @@ def build_module(config: RunConfig, model: ModelSource) -> tuple[nn.Module, Init
     if model is None:
         if described is None:
             raise ModelError("there is no model: give one as an object, or describe it in the section `model`")
-        model = partial(build_model, described)
+        model = partial(build_model, described, trust_code=config.trust_code)
     if config.strategy.meta_init:
         seed_everything(config.seed, 0)  # a constructor may choose constants by Python's generator
         module, initializer = _build_on_meta(model)

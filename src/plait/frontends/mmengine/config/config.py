@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
 from pprint import pformat
 from typing import Any
 
+from plait.config.trust import load_module
 from plait.errors import ConfigError, Problem
 from plait.frontends.mmengine.config.files import read_file
 from plait.frontends.mmengine.config.tree import ConfigDict, merge, plain
@@ -134,8 +134,7 @@ def _import(imports: str | list[str], allow_failed_imports: bool = False) -> Non
     """Load the modules whose classes the configuration names."""
     for name in [imports] if isinstance(imports, str) else imports:
         try:
-            import_module(name)
-        except ImportError as error:
-            if not allow_failed_imports:
-                message = f"{name!r} cannot be imported: {error}"
-                raise ConfigError(Problem("custom_imports", message, "Is its folder in PYTHONPATH?")) from error
+            load_module(name, key="custom_imports")
+        except ConfigError as error:
+            if not (allow_failed_imports and isinstance(error.__cause__, ImportError)):
+                raise

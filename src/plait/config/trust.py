@@ -1,0 +1,169 @@
+"""The one place where a name becomes code, and where it is decided whether it may.
+
+[Note: whose names become code]
+A run description, a command line and a call of Python are the user's own: what they name is imported. What was *stored*
+is not: a checkpoint's `manifest.json`, the `config.yaml` that a run left in its folder, the `config.json` or
+`tokenizer_config.json` of a Hugging Face folder. Anybody may have written such a file, and `model.target: os:system` in
+it would run a command as soon as the model is opened. So a name that was read from a stored file remembers that file
+(`StoredName`), and is refused until the user has said `--trust-code` (`trust_code: true` in his own description).
+A stored `trust_code` counts for nothing: nobody vouches for himself.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationInfo, ValidatorFunctionWrapHandler
+
+from plait.config.words import nearest
+from plait.errors import ConfigError, Problem
+
+STORED_IN = "stored_in"
+"""In the context of a validation: the stored file that the values come from."""
+KEY = "trust_code"
+"""Of a run description."""
+_CODE_FILES = ("config.json", "tokenizer_config.json")
+"""Files of a Hugging Face folder whose `auto_map` names classes in Python files, beside it or on the hub."""
+
+
+class StoredName(str):
+    """A name of code that was read from a stored file."""
+
+    stored_in: str
+
+    def __new__(cls, name: str, stored_in: str) -> StoredName:
+        """`stored_in` is the file, for the refusal."""
+        made = super().__new__(cls, name)
+        made.stored_in = stored_in
+        return made
+
+    def __getnewargs__(self) -> tuple[str, str]:
+        """A copy, in this process or another, stays a stored name."""
+        return str(self), self.stored_in
+
+
+def keep_origin(value: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> str:
+    """A validator for every key that names code: what comes from a stored file stays known as that."""
+    name: str = check(value)
+    stored_in = value.stored_in if isinstance(value, StoredName) else (info.context or {}).get(STORED_IN)
+    return name if stored_in is None or ":" not in name else StoredName(name, stored_in)
+
+
+def load_code(name: str, *, key: str) -> Any:
+    """What `package.module:name` stands for. `key` is the key, option or argument that names it, for messages.
+
+    Raises `ConfigError` for a name that came from a stored file, and for one that cannot be imported, with the reason.
+    """
+    if isinstance(name, StoredName):
+        raise refusal(key, name, name.stored_in)
+    module_name, _, path = name.partition(":")
+    if not module_name or not path:
+        message = f"{name!r} does not say what is to be taken from which module"
+        raise ConfigError(Problem(key, message, "Write it as package.module:name."))
+    found = load_module(module_name, key=key, name=name)
+    for attribute in path.split("."):
+        if not hasattr(found, attribute):
+            close = nearest(attribute, dir(found))
+            remedy = f"Did you mean {close!r}?" if close else "Write it as package.module:name."
+            error = AttributeError(attribute)
+            raise ConfigError(Problem(key, f"{name!r}: {module_name!r} has no {attribute!r}", remedy)) from error
+        found = getattr(found, attribute)
+    return found
+
+
+def load_module(module_name: str, *, key: str, name: str | None = None) -> Any:
+    """Import a module that the user names, alone or in `name`; a `ConfigError` says why it cannot be imported."""
+    shown = name or module_name
+    try:
+        return import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            remedy = "Install it, or put its folder on PYTHONPATH."
+            raise ConfigError(Problem(key, f"{shown!r}: there is no module {error.name!r}", remedy)) from error
+        raise _failed(key, shown, module_name, error) from error
+    except Exception as error:  # whatever a module of the user's own raises while it is run
+        raise _failed(key, shown, module_name, error) from error
+
+
+def _failed(key: str, name: str, module_name: str, error: Exception) -> ConfigError:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
+    where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    message = f"{name!r}: importing {module_name!r} failed: {type(error).__name__}: {error}{where}"
+    return ConfigError(Problem(key, message, "Correct that module."))
+
+
+def refusal(key: str, name: str, stored_in: str | Path) -> ConfigError:
+    """The error for a name that came with somebody's file."""
+    message = f"{str(name)!r} is code, named in {stored_in}; code that a stored file names is not run"
+    remedy = "Read that code first. To run it, add --trust-code, or trust_code: true to a run description of your own."
+    return ConfigError(Problem(key, message, remedy))
+
+
+@contextmanager
+def transformers_code(source: str | Path | Mapping[str, Any], *, trust_code: bool, key: str) -> Iterator[bool]:
+    """What to pass to `transformers` as `trust_remote_code`, and the refusal where it would need what it was not given.
+
+    `source` is a folder, or a `config.json` as a mapping. What its outermost level names is left to `transformers`,
+    which has classes of its own for many such models and takes those. What an inner model names is refused here: for
+    that it would ask on the terminal.
+    """
+    named = [] if trust_code else list(_named_code(source))
+    for file, path, name in named:
+        if path != "auto_map":
+            raise refusal(key, name, f"{file}, {path}")
+    try:
+        yield trust_code
+    except ValueError as error:
+        if named and "trust_remote_code" in str(error):
+            file, path, name = named[0]
+            raise refusal(key, name, f"{file}, {path}") from error
+        raise
+
+
+def _named_code(source: str | Path | Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Every `auto_map`: its file, its path in there, and the first class that it names."""
+    for file, content in _descriptions(source):
+        for path, name in _code_names(content):
+            yield file, path, name
+
+
+def _descriptions(source: str | Path | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    if isinstance(source, Mapping):
+        yield "model.config", source
+        return
+    for name in _CODE_FILES:
+        file = Path(source) / name
+        if file.is_file():
+            try:
+                yield str(file), json.loads(file.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ConfigError(Problem(str(file), f"it is not JSON: {error}", "Copy the folder again.")) from error
+
+
+def _code_names(content: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Where an `auto_map` lies, and the first class that it names."""
+    inner = content.items() if isinstance(content, Mapping) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in inner:
+        where = f"{path}.{key}" if path else str(key)
+        if key == "auto_map" and value:
+            yield where, next(_texts(value), repr(value))
+        else:
+            yield from _code_names(value, where)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _texts(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)

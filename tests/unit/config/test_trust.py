@@ -1,0 +1,138 @@
+"""Names that become code: the user's own are imported, those that came with a stored file are refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.config import parse, parse_stored
+from plait.config.trust import StoredName, load_code, load_module, transformers_code
+from plait.errors import ConfigError
+
+EVIL = {"type": "import", "target": "os:system", "args": {"command": "true"}}
+DESCRIPTION: dict[str, Any] = {
+    "model": EVIL,
+    "data": {"type": "mixture", "sources": [EVIL, EVIL]},
+    "val_data": EVIL,
+    "hooks": [EVIL],
+    "grpo": {"reward": "os:system"},
+    "ppo": {"reward": "os:system"},
+}
+
+
+def names(config: Any) -> dict[str, str]:
+    return {
+        "model.target": config.model.target,
+        "data.sources.1.target": config.data.sources[1].target,
+        "val_data.target": config.val_data.target,
+        "hooks.0.target": config.hooks[0].target,
+        "grpo.reward": config.grpo.reward,
+        "ppo.reward": config.ppo.reward,
+    }
+
+
+def test_a_name_of_the_users_own_is_imported() -> None:
+    assert load_code("pathlib:Path", key="model.target") is Path
+    assert load_code("pathlib:Path.cwd", key="model.target")() == Path.cwd()
+    assert load_module("pathlib", key="custom_imports").Path is Path
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no_such_module:f", "no_such_module"),
+        ("pathlib:Pat", "Path"),
+        ("pathlib", "package.module:name"),
+        ("needs_another:f", "importing 'needs_another' failed.*not_there_at_all"),
+        ("raises_at_import:f", r"ZeroDivisionError.*raises_at_import\.py, line 2"),
+        ("no_python:f", "SyntaxError"),
+    ],
+)
+def test_a_name_that_cannot_be_imported_says_why(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_another.py").write_text("import not_there_at_all\n", encoding="utf-8")
+    (tmp_path / "raises_at_import.py").write_text("\n1 / 0\n", encoding="utf-8")
+    (tmp_path / "no_python.py").write_text("def f(:\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=rf"(?s)model\.target: .*{said}"):
+        load_code(name, key="model.target")
+
+
+def test_every_name_of_a_stored_description_is_refused_with_its_file() -> None:
+    config = parse_stored(DESCRIPTION, "runs/x/manifest.json", trust_code=False)
+    for key, name in names(config).items():
+        with pytest.raises(ConfigError, match=rf"{key}: 'os:system' .*runs/x/manifest.json(?s:.*)--trust-code"):
+            load_code(name, key=key)
+
+
+def test_names_of_a_described_run_and_trusted_ones_are_not_refused() -> None:
+    for config in (parse(DESCRIPTION).config, parse_stored(DESCRIPTION, "file", trust_code=True)):
+        assert not any(isinstance(name, StoredName) for name in names(config).values())
+
+
+def test_a_stored_file_cannot_vouch_for_itself() -> None:
+    config = parse_stored({**DESCRIPTION, "trust_code": True}, "file", trust_code=False)
+    assert config.trust_code is False
+    assert isinstance(config.model.target, StoredName)  # type: ignore[union-attr]
+
+
+def test_copies_of_a_stored_name_are_stored_names() -> None:
+    config = parse_stored(DESCRIPTION, "file", trust_code=False)
+    for made in (
+        copy.deepcopy(config),
+        config.model_copy(deep=True),
+        pickle.loads(pickle.dumps(config)),
+        parse(config.model_dump()).config,
+        parse({"model": config.model, "grpo": config.grpo, "hooks": config.hooks}).config,
+    ):
+        for found in (made.model.target, made.grpo.reward, made.hooks[0].target):
+            assert isinstance(found, StoredName)
+            assert found.stored_in == "file"
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """A run that somebody has left, or sent."""
+    (tmp_path / "events-rank0.jsonl").touch()
+    content = {"model": EVIL, "hooks": [EVIL], "trust_code": True}
+    (tmp_path / "config.yaml").write_text(json.dumps(content), encoding="utf-8")
+    return tmp_path
+
+
+def test_the_config_that_a_run_left_is_a_stored_file(run_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.yaml") as refused:
+        parse(run_folder / "config.yaml")
+    assert [problem.path for problem in refused.value.problems] == ["model.target", "hooks.0.target"]
+    own = parse(run_folder / "config.yaml", ["model.target=mine:Net", "hooks=[]"]).config
+    assert own.model.target == "mine:Net"  # type: ignore[union-attr]
+    assert not isinstance(own.model.target, StoredName)  # type: ignore[union-attr]
+    assert not own.trust_code
+    trusted = parse(run_folder / "config.yaml", ["trust_code=true"]).config
+    assert not isinstance(trusted.model.target, StoredName)  # type: ignore[union-attr]
+
+
+def test_another_file_is_the_users_own(run_folder: Path, tmp_path: Path) -> None:
+    (run_folder / "config.yaml").rename(run_folder / "run.yaml")
+    assert parse(run_folder / "run.yaml").config.trust_code
+    (tmp_path / "elsewhere").mkdir()
+    (run_folder / "run.yaml").rename(tmp_path / "elsewhere" / "config.yaml")
+    assert parse(tmp_path / "elsewhere" / "config.yaml").config.trust_code
+
+
+def test_code_of_an_inner_model_is_refused_before_transformers_asks(tmp_path: Path) -> None:
+    content = {"model_type": "llava", "text_config": {"auto_map": {"AutoModel": "them/repo--net.Net"}}}
+    (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    for source in (tmp_path, content):
+        with (
+            pytest.raises(ConfigError, match=r"model\.path: 'them/repo--net.Net' .*text_config\.auto_map"),
+            transformers_code(source, trust_code=False, key="model.path"),
+        ):
+            pass
+        with transformers_code(source, trust_code=True, key="model.path") as trusted:
+            assert trusted is True
