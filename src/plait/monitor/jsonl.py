@@ -98,7 +98,11 @@ def read_events(paths: Iterable[Path | str]) -> list[Event]:
 
 def _read(path: Path) -> Iterator[Event]:
     kinds = set(EventKind)
-    with path.open(encoding="utf-8", errors="replace") as file:
+    try:
+        opened = path.open(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    with opened as file:
         for number, line in enumerate(file, start=1):
             try:
                 record = parse_json(line)

@@ -54,10 +54,14 @@ class Book:
 
     def __init__(self, folder: Path, run: RunConfig, tune: TuneConfig, *, fresh: bool = False) -> None:
         self.folder = folder
-        if fresh and folder.exists():
-            _remove(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._identify(run, tune)
+        try:
+            if fresh and folder.exists():
+                _remove(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._identify(run, tune)
+        except OSError as error:
+            message = f"{str(folder)!r} cannot be written to: {error.strerror}"
+            raise ConfigError(Problem("--out", message, "Give another folder.")) from error
         self._records = {each.key: each for each in _read(folder / "results.jsonl")}
 
     @property
