@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.index import Index, Stored
-from plait.checkpoint.manifest import Checkpoint, remedy
+from plait.checkpoint.manifest import Checkpoint, leads_out, remedy
 from plait.checkpoint.misfits import Misfit, matches, misfits, table
 from plait.checkpoint.need import READERS, WRITERS, workers
 from plait.checkpoint.pieces import Held, held_pieces
@@ -69,7 +69,7 @@ def load_into(
     lates = [each for each in held if each.later is not None]
     with (
         fetch([*here, *parts_of(index, lates)]) as elsewhere,
-        PieceReader(checkpoint.folder, elsewhere) as reader,
+        PieceReader(checkpoint.folder, elsewhere, checkpoint) as reader,
     ):
         found = [
             *_at_once(lambda part: _copy(reader, part), here, READERS, world),
@@ -152,12 +152,14 @@ def verify(checkpoint: Checkpoint, *, world: World | None = None) -> None:
         path = folder / name
         if not path.exists():
             problems.append(f"{path} is missing")
+        elif leads_out(folder, name):
+            problems.append(f"{path} is a link that leads out of the checkpoint; copy the file itself")
         elif path.stat().st_size != record.bytes:
             problems.append(f"{path} has {path.stat().st_size} bytes, {record.bytes} were written")
         elif digest(_head(path)) != record.digest:
             problems.append(f"{path} was changed after it was written (the checksum of its head differs)")
     every = [(stored, record.dtype) for record in checkpoint.index.tensors.values() for stored in record.pieces]
-    with PieceReader(folder) as reader:
+    with PieceReader(folder, checkpoint=checkpoint) as reader:
         for stored, dtype in every[rank::size] if not problems else ():
             problem = try_to_read(reader.check, stored, dtype)
             if problem is not None:

@@ -13,6 +13,7 @@ from typing import Any
 from plait.checkpoint import index
 from plait.checkpoint.index import Index
 from plait.checkpoint.tensorfile import digest
+from plait.config.files import parse_json
 from plait.errors import CheckpointError
 
 FORMAT = 2
@@ -62,6 +63,11 @@ class Checkpoint:
     index: Index
 
 
+def leads_out(folder: Path, name: str) -> bool:
+    """Whether a file of a folder is a link to somewhere else."""
+    return (folder / name).resolve().parent != folder.resolve()
+
+
 def is_complete(folder: Path) -> bool:
     """Whether a folder has a manifest. One that may not be looked into is an error, for nobody knows what it has."""
     try:
@@ -80,13 +86,12 @@ def read_manifest(folder: Path) -> Manifest:
     if not is_complete(folder):
         raise CheckpointError(f"{folder} is no complete checkpoint: it has no {NAME}, which is written last")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = parse_json(path.read_bytes())
         if raw["format"] != FORMAT:
-            raise CheckpointError(f"{path}: format {raw['format']}, this version of Plait reads format {FORMAT}")
+            raise CheckpointError(f"{path}: format {raw['format']!r}, this version of Plait reads format {FORMAT}")
         if raw.pop("digest") != _digest(raw):
             raise ValueError("its digest differs")
-        files = {name: FileRecord(**record) for name, record in raw.pop("files").items()}
-        return Manifest(files=files, **raw)
+        return _manifest(raw)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})\n{remedy(folder)}") from error
     except OSError as error:
@@ -97,21 +102,53 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Read what a checkpoint says about itself; its tensors stay on the disk."""
     manifest = read_manifest(folder)
     path = folder / index.NAME
+    if out := [name for name in (NAME, index.NAME) if leads_out(folder, name)]:
+        raise CheckpointError(f"{folder / out[0]} is a link that leads out of the checkpoint; copy the file itself")
     try:
         content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}\n{remedy(folder)}") from error
     if digest(content) != manifest.files[index.NAME].digest:
         raise CheckpointError(f"{path} is damaged: its digest differs\n{remedy(folder)}")
-    return Checkpoint(folder, manifest, Index.parse(content.decode()))
+    sizes = {name: record.bytes for name, record in manifest.files.items() if name != index.NAME}
+    try:
+        return Checkpoint(folder, manifest, Index.parse(content, sizes))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}\n{remedy(folder)}") from error
+
+
+def _manifest(raw: dict[str, Any]) -> Manifest:
+    """From what was read. Raises `ValueError` where a field is not what it should be."""
+    files = {name: FileRecord(**record) for name, record in raw.pop("files").items()}
+    for name, record in files.items():
+        if name in ("", ".", "..", NAME) or any(sign in name for sign in "/\\\0"):
+            raise ValueError(f"{name!r} is not the name of a file in this folder")
+        if type(record.bytes) is not int or record.bytes < 0 or not isinstance(record.digest, str):
+            raise ValueError(f"{name!r} is described by {record}, expected its size and its digest")
+    if index.NAME not in files:
+        raise ValueError(f"it does not list {index.NAME}")
+    manifest = Manifest(files=files, **raw)
+    for key, kind in _KINDS.items():
+        if not isinstance(value := getattr(manifest, key), kind) or isinstance(value, bool):
+            raise ValueError(f"{key} is {value!r:.80}, expected {kind.__name__}")
+    if manifest.step < 0 or manifest.world_size < 1 or not math.isfinite(manifest.saved_at):
+        raise ValueError(f"step {manifest.step}, world_size {manifest.world_size}, saved_at {manifest.saved_at}")
+    for key, kind in _STATE_KINDS.items():
+        if not isinstance(value := manifest.state.get(key, kind()), kind):
+            raise ValueError(f"state.{key} is {value!r:.80}, expected {kind.__name__}")
+    return manifest
+
+
+_KINDS: dict[str, type] = {"step": int, "world_size": int, "state": dict, "versions": dict, "saved_at": float}
+_STATE_KINDS: dict[str, type] = {"engine": dict, "config": dict, "hooks": dict}
 
 
 def saved_at(folder: Path) -> float:
     """When a checkpoint was saved; of one that is damaged or cannot be read, what its file system says."""
     path = folder / NAME
     try:
-        return float(json.loads(path.read_text(encoding="utf-8"))["saved_at"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return float(parse_json(path.read_bytes())["saved_at"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return path.stat().st_mtime
 
 

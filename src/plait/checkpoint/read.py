@@ -11,8 +11,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from plait.checkpoint.index import Stored
-from plait.checkpoint.tensorfile import BLOCK, as_bytes, digest, read_all, view_bytes
+from plait.checkpoint.index import NAME, Stored
+from plait.checkpoint.manifest import Checkpoint, leads_out
+from plait.checkpoint.tensorfile import (
+    BLOCK,
+    Slot,
+    as_bytes,
+    digest,
+    read_all,
+    read_head,
+    slots_in,
+    view_bytes,
+)
 
 _GROUP = 4 * BLOCK
 """Bytes read at once where a rectangle has to be cut out of what is read."""
@@ -50,10 +60,17 @@ def blocks_of(stored: Stored, size: int, begin: int, end: int) -> tuple[int, int
 class PieceReader:
     """Reads from the files of one checkpoint; may be used by several threads."""
 
-    def __init__(self, folder: Path, elsewhere: Mapping[str, Path] | None = None) -> None:
-        """`elsewhere`: files that are not in the folder, by name."""
+    def __init__(
+        self, folder: Path, elsewhere: Mapping[str, Path] | None = None, checkpoint: Checkpoint | None = None
+    ) -> None:
+        """`elsewhere`: files that are not in the folder, by name.
+
+        With a `checkpoint`, the head of each file that is opened is compared with its manifest and its index.
+        """
         self._folder = folder
         self._elsewhere = elsewhere or {}
+        self._checkpoint = checkpoint
+        self._slots = checkpoint.index.slots() if checkpoint is not None else {}
         self._files: dict[str, int] = {}
         self._opening = threading.Lock()
         self._bounce = threading.local()
@@ -126,11 +143,40 @@ class PieceReader:
     def _open(self, name: str) -> int:
         with self._opening:
             if name not in self._files:
+                path = self._path(name)
+                if name not in self._elsewhere and leads_out(self._folder, name):
+                    raise DamagedError(f"{path} is a link that leads out of the checkpoint; copy the file itself")
                 try:
-                    self._files[name] = os.open(self._path(name), os.O_RDONLY)
+                    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # what is no file is not waited for
                 except FileNotFoundError as error:
-                    raise DamagedError(f"{self._path(name)} is missing") from error
+                    raise DamagedError(f"{path} is missing") from error
+                try:
+                    if self._checkpoint is not None:
+                        self._compare_head(self._checkpoint, name, file)
+                except BaseException:
+                    os.close(file)
+                    raise
+                self._files[name] = file
             return self._files[name]
+
+    def _compare_head(self, checkpoint: Checkpoint, name: str, file: int) -> None:
+        """The head of a file must be what was written, and say of the file what the index says."""
+        path, record = self._path(name), checkpoint.manifest.files[name]
+        try:
+            head = read_head(file)
+            size = os.fstat(file).st_size
+            if name not in self._elsewhere and size != record.bytes:
+                raise DamagedError(f"{path} has {size} bytes, {record.bytes} were written")
+            if digest(head) != record.digest:
+                raise DamagedError(f"{path} was changed after it was written (the checksum of its head differs)")
+            slots, expected = slots_in(head, record.bytes), self._slots[name]
+        except ValueError as error:
+            raise DamagedError(f"{path} is not a whole safetensors file: {error}") from error
+        if slots != expected:
+            wrong = min(key for key in slots.keys() | expected.keys() if slots.get(key) != expected.get(key))
+            raise DamagedError(
+                f"{path} says of {wrong} {_told(slots.get(wrong))}, and {NAME} {_told(expected.get(wrong))}"
+            )
 
     def close(self) -> None:
         """Let go of the files."""
@@ -143,6 +189,12 @@ class PieceReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _told(slot: Slot | None) -> str:
+    if slot is None:
+        return "nothing"
+    return f"{str(slot.dtype).removeprefix('torch.')} {slot.shape} at byte {slot.begin}"
 
 
 def _size(stored: Stored, dtype: torch.dtype) -> int:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ class _Copy(NamedTuple):
     """Those of its files that are there in full length."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Scattered:
     """One checkpoint, and for each of its files a rank that can read it."""
 
@@ -40,12 +41,23 @@ class Scattered:
     owners: Mapping[str, int]
     channel: Channel
 
+    @cached_property
+    def _head_ends(self) -> dict[str, int]:
+        """Where the head of each file ends, and its first tensor begins."""
+        ends: dict[str, int] = {}
+        for record in self.checkpoint.index.tensors.values():
+            for stored in record.pieces:
+                ends[stored.file] = min(stored.begin, ends.get(stored.file, stored.begin))
+        return ends
+
     @contextmanager
     def fetch(self, parts: list[Part]) -> Iterator[Mapping[str, Path]]:
         """Bring what this rank needs and its node does not have from a node that has it; see `load.Fetch`."""
         folder, rank = self.checkpoint.folder, self.channel.rank
         sizes = {name: record.bytes for name, record in self.checkpoint.manifest.files.items()}
-        missing = sorted({_range(part) for part in parts if not _is_whole(folder / part.stored.file, sizes)})
+        absent = [part for part in parts if not _is_whole(folder / part.stored.file, sizes)]
+        heads = {(name, 0, self._head_ends[name]) for name in {part.stored.file for part in absent}}
+        missing = sorted({_range(part) for part in absent} | heads)
         place = folder.parent / f".fetched-{rank}"
         try:
             failure = attempt(lambda: place.mkdir(parents=True, exist_ok=True)) if missing else None

@@ -7,6 +7,7 @@ file larger than memory piece by piece, or say which of its bytes are damaged.
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -75,21 +76,73 @@ def lay_out(
     return head, {key: slot._replace(begin=slot.begin + len(head)) for key, slot in slots.items()}
 
 
-def read_slots(path: Path) -> dict[str, Slot]:
-    """Where the tensors of a safetensors file lie."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        fields = json.loads(file.read(length))
+def read_head(file: int) -> bytes:
+    """The head of an open safetensors file: the 8 bytes of its length, and its JSON. Raises `ValueError`."""
+    size = os.fstat(file).st_size
+    length = os.pread(file, 8, 0)
+    count = int.from_bytes(length, "little")
+    if len(length) < 8 or 8 + count > size:
+        raise ValueError(f"truncated: {size} bytes do not hold its head")
+    room = bytearray(count)
+    if not read_all(file, memoryview(room), 8):
+        raise ValueError(f"truncated: {size} bytes do not hold its head")
+    return length + bytes(room)
+
+
+def slots_in(head: bytes, size: int) -> dict[str, Slot]:
+    """Where the tensors lie in a file of `size` bytes that begins with this head.
+
+    Raises `ValueError` where its tensors do not fill the file from the end of the head to its own end, each with as
+    many bytes as its shape and dtype take, none over another.
+    """
+    try:
+        fields = json.loads(head[8:], object_pairs_hook=_once)
+    except RecursionError:
+        raise ValueError("its head is nested too deeply") from None
+    if not isinstance(fields, dict):
+        raise ValueError("its head is not a JSON object")
     fields.pop("__metadata__", None)
-    return {
-        key: Slot(
-            DTYPES[field["dtype"]],
-            tuple(field["shape"]),
-            8 + length + field["data_offsets"][0],
-            field["data_offsets"][1] - field["data_offsets"][0],
-        )
-        for key, field in fields.items()
-    }
+    slots = {name: _slot(name, field, len(head)) for name, field in fields.items()}
+    end = len(head)
+    for name, slot in sorted(slots.items(), key=lambda item: item[1][2:]):
+        if slot.begin != end:
+            raise ValueError(f"{name} begins at byte {slot.begin}, expected {end}, the end of the tensor before it")
+        end += slot.bytes
+    if end > size:
+        raise ValueError(f"truncated: it has {size} bytes of {end}")
+    if end < size:
+        raise ValueError(f"it has {size} bytes, and its tensors end at byte {end}")
+    return slots
+
+
+def read_slots(path: Path) -> dict[str, Slot]:
+    """Where the tensors of a safetensors file lie. Raises `ValueError` where it is malformed."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        return slots_in(read_head(file), os.fstat(file).st_size)
+    finally:
+        os.close(file)
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name stands twice in its head")
+    return found
+
+
+def _slot(name: str, field: object, head: int) -> Slot:
+    match field:
+        case {"dtype": str(word), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if all(
+            type(length) is int and length >= 0 for length in shape
+        ):
+            if word not in DTYPES:
+                raise ValueError(f"{name} has the dtype {word}, which is not known; known are {', '.join(DTYPES)}")
+            size = math.prod(shape) * DTYPES[word].itemsize
+            if end - begin != size:
+                raise ValueError(f"{name} has {end - begin} bytes, and its shape {shape} of {word} takes {size}")
+            return Slot(DTYPES[word], tuple(shape), head + begin, size)
+    raise ValueError(f"{name} is described by {field!r:.80}, expected dtype, shape and data_offsets")
 
 
 def digest(data: memoryview | bytes) -> str:

@@ -19,6 +19,7 @@ from plait.checkpoint.convert import (
 )
 from plait.config import parse_stored
 from plait.config.data import texts
+from plait.config.files import read_json_object
 from plait.data import load_tokenizer, tokenizer_path
 from plait.errors import CheckpointError, ConfigError, DataError, ModelError, PlaitError, Problem
 from plait.models.portable import from_transformers, to_transformers
@@ -127,8 +128,8 @@ def _with_tokenizer(description: Mapping[str, Any], folder: Path | None, source:
     if "tokenizer.json" in files and _tokens(files["tokenizer.json"]) == _tokens(found):
         return Description(description, files)
     end = (read_tokenizer if data is None else load_tokenizer)(found).end
-    known = json.loads(found.read_text(encoding="utf-8")).get("added_tokens", [])
-    words = [token["content"] for token in known if token["id"] == end]
+    known = read_json_object(found, DataError).get("added_tokens") or []
+    words = [token["content"] for token in known if token["id"] == end]  # the tokenizer above was made of them
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": words[0]} if words else {})}
     others = {name: path for name, path in files.items() if name == "generation_config.json"}
     return Description(

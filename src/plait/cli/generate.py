@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from plait.cli.files import write_file
 from plait.cli.here import import_from_here
 from plait.cli.speaking import Opening, open_speaker
 from plait.config.encoding import as_utf8
+from plait.config.files import parse_json
 from plait.errors import DataError, GenerateError
 from plait.generate.options import Sampling
 from plait.generate.perplexity import Perplexity, measure_perplexity
@@ -114,7 +114,7 @@ def read_prompts(file: Path) -> list[str]:
     prompts = []
     for number, line in lines:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             raise DataError(f"{file}, line {number} is not JSON: {error}") from error
         prompt = row.get("prompt", row.get("text")) if isinstance(row, dict) else row

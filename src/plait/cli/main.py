@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Annotated, Any
 
@@ -415,6 +416,19 @@ def main() -> Any:
 
         tell(error)
         sys.exit(2)
+    except OSError as error:
+        if error.filename is None or error.errno not in _FORBIDDEN:
+            raise
+        from plait.launch import tell
+
+        tell(
+            PlaitError(f"{error.filename} cannot be used: {error.strerror}; give this user the right, or another path")
+        )
+        sys.exit(2)
+
+
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+"""What a folder or a disk does not let this user do: no fault of the program."""
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,11 @@ from plait.checkpoint import CheckpointFolder, load_into, open_checkpoint
 from plait.checkpoint.convert import kind_of, open_source, read_description
 from plait.checkpoint.manifest import NAME as MANIFEST
 from plait.config import RunConfig, parse, parse_stored
+from plait.config.files import read_json_object
 from plait.config.model import HFConfig, ModelConfig
 from plait.config.posttrain import PosttrainConfig, TemplateConfig
 from plait.data import tokenizer_path
-from plait.errors import ConfigError, GenerateError, ModelError, Problem
+from plait.errors import ConfigError, DataError, GenerateError, ModelError, Problem
 from plait.generate.generator import Generator, context_of
 from plait.generate.speaker import Speaker, Turn
 from plait.models import build_model
@@ -221,13 +221,13 @@ def _has_template(folder: Path) -> bool:
 
 def _ends(folder: Path) -> list[int]:
     """The tokens that end an answer, as a Hugging Face folder says."""
-    found = _json(folder / "generation_config.json").get("eos_token_id")
-    return [found] if isinstance(found, int) else list(found or ())
+    file = folder / "generation_config.json"
+    found = _json(file).get("eos_token_id")
+    ends = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(end) is int for end in ends):
+        raise DataError(f"{file} has the eos_token_id {found!r:.80}, expected a token's number or a list of them")
+    return ends
 
 
 def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_json_object(file, DataError) if file.is_file() else {}

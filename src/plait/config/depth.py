@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from plait.config.files import read_json_object
 from plait.config.model import GptConfig, HFConfig, ImportedModel, LlamaConfig, ModelConfig
+from plait.errors import ModelError
 
 LAYER_KEYS = ("layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
 """How models call their number of layers."""
@@ -44,10 +45,7 @@ def _settings(model: ModelConfig | None) -> Mapping[str, Any]:
         return {}
     if model.config is not None:
         return model.config
-    found: dict[str, Any] = json.loads(
-        (Path(model.path or ".").expanduser() / "config.json").read_text(encoding="utf-8")
-    )
-    return found
+    return read_json_object(Path(model.path or ".").expanduser() / "config.json", ModelError)
 
 
 def _layer_key(settings: Mapping[str, Any]) -> str | None:

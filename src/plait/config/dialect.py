@@ -38,10 +38,22 @@ def _resolvers() -> dict[Any, list[tuple[str, re.Pattern[str]]]]:
     return table
 
 
+MOST_REPEATED = 10_000
+"""Values that aliases (`*name`) may add to those that are written: more than any description has."""
+
+
 class Loader(yaml.SafeLoader):
     """Reads Plait's YAML."""
 
     yaml_implicit_resolvers = _resolvers()
+
+    def construct_document(self, node: Any) -> Any:
+        """Refuse aliases of aliases of aliases: a few lines of them stand for more values than fit into memory."""
+        sizes: dict[int, int] = {}
+        if _size(node, sizes) > len(sizes) + MOST_REPEATED:
+            message = f"its aliases stand for more than {MOST_REPEATED} values"
+            raise ConstructorError(None, None, message, node.start_mark)
+        return super().construct_document(node)
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         """A value that is not of the type that its tag says, `!!int x`, is an error with a place as any other."""
@@ -50,6 +62,16 @@ class Loader(yaml.SafeLoader):
         except (ValueError, KeyError, AttributeError):  # PyYAML lets through whatever int() and its own tables raise
             kind = node.tag.rpartition(":")[2]
             raise ConstructorError(None, None, f"this cannot be read as {kind}", node.start_mark) from None
+
+
+def _size(node: Any, sizes: dict[int, int]) -> int:
+    """How many values a node stands for, with every alias written out; each node is looked at once."""
+    if id(node) not in sizes:
+        sizes[id(node)] = 1  # of a node within itself, which is refused where it is built
+        inner = [each for pair in node.value for each in pair] if isinstance(node, MappingNode) else node.value
+        inside = inner if isinstance(node, (MappingNode, SequenceNode)) else []
+        sizes[id(node)] += sum(_size(each, sizes) for each in inside)
+    return sizes[id(node)]
 
 
 class Dumper(yaml.SafeDumper):

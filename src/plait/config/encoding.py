@@ -19,3 +19,14 @@ def as_utf8(data: bytes) -> str:
 
 def _recoded(name: str, word: str) -> str:
     return f"save it as UTF-8; if it is {name}, `iconv -f {word} -t UTF-8 OLD > NEW` does that"
+
+
+def half_character(text: str) -> str | None:
+    """What is wrong with a text that no file can hold: JSON and a command line may bring half of a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = ord(text[error.start])
+        byte = " (or a byte that is no UTF-8)" if 0xDC80 <= found <= 0xDCFF else ""  # Python's way to keep such a byte
+        return f"half of a character{byte}: \\u{found:04x} without what belongs to it"
+    return None

@@ -28,7 +28,7 @@ def read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if path.suffix.lower() not in ENDINGS:
         remedy = f"A run description is a file ending in {listed(ENDINGS, 'or')}."
         raise ConfigError(Problem(str(path), f"the ending {show(path.suffix)} says no known format", remedy))
-    data = _parse(path, text_of(path))
+    data = parse_text(path, text_of(path))
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -68,7 +68,8 @@ def _inside(folder: Path) -> str:
     return f"The folder has {', '.join(names) if len(names) <= 8 else ', '.join(names[:8]) + ' and more'}."
 
 
-def _parse(path: Path, text: str) -> Any:
+def parse_text(path: Path, text: str) -> Any:
+    """What the text of a file says, by the ending of its name. Raises `ConfigError` with the place of an error."""
     ending = path.suffix.lower()
     parse = _parse_yaml if ending in _YAML else _parse_json if ending in _JSON else _parse_toml
     try:

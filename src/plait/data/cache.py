@@ -22,15 +22,15 @@ def cached(root: Path, name: str, build: Callable[[Path], None]) -> Path:
     where nothing can be written there.
     """
     entry = root / name
-    if entry.is_dir():
-        return entry
     try:
+        if entry.is_dir():
+            return entry
         with drafting(entry) as draft:
             draft.mkdir()
             build(draft)
             draft.rename(entry)
     except OSError as error:
-        if not entry.is_dir():
+        if isinstance(error, PermissionError) or not entry.is_dir():
             reason = error.strerror or str(error)
             raise DataError(
                 f"tokens cannot be kept in {root}: {reason}; name another folder as `data.cache`"

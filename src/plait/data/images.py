@@ -56,12 +56,15 @@ class ImageFolder(AugmentedImages):
         if not folder.is_dir():
             raise DataError(f"image folder {root} does not exist; give a folder with one folder a class")
         self.classes = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-        self._files = [
-            (path, label)
-            for label, name in enumerate(self.classes)
-            for path in sorted((folder / name).iterdir())
-            if path.suffix.lower() in SUFFIXES
-        ]
+        try:
+            self._files = [
+                (path, label)
+                for label, name in enumerate(self.classes)
+                for path in sorted((folder / name).iterdir())
+                if path.suffix.lower() in SUFFIXES
+            ]
+        except OSError as error:
+            raise DataError(f"image folder {error.filename} cannot be read: {error.strerror}") from error
         if not self._files:
             raise DataError(
                 f"image folder {root} has {len(self.classes)} class folders and no image in them; "
@@ -76,7 +79,7 @@ class ImageFolder(AugmentedImages):
         try:
             with _pillow().open(path) as file:
                 picture = file.convert("RGB")
-        except OSError as error:
+        except Exception as error:  # decoders raise anything, and Pillow errors of its own for far too many pixels
             raise DataError(f"{path} cannot be read as an image: {error}; repair or remove it") from error
         if self.augment:
             pixels = _random_cut(picture, self.size, self.generator(index))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.config.encoding import as_utf8
+from plait.config.files import parse_json
 from plait.data.text import Document, find_files, hash_files
-from plait.data.tokenizer import half_character
 from plait.errors import DataError
 
 
@@ -64,14 +64,11 @@ class JsonlSource:
 def read_object(line: bytes) -> dict[str, Any] | str:
     """The JSON object of a line, or what is wrong with it."""
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except UnicodeDecodeError:
         return f"not UTF-8 text: {as_utf8(line)}"
     except ValueError as error:
         return f"not JSON: {error}"
-    # Written as `\u…` is the only way by which half of a character comes in.
-    if b"\\u" in line and (wrong := half_character(json.dumps(record, ensure_ascii=False))):
-        return wrong
     return record if isinstance(record, dict) else f"expected an object, found a {type(record).__name__}"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.config.data import SMALLEST_BPE
+from plait.config.encoding import half_character
 from plait.errors import DataError
 
 END = "<|endoftext|>"
@@ -15,17 +16,6 @@ END = "<|endoftext|>"
 
 KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 """End tokens of tokenizers that are given, in the order in which they are looked for."""
-
-
-def half_character(text: str) -> str | None:
-    """What is wrong with a text that no file can hold: JSON and a command line may bring half of a character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        found = ord(text[error.start])
-        byte = " (or a byte that is no UTF-8)" if 0xDC80 <= found <= 0xDCFF else ""  # Python's way to keep such a byte
-        return f"half of a character{byte}: \\u{found:04x} without what belongs to it"
-    return None
 
 
 class TextTokenizer:

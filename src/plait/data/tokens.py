@@ -22,6 +22,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plait.config.files import parse_json
 from plait.errors import DataError
 
 VERSION = 1
@@ -180,12 +181,17 @@ def _sync(file: IO[bytes]) -> None:
 
 def _read_meta(path: Path) -> TokenMeta:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        meta = TokenMeta(**found)
+        meta = TokenMeta(**parse_json(path.read_bytes()))
     except FileNotFoundError:
         raise DataError(f"{path} does not exist: no token file was (completely) written there") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError) as error:
         raise DataError(f"{path} is not the description of a token file: {error}") from error
+    numbers = (meta.count, meta.documents, meta.vocab_size)
+    kinds = isinstance(meta.tokenizer, str) and isinstance(meta.masked, bool)
+    if not kinds or not all(type(number) is int and number >= 0 for number in numbers):
+        raise DataError(f"{path} is not the description of a token file: {meta}")
     if meta.version != VERSION:
         raise DataError(f"{path}: version {meta.version}, expected {VERSION}: write the token file again")
     if meta.dtype not in ("uint16", "uint32"):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from plait.config.files import read_lines
 from plait.errors import WorldError
 from plait.spec.beat import FOLDER_VARIABLE
 
@@ -47,7 +48,7 @@ def here(present: Mapping[str, str] | None = None) -> dict[str, str]:
 def read_env_file(path: Path) -> dict[str, str]:
     """Lines of `NAME=value`; `export` before it and quotes around the value are allowed, `#` begins a comment."""
     found = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_lines(path, WorldError), start=1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
+from plait.config.files import read_lines
 from plait.errors import WorldError
 
 Pool = dict[str, tuple[int, ...]]
@@ -17,10 +18,7 @@ _LINE = re.compile(r"(?P<host>\S+)(?:\s+slots\s*=\s*(?P<slots>\S+))?(?:\s+max[_-
 
 def read_hostfile(path: Path) -> Pool:
     """Read lines such as `worker-0 slots=4`; `#` and `//` begin a comment, an IPv6 address may be in brackets."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise WorldError(f"the hostfile {str(path)!r} cannot be read: {error.strerror or error}") from error
+    lines = read_lines(path, lambda reason: WorldError(f"the hostfile {reason}"))
     pool: Pool = {}
     for number, line in enumerate(lines, start=1):
         text = re.split(r"#|(?:^|\s)//", line, maxsplit=1)[0].strip()

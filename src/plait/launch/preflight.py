@@ -65,7 +65,7 @@ class Preflight:
 def preflight(job: Job, reach: Reach, *, code: str | None, fixed_port: bool) -> Preflight:
     """Ask all hosts at the same time, and compare what they say."""
     with _marker(job) as marker, ThreadPoolExecutor(min(len(job.nodes), 64)) as pool:
-        question = Question(job.folder, code, marker, job.address or None)
+        question = Question(job.folder, code, job.arguments, marker, job.address or None)
 
         def ask(node: int) -> HostCheck:
             mine = replace(question, port=job.port if node == 0 else None)
@@ -176,7 +176,7 @@ _ALIKE = {
     "torch": "install the same torch on all hosts",
     "cuda": "install a torch of the same CUDA on all hosts",
     "plait": "install the same Plait on all hosts",
-    "code": "copy the code to all hosts, for example with rsync",
+    "code": "copy the code and the files of settings to all hosts, for example with rsync",
 }
 
 

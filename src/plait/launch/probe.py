@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -34,6 +34,8 @@ class Question:
     folder: str | None = None
     code: str | None = None
     """The folder, or the one file, whose Python code all hosts must share."""
+    words: Sequence[str] = ()
+    """The arguments of the program: hosts must share the scripts, settings and modules that they name."""
     marker: str | None = None
     """A file that the launcher has just made; who sees it shares the folder."""
     address: str | None = None
@@ -78,7 +80,7 @@ def answer(question: Question) -> Facts:
         torch=_version("torch"),
         cuda=torch_cuda(),
         plait=_version("plait"),
-        code=code_hash(Path(question.code)) if question.code else "",
+        code=code_hash(Path(question.code), question.words) if question.code else "",
         memory=psutil.virtual_memory().available,
         gpus=len(gpus),
         gpu_memory=min(gpus, default=None),
@@ -127,18 +129,45 @@ def gpu_memory() -> list[int]:
     return [free[int(name)] if name.isdecimal() and int(name) < len(free) else min(free) for name in chosen if free]
 
 
-def code_hash(code: Path) -> str:
-    """Of every Python file there, and of Plait itself: hosts with the same hash run the same code."""
+def code_hash(code: Path, words: Sequence[str] = ()) -> str:
+    """Of every Python file there, of Plait itself, and of what the words of a command name.
+
+    Hosts with the same hash run the same code, with the same settings.
+    """
     digest = hashlib.blake2b(digest_size=6)
-    package = Path(__file__).parents[1]
-    for root, paths in ((code, _sources(code)), (package, _sources(package))):
-        for path in paths:
-            digest.update(str(path.relative_to(root)).encode())
+    files = [path for path in map(Path, _values(words)) if path.suffix.lower() in _READ_BY_RANKS]
+    texts = [*words, *(path.read_text(encoding="utf-8", errors="replace") for path in files if path.is_file())]
+    for root in (code, Path(__file__).parents[1], *files, *_modules(texts)):
+        for path in _sources(root):
+            digest.update(str(path.relative_to(root)).encode(errors="surrogateescape"))
             try:
                 digest.update(path.read_bytes())
             except OSError:
                 digest.update(b"unreadable")
     return digest.hexdigest()
+
+
+_READ_BY_RANKS = (".py", ".yaml", ".yml", ".toml", ".json", ".jsonc", ".json5")
+_TARGET = re.compile(r"(?<![\w.])([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*")
+
+
+def _values(words: Sequence[str]) -> Iterator[str]:
+    """`run.yaml`, and the same file in `--config=run.yaml`."""
+    return (value for word in words for value in dict.fromkeys((word, word.partition("=")[2])) if value)
+
+
+def _modules(texts: Sequence[str]) -> list[Path]:
+    """Where the user's own packages are that texts name (`target: package.module:Name`); installed ones are not."""
+    names = {name for text in texts for name in _TARGET.findall(text)}
+    found = []
+    for name in sorted(names - sys.stdlib_module_names - {"plait"}):
+        try:
+            spec = find_spec(name)
+        except (ImportError, ValueError):
+            continue
+        places = [] if spec is None else list(spec.submodule_search_locations or filter(None, [spec.origin]))
+        found += [Path(place) for place in places if "site-packages" not in Path(place).parts]
+    return found
 
 
 def _sources(root: Path) -> list[Path]:

@@ -137,7 +137,8 @@ def all_here(nodes: Sequence[Node], options: Options) -> bool:
 
 
 def code_folder(options: Options) -> str | None:
-    """The folder whose code hosts must share: the script's, or for a module the current one."""
-    if options.no_python or not options.script:
+    """The folder whose code hosts must share: the script's, or for a module or another program the current one."""
+    if not options.script:
         return None
-    return os.getcwd() if options.module else str(Path(options.script).absolute().parent)
+    here = options.module or options.no_python
+    return os.getcwd() if here else str(Path(options.script).absolute().parent)

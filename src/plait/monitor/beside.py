@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from plait.config.files import parse_json
 from plait.monitor.page import card, text
 from plait.monitor.units import decimal, number
 
@@ -46,7 +46,7 @@ def _lines(path: Path) -> Iterator[Answer]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 yield Answer(int(row["step"]), str(row["prompt"]), str(row["answer"]), number(row.get("reward")))
             except (ValueError, TypeError, KeyError, AttributeError):
                 continue  # a line that a crash left unfinished

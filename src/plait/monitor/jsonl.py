@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from plait.config.files import parse_json
+from plait.errors import DataError
 from plait.spec.event import Event, EventKind
 
 MEASUREMENTS = (EventKind.TRAIN, EventKind.VALIDATE, EventKind.TEST)
@@ -96,18 +98,39 @@ def read_events(paths: Iterable[Path | str]) -> list[Event]:
 
 def _read(path: Path) -> Iterator[Event]:
     kinds = set(EventKind)
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
+    try:
+        opened = path.open(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    with opened as file:
+        for number, line in enumerate(file, start=1):
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
+                record = parse_json(line)
+            except ValueError:
                 continue
             if not isinstance(record, dict) or record.get("kind") not in kinds:
                 continue
             kind, rank, data = EventKind(record["kind"]), record.get("rank", 0), record.get("data", {})
+            step, epoch, moment = _position(record, f"{path}, line {number}")
+            if not isinstance(data, dict):
+                raise DataError(f"{path}, line {number}: data is {data!r:.80}, expected an object; remove the line")
             if kind in MEASUREMENTS:
                 data = _revive(data)
             if rank == 0:
-                yield Event(kind, record["step"], record["epoch"], data, record["time"])
+                yield Event(kind, step, epoch, data, moment)
             elif kind is EventKind.MESSAGE:
-                yield Event(kind, record["step"], record["epoch"], {**data, "rank": rank}, record["time"])
+                yield Event(kind, step, epoch, {**data, "rank": rank}, moment)
+
+
+def _position(record: Mapping[str, Any], where: str) -> tuple[int, int, float]:
+    step, epoch, moment = (record.get(key) for key in ("step", "epoch", "time"))
+    if (
+        type(step) is not int
+        or type(epoch) is not int
+        or isinstance(moment, bool)
+        or not isinstance(moment, int | float)
+    ):
+        raise DataError(
+            f"{where}: step {step!r:.40}, epoch {epoch!r:.40} and time {moment!r:.40} are not numbers; remove the line"
+        )
+    return step, epoch, moment

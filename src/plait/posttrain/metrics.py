@@ -105,7 +105,8 @@ def draw_calibration(scores: Sequence[PairScore]) -> str:
     if margin_axis.low < 0 < margin_axis.high:
         zero = f"{margin_axis(0):.1f}"
         parts.append(f'<line class="guide" x1="{zero}" x2="{zero}" y1="{top}" y2="{bottom}"/>')
-    title = f'<text class="title" x="410" y="22" text-anchor="middle">{len(scores):,} pair{"s" * (len(scores) > 1)}</text>'
+    heading = "1 pair" if len(scores) == 1 else f"{len(scores):,} pairs"
+    title = f'<text class="title" x="410" y="22" text-anchor="middle">{heading}</text>'
     return image(820, 310, [title, *parts], label="how sure the model is, and how often it is right")
 
 

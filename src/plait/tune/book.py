@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.config import RunConfig, to_dict
+from plait.config.files import parse_json, read_json_object, read_lines
 from plait.errors import ConfigError, Problem
 from plait.ops.drafts import write_whole
 from plait.plan.candidate import Candidate
@@ -53,10 +54,14 @@ class Book:
 
     def __init__(self, folder: Path, run: RunConfig, tune: TuneConfig, *, fresh: bool = False) -> None:
         self.folder = folder
-        if fresh and folder.exists():
-            _remove(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._identify(run, tune)
+        try:
+            if fresh and folder.exists():
+                _remove(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._identify(run, tune)
+        except OSError as error:
+            message = f"{str(folder)!r} cannot be written to: {error.strerror}"
+            raise ConfigError(Problem("--out", message, "Give another folder.")) from error
         self._records = {each.key: each for each in _read(folder / "results.jsonl")}
 
     @property
@@ -119,7 +124,7 @@ class Book:
         if not path.exists():
             write_whole(path, json.dumps(wanted, indent=1))
             return
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json_object(path, _damaged)
         if changed := [name for name in wanted if wanted[name] != found.get(name)]:
             what = [f"another {n} ({found.get(n)}, now {wanted[n]})" if n != "run" else "another run" for n in changed]
             remedy = "Give another folder with --out, or --fresh to throw these results away."
@@ -129,8 +134,24 @@ class Book:
 def _read(path: Path) -> list[Record]:
     if not path.exists():
         return []
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [Record(row.pop("settings"), value=row.pop("value"), outcome=Outcome(**row)) for row in rows]
+    return [_record(line, f"{path}, line {number}") for number, line in enumerate(read_lines(path, _damaged), start=1)]
+
+
+def _record(line: str, where: str) -> Record:
+    try:
+        row = parse_json(line)
+        settings, value = row.pop("settings"), row.pop("value")
+        outcome = Outcome(**row)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(f"{where} is no result of a search ({type(error).__name__}: {error})") from None
+    number = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    if not isinstance(settings, dict) or not number or not isinstance(outcome.seconds, int | float):
+        raise _damaged(f"{where} is no result of a search: {line[:80]!r}")
+    return Record(settings, outcome, value)
+
+
+def _damaged(reason: str) -> ConfigError:
+    return ConfigError(Problem("--out", reason, "Write --fresh to throw these results away, or give another folder."))
 
 
 def _remove(folder: Path) -> None:

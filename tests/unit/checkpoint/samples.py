@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from plait.checkpoint.convert.source import Source
+from plait.checkpoint.manifest import NAME
 from plait.checkpoint.save import write_alone
+from plait.checkpoint.tensorfile import digest
 
 DESCRIPTION = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}
 STEPS = 7
@@ -97,3 +99,24 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name
         assert torch.equal(found[name], tensor), name
+
+
+def reseal(
+    folder: Path,
+    change: Callable[[dict[str, Any]], object] | None = None,
+    *,
+    manifest: Callable[[dict[str, Any]], object] | None = None,
+    text: str | None = None,
+) -> None:
+    """Change the index or the manifest of a checkpoint, and write valid digests: what only ill intent does."""
+    index, about = json.loads((folder / "index.json").read_text()), json.loads((folder / NAME).read_text())
+    if change is not None:
+        change(index)
+    content = (text or json.dumps(index)).encode()
+    (folder / "index.json").write_bytes(content)
+    about["files"]["index.json"] = {"bytes": len(content), "digest": digest(content)}
+    if manifest is not None:
+        manifest(about)
+    del about["digest"]
+    own = digest(json.dumps(about, sort_keys=True).encode())
+    (folder / NAME).write_text(json.dumps({**about, "digest": own}))

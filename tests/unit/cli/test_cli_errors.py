@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import subprocess
@@ -163,3 +164,20 @@ def test_one_process_a_gpu_needs_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match=r"--nproc: 'gpu', but no GPU .*\n.*a number"):
         _count("gpu")
+
+
+def test_a_place_that_may_not_be_written_to_is_named_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from plait.cli import main
+
+    def refuse() -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "/mnt/read-only/run")
+
+    monkeypatch.setattr(main, "app", refuse)
+    for name in ("open_what_is_closed", "speak_utf8", "spell_what_can_be"):
+        monkeypatch.setattr(main, name, lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 2
+    assert "/mnt/read-only/run cannot be used: Read-only file system" in capsys.readouterr().err

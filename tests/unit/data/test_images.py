@@ -152,3 +152,14 @@ def test_a_pickle_cannot_run_code(tmp_path: Path) -> None:
     (tmp_path / "test_batch").write_bytes(b"garbage")
     with pytest.raises(DataError, match="test_batch is not a batch"):
         Cifar10(tmp_path, split="test", augment=False)
+
+
+@pytest.mark.parametrize("content", ["bomb", "garbage", "half"])
+def test_an_image_that_a_decoder_refuses_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    path = folder / "ant" / "x.PNG"
+    if content == "bomb":
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30)  # of its 81
+    else:
+        path.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(40) if content == "garbage" else path.read_bytes()[:60])
+    with pytest.raises(DataError, match=r"ant/x\.PNG cannot be read as an image"):
+        ImageFolder(folder, size=24, augment=False)[0]

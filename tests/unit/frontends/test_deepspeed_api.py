@@ -468,3 +468,21 @@ def groups(net: Net) -> list[dict[str, Any]]:
 def test_the_loss_scale_is_on_the_optimizer_from_the_start(precision: dict[str, Any]) -> None:
     optimizer: Any = deepspeed.initialize(model=Net(), config={**CONFIG, **precision})[1]
     assert (optimizer.cur_scale, optimizer.overflow) == (256.0 if precision else 1.0, False)
+
+
+def test_a_schedule_of_the_scripts_own_has_a_rate_for_a_group_without_parameters() -> None:
+    model = net()
+    groups = [{"params": model.up.parameters()}, {"params": []}, {"params": model.down.parameters(), "lr": 0.5}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda s: 1 / (s + 1), lambda s: 1.0, lambda s: 2.0])
+    config = {"train_batch_size": 4}
+    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
+    losses(engine, 1)
+    assert engine.get_lr() == [0.05, 0.1, 1.0]
+
+
+def test_without_a_schedule_a_group_without_parameters_is_let_go() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW([{"params": list(model.parameters())}, {"params": []}], lr=0.1)
+    _, updating, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config={"train_batch_size": 4})
+    assert len(updating.param_groups) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,18 @@ def test_a_model_that_deepspeed_has_cut_is_refused(tmp_path: Path) -> None:
     next(cut.parameters()).ds_id = 0
     with pytest.raises(ModelError, match="Take TrainingArguments from plait"):
         PlaitTrainer(cut, arguments(tmp_path), train_dataset=samples(4))
+
+
+def test_a_file_with_comments_is_read_as_everywhere(tmp_path: Path) -> None:
+    from plait.frontends.transformers import PlaitTrainer, TrainingArguments
+
+    path = tmp_path / "ds_config.json"
+    path.write_text(
+        "// stage 2 is enough\n" + json.dumps({**AUTO, "zero_optimization": {"stage": 2}})[:-1] + ",} # end"
+    )
+    args = arguments(tmp_path / "out", kind=TrainingArguments, deepspeed=str(path))
+    trainer = PlaitTrainer(model(), args, train_dataset=samples(4))
+    assert trainer.accelerator.config.strategy.stage == 2
+    path.write_text("{ broken")
+    with pytest.raises(ConfigError, match=r"ds_config\.json"):
+        arguments(tmp_path / "out", kind=TrainingArguments, deepspeed=str(path))

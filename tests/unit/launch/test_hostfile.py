@@ -49,7 +49,7 @@ def test_a_wrong_line_is_named_by_its_number(tmp_path: Path, text: str, message:
 
 
 def test_a_hostfile_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(WorldError, match=r"'.*absent' cannot be read: No such file"):
+    with pytest.raises(WorldError, match=r"hostfile .*absent cannot be read: No such file"):
         read_hostfile(tmp_path / "absent")
 
 
@@ -99,3 +99,10 @@ def test_the_first_hosts_and_slots_can_be_taken() -> None:
         limit(POOL, hosts=4, slots=None)
     with pytest.raises(WorldError, match="--num_gpus 3: 'fd00::2' has only 2 slots"):
         limit(POOL, hosts=None, slots=3)
+
+
+def test_a_hostfile_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_bytes("主机 slots=4".encode("gbk"))
+    with pytest.raises(WorldError, match=r"hosts is not UTF-8 text \(byte 0\).*iconv"):
+        read_hostfile(path)

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from plait.launch.job import Job, Node
+from plait.launch.options import parse_options
 from plait.launch.preflight import Finding, Preflight, preflight
 from plait.launch.probe import MARK, Facts, Question, answer, code_hash
+from plait.launch.setup import code_folder
 
 JOB = Job(("python", "t.py"), (Node("a", (0, 1)), Node("b", (0, 1))), address="127.0.0.1", port=29500)
 
@@ -192,3 +194,46 @@ def test_the_hash_of_code_is_that_of_its_python_files(tmp_path: Path) -> None:
     assert code_hash(tmp_path) == before
     source.write_text("x = 2")
     assert code_hash(tmp_path) != before
+
+
+def test_the_hash_of_code_is_of_the_settings_and_modules_too_that_arguments_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`plait launch --no_python plait train run.yaml model.target=elsewhere:Model` runs none of it as a script."""
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.syspath_prepend(elsewhere)
+    settings, module, other = here / "run.yaml", elsewhere / "own_model.py", elsewhere / "own_loss.py"
+    settings.write_text("loss: own_loss:Loss")
+    module.write_text("x = 1")
+    other.write_text("y = 1")
+    for words in (("train", "run.yaml", "model.target=own_model:Model"), ("--config=run.yaml", "--m=own_model:Model")):
+        seen = {code_hash(here, words)}
+        assert code_hash(here, words) in seen
+        for number, file in enumerate((settings, module, other)):
+            file.write_text(f"{file.read_text()}\n# {number} {words}")
+            assert code_hash(here, words) not in seen
+            seen.add(code_hash(here, words))
+    settings.unlink()  # a host without the file
+    assert code_hash(here, words) not in seen
+
+
+def test_a_program_that_is_no_script_is_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert code_folder(parse_options(["--no_python", "plait", "train", "run.yaml"])) == str(tmp_path)
+    assert code_folder(parse_options(["--module", "plait", "train", "run.yaml"])) == str(tmp_path)
+
+
+def test_hosts_are_asked_about_the_arguments_of_the_program(tmp_path: Path) -> None:
+    job = replace(JOB, arguments=("train", "run.yaml"))
+    note = tmp_path / "asked"
+
+    def reach(node: int, _: Sequence[str]) -> list[str]:
+        return [sys.executable, "-c", f"import sys; open({str(note) + str(node)!r}, 'w').write(sys.stdin.readline())"]
+
+    preflight(job, reach, code=str(tmp_path), fixed_port=False)
+    asked = [Question(**json.loads(Path(f"{note}{node}").read_text())) for node in range(2)]
+    assert [tuple(each.words) for each in asked] == [job.arguments] * 2
+    assert {each.code for each in asked} == {str(tmp_path)}

@@ -114,8 +114,24 @@ def test_what_a_model_does_not_take_is_named_with_what_to_do() -> None:
         engine.train_step([batch() | {"z": torch.zeros(3)}])
     with pytest.raises(ModelError, match=r"positions, document_ids too.*data\.document_mask: false"):
         engine.train_step([batch() | {"positions": torch.zeros(3), "document_ids": torch.zeros(3)}])
-    with pytest.raises(TypeError, match="missing"):  # torch's own words are clear about these
+    with pytest.raises(ModelError, match=r"Net\.forward takes x, y, and a micro-batch has x: missing .*'y'"):
         engine.train_step([{"x": torch.randn(3, 4)}])
+
+
+def test_a_row_of_values_that_a_model_does_not_take_is_named_with_what_to_write() -> None:
+    class Plain(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.ndim == 3:
+                raise TypeError("of the model's own")
+            return super().forward(x).square().mean()
+
+    engine = engine_of(Plain(4, 2))
+    with pytest.raises(
+        ModelError, match=r"Plain\.forward takes x, and .* 2 values.*def forward\(self, x, y"
+    ):
+        engine.train_step([(torch.randn(3, 4), torch.zeros(3))])
+    with pytest.raises(TypeError, match="of the model's own"):
+        engine.train_step([torch.randn(1, 3, 4)])
 
 
 def test_a_row_of_layers_is_given_the_first_part_as_in_a_pipeline() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 from plait.checkpoint.convert.chunks import Chunks
 from plait.checkpoint.convert.names import STEP_WORDS, engine_state, guessed_paths, plait_name, without_wrapper
 from plait.checkpoint.convert.source import Source
+from plait.config.files import read_json_object
 from plait.errors import CheckpointError
 
 
@@ -81,8 +81,5 @@ def _old_manifest(path: Path) -> dict[str, Any] | None:
     file = path / "manifest.json"
     if not file.is_file():
         return None
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) and found.get("format") == 1 else None
-    except ValueError as error:
-        raise CheckpointError(f"{file} is damaged ({error}); copy it again") from error
+    found = read_json_object(file, CheckpointError)
+    return found if found.get("format") == 1 else None

@@ -14,6 +14,7 @@ from plait.checkpoint.convert.source import Source
 from plait.checkpoint.convert.torchfile import StateDictSource, TorchSource
 from plait.checkpoint.folder import CheckpointFolder
 from plait.checkpoint.manifest import NAME as MANIFEST
+from plait.config.files import read_name
 from plait.errors import CheckpointError
 
 UNDERSTOOD = """  a Plait checkpoint, or the work_dir of a run
@@ -70,7 +71,7 @@ def kind_of(path: Path) -> str | None:
 def newest_tag(path: Path, kind: str) -> Path | None:
     """The newest of a folder of tags as DeepSpeed names them; None where there are none, or it is of another kind."""
     latest = path / "latest"
-    tagged = path / latest.read_text(encoding="utf-8").strip() if latest.is_file() else path
+    tagged = path / read_name(latest, CheckpointError) if latest.is_file() else path
     return tagged if tagged != path and kind_of(tagged) == kind else None
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from plait.checkpoint.convert.files import Found, SafetensorsFile, TorchFile, read_found
 from plait.checkpoint.convert.source import Entry, Source
 from plait.checkpoint.tensorfile import DTYPES, TensorFileWriter
+from plait.config.files import read_json_object, weight_map
 from plait.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -96,13 +97,7 @@ def read_description(folder: Path) -> dict[str, Any] | None:
     path = folder / CONFIG
     if not path.is_file():
         return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON ({error}); copy it again") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no settings: a JSON object was expected")
-    return found
+    return read_json_object(path, CheckpointError)
 
 
 def _places(folder: Path) -> dict[str, Path]:
@@ -110,11 +105,7 @@ def _places(folder: Path) -> dict[str, Path]:
     for name in (INDEX, OLD_INDEX):
         index = folder / name
         if index.is_file():
-            try:
-                places: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                found = {str(tensor): folder / file for tensor, file in places.items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{index} is damaged ({type(error).__name__}: {error}); copy it again") from error
+            found = {tensor: folder / file for tensor, file in weight_map(index, CheckpointError).items()}
             lost = sorted({file.name for file in found.values() if not file.is_file()})
             if lost:
                 raise CheckpointError(f"{index} names files that are not there: {', '.join(lost)}; copy them too")

@@ -29,11 +29,12 @@ class PlaitSource(Source):
         self.path = folder
         self._checkpoint = checkpoint
         self._tensors = checkpoint.index.tensors
-        self._reader = PieceReader(folder)
+        self._reader = PieceReader(folder, checkpoint=checkpoint)
         self.entries = {name: Entry(torch.Size(r.shape), r.dtype) for name, r in self._tensors.items()}
         self.state = manifest.state
+        plait, torch_version = (manifest.versions.get(name, "unknown") for name in ("plait", "torch"))
         self.facts = {
-            "written by": f"Plait {manifest.versions['plait']}, torch {manifest.versions['torch']}",
+            "written by": f"Plait {plait}, torch {torch_version}",
             "step": str(manifest.step),
             "ranks": str(manifest.world_size),
         }

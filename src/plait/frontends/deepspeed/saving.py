@@ -30,6 +30,7 @@ from plait.checkpoint import (
     open_checkpoint,
 )
 from plait.checkpoint.convert import kind_of, open_source
+from plait.config.files import read_name
 from plait.config.train import CheckpointConfig
 from plait.errors import CheckpointError
 from plait.frontends.deepspeed import ops
@@ -139,7 +140,7 @@ class Saver:
             if tag is not None:
                 return str(tag)
             latest = root / LATEST
-            return latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+            return read_name(latest, CheckpointError) if latest.is_file() else None
 
         found = on_main(self._world, look)
         return None if found is None else root / found

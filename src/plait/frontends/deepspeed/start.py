@@ -77,7 +77,8 @@ def initialize(
     # What is drawn here follows the script's own seed, rank 0's.
     run = run.model_copy(update={"seed": world.broadcast(torch.initial_seed() % 2**31)})
     batch = resolve_batch(run.batch, world.layout.data_parallel)
-    native = _native(run, world, model, _optimizer_for(model, optimizer, model_parameters, run), batch.accumulation)
+    chosen = _optimizer_for(model, optimizer, model_parameters, run, lr_scheduler)
+    native = _native(run, world, model, chosen, batch.accumulation)
     has_optimizer = optimizer is not None or "optim" in translation.sections
     updating = native.optimizer if has_optimizer else None
     scheduler = _scheduler_for(lr_scheduler, updating, run)
@@ -184,11 +185,14 @@ def _refuse(mpu: Any, mesh_param: Any) -> None:
 # ---- optimizer and scheduler
 
 
-def _optimizer_for(model: Any, optimizer: Any, parameters: Parameters | None, run: RunConfig) -> OptimizerSource | None:
+def _optimizer_for(
+    model: Any, optimizer: Any, parameters: Parameters | None, run: RunConfig, scheduler: Any
+) -> OptimizerSource | None:
     """The script's own optimizer, or one of the configuration over groups of the script's; None: over everything."""
     if isinstance(optimizer, Optimizer):
-        # DeepSpeed lets go of groups without parameters, too.
-        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        # DeepSpeed lets go of groups without parameters, too. A schedule that exists has a rate for each of them.
+        if scheduler is None or callable(scheduler):
+            optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         return optimizer
     given: list[Any] | None = None if parameters is None else list(parameters)
     if callable(optimizer):

@@ -6,7 +6,6 @@ here is found in the files, not loaded: no pickle is executed, and a rank has on
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from plait.checkpoint.convert import Entry, newest_tag, open_source
 from plait.checkpoint.convert.deepspeed import DeepSpeedSource
 from plait.checkpoint.convert.files import Found, TorchFile, load_values, read_found
+from plait.config.files import read_json_object
 from plait.errors import CheckpointError
 from plait.frontends.accelerate.saving import PLACED, restore_groups
 from plait.frontends.deepspeed.foreign import foreign_state
@@ -173,7 +173,9 @@ def _check_groups(checkpoint: Path, groups: Sequence[Mapping[str, Any]], acceler
 
 def _count(engine: LoopEngine, checkpoint: Path, state: Mapping[str, Any]) -> None:
     """Go on counting steps, as the Trainer itself does."""
-    steps = int(json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["global_step"])
+    steps = read_json_object(checkpoint / STATE, CheckpointError).get("global_step")
+    if type(steps) is not int or steps < 0:
+        raise CheckpointError(f"{checkpoint / STATE} has the global_step {steps!r}, expected a number of steps")
     engine.restore({"skips_in_a_row": 0, "scaler": None, **state, "steps": steps})
 
 

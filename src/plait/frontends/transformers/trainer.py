@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
@@ -15,6 +16,7 @@ from plait.checkpoint.convert.files import load_values
 from plait.errors import ConfigError, ModelError, Problem
 from plait.frontends.accelerate.prepared import PreparedOptimizer
 from plait.frontends.accelerate.weights import whole
+from plait.frontends.deepspeed.config.read import read_config
 from plait.frontends.deepspeed.described import Recipe
 from plait.frontends.transformers import checkpoints, foreign
 from plait.frontends.transformers.accelerator import TrainerAccelerator
@@ -28,10 +30,13 @@ _FOLDER = "plait"
 class TrainingArguments(_trainer.TrainingArguments):  # type: ignore[misc]
     """`transformers.TrainingArguments` that do not make DeepSpeed itself cut the models that are loaded from now on.
 
-    With `deepspeed=` at stage 3, those of `transformers` have `from_pretrained` do so.
+    With `deepspeed=` at stage 3, those of `transformers` have `from_pretrained` do so. The file that `deepspeed=` names
+    may have comments, as everywhere in Plait.
     """
 
     def __post_init__(self) -> None:
+        if isinstance(self.deepspeed, (str, os.PathLike)) and not str(self.deepspeed).startswith("{"):
+            self.deepspeed = read_config(self.deepspeed)
         super().__post_init__()
         if self.deepspeed:
             import_module("transformers.integrations.deepspeed").unset_hf_deepspeed_config()

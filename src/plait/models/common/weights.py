@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from plait.config.files import weight_map
 from plait.errors import ModelError
 
 Put = Callable[[str, Tensor], None]
@@ -24,7 +24,7 @@ def weight_files(path: str | Path) -> dict[str, Path]:
     folder = Path(path)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        places: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        places = weight_map(index, ModelError)
         lost = sorted({file for file in places.values() if not (folder / file).is_file()})
         if lost:
             raise ModelError(f"{index} names files that are not there: {', '.join(lost)}; copy them too")
@@ -105,7 +105,7 @@ def _shapes_in(path: Path) -> dict[str, list[int]]:
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_slice(name).get_shape() for name in list(file.keys())}
-    except SafetensorError as error:
+    except (SafetensorError, OSError, UnicodeError) as error:
         raise ModelError(f"{path} cannot be read ({error}); copy it again") from error
 
 

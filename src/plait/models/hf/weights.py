@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from plait.config.files import read_json_object
+from plait.errors import ModelError
 from plait.models.common.weights import Put, stream_weights, weight_files
 
 __all__ = ["load_pretrained", "weight_files"]
@@ -43,8 +44,8 @@ def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, 
 
 
 def _architectures(path: str | Path) -> list[str]:
-    description = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    return description.get("architectures") or []
+    found = read_json_object(Path(path) / "config.json", ModelError).get("architectures")
+    return found if isinstance(found, list) else []
 
 
 def _outside(prefix: str) -> str:

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from plait.config.files import parse_json
 from plait.data.jsonl import read_object
 from plait.errors import DataError, MissingExtraError
 
@@ -47,7 +48,7 @@ def _lines(path: Path) -> Iterator[Row]:
 def _list(path: Path) -> Iterator[Row]:
     """The entries of a file that is one list."""
     try:
-        entries = json.loads(path.read_bytes())
+        entries = parse_json(path.read_bytes(), half_characters=True)  # each entry is looked at by itself
     except ValueError as error:  # also what is no UTF-8
         raise DataError(f"{path} begins as a list, and is not JSON: {error}") from error
     for number, entry in enumerate(entries, start=1):

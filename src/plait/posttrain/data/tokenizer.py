@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from plait.config.files import read_json_object
 from plait.data.tokenizer import END, TextTokenizer, train_tokenizer
 from plait.errors import DataError
 
@@ -55,11 +56,11 @@ def _named_end(settings: Path) -> str | None:
     """The end token of a tokenizer's settings: a text, or an object with it."""
     if not settings.is_file():
         return None
-    try:
-        found = json.loads(settings.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise DataError(f"{settings} is not the JSON object of a tokenizer's settings: {error}") from error
-    return found.get("content") if isinstance(found, dict) else found
+    found = read_json_object(settings, DataError).get("eos_token")
+    word = found.get("content") if isinstance(found, dict) else found
+    if word is not None and not isinstance(word, str):
+        raise DataError(f"{settings} has the eos_token {found!r:.80}, expected a token")
+    return word
 
 
 class CharacterTokenizer(ChatTokenizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from plait.config.files import read_json_object
 from plait.errors import CheckpointError, ModelError
 from plait.ops.drafts import drafting
 from plait.posttrain.lora.attach import AdapterSpec, lora_layers
@@ -73,12 +75,9 @@ def read_adapter(path: str | Path, model: nn.Module | None = None) -> Adapter:
     names it. With a `model`, layers must be its linear ones.
     """
     folder = Path(path)
-    try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} holds no adapter: there is no {CONFIG}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{folder / CONFIG} is not JSON: {error}") from error
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(f"{folder} holds no adapter: there is no {CONFIG}")
+    config = read_json_object(folder / CONFIG, CheckpointError)
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"{folder} holds an adapter of type {config.get('peft_type')!r}; only LORA can be read")
     for key, off in _MUST_BE_OFF.items():
@@ -96,11 +95,27 @@ def read_adapter(path: str | Path, model: nn.Module | None = None) -> Adapter:
         strange = sorted(set(layers) - known)
         if strange:
             raise ModelError(f"the adapter in {folder} is for {strange[0]}, which is no linear layer of this model")
-    spec = AdapterSpec(
-        config["r"], float(config["lora_alpha"]), config.get("lora_dropout") or 0.0, config.get("use_rslora") or False
-    )
+    spec = _spec(folder / CONFIG, config)
     head = _read(folder / HEAD) if (folder / HEAD).is_file() else {}
     return Adapter(folder, spec, layers, tensors, head)
+
+
+def _spec(file: Path, config: Mapping[str, Any]) -> AdapterSpec:
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    dropout, by_root = config.get("lora_dropout") or 0.0, config.get("use_rslora") or False
+    wrong = {
+        "r": type(rank) is not int or rank < 1,
+        "lora_alpha": isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf,
+        "lora_dropout": isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1,
+        "use_rslora": not isinstance(by_root, bool),
+    }
+    if bad := [key for key, is_wrong in wrong.items() if is_wrong]:
+        raise CheckpointError(
+            f"{file} has {bad[0]} {config.get(bad[0])!r:.80}, which no adapter can have; copy it again"
+        )
+    assert isinstance(rank, int)
+    assert isinstance(alpha, int | float)
+    return AdapterSpec(rank, float(alpha), float(dropout), by_root)
 
 
 def _read(file: Path) -> dict[str, Tensor]:
@@ -108,7 +123,7 @@ def _read(file: Path) -> dict[str, Tensor]:
         return load_file(file)
     except FileNotFoundError:
         raise CheckpointError(f"{file.parent} holds no adapter: there is no {file.name}") from None
-    except SafetensorError as error:
+    except (SafetensorError, OSError, UnicodeError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); copy it again") from error
 
 

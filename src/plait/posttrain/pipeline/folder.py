@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -10,9 +9,10 @@ from pathlib import Path
 from plait.checkpoint import CheckpointFolder
 from plait.checkpoint.manifest import saved_at
 from plait.config import RunConfig, parse, to_yaml
+from plait.config.files import read_json_object
 from plait.config.show import rows
 from plait.config.words import show
-from plait.errors import ConfigError, Problem
+from plait.errors import ConfigError, DataError, Problem
 from plait.posttrain.pipeline.chain import Step
 from plait.runner.signals import STOPPED
 
@@ -51,8 +51,8 @@ def newest(folder: Path) -> Path | None:
 def ending(folder: Path) -> str | None:
     """Why the last run in a folder ended; None where none came to an end."""
     try:
-        return str(json.loads((folder / "report.json").read_text(encoding="utf-8"))["reason"])
-    except (OSError, ValueError, KeyError):
+        return str(read_json_object(folder / "report.json", DataError)["reason"])
+    except (DataError, KeyError):
         return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from plait.config.files import read_json_object
 from plait.config.run import RunConfig
 from plait.errors import ModelError
 from plait.models import build_model
@@ -90,8 +90,8 @@ def _stored_dtype(config: RunConfig) -> str | None:
     if folder is None:
         return None
     try:
-        stored = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        stored = read_json_object(Path(folder) / "config.json", ModelError)
+    except ModelError:
         return None  # whoever reads the weights says what is wrong
     found = stored.get("dtype", stored.get("torch_dtype"))
     return found if isinstance(found, str) else None

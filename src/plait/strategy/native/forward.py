@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -66,16 +66,18 @@ class Forward:
         if self._is_row:
             return self.call((first_part(inputs),), {})
         kind = type(inputs)
+        args: Sequence[Any] = ()
+        kwargs: Mapping[str, Any] = {}
         if kind is dict or isinstance(inputs, Mapping):
-            try:
-                return self.call((), inputs)
-            except TypeError as error:
-                if unknown := _unknown(self._model, inputs):
-                    raise _refusal(self._model, unknown) from error
-                raise
-        if kind is tuple or kind is list or isinstance(inputs, (tuple, list)):
-            return self.call(inputs, {})
-        return self.call((inputs,), {})
+            kwargs = inputs
+        else:
+            args = inputs if kind is tuple or kind is list or isinstance(inputs, (tuple, list)) else (inputs,)
+        try:
+            return self.call(args, kwargs)
+        except TypeError as error:
+            if (refusal := _refusal(self._model, args, kwargs)) is not None:
+                raise refusal from error
+            raise
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the model says to arguments that are ready."""
@@ -106,17 +108,24 @@ class Forward:
         return outputs
 
 
-def _unknown(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Those of the names that a model does not take."""
-    takes = inspect.signature(model.forward).parameters
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values()):
-        return []
-    return [name for name in names if name not in takes]
-
-
-def _refusal(model: nn.Module, unknown: Sequence[str]) -> ModelError:
-    takes, more = (", ".join(names) for names in (inspect.signature(model.forward).parameters, unknown))
-    remedy = "Let `forward` take them, or leave them out of the data"
-    if set(unknown) <= {"positions", "document_ids"}:
-        remedy += ": with `data.document_mask: false` nothing says where a document begins"
-    return ModelError(f"{type(model).__name__}.forward takes {takes}, and a micro-batch has {more} too. {remedy}")
+def _refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelError | None:
+    """What is wrong where a model's `forward` does not take what a micro-batch has; None where it does."""
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        reason = str(error)
+    else:
+        return None
+    name, takes = type(model).__name__, ", ".join(signature.parameters) or "nothing"
+    unknown = [key for key in kwargs if key not in signature.parameters]
+    if unknown:
+        remedy = "Let `forward` take them, or leave them out of the data"
+        if set(unknown) <= {"positions", "document_ids"}:
+            remedy += ": with `data.document_mask: false` nothing says where a document begins"
+        return ModelError(f"{name}.forward takes {takes}, and a micro-batch has {', '.join(unknown)} too. {remedy}")
+    has = ", ".join(kwargs) if kwargs else f"{len(args)} value{'s' if len(args) != 1 else ''} in a row"
+    return ModelError(
+        f"{name}.forward takes {takes}, and a micro-batch has {has}: {reason}. Let `forward` take the targets as well "
+        "and return the loss (`def forward(self, x, y)`), or let the data give what it takes, by name: `{'x': …}`"
+    )

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from plait.config.files import read_name
 from plait.errors import CheckpointError
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -79,7 +80,7 @@ def find_files(path: Path) -> Files:
 
 def _tag_of(path: Path) -> Path | None:
     pointers = [path / name for name in _POINTERS if (path / name).is_file()]
-    folders = [path / pointer.read_text(encoding="utf-8").strip() for pointer in pointers]
+    folders = [path / read_name(pointer, CheckpointError) for pointer in pointers]
     there = [folder for folder in folders if folder.is_dir()]
     if folders and not there:
         found = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "none"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
+from plait.config.files import read_json_object, read_name
 from plait.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -28,7 +28,7 @@ def iteration(path: Path) -> Path:
     """The folder of one iteration: the path itself, or the newest that lies in it."""
     if not (path / TRACKER).is_file():
         return path
-    named = (path / TRACKER).read_text(encoding="utf-8").strip()
+    named = read_name(path / TRACKER, CheckpointError)
     found = path / (f"iter_{int(named):07d}" if named.isdigit() else named)
     if not found.is_dir():
         raise CheckpointError(f"{path / TRACKER} names {named}, and there is no {found.name} beside it; copy it too")
@@ -61,8 +61,7 @@ def _is_distributed(path: Path) -> bool:
 
 def _backend(path: Path) -> str | None:
     try:
-        found = json.loads((path / BACKEND).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        named = read_json_object(path / BACKEND, CheckpointError).get("sharded_backend")
+    except CheckpointError:
         return None
-    named = found.get("sharded_backend") if isinstance(found, dict) else None
     return named if isinstance(named, str) else None

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.checkpoint.convert import Source, open_source
+from plait.config.files import read_name
 from plait.errors import CheckpointError, PlaitError
 from plait.frontends.deepspeed.saving import LATEST
 from plait.ops.drafts import drafting
@@ -107,7 +108,7 @@ def _folder(checkpoint_dir: PathText, tag: str | None) -> Path:
         latest = root / LATEST
         if not latest.is_file():
             return root  # perhaps the folder of a tag itself; if not, opening it says so
-        tag = latest.read_text(encoding="utf-8").strip()
+        tag = read_name(latest, CheckpointError)
     return root / tag
 
 

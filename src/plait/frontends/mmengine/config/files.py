@@ -7,13 +7,12 @@ those define may be used as `_base_.model.depth`, or in the older form `{{_base_
 from __future__ import annotations
 
 import ast
-import json
 import re
 import types
 from pathlib import Path
 from typing import Any
 
-from plait.config.read import text_of
+from plait.config.read import parse_text, text_of
 from plait.errors import ConfigError, Problem
 from plait.frontends.mmengine.config.tree import ConfigDict, merge
 
@@ -110,12 +109,9 @@ def _variables(path: Path, tree: ast.Module, below: dict[str, Any]) -> dict[str,
 
 
 def _data(path: Path, text: str) -> dict[str, Any]:
-    if path.suffix == ".json":
-        found = json.loads(text)
-    elif path.suffix in (".yaml", ".yml"):
-        import yaml
-
-        found = yaml.safe_load(text) or {}
+    if path.suffix in (".json", ".yaml", ".yml"):
+        found = parse_text(path, text)
+        found = {} if found is None else found
     else:
         message = f"{path.name} has the ending {path.suffix!r}"
         raise ConfigError(Problem("config", message, "Files end in .py, .yaml, .yml or .json."))

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from plait.errors import ConfigError, Problem
+from plait.config.files import read_json_object
+from plait.errors import CheckpointError, ConfigError, Problem
 from plait.frontends.mmengine.hooks.hook import Hook, seems_greater
 from plait.frontends.mmengine.registry import HOOKS
 from plait.frontends.mmengine.runner.folders import forget, keep_newest
@@ -82,7 +83,12 @@ class CheckpointHook(Hook):
                 self._found[key] = found
 
     def _read_note(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._note.read_text(encoding="utf-8")) if self._note.is_file() else {}
+        found = read_json_object(self._note, CheckpointError, "remove it") if self._note.is_file() else {}
+        for key, best in found.items():
+            match best:
+                case {"at": int(), "score": int() | float(), "path": str()}:
+                    continue
+            raise CheckpointError(f"{self._note}: {key} is {best!r:.80}, expected at, score and path; remove the file")
         return found
 
     def _count(self, runner: Any) -> int:

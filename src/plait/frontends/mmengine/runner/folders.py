@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from plait.checkpoint.manifest import NAME
+from plait.config.files import read_lines
 from plait.errors import CheckpointError
 
 
@@ -15,7 +16,7 @@ def last_checkpoint(work_dir: Path) -> Path | None:
     note = work_dir / "last_checkpoint"
     if not note.is_file():
         return None
-    path = Path(note.read_text(encoding="utf-8").strip())
+    path = Path("\n".join(read_lines(note, CheckpointError)).strip())
     if not path.is_absolute() and not path.exists():
         path = work_dir / path.name
     return path if (path / NAME).exists() else None
