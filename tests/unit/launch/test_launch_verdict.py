@@ -33,7 +33,7 @@ def ranks(count: int) -> list[Record]:
 
 def beat(record: Record, *, phase: Phase = Phase.REDUCE, waits_s: float | None = None, **more: Any) -> None:
     about = {"collective": "all_reduce of 8", "called": 1000.0 - (waits_s or 0.0), "pending": waits_s is not None}
-    record.evidence = Evidence(Beat(1, 100.0, phase, more.pop("step", 4), 999.0, 1, **{**about, **more}), at=1000.0)
+    record.evidence = Evidence(Beat(1, 100.0, phase, more.pop("step", 4), 999.0, **{**about, **more}), at=1000.0)
 
 
 def ended(code: int, *lines: str, message: str = "", **evidence: Any) -> Record:
