@@ -11,10 +11,15 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when it is loaded
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started with `nohup` or `&`. What tests start would ignore it too, and some tests interrupt what they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -17,7 +17,7 @@ from typing import NoReturn
 from plait.launch.job import Job, Node
 from plait.launch.local import run_job
 from plait.launch.outcome import Outcome
-from plait.launch.ports import free_port
+from plait.launch.ports import DEFAULT_PORT, check_port, free_port
 from plait.launch.postmortem import TOLD, Finding, find
 from plait.launch.records import causes
 
@@ -147,6 +147,31 @@ def run_here(command: Sequence[str], count: int) -> int:
         split, attempt = 2 * split, attempt + 1
         _say_smaller(_who_was_short(found))
         _say(_AGAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """Several machines, on each of which the same command is started by hand."""
+
+    count: int
+    rank: int
+    """Which of them this one is."""
+    address: str
+    """Of the first one."""
+    port: int = DEFAULT_PORT
+    """On which the first one listens."""
+
+
+def run_share(command: Sequence[str], count: int, machines: Machines) -> int:
+    """Run a command once for each rank on this machine, of so many on each; returns the exit code.
+
+    Nothing is started again: the other machines would have to agree.
+    """
+    if machines.rank == 0:
+        check_port(machines.port, asked_by="main_process_port")
+    nodes = tuple(Node(f"machine-{number}", tuple(range(count))) for number in range(machines.count))
+    job = Job(tuple(command), nodes, address=machines.address, port=machines.port)
+    return run_job(job, machines.rank, patience=None).code
 
 
 def become_smaller(command: Sequence[str], *, attempt: int, split: int, why: str) -> NoReturn:
