@@ -95,7 +95,7 @@ def _checked(setup: Setup) -> Preflight:
         raise WorldError("--preflight: Slurm has given out no hosts yet; run it inside an allocation")
     from plait.launch.preflight import preflight
 
-    fixed = setup.options.master_port is not None
+    fixed = None if setup.options.master_port is None else setup.options.master_port_by
     found = preflight(setup.job, setup.reach, code=code_folder(setup.options), fixed_port=fixed)
     _show(found)
     return found

@@ -61,8 +61,8 @@ class Preflight:
         return not any(finding.fatal for finding in self.findings)
 
 
-def preflight(job: Job, reach: Reach, *, code: str | None, fixed_port: bool) -> Preflight:
-    """Ask all hosts at the same time, and compare what they say."""
+def preflight(job: Job, reach: Reach, *, code: str | None, fixed_port: str | None) -> Preflight:
+    """Ask all hosts at the same time, and compare what they say. `fixed_port`: the flag that named the port."""
     with _marker(job) as marker, ThreadPoolExecutor(min(len(job.nodes), 64)) as pool:
         question = Question(job.folder, code, marker, job.address or None)
 
@@ -190,12 +190,12 @@ def _equipped(checks: Sequence[HostCheck], job: Job) -> list[Finding]:
     return findings
 
 
-def _port(first: HostCheck, job: Job, fixed: bool) -> list[Finding]:
+def _port(first: HostCheck, job: Job, fixed: str | None) -> list[Finding]:
     """Rank 0 must be able to listen, and the others must know where."""
     findings = []
     if first.facts is not None and not first.facts.port_free and fixed:
-        what = f"--master_port {job.port} is in use: {first.facts.port_holder} has it"
-        findings.append(Finding(first.host, what, "end that, or leave the flag out and a free port is taken"))
+        what = f"{fixed} {job.port} is in use: {first.facts.port_holder} has it"
+        findings.append(Finding(first.host, what, f"end that, or leave {fixed} out and a free port is taken"))
     if first.facts is not None and not job.address:
         findings.append(Finding(first.host, "its address is not known", "name it with --master_addr"))
     return findings

@@ -17,9 +17,10 @@ from typing import NoReturn
 from plait.launch.job import Job, Node
 from plait.launch.local import run_job
 from plait.launch.outcome import Outcome
-from plait.launch.ports import DEFAULT_PORT, check_port, free_port
+from plait.launch.ports import DEFAULT_PORT, check_port
 from plait.launch.postmortem import TOLD, Finding, find
 from plait.launch.records import causes
+from plait.launch.variables import meeting_place, unused_hosts
 
 GRACE_S = 2.0
 """How long ranks may take to leave once one has failed. They wait for it, and cannot finish a step."""
@@ -136,8 +137,11 @@ def run_here(command: Sequence[str], count: int) -> int:
     Any other failure ends it. Returns the exit code of the last attempt.
     """
     nodes, split, attempt = (Node("localhost", tuple(range(count))),), 1, 0
+    if (unused := unused_hosts()) is not None:
+        _say(f"note: {unused}")
     while True:
-        job = Job(tuple(command), nodes, port=free_port(), environment=_told(attempt, count, split))
+        address, port = meeting_place()
+        job = Job(tuple(command), nodes, address=address, port=port, environment=_told(attempt, count, split))
         outcome = run_job(job, 0, patience=None)
         if outcome.code == 0 or outcome.interrupted or not causes(outcome.records):
             return outcome.code
