@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import zlib
 
 import pytest
@@ -27,6 +28,10 @@ SEED = 20261119
 # they would make a second answer differ from the first.
 settings.register_profile("plait", deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
 settings.load_profile("plait")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started with `nohup` or `&`. What tests start would ignore it too, and some tests interrupt what they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -173,6 +173,27 @@ def test_torchs_elastic_agents_meet_on_the_first_host(three: Hosts, work: Path) 
         assert (about["total"], about["argv"]) == (3.0, ["--x"])
 
 
+def test_a_program_beside_this_python_is_found_where_no_path_leads_to_it(three: Hosts, work: Path) -> None:
+    for check in ([], ["--no_ssh_check"]):  # with a look at the hosts, and without
+        words = [*check, "-H", three.hostfile(1, 1, 1), "--num_nodes", "2", *three.ssh(), "--no_python"]
+        done = run(work, *words, "plait", "train", "--help")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("Train as a run description says.") == 2
+
+
+def test_a_program_that_is_not_there_is_named_and_not_the_network(three: Hosts, work: Path) -> None:
+    words = ["-H", three.hostfile(1, 1, 1), "--num_nodes", "2", *three.ssh(), "--no_python", "no-such-program", "x"]
+    done = run(work, *words)
+    assert done.returncode == 2
+    for address in three.addresses[:2]:
+        assert f"error: {address}: there is no program 'no-such-program'" in done.stderr
+    done = run(work, "--no_ssh_check", *words)
+    assert done.returncode == 2
+    assert "there is no program 'no-such-program'" in done.stderr
+    assert "is lost" not in done.stderr
+    assert "network" not in done.stderr
+
+
 # ---- how it ends
 
 

@@ -33,10 +33,11 @@ def run(
     timeout: float = 120.0,
     group: Path | None = None,
     strategy: str = "ddp",
+    steps: int = 20,
 ) -> tuple[int, str]:
     """A run in which rank 1 comes to harm after 6 steps: the exit code, and the page."""
     words = ["--nproc_per_node", str(ranks), *flags, VICTIM, str(work_dir), how, "1", "6", str(timeout)]
-    words += ["20", "12", "5", strategy]
+    words += [str(steps), "12", "5", strategy]
     join = None if group is None else lambda: (group / "cgroup.procs").write_text(str(os.getpid()))
     done = subprocess.run(
         [*PLAIT, *words], env=clean(), capture_output=True, text=True, timeout=280, preexec_fn=join, check=False
@@ -108,6 +109,21 @@ def test_memory_that_the_host_does_not_have_is_told_from_other_kills(tmp_path: P
     assert blamed(page).startswith(cause), page
     assert "doing        forward, after step 6" in page
     assert re.search(r"host memory +[\d.]+ GiB, peak [\d.]+ GiB, limit 1.17 GiB; \+[\d.]+ GiB in the last", page), page
+
+
+def test_a_kill_that_was_another_process_s_is_not_taken_for_the_ranks(tmp_path: Path) -> None:
+    with memory_group(1200 << 20) as group:
+        code, page = run(tmp_path / "run", "stranger", "--max_restarts", "0", group=group)
+    assert code == 128 + signal.SIGKILL
+    assert blamed(page).startswith("rank 1 was ended by SIGKILL, and not for want of memory"), page
+
+
+def test_memory_that_grows_from_step_to_step_is_named_and_nothing_is_split(tmp_path: Path) -> None:
+    with memory_group(1200 << 20) as group:
+        code, page = run(tmp_path / "run", "leak!", "--max_restarts", "1", group=group, steps=2000)
+    assert code == 128 + signal.SIGKILL
+    assert re.search(r"grew from step to step, by \d\.\d+ GiB from step \d+ to \d+", page), page
+    assert not (tmp_path / "run" / "split").exists()
 
 
 @pytest.fixture(scope="module")

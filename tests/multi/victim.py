@@ -14,6 +14,7 @@ import os
 import random
 import resource
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch import Tensor, distributed, nn
 from plait import Runner
 from plait.runner.hooks import Hook
 
+LEAKED: list[Tensor] = []
 RANK, ATTEMPT = int(os.environ.get("RANK", "0")), int(os.environ.get("PLAIT_ATTEMPT", "0"))
 
 
@@ -53,6 +55,14 @@ def harm(how: str) -> None:
         here = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (here + (64 << 20), here + (64 << 20)))
         torch.zeros(1 << 30)
+    elif how == "stranger":  # the kernel kills somebody else of this control group; a while later somebody kills us
+        eats = "held = []\nwhile True: held.append(b'x' * (1 << 24))"
+        assert subprocess.run([sys.executable, "-c", eats], check=False).returncode == -signal.SIGKILL
+        time.sleep(1.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "leak":
+        LEAKED.append(torch.ones(1 << 20))
+        time.sleep(0.04)
     elif how == "eat":
         held = []
         while True:
@@ -72,7 +82,7 @@ class Net(nn.Module):
         self.calls += 1
         if how.startswith("full") and rank == RANK and len(rows) > int(how[4:]):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        if self.calls == step + 1 and rank == RANK:
+        if rank == RANK and (self.calls == step + 1 or (how == "leak" and self.calls > step)):
             harm(how)
         return self.layer(rows).square().mean()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from plait.errors import WorldError
 from plait.launch.flags import flags
 from plait.launch.options import Options, misplaced, parse_options
 from plait.launch.prepare import prepare
+from plait.launch.program import absent, find_program
 from plait.launch.setup import Setup, code_folder
 from plait.launch.slurm import in_allocation
 
@@ -55,8 +55,8 @@ def _look_for_program(options: Options) -> None:
     script = options.script
     if options.module:
         return
-    if options.no_python and shutil.which(script) is None:
-        raise WorldError(f"there is no program {script!r} here; give its path, or leave out --no_python for a script")
+    if options.no_python and find_program(script) is None:
+        raise WorldError(absent(script))
     if not options.no_python and not Path(script).exists():
         raise WorldError(
             f"there is no script {script!r} in {Path.cwd()}; for a program or a module of Python, say so "
@@ -95,7 +95,7 @@ def _checked(setup: Setup) -> Preflight:
         raise WorldError("--preflight: Slurm has given out no hosts yet; run it inside an allocation")
     from plait.launch.preflight import preflight
 
-    fixed = setup.options.master_port is not None
+    fixed = None if setup.options.master_port is None else setup.options.master_port_by
     found = preflight(setup.job, setup.reach, code=code_folder(setup.options), fixed_port=fixed)
     _show(found)
     return found

@@ -12,7 +12,7 @@ from plait.config.graphs import check_graphs
 from plait.config.train import EarlyStopConfig, ImportedHook
 from plait.config.words import show
 from plait.errors import ConfigError, Problem
-from plait.launch import gpu_count, launched_size, run_here
+from plait.launch import Machines, gpu_count, launched_size, run_here, run_share
 
 
 def train(
@@ -27,27 +27,44 @@ def train(
 
     The settings of an `accelerate` YAML stand over the file, and below the overrides.
     """
+    machines = None
     if accelerate_config is not None:
-        settings, wanted = _accelerated(accelerate_config, quiet=launched_size() is not None)
+        settings, wanted, machines = _accelerated(accelerate_config, launched=launched_size() is not None)
         overrides = [*settings, *overrides]
         nproc = nproc or wanted
     parsed = parse(config, overrides)
     count = _count(nproc or "1")
+    if machines is not None:
+        _check_found_alike(parsed)
     if parsed.config.strategy.auto and launched_size() is None:
         overrides = [*overrides, *_found(config, overrides, count)]
         parsed = parse(config, overrides)
     if parsed.config.strategy.offload.ratio == "auto" and launched_size() is None:
         overrides = [*overrides, *_shared(config, overrides, count)]
         parsed = parse(config, overrides)
-    _check(parsed, launched_size() or count)
+    _check(parsed, launched_size() or count * (1 if machines is None else machines.count))
     _check_metrics(parsed)
     if dry_run:
         _show(parsed)
+    elif machines is not None:
+        sys.exit(run_share(_command(config, overrides), count, machines))
     elif count > 1:
-        command = [sys.executable, "-m", "plait", "train", config, *overrides]
-        sys.exit(run_here(command, count))
+        sys.exit(run_here(_command(config, overrides), count))
     else:
         _run(config, overrides)
+
+
+def _command(config: str, overrides: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "plait", "train", config, *overrides]
+
+
+def _check_found_alike(parsed: Parsed) -> None:
+    """On several machines, each would look for itself, and find what is best there."""
+    asked = {"strategy.auto": parsed.config.strategy.auto}
+    asked["strategy.offload.ratio"] = parsed.config.strategy.offload.ratio == "auto"
+    remedy = "Write what `plait plan --search` shows."
+    if wrong := [key for key, value in asked.items() if value]:
+        raise ConfigError([Problem(key, "auto is not offered for num_machines from 2", remedy) for key in wrong])
 
 
 def _found(config: str, overrides: Sequence[str], ranks: int) -> list[str]:
@@ -78,17 +95,22 @@ def _shared(config: str, overrides: Sequence[str], ranks: int) -> list[str]:
     return found
 
 
-def _accelerated(path: str, *, quiet: bool) -> tuple[list[str], str | None]:
-    """The settings that an `accelerate` YAML stands for, as overrides, and its number of processes."""
+def _accelerated(path: str, *, launched: bool) -> tuple[list[str], str | None, Machines | None]:
+    """What an `accelerate` YAML stands for: settings, as overrides; processes on each machine; several machines.
+
+    Who was `launched` already has its ranks from there.
+    """
     from plait.config.read import read
-    from plait.frontends.accelerate.config import as_overrides, processes, translate
+    from plait.frontends.accelerate.config import as_overrides, machines, processes, translate
 
     found = translate(path)
-    if not quiet:
+    if not launched:
         print(f"{path}: {found.account.summary()}", *(f"  {line}" for line in found.account.lines()), sep="\n")
     found.account.raise_refusals()
-    count = processes(read(path))
-    return as_overrides(found.sections), None if count is None else str(count)
+    config = read(path)
+    count = processes(config)
+    where = None if launched else machines(config)
+    return as_overrides(found.sections), None if count is None else str(count), where
 
 
 def _count(nproc: str) -> int:

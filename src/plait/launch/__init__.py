@@ -6,11 +6,12 @@ from plait.launch.job import Job, Node, Place
 from plait.launch.local import gpu_count, launched_size, run_ranks
 from plait.launch.ports import free_port
 from plait.launch.records import STOPPED_CODES, Record
-from plait.launch.reform import become_smaller, run_here
+from plait.launch.reform import Machines, become_smaller, run_here, run_share
 
 __all__ = [
     "STOPPED_CODES",
     "Job",
+    "Machines",
     "Node",
     "Place",
     "Record",
@@ -21,5 +22,6 @@ __all__ = [
     "launched_size",
     "run_here",
     "run_ranks",
+    "run_share",
     "tell",
 ]

@@ -26,9 +26,25 @@ class Evidence:
     growth: tuple[float, int] = (0.0, 0)
     """Over how many seconds before that it grew by how many bytes."""
     oom_kills: int = 0
-    """So many processes did the kernel kill for want of memory during the run, where this one ran."""
+    """So many processes did the kernel kill for want of memory just when this one ended."""
+    recent_oom_kills: int = 0
+    """So many in the half minute before; a data worker may have been one of them."""
+    oom_of_group: bool = False
+    """Those are of its own control group; else of the whole host, and nobody knows who they were."""
+    headroom: int | None = None
+    """Bytes of host memory that it could still take when it was last seen to run; None: nobody knows."""
+    gpu_steps: tuple[int, int, int] | None = None
+    """From which step to which the GPU memory between steps grew by how many bytes; None: it did not."""
+    host_steps: tuple[int, int, int] | None = None
+    """The same of host memory."""
     limit: int | None = None
     """Bytes of host memory that the rank and its neighbours may have together."""
+
+    @property
+    def grew_into_the_limit(self) -> bool:
+        """Whether it was itself about to take the last of the memory when it was last seen."""
+        _, grown = self.growth
+        return self.headroom is not None and grown > 0 and self.headroom < max(grown, self.memory // 20)
 
     @property
     def waiting_s(self) -> float:
@@ -43,4 +59,5 @@ class Evidence:
     def from_json(cls, found: dict[str, Any]) -> Evidence:
         """What `to_json` wrote."""
         beat = None if found["beat"] is None else Beat.from_json(found["beat"])
-        return cls(**{**found, "beat": beat, "growth": tuple(found["growth"])})
+        pairs = {name: tuple(found[name]) for name in ("growth", "gpu_steps", "host_steps") if found[name] is not None}
+        return cls(**{**found, "beat": beat, **pairs})

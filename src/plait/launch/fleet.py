@@ -19,8 +19,8 @@ from plait.launch.local import Signals, follow_the_launcher
 from plait.launch.news import take
 from plait.launch.outcome import LEAVE_S, Outcome, never
 from plait.launch.patience import GRACE_S, SAY_S, STACK_S, STUCK_S
-from plait.launch.postmortem import conclude, wants_stacks
-from plait.launch.records import Record, causes, exit_code, new_records
+from plait.launch.postmortem import TOLD, conclude, wants_stacks
+from plait.launch.records import Record, causes, exit_code, new_records, note_end
 from plait.launch.watch import Watch
 
 BEAT_S = 5.0
@@ -168,7 +168,7 @@ class Fleet:
         if "closed" in news:
             self._closed(node, news["closed"])
         elif "error" in news:
-            self._errors.append(f"{node.host}: {news['error']}")
+            node.error = f"{node.host}: {news['error']}"
         elif "said" in news:
             self._console.other(node.host, news["said"])
         else:
@@ -182,12 +182,21 @@ class Fleet:
         take(record, news)
 
     def _closed(self, node: _Connection, code: int) -> None:
-        """A connection is gone. Ranks that it did not tell the end of are lost with it."""
+        """A connection is gone. Ranks that it did not tell the end of are lost with it, unless they never began."""
         node.is_open = False
         for record in self.records:
-            if record.place.node == node.index and record.running:
+            if record.place.node != node.index or not record.running:
+                continue
+            if node.error:
+                record.message = node.error
+                note_end(record, TOLD, by_us=False)
+            else:
                 record.lost, record.ended = True, time.time()
-        if code not in (0, 255) and not any(r.pid for r in self.records if r.place.node == node.index):
+        if (
+            not node.error
+            and code not in (0, 255)
+            and not any(r.pid for r in self.records if r.place.node == node.index)
+        ):
             self._errors.append(f"{node.host}: nothing could be started there (exit code {code})")
 
     def close(self) -> None:
@@ -233,6 +242,8 @@ class _Connection:
     def __init__(self, index: int, host: str, command: Sequence[str]) -> None:
         self.index, self.host = index, host
         self.is_open = False
+        self.error = ""
+        """Why it could not start its ranks."""
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()

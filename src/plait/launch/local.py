@@ -21,6 +21,7 @@ from plait.launch.outcome import LEAVE_S, Outcome, never
 from plait.launch.patience import GRACE_S, SAY_S, STACK_S, STUCK_S
 from plait.launch.ports import free_port
 from plait.launch.postmortem import conclude, wants_stacks
+from plait.launch.program import absent, find_program
 from plait.launch.records import Record, causes, exit_code, new_records, note_end
 from plait.launch.relay import Relay
 from plait.launch.watch import Watch
@@ -185,10 +186,14 @@ class LocalRanks:
             if cores:
                 os.sched_setaffinity(0, cores)
 
+        program, *arguments = self.job.argv(record.place)
+        found = find_program(program, path=environment.get("PATH"), folder=self.job.folder)
+        if found is None:
+            raise FileNotFoundError(absent(program))
         log = self._log(record)
         try:
             return subprocess.Popen(
-                self.job.argv(record.place),
+                [found, *arguments],
                 env=environment,
                 cwd=self.job.folder,
                 stdin=None if self._stdin else subprocess.DEVNULL,

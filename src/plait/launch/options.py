@@ -33,6 +33,8 @@ class Options:
     node_rank: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
+    master_port_by: str = "--master_port"
+    """Which flag or variable named the port."""
     launcher: str | None = None
     launcher_args: tuple[str, ...] = ()
     ssh_port: int | None = None
@@ -132,6 +134,11 @@ def _check(options: Options) -> None:
         raise WorldError(
             f"--{counts[0]} cannot be combined with --{'include' if options.include else 'exclude'} {filters!r}: "
             "both say which slots to use; give one of them"
+        )
+    if options.master_port is not None and not 0 < options.master_port < 1 << 16:
+        raise WorldError(
+            f"--master_port {options.master_port} is not a port that others can join: write one from 1 to 65535, or "
+            "leave it out and a free one is taken"
         )
     for name in ("num_nodes", "num_gpus"):
         if (value := getattr(options, name)) is not None and value < 1:

@@ -41,12 +41,14 @@ def port_is_free(port: int) -> bool:
 _TAKEN = {errno.EADDRINUSE, errno.EACCES}
 
 
-def check_port(port: int) -> int:
-    """The port, if it is free here; otherwise an error that names who has it."""
+def check_port(port: int, *, asked_by: str = "--master_port") -> int:
+    """The port, if it is free here; otherwise an error that names who has it, and who asked for it."""
+    if not 0 < port < 1 << 16:
+        raise WorldError(f"{asked_by} {port}: a port is a number from 1 to 65535")
     if port_is_free(port):
         return port
     raise WorldError(
-        f"--master_port {port} is in use: {port_holder(port)} has it; end that, or leave the flag out "
+        f"{asked_by} {port} is in use: {port_holder(port)} has it; end that, or leave {asked_by} out "
         "and a free port is taken"
     )
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from plait.launch.job import Job
 from plait.launch.network import is_this_host
 from plait.launch.probe import MARK, Facts, Question
+from plait.launch.program import absent
 
 Reach = Callable[[int, Sequence[str]], list[str]]
 """(which host, words) → the command that runs these words there."""
@@ -62,10 +63,10 @@ class Preflight:
         return not any(finding.fatal for finding in self.findings)
 
 
-def preflight(job: Job, reach: Reach, *, code: str | None, fixed_port: bool) -> Preflight:
-    """Ask all hosts at the same time, and compare what they say."""
+def preflight(job: Job, reach: Reach, *, code: str | None, fixed_port: str | None) -> Preflight:
+    """Ask all hosts at the same time, and compare what they say. `fixed_port`: the flag that named the port."""
     with _marker(job) as marker, ThreadPoolExecutor(min(len(job.nodes), 64)) as pool:
-        question = Question(job.folder, code, job.arguments, marker, job.address or None)
+        question = Question(job.folder, code, job.arguments, marker, job.address or None, program=job.program[0])
 
         def ask(node: int) -> HostCheck:
             mine = replace(question, port=job.port if node == 0 else None)
@@ -198,13 +199,16 @@ def _alike(checks: Sequence[HostCheck]) -> list[Finding]:
 
 
 def _equipped(checks: Sequence[HostCheck], job: Job) -> list[Finding]:
-    """Too few GPUs, too little memory, a clock that is wrong."""
+    """No such program, too few GPUs, too little memory, a clock that is wrong."""
     findings = []
     with_gpus = any(check.facts is not None and check.facts.gpus for check in checks)
     for check, node in zip(checks, job.nodes, strict=True):
         facts, ranks = check.facts, len(node.slots)
         if facts is None:
             continue
+        if facts.program is None:
+            what, _, remedy = absent(job.program[0]).partition("; ")
+            findings.append(Finding(check.host, what, remedy))
         if with_gpus and facts.gpus <= max(node.slots):
             what = f"slot {max(node.slots)} is used, but there are {facts.gpus} GPUs"
             findings.append(Finding(check.host, what, "correct its slots in the hostfile, or use --exclude"))
@@ -220,12 +224,12 @@ def _equipped(checks: Sequence[HostCheck], job: Job) -> list[Finding]:
     return findings
 
 
-def _port(first: HostCheck, job: Job, fixed: bool) -> list[Finding]:
+def _port(first: HostCheck, job: Job, fixed: str | None) -> list[Finding]:
     """Rank 0 must be able to listen, and the others must know where."""
     findings = []
     if first.facts is not None and not first.facts.port_free and fixed:
-        what = f"--master_port {job.port} is in use: {first.facts.port_holder} has it"
-        findings.append(Finding(first.host, what, "end that, or leave the flag out and a free port is taken"))
+        what = f"{fixed} {job.port} is in use: {first.facts.port_holder} has it"
+        findings.append(Finding(first.host, what, f"end that, or leave {fixed} out and a free port is taken"))
     if first.facts is not None and not job.address:
         findings.append(Finding(first.host, "its address is not known", "name it with --master_addr"))
     return findings

@@ -23,10 +23,12 @@ from plait.launch.network import is_this_host, resolve, source_address
 from plait.launch.options import Options
 from plait.launch.ports import DEFAULT_PORT, check_port, free_port
 from plait.launch.setup import Setup, all_here
+from plait.launch.variables import check_address, with_variables
 
 
 def prepare(options: Options, words: Sequence[str]) -> Setup:
     """Decide everything that can be decided without asking another host."""
+    options = with_variables(options)
     if is_elastic(options) and options.launcher in ("slurm", "pdsh", *FAMILIES):
         raise WorldError(
             f"--launcher {options.launcher} starts a fixed number of ranks; elastic training goes with ssh"
@@ -119,7 +121,7 @@ def _without_hostfile(options: Options, words: Sequence[str]) -> Setup:
         )
     port = options.master_port or DEFAULT_PORT
     if node == 0:
-        check_port(port)
+        check_port(port, asked_by=options.master_port_by)
     job = _job(options, tuple(Node(f"node-{index}", slots) for index in range(count)), devices=devices)
     return Setup(options, "local", replace(job, address=options.master_addr, port=port), node, tuple(words))
 
@@ -152,7 +154,9 @@ def _on_slurm(options: Options, words: Sequence[str]) -> Setup:
 
 def _meeting_here(job: Job, options: Options) -> Job:
     """With a place for ranks of one host to meet."""
-    port = check_port(options.master_port) if options.master_port is not None else free_port()
+    check_address(options.master_addr)
+    fixed = options.master_port
+    port = free_port() if fixed is None else check_port(fixed, asked_by=options.master_port_by)
     return replace(job, address=options.master_addr or "127.0.0.1", port=port)
 
 

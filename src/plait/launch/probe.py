@@ -21,6 +21,7 @@ from pathlib import Path
 
 from plait.launch.network import route_to
 from plait.launch.ports import free_port, port_holder, port_is_free
+from plait.launch.program import find_program
 
 MARK = "PLAIT-FACTS "
 """Begins the line with the facts, among whatever a login shell prints."""
@@ -42,6 +43,8 @@ class Question:
     """Of rank 0."""
     port: int | None = None
     """For rank 0; None where it is not on this host."""
+    program: str = ""
+    """What ranks run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class Facts:
     cuda: str | None
     plait: str | None
     code: str
+    program: str | None
+    """Where the program is that ranks run; None: nowhere."""
     memory: int
     """Free bytes of the host's memory."""
     gpus: int
@@ -81,6 +86,7 @@ def answer(question: Question) -> Facts:
         cuda=torch_cuda(),
         plait=_version("plait"),
         code=code_hash(Path(question.code), question.words) if question.code else "",
+        program=find_program(question.program, folder=question.folder) if question.program else "",
         memory=psutil.virtual_memory().available,
         gpus=len(gpus),
         gpu_memory=min(gpus, default=None),

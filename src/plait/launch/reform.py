@@ -17,9 +17,10 @@ from typing import NoReturn
 from plait.launch.job import Job, Node
 from plait.launch.local import run_job
 from plait.launch.outcome import Outcome
-from plait.launch.ports import free_port
+from plait.launch.ports import DEFAULT_PORT, check_port
 from plait.launch.postmortem import TOLD, Finding, find
 from plait.launch.records import causes
+from plait.launch.variables import meeting_place, unused_hosts
 
 GRACE_S = 2.0
 """How long ranks may take to leave once one has failed. They wait for it, and cannot finish a step."""
@@ -136,8 +137,11 @@ def run_here(command: Sequence[str], count: int) -> int:
     Any other failure ends it. Returns the exit code of the last attempt.
     """
     nodes, split, attempt = (Node("localhost", tuple(range(count))),), 1, 0
+    if (unused := unused_hosts()) is not None:
+        _say(f"note: {unused}")
     while True:
-        job = Job(tuple(command), nodes, port=free_port(), environment=_told(attempt, count, split))
+        address, port = meeting_place()
+        job = Job(tuple(command), nodes, address=address, port=port, environment=_told(attempt, count, split))
         outcome = run_job(job, 0, patience=None)
         if outcome.code == 0 or outcome.interrupted or not causes(outcome.records):
             return outcome.code
@@ -147,6 +151,31 @@ def run_here(command: Sequence[str], count: int) -> int:
         split, attempt = 2 * split, attempt + 1
         _say_smaller(_who_was_short(found))
         _say(_AGAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """Several machines, on each of which the same command is started by hand."""
+
+    count: int
+    rank: int
+    """Which of them this one is."""
+    address: str
+    """Of the first one."""
+    port: int = DEFAULT_PORT
+    """On which the first one listens."""
+
+
+def run_share(command: Sequence[str], count: int, machines: Machines) -> int:
+    """Run a command once for each rank on this machine, of so many on each; returns the exit code.
+
+    Nothing is started again: the other machines would have to agree.
+    """
+    if machines.rank == 0:
+        check_port(machines.port, asked_by="main_process_port")
+    nodes = tuple(Node(f"machine-{number}", tuple(range(count))) for number in range(machines.count))
+    job = Job(tuple(command), nodes, address=machines.address, port=machines.port)
+    return run_job(job, machines.rank, patience=None).code
 
 
 def become_smaller(command: Sequence[str], *, attempt: int, split: int, why: str) -> NoReturn:

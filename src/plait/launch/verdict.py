@@ -36,6 +36,12 @@ _LESS_HOST_MEMORY = (
     "limit of the container"
 )
 _SENT = "somebody or something on its host sent the signal: a batch system at its limit, an operator, a clean-up"
+_HOST_KILLED = "the kernel killed a process of this host at that time, and nothing shows that it was this one"
+_ASK_THE_KERNEL = "look for its process in the kernel's log (`dmesg -T | grep -i 'killed process'`)"
+LEAK_REMEDY = (
+    "something keeps what belongs to a step: a loss that is added up without .item() or .detach(), outputs in a list, "
+    "a cache without a bound; smaller micro-batches only put off the end, so they are not tried"
+)
 _LESS_GPU_MEMORY = (
     "let the rank hold less: a smaller batch.micro with more accumulation, strategy.recompute, a higher strategy.zero"
 )
@@ -78,9 +84,11 @@ def judge(record: Record) -> Verdict:
 
 def _of_signal(record: Record, number: int) -> Verdict:
     name, found = signal_name(number), record.evidence
+    if number == signal.SIGKILL and found.oom_kills and (found.oom_of_group or found.grew_into_the_limit):
+        return _short_of_host_memory(record, f"was killed by the kernel: {_host_full(record)}")
     if number == signal.SIGKILL and found.oom_kills:
-        what = f"was killed by the kernel: {_host_full(record)}"
-        return Verdict(what, _LESS_HOST_MEMORY, full=_computes_on_host(record))
+        what = "was ended by SIGKILL, perhaps for want of memory"
+        return Verdict(f"{what}: {_HOST_KILLED}", f"{_ASK_THE_KERNEL}; else {_SENT}", outside=True)
     if number == signal.SIGKILL:
         return Verdict(
             "was ended by SIGKILL, and not for want of memory: the kernel counts no such kill",
@@ -106,9 +114,9 @@ def _of_exception(record: Record, exception: str) -> Verdict:
     text = "\n".join(record.tail)
     shown = exception if len(exception) < 300 else f"{exception[:300]} …"
     if _GPU_FULL.search(exception) and not _HOST_FULL.search(exception):
-        return Verdict(f"ran out of GPU memory: {shown}", _LESS_GPU_MEMORY, full=True)
+        return _short(f"ran out of GPU memory: {shown}", _LESS_GPU_MEMORY, record.evidence.gpu_steps, smaller=True)
     if _HOST_FULL.search(exception):
-        return Verdict(f"was refused host memory: {shown}", _LESS_HOST_MEMORY, full=_computes_on_host(record))
+        return _short_of_host_memory(record, f"was refused host memory: {shown}")
     if _LOST_WORKER.search(exception):
         return _of_worker(record, text)
     if _CUT_OFF.search(exception):
@@ -120,13 +128,17 @@ def _of_exception(record: Record, exception: str) -> Verdict:
 
 def _of_worker(record: Record, text: str) -> Verdict:
     """A process that read data for the rank has ended; what torch raises then names its signal, if anything."""
-    if record.evidence.oom_kills:
-        return Verdict(f"lost a data worker, killed by the kernel: {_host_full(record)}", _LESS_HOST_MEMORY)
-    found = _WORKERS_SIGNAL.findall(text)
+    found, kills = _WORKERS_SIGNAL.findall(text), record.evidence.recent_oom_kills
     how = f"ended by a signal: {found[-1]}" if found else "which ended by itself"
     if found and found[-1] == "Bus error":
         remedy = "is /dev/shm full? see `plait doctor`; fewer data.workers need less"
         return Verdict(f"lost a data worker, {how}", remedy)
+    killed = not found or found[-1] == "Killed"
+    if killed and kills and record.evidence.oom_of_group:
+        return Verdict(f"lost a data worker, killed by the kernel: {_host_full(record)}", _LESS_HOST_MEMORY)
+    if found and found[-1] == "Killed" and kills:
+        what = f"lost a data worker, {how}, perhaps for want of memory: {_HOST_KILLED}"
+        return Verdict(what, f"{_ASK_THE_KERNEL}; else {_SENT}", outside=True)
     if found and found[-1] == "Killed":
         what = f"lost a data worker, {how}; not for want of memory: the kernel counts no such kill"
         return Verdict(what, _SENT, outside=True)
@@ -134,6 +146,19 @@ def _of_worker(record: Record, text: str) -> Verdict:
         f"lost a data worker, {how}",
         "what reads the samples crashes, or leaves: with data.workers 0 the rank does, and its stack shows where",
     )
+
+
+def _short_of_host_memory(record: Record, what: str) -> Verdict:
+    return _short(what, _LESS_HOST_MEMORY, record.evidence.host_steps, smaller=_computes_on_host(record))
+
+
+def _short(what: str, remedy: str, steps: tuple[int, int, int] | None, *, smaller: bool) -> Verdict:
+    """There was too little memory; `smaller` micro-batches may fit, unless it grew from step to step."""
+    if steps is None:
+        return Verdict(what, remedy, full=smaller)
+    first, last, grown = steps
+    growth = f"its memory grew from step to step, by {grown / _GIB:.2f} GiB from step {first} to {last}"
+    return Verdict(f"{what}; {growth}", LEAK_REMEDY)
 
 
 def _host_full(record: Record) -> str:

@@ -15,7 +15,10 @@ STOPPED: Mapping[str, int] = MappingProxyType(dict(zip(("Ctrl-C", "SIGTERM"), ST
 
 
 class StopSignals:
-    """While open, the first signal calls `ask`; a second Ctrl-C interrupts at once."""
+    """While open, the first signal calls `ask`; a second Ctrl-C interrupts at once.
+
+    A signal that was ignored when the process started (`nohup`, `trap '' INT`, what a script starts with `&`) stays so.
+    """
 
     def __init__(self, ask: Callable[[str], None]) -> None:
         self._ask = ask
@@ -24,7 +27,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
-            for number in (signal.SIGINT, signal.SIGTERM):
+            numbers = (signal.SIGINT, signal.SIGTERM)
+            for number in (each for each in numbers if signal.getsignal(each) is not signal.SIG_IGN):
                 self._previous[number] = signal.signal(number, self._received)
         return self
 

@@ -22,7 +22,7 @@ SIZE = 4096
 _MAGIC = b"PLAIT\x01"
 _PHASES = tuple(Phase)
 _ABOUT = Struct("<6sxxqd")
-_NOW = Struct("<dqqB")
+_NOW = Struct("<dqB")
 _COLLECTIVE = Struct("<dqq?63s")
 _MEMORY = Struct("<qq")
 _TEXT = Struct("<H1000s")
@@ -30,7 +30,7 @@ _ABOUT_AT, _NOW_AT, _COLLECTIVE_AT, _MEMORY_AT, _FOLDER_AT, _SIZES_AT = 0, 64, 1
 _MOST_SIZES = (SIZE - _SIZES_AT) * 8
 
 put_now = _NOW.pack_into
-"""`put_now(buffer, NOW_AT, time, step, changes, NUMBER[phase])`, for the writer that must lose no time."""
+"""`put_now(buffer, NOW_AT, time, step, NUMBER[phase])`, for the writer that must lose no time."""
 NOW_AT = _NOW_AT
 NUMBER = {phase: number for number, phase in enumerate(_PHASES)}
 
@@ -51,8 +51,6 @@ class Beat:
     """Optimizer steps that are done."""
     since: float
     """When the phase began."""
-    changes: int
-    """How many phases there have been."""
     collective: str = ""
     """The last one that it began; empty where none is known."""
     called: float = 0.0
@@ -126,7 +124,7 @@ def read_beat(path: Path) -> Beat | None:
     if len(data) < SIZE or not data.startswith(_MAGIC):
         return None
     _, pid, timeout_s = _ABOUT.unpack_from(data, _ABOUT_AT)
-    since, step, changes, number = _NOW.unpack_from(data, _NOW_AT)
+    since, step, number = _NOW.unpack_from(data, _NOW_AT)
     called, count, tick, pending, name = _COLLECTIVE.unpack_from(data, _COLLECTIVE_AT)
     gpu, peak = _MEMORY.unpack_from(data, _MEMORY_AT)
     length, text = _TEXT.unpack_from(data, _FOLDER_AT)
@@ -137,7 +135,6 @@ def read_beat(path: Path) -> Beat | None:
         _PHASES[number],
         step,
         since,
-        changes,
         collective=name.rstrip(b"\0").decode(errors="replace"),
         called=called,
         pending=pending,

@@ -3,6 +3,7 @@
 from plait.world.agree import on_main
 from plait.world.channel import Channel
 from plait.world.collectives import all_gather_flat, reduce_scatter_flat
+from plait.world.device import device_in
 from plait.world.messages import wait_for
 from plait.world.ranks import Ranks, detect_ranks
 from plait.world.seeding import make_deterministic, restore_rng_state, rng_state, seed_everything
@@ -17,6 +18,7 @@ __all__ = [
     "all_gather_flat",
     "as_one_axis",
     "detect_ranks",
+    "device_in",
     "has_values",
     "is_sharded",
     "local_part",

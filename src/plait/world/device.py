@@ -38,6 +38,21 @@ def choose_device(setting: str, ranks: Ranks) -> torch.device:
     return device
 
 
+def device_in(variable: str) -> str:
+    """The kind of device that an environment variable names: `auto` where it names none.
+
+    Raises `WorldError` for one that Plait does not compute on.
+    """
+    kind = os.environ.get(variable) or "auto"
+    if kind not in ("auto", *BACKENDS):
+        raise WorldError(f"{variable}={kind}: Plait computes on {', '.join(BACKENDS)}; write one of these, or unset it")
+    if kind not in ("auto", "cpu") and not torch.get_device_module(kind).is_available():
+        raise WorldError(
+            f"{variable}={kind}, but torch {torch.__version__} sees no such device; write cpu, or unset it"
+        )
+    return kind
+
+
 def wants_growing_segments(environment: Mapping[str, str], platform: str) -> bool:
     """Whether the allocator's settings are ours to choose: on Linux, where the user has chosen none."""
     return platform == "linux" and not any(environment.get(name) for name in _ALLOCATOR_SETTINGS)

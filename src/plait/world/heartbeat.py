@@ -19,6 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,15 @@ class Heartbeat:
     """What this rank does, for whoever has to explain its end. Without a launcher it is kept, and nobody looks.
 
     On `spec.beat.STACK_SIGNAL` the stacks of all threads go to a file beside it, and so they do before a crash.
+
+    A process may have several, one per world that it opens: actor, critic, reference, reward. They write to the one
+    file of their rank, which no one of them shortens while another has it mapped, and one thread looks for all.
     """
 
     def __init__(self, folder: Path | None = None, rank: int = 0, *, timeout_s: float = 0.0) -> None:
-        self._changes = 0
-        self._file = None if folder is None else _create(folder / f"{rank}.beat")
-        self._map: Any = mmap.mmap(-1 if self._file is None else self._file, layout.SIZE)
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._path = None if folder is None else folder / f"{rank}.beat"
+        self._map = _anonymous() if self._path is None else _mapped(self._path)
+        self._observer: _Observer | None = None
         self.enter(Phase.BUILD, 0)
         if folder is not None:
             _dump_stacks_into(folder / f"{rank}.stacks")
@@ -55,7 +57,7 @@ class Heartbeat:
     @property
     def is_read(self) -> bool:
         """Whether a launcher looks at it."""
-        return self._file is not None
+        return self._path is not None
 
     @property
     def phase(self) -> Phase:
@@ -64,8 +66,7 @@ class Heartbeat:
 
     def enter(self, phase: Phase, step: int) -> None:
         """A phase begins."""
-        self._changes += 1
-        layout.put_now(self._map, layout.NOW_AT, time.time(), step, self._changes, layout.NUMBER[phase])
+        layout.put_now(self._map, layout.NOW_AT, time.time(), step, layout.NUMBER[phase])
 
     def belongs_to(self, folder: str) -> None:
         """Say where a report belongs."""
@@ -77,10 +78,46 @@ class Heartbeat:
 
     def look_around(self, device: torch.device) -> None:
         """Begin to look at collectives and memory, until `close`; where nobody reads it, do nothing."""
-        if self.is_read:
-            self._thread = threading.Thread(target=self._look, args=(device,), name="plait heartbeat", daemon=True)
-            self._thread.start()
+        if self._path is not None:
+            self._observer = _Observer.of(self._path, device, self._map)
+            self._observer.users.append(self)
             atexit.register(self.close)  # a thread inside of torch must not meet the end of the interpreter
+
+    def close(self) -> None:
+        """Stop looking, unless another heartbeat of this rank is still open. The file stays for the launcher."""
+        observer, self._observer = self._observer, None
+        if observer is not None:
+            observer.users.remove(self)
+            if not observer.users:
+                observer.stop()
+
+
+_OBSERVERS: dict[tuple[Path, torch.device], _Observer] = {}
+"""Those that look now: a file is written by one of them, however many heartbeats share it."""
+
+
+class _Observer:
+    """A thread that looks at collectives and memory, and writes down what it sees."""
+
+    def __init__(self, key: tuple[Path, torch.device], beat: mmap.mmap) -> None:
+        self.users: list[Heartbeat] = []
+        self._key, self._map = key, beat
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, args=(key[1],), name="plait heartbeat", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def of(cls, path: Path, device: torch.device, beat: mmap.mmap) -> _Observer:
+        """The one of this file and device."""
+        if (path, device) not in _OBSERVERS:
+            _OBSERVERS[path, device] = cls((path, device), beat)
+        return _OBSERVERS[path, device]
+
+    def stop(self) -> None:
+        """Look once more, and end."""
+        del _OBSERVERS[self._key]
+        self._stop.set()
+        self._thread.join(_LAST_LOOK_S)
 
     def _look(self, device: torch.device) -> None:
         recorder, seen = _recorder(device), _Seen()
@@ -103,13 +140,6 @@ class Heartbeat:
                 used, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
                 layout.put_memory(self._map, used, peak)
             every = _EVERY_S * max(1, round((time.perf_counter() - start) / _SHARE / _EVERY_S))
-
-    def close(self) -> None:
-        """Stop looking. The file stays for the launcher."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(_LAST_LOOK_S)
-            self._thread = None
 
 
 class _Seen:
@@ -154,22 +184,33 @@ def _recorder(device: torch.device) -> Callable[[bool, bool], str] | None:
     return next((function for function in found if function is not None), None)
 
 
-def _create(path: Path) -> int:
-    """A file with all of its room: a store into mapped memory that the disk has no room for ends a process."""
+def _anonymous() -> mmap.mmap:
+    return mmap.mmap(-1, layout.SIZE)
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    """A file with all of its room: a store into mapped memory that the disk has no room for ends a process.
+
+    It is never shortened: another thread of this process may be writing to it.
+    """
     try:
-        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.posix_fallocate(number, 0, layout.SIZE)
+        number = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.posix_fallocate(number, 0, layout.SIZE)
+            return mmap.mmap(number, layout.SIZE)
+        finally:
+            os.close(number)
     except OSError as error:
         raise WorldError(
             f"the launcher's folder {str(path.parent)!r} cannot be written to: {error.strerror}; make room there, or "
             "set TMPDIR to a folder that has some"
         ) from error
-    return number
 
 
+@cache
 def _dump_stacks_into(path: Path) -> None:
     """On the launcher's signal, and before a crash, the stacks of all threads go to a file."""
-    stacks = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+    stacks = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     faulthandler.register(layout.STACK_SIGNAL, file=stacks, all_threads=True)
     if not faulthandler.is_enabled():
         faulthandler.enable(file=stacks, all_threads=True)

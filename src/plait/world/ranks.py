@@ -44,6 +44,11 @@ def detect_ranks(env: Mapping[str, str] | None = None) -> Ranks:
             f"the environment of {ranks.launcher} says rank {ranks.rank} of {ranks.size}, but ranks go from 0 to "
             f"{ranks.size - 1}; it is set by the launcher, perhaps by an earlier one"
         )
+    if ranks.size > 1 and not 0 < ranks.port < 1 << 16:
+        raise WorldError(
+            f"MASTER_PORT is {ranks.port}, a port that nobody can join: write one from 1 to 65535. torchrun finds a "
+            "free one itself with `--standalone`, and so does `plait launch` without --master_port"
+        )
     return ranks
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import os
+import socket
+import sys
 import time
 from dataclasses import dataclass, field
 from math import prod
@@ -21,6 +24,10 @@ from plait.world.device import choose_backend, choose_device
 from plait.world.heartbeat import Heartbeat, open_heartbeat
 from plait.world.ranks import Ranks, detect_ranks
 
+_REPORT_S = 10.0
+"""When a rank that waits for rank 0 first says so; later, three times as seldom."""
+_NAMELESS_S = 60.0
+"""How long a name may have no address: a new host's comes a while after the host."""
 _LAST_BREATH_S = 0.05
 """[Note: leaving in peace]
 A worker thread of gloo lets go of a collective's tensors only after the collective is over, and needs the
@@ -193,8 +200,37 @@ def _ranks_of_running_group() -> Ranks:
     return Ranks(dist.get_rank(), size, *local, launcher="caller")
 
 
+def _await_the_store(ranks: Ranks, timeout_s: float) -> None:
+    """Wait until somebody listens where the ranks meet: torch would wait as long, and say neither where nor why.
+
+    Rank 0 listens itself, unless torchrun's agent does, and may plan the run for a while before it does.
+    """
+    if ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    start, where = time.monotonic(), f"{ranks.address}:{ranks.port}"
+    report_at = start + _REPORT_S
+    while True:
+        try:
+            socket.create_connection((ranks.address, ranks.port), timeout=5.0).close()
+            return
+        except OSError as error:
+            waited, why = time.monotonic() - start, error.strerror or str(error)
+            nameless = isinstance(error, socket.gaierror)
+        if waited > (min(timeout_s, _NAMELESS_S) if nameless else timeout_s):
+            raise WorldError(
+                f"rank {ranks.rank} of {ranks.size} could not join the others at {where}, where rank 0 should listen: "
+                f"{why}, for {waited:.0f} s; check MASTER_ADDR, MASTER_PORT and a firewall between the hosts, or raise "
+                "timeout_s if rank 0 needs longer before it joins"
+            )
+        if time.monotonic() > report_at:
+            report_at += 3 * _REPORT_S
+            print(f"plait: rank {ranks.rank} waits for rank 0 at {where}: {why}", file=sys.stderr, flush=True)
+        time.sleep(0.1)
+
+
 def _join(ranks: Ranks, device: torch.device, backend: str, timeout_s: float) -> None:
     where = f"{ranks.address}:{ranks.port}"
+    _await_the_store(ranks, timeout_s)
     address = f"[{ranks.address}]" if ":" in ranks.address else ranks.address
     try:
         dist.init_process_group(

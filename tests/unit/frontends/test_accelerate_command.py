@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from plait.cli.train import train
 from plait.errors import ConfigError
@@ -58,6 +61,50 @@ def test_what_is_refused_starts_nothing(files: tuple[str, str]) -> None:
     Path(files[1]).write_text("distributed_type: MULTI_GPU\nmixed_precision: fp8\n")
     with pytest.raises(ConfigError, match="mixed_precision"):
         train(files[0], [], nproc=None, dry_run=True, accelerate_config=files[1])
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"main_process_ip": None}, "main_process_ip"),
+        ({"machine_rank": 2}, "machine_rank"),
+        ({"main_process_port": 0}, "main_process_port"),
+        ({"num_processes": 3}, "num_processes"),
+        ({"deepspeed_config": {"deepspeed_hostfile": "hosts"}}, "deepspeed_config.deepspeed_hostfile"),
+        ({"mpirun_config": {"mpirun_hostfile": "hosts"}}, "mpirun_config.mpirun_hostfile"),
+    ],
+)
+def test_machines_that_could_not_meet_are_refused(files: tuple[str, str], given: dict[str, Any], key: str) -> None:
+    several = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "10.0.0.1", "num_processes": 2}
+    Path(files[1]).write_text(yaml.safe_dump({"distributed_type": "MULTI_CPU", **several, **given}))
+    with pytest.raises(ConfigError) as error:
+        train(files[0], [], nproc=None, dry_run=True, accelerate_config=files[1])
+    assert key in [problem.path for problem in error.value.problems]
+
+
+def test_two_machines_make_one_run(files: tuple[str, str], tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {"distributed_type": "MULTI_CPU", "use_cpu": True, "num_machines": 2, "num_processes": 2}
+    where = {"main_process_ip": "127.0.0.1", "main_process_port": port}
+    processes = []
+    for rank in range(2):
+        path = tmp_path / f"machine{rank}.yaml"
+        path.write_text(yaml.safe_dump({**settings, **where, "machine_rank": rank}))
+        words = ["train", files[0], "--accelerate-config", str(path), "plan=off", "work_dir=run"]
+        marks = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "PET_")
+        env = {name: value for name, value in os.environ.items() if not name.startswith(marks)}
+        command = [sys.executable, "-m", "plait", *words]
+        processes.append(subprocess.Popen(command, cwd=tmp_path, env=env, stdout=-1, stderr=-1, text=True))
+    said = [process.communicate(timeout=200) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert sorted(path.name for path in (tmp_path / "run").glob("events-rank*")) == [
+        "events-rank0.jsonl",
+        "events-rank1.jsonl",
+    ]
+    assert "Run ended" in said[0][0]
+    assert "Run ended" not in said[1][0]
 
 
 def test_the_example_runs_and_goes_on_alone(files: tuple[str, str], tmp_path: Path) -> None:

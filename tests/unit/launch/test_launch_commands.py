@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from plait.launch.options import parse_options
 from plait.launch.prepare import prepare
 from plait.launch.rank import which_rank
 from plait.launch.setup import Setup
+from plait.launch.variables import meeting_place, unused_hosts
 
 HOSTS = "203.0.113.1 slots=2\n203.0.113.2 slots=2\n"
 
@@ -26,7 +28,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "hosts").write_text(HOSTS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("SLURM_JOB_ID", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "PDSH_SSH_ARGS_APPEND"):
+    theirs = [name for name in os.environ if name.startswith(("MASTER_", "PET_"))]
+    for name in ("SLURM_JOB_ID", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "PDSH_SSH_ARGS_APPEND", *theirs):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     return tmp_path
@@ -207,3 +210,55 @@ def test_a_rank_of_mpi_or_slurm_knows_its_number() -> None:
         which_rank({"PMI_RANK": "1", "PMI_SIZE": "2"}, 4)
     with pytest.raises(WorldError, match="neither MPI nor Slurm"):
         which_rank({}, 1)
+
+
+def test_an_exported_port_is_taken_and_a_flag_goes_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        free = str(holder.getsockname()[1])
+    monkeypatch.setenv("MASTER_PORT", free)
+    assert setup("--nproc_per_node", "2", "t.py").job.port == int(free)
+    assert setup("-H", "hosts", "t.py").job.port == int(free)
+    assert setup("-H", "hosts", "--master_port", "31111", "t.py").job.port == 31111
+    monkeypatch.setenv("MASTER_ADDR", "203.0.113.7")
+    assert setup("-H", "hosts", "t.py").job.address == "203.0.113.7"
+    with pytest.raises(WorldError, match=r"MASTER_ADDR=203\.0\.113\.7 is not this host"):
+        setup("--nproc_per_node", "2", "t.py")
+    monkeypatch.setenv("MASTER_PORT", "many")
+    with pytest.raises(WorldError, match="MASTER_PORT is 'many'"):
+        setup("-H", "hosts", "t.py")
+
+
+def test_an_exported_port_that_is_taken_is_named_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        monkeypatch.setenv("MASTER_PORT", str(holder.getsockname()[1]))
+        with pytest.raises(WorldError, match=r"^MASTER_PORT \d+ is in use: process"):
+            setup("--nproc_per_node", "2", "t.py")
+        with pytest.raises(WorldError, match=r"^MASTER_PORT \d+ is in use: process"):
+            meeting_place()
+
+
+@pytest.mark.parametrize("port", ["0", "70000"])
+def test_a_port_that_nobody_can_join_is_refused(port: str) -> None:
+    with pytest.raises(WorldError, match=f"--master_port {port} is not a port"):
+        setup("-H", "hosts", "--master_port", port, "t.py")
+
+
+def test_the_variables_of_torchrun_say_how_many_hosts_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"NNODES": "3", "NODE_RANK": "1", "NPROC_PER_NODE": "2", "MASTER_ADDR": "203.0.113.9", "MASTER_PORT": "3"}
+    for name, value in found.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    made = [command.environment for command in setup("t.py").commands()]
+    assert [each["RANK"] for each in made] == ["2", "3"]
+    assert (made[0]["WORLD_SIZE"], made[0]["MASTER_ADDR"], made[0]["MASTER_PORT"]) == ("6", "203.0.113.9", "3")
+    with pytest.raises(WorldError, match="PET_NNODES=3"):
+        meeting_place()
+
+
+def test_hosts_of_a_slurm_job_that_nobody_uses_are_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    assert "2 hosts" in (unused_hosts() or "")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert unused_hosts() is None

@@ -29,7 +29,7 @@ def here() -> Facts:
     return answer(Question(address="127.0.0.1"))
 
 
-def look(facts: Sequence[Facts | str], *, job: Job = JOB, fixed_port: bool = False) -> Preflight:
+def look(facts: Sequence[Facts | str], *, job: Job = JOB, fixed_port: str | None = None) -> Preflight:
     """At hosts that answer with these facts, or fail with these words."""
 
     def reach(node: int, _: Sequence[str]) -> list[str]:
@@ -124,7 +124,7 @@ def test_a_port_in_use_is_replaced_unless_it_was_fixed(here: Facts) -> None:
     found = look([taken, with_clock(here)])
     assert found.good
     assert found.job.port == 31234
-    found = look([taken, with_clock(here)], fixed_port=True)
+    found = look([taken, with_clock(here)], fixed_port="--master_port")
     assert found.job.port == 29500
     assert only(found).what == "--master_port 29500 is in use: process 7 (x) has it"
 

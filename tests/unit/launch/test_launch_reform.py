@@ -32,7 +32,7 @@ def records(job: Job, *, step: int, sizes: Sequence[int] = ()) -> list[Record]:
     found = new_records(job, job.places())
     for record in found:
         record.pid = 1
-        record.evidence = Evidence(Beat(1, 60.0, Phase.FORWARD, step, 0.0, 1, sizes=tuple(sizes)))
+        record.evidence = Evidence(Beat(1, 60.0, Phase.FORWARD, step, 0.0, sizes=tuple(sizes)))
     return found
 
 

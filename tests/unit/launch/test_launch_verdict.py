@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import random
 import signal
 import subprocess
 import time
@@ -17,6 +18,7 @@ import pytest
 from plait.launch.evidence import Evidence
 from plait.launch.hang import missing
 from plait.launch.job import Job, Node
+from plait.launch.memory import StepMemory
 from plait.launch.postmortem import find, report
 from plait.launch.records import Record, new_records, note_end
 from plait.launch.verdict import exception_in, judge
@@ -33,7 +35,7 @@ def ranks(count: int) -> list[Record]:
 
 def beat(record: Record, *, phase: Phase = Phase.REDUCE, waits_s: float | None = None, **more: Any) -> None:
     about = {"collective": "all_reduce of 8", "called": 1000.0 - (waits_s or 0.0), "pending": waits_s is not None}
-    record.evidence = Evidence(Beat(1, 100.0, phase, more.pop("step", 4), 999.0, 1, **{**about, **more}), at=1000.0)
+    record.evidence = Evidence(Beat(1, 100.0, phase, more.pop("step", 4), 999.0, **{**about, **more}), at=1000.0)
 
 
 def ended(code: int, *lines: str, message: str = "", **evidence: Any) -> Record:
@@ -51,7 +53,8 @@ TRACE = ["Traceback (most recent call last):", '  File "t.py", line 3, in <modul
     ("record", "what", "victim"),
     [
         (ended(-9), "was ended by SIGKILL, and not for want of memory", False),
-        (ended(-9, oom_kills=1, limit=3 << 29), "ran out of memory of the 1.5 GiB that its container may have", False),
+        (ended(-9, oom_kills=1, oom_of_group=True, limit=3 << 29), "ran out of memory of the 1.5 GiB that its", False),
+        (ended(-9, oom_kills=1), "was ended by SIGKILL, perhaps for want of memory", False),
         (ended(-7), "crashed with SIGBUS", False),
         (ended(-11), "crashed with SIGSEGV, in native code", False),
         (ended(-6, "  what():  Received data size doesn't match expected size."), "was in another collective", False),
@@ -72,6 +75,46 @@ def test_every_end_has_its_own_words(record: Record, what: str, victim: bool) ->
     assert what in verdict.what
     assert verdict.victim == victim
     assert victim or verdict.remedy or record.message
+
+
+def test_a_kill_somewhere_on_the_host_counts_only_for_a_rank_that_was_taking_the_last_memory() -> None:
+    beat = Beat(1, 100.0, Phase.FORWARD, 4, 999.0, sizes=(1, 2))
+    grown: dict[str, Any] = {"beat": beat, "oom_kills": 1, "memory": 8 << 30, "growth": (3.0, 2 << 30)}
+    for headroom, full in ((20 << 30, False), (None, False), (1 << 30, True)):
+        verdict = judge(ended(-9, **grown, headroom=headroom))
+        assert verdict.full == full
+        assert ("perhaps" in verdict.what) != full
+
+
+@pytest.mark.parametrize(
+    ("record", "what"),
+    [
+        (ended(1, *TRACE, "torch.OutOfMemoryError: CUDA out of memory.", gpu_steps=(2, 90, 3 << 30)), "3.00 GiB"),
+        (ended(-9, oom_kills=1, oom_of_group=True, host_steps=(2, 90, 3 << 30)), "from step 2 to 90"),
+        (ended(1, *TRACE, "MemoryError", host_steps=(2, 90, 3 << 30)), "from step 2 to 90"),
+    ],
+)
+def test_memory_that_grows_from_step_to_step_asks_for_no_smaller_batches(record: Record, what: str) -> None:
+    verdict = judge(record)
+    assert not verdict.full
+    assert what in verdict.what
+    assert ".detach()" in verdict.remedy
+
+
+def test_memory_grows_from_step_to_step_where_the_least_of_it_does() -> None:
+    dice = random.Random(4)
+    leaks, swings, settles = StepMemory(), StepMemory(), StepMemory()
+    for step in range(2000):
+        within = dice.randrange(50) << 20  # a look comes at any moment of a step
+        leaks.add(step, (100 << 20) + (step << 18) + within)
+        swings.add(step, (100 << 20) + within)
+        settles.add(step, (min(step, 40) << 22) + (100 << 20) + within)
+    assert swings.growth is None
+    assert settles.growth is None
+    assert leaks.growth is not None
+    first, last, grown = leaks.growth
+    assert (first, last // 10) == (2, 199)
+    assert 350 << 20 < grown < 500 << 20
 
 
 def test_an_exceptions_message_may_have_several_lines() -> None:
@@ -98,18 +141,20 @@ def test_an_exception_is_known_by_the_stack_above_it_whatever_its_name(error: Ex
 
 
 @pytest.mark.parametrize(
-    ("signal_line", "oom", "what", "remedy"),
+    ("signal_line", "group", "what", "remedy"),
     [
         ("is killed by signal: Killed. ", 1, "killed by the kernel: the host ran out of memory", "fewer data workers"),
+        ("is killed by signal: Killed. ", 2, "ended by a signal: Killed, perhaps for want of memory", "dmesg"),
         ("is killed by signal: Killed. ", 0, "ended by a signal: Killed; not for want of memory", "sent the signal"),
         ("is killed by signal: Bus error. It is possible that", 0, "ended by a signal: Bus error", "/dev/shm"),
         ("is killed by signal: Segmentation fault. ", 0, "ended by a signal: Segmentation fault", "data.workers 0"),
         ("exited unexpectedly with exit code 3. Details", 0, "which ended by itself", "data.workers 0"),
     ],
 )
-def test_a_data_worker_that_ends_is_told_from_its_rank(signal_line: str, oom: int, what: str, remedy: str) -> None:
+def test_a_data_worker_that_ends_is_told_from_its_rank(signal_line: str, group: int, what: str, remedy: str) -> None:
     lines = [*TRACE, f"RuntimeError: DataLoader worker (pid 7) {signal_line}", "", *TRACE]
-    verdict = judge(ended(1, *lines, "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly", oom_kills=oom))
+    kills = {"recent_oom_kills": int(group > 0), "oom_of_group": group == 1}
+    verdict = judge(ended(1, *lines, "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly", **kills))
     assert verdict.what.startswith(f"lost a data worker, {what}")
     assert remedy in verdict.remedy
     assert not verdict.full

@@ -220,6 +220,19 @@ def test_the_first_signal_asks_and_the_second_interrupts() -> None:
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
+def test_a_signal_that_was_ignored_at_the_start_stays_so() -> None:
+    asked: list[str] = []
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopSignals(asked.append):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert asked == ["SIGTERM"]
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_signal_during_training_saves_and_names_itself(tmp_path: Path) -> None:
     class Interrupt(Hook):
         def before_step(self, runner: Runner) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from plait.errors import WorldError
 from plait.world import Ranks
-from plait.world.device import choose_backend, choose_device, wants_growing_segments
+from plait.world.device import choose_backend, choose_device, device_in, wants_growing_segments
 
 
 def rank(place: int, size: int) -> Ranks:
@@ -100,3 +100,15 @@ def test_segments_grow_unless_the_user_has_settings_of_their_own() -> None:
 def test_the_allocator_takes_the_setting() -> None:
     look = "from plait.world.device import let_segments_grow; let_segments_grow()"
     subprocess.run([sys.executable, "-W", "error", "-c", look], check=True)
+
+
+def test_a_variable_may_name_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    assert device_in("DS_ACCELERATOR") == "auto"
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert device_in("DS_ACCELERATOR") == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for kind in ("npu", "cuda"):
+        monkeypatch.setenv("DS_ACCELERATOR", kind)
+        with pytest.raises(WorldError, match=f"DS_ACCELERATOR={kind}"):
+            device_in("DS_ACCELERATOR")

@@ -55,8 +55,34 @@ def test_a_rank_that_cannot_reach_rank_0_names_itself_and_the_address(launched: 
     port = free_port()
     launched.setenv("RANK", "1")
     launched.setenv("MASTER_PORT", str(port))
-    with pytest.raises(WorldError, match=f"rank 1 of 2 could not join the others at 127.0.0.1:{port}"):
+    with pytest.raises(WorldError, match=rf"rank 1 of 2 could not join the others at 127.0.0.1:{port}.*refused.*\b1 s"):
         open_world(parse_sections(timeout_s=1.0, device="cpu").config)
+
+
+def test_a_name_without_an_address_is_told_with_both(launched: pytest.MonkeyPatch) -> None:
+    launched.setenv("RANK", "1")
+    launched.setenv("MASTER_ADDR", "no-such-host.invalid")
+    launched.setenv("MASTER_PORT", "29511")
+    with pytest.raises(WorldError, match=r"at no-such-host\.invalid:29511.*MASTER_ADDR"):
+        open_world(parse_sections(timeout_s=1.0, device="cpu").config)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_port_that_nobody_can_join_is_refused_at_once(launched: pytest.MonkeyPatch, rank: str) -> None:
+    launched.setenv("RANK", rank)
+    launched.setenv("MASTER_PORT", "0")
+    with pytest.raises(WorldError, match="MASTER_PORT is 0"):
+        open_world(parse_sections(device="cpu").config)
+
+
+def test_a_rank_that_waits_for_rank_0_says_so(launched: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    launched.setenv("RANK", "1")
+    launched.setenv("MASTER_PORT", str(port))
+    launched.setattr("plait.world.world._REPORT_S", 0.2)
+    with pytest.raises(WorldError):
+        open_world(parse_sections(timeout_s=1.0, device="cpu").config)
+    assert f"rank 1 waits for rank 0 at 127.0.0.1:{port}: Connection refused" in capsys.readouterr().err
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_joining(launched: pytest.MonkeyPatch) -> None:

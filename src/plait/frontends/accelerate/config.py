@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from plait.config.read import read
+from plait.errors import ConfigError, Problem
 from plait.frontends.accelerate.fsdp import read_fsdp
 from plait.frontends.accelerate.parts import (
     read_deepspeed,
@@ -19,6 +21,7 @@ from plait.frontends.accelerate.parts import (
 )
 from plait.frontends.accelerate.words import Reader, Words, answered, switched_off
 from plait.frontends.account import Translation
+from plait.launch import Machines
 
 _PLAIN = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
 _DEVICES = ("MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON", "XLA", "TPU")
@@ -53,9 +56,55 @@ def is_accelerate(config: Mapping[str, Any]) -> bool:
 
 
 def processes(config: Mapping[str, Any]) -> int | None:
-    """With how many processes Accelerate would start it; None where it does not say."""
+    """How many processes Accelerate would start on each machine; None where it does not say."""
     count = config.get("num_processes")
-    return count if isinstance(count, int) and count > 0 else None
+    return count // _machine_count(config) if isinstance(count, int) and count > 0 else None
+
+
+def machines(config: Mapping[str, Any]) -> Machines | None:
+    """The machines of a configuration; None for this one alone. Raises `ConfigError` where they could not meet."""
+    problems = [
+        Problem(key, f"{value!r}: `plait train` starts ranks on this machine only", remedy)
+        for key, value, remedy in _elsewhere(config)
+    ]
+    count = _machine_count(config)
+    rank, address, port, total = (
+        config.get(key) for key in ("machine_rank", "main_process_ip", "main_process_port", "num_processes")
+    )
+    if count > 1 and not problems:
+        if not isinstance(rank, int) or not 0 <= rank < count:
+            remedy = f"Write 0 to {count - 1}, another number in the file of each machine."
+            problems.append(Problem("machine_rank", f"{rank!r}, and num_machines is {count}", remedy))
+        if not address:
+            remedy = "Write the address of the machine whose machine_rank is 0."
+            problems.append(Problem("main_process_ip", f"there is none, and num_machines is {count}", remedy))
+        if port is not None and (not str(port).isdecimal() or not 0 < int(port) < 1 << 16):
+            remedy = "Write one that is free on the machine whose machine_rank is 0, from 1 to 65535."
+            problems.append(Problem("main_process_port", f"{port!r} is not a port", remedy))
+        if isinstance(total, int) and total % count:
+            remedy = f"Write a multiple of {count}: each machine starts as many."
+            problems.append(Problem("num_processes", f"{total}, and num_machines is {count}", remedy))
+    if problems:
+        raise ConfigError(problems)
+    if count == 1:
+        return None
+    found = Machines(count, int(rank or 0), str(address))
+    return found if port is None else replace(found, port=int(port))
+
+
+def _machine_count(config: Mapping[str, Any]) -> int:
+    count = config.get("num_machines")
+    return count if isinstance(count, int) and count > 0 else 1
+
+
+def _elsewhere(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Keys that name other machines, which Accelerate reaches from this one."""
+    for section, key in (("deepspeed_config", "deepspeed_hostfile"), ("mpirun_config", "mpirun_hostfile")):
+        named = config.get(section)
+        hostfile = named.get(key) if isinstance(named, Mapping) else None
+        if hostfile:
+            remedy = f"Start with `plait launch --hostfile {hostfile} --no_python plait train …`, or leave it out."
+            yield f"{section}.{key}", hostfile, remedy
 
 
 def as_overrides(sections: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -131,7 +180,9 @@ def _use_cpu(words: Words, key: str, value: Any) -> None:
 def _num_processes(words: Words, key: str, value: Any) -> None:
     if value != -1 and words.count(key, value) is None:
         return
-    meaning = "`plait train` takes it as its --nproc, unless one is given; `plait launch --nproc_per_node`"
+    meaning = (
+        "`plait train` starts its share for this machine, unless --nproc is given; `plait launch --nproc_per_node`"
+    )
     words.mapped(key, value, meaning)
 
 
@@ -140,7 +191,8 @@ def _num_machines(words: Words, key: str, value: Any) -> None:
     if number == 1:
         words.honoured(key, value, "this machine")
     elif number is not None:
-        words.mapped(key, value, "`plait launch --hostfile` starts ranks on several hosts")
+        meaning = "`plait train --accelerate-config`, run on each machine, starts the ranks of that one"
+        words.honoured(key, value, f"{meaning}; `plait launch --hostfile` starts all of them")
 
 
 def _gpu_ids(words: Words, key: str, value: Any) -> None:
@@ -150,7 +202,7 @@ def _gpu_ids(words: Words, key: str, value: Any) -> None:
         words.refused(key, value, f"start with CUDA_VISIBLE_DEVICES={value}")
 
 
-_MEETING = answered("mapped", "the launcher makes ranks meet: `plait launch --master_addr`, `--master_port`")
+_MEETING = answered("mapped", "of several machines; also `plait launch --node_rank`, `--master_addr`, `--master_port`")
 _SAGEMAKER = answered("refused", "Amazon SageMaker's own; start the processes there with `plait launch`")
 _TPU = switched_off("there are no TPUs here")
 

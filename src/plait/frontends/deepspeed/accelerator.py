@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from plait.frontends.deepspeed.absent import not_offered
-from plait.world import detect_ranks
+from plait.world import detect_ranks, device_in
 
 __all__ = ["Accelerator", "get_accelerator"]
 
@@ -140,8 +140,14 @@ class Accelerator:
         raise not_offered(__name__, name)
 
 
+DEVICE_VARIABLE = "DS_ACCELERATOR"
+"""In which DeepSpeed's users name the kind of device."""
+
+
 def get_accelerator() -> Accelerator:
-    """The best kind of device that torch sees here."""
+    """The kind of device that `DS_ACCELERATOR` names, or the best that torch sees here."""
+    if (named := device_in(DEVICE_VARIABLE)) != "auto":
+        return Accelerator(named)
     for name in ("cuda", "xpu"):
         if getattr(torch, name).is_available():
             return Accelerator(name)

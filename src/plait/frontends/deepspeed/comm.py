@@ -41,7 +41,8 @@ from torch.distributed import (
 from plait.config import parse_sections
 from plait.errors import WorldError
 from plait.frontends.deepspeed.absent import not_offered
-from plait.world import detect_ranks, open_world
+from plait.frontends.deepspeed.accelerator import DEVICE_VARIABLE
+from plait.world import detect_ranks, device_in, open_world
 
 __all__ = [
     "ReduceOp",
@@ -122,7 +123,8 @@ def init_distributed(
     # NCCL comes with gloo beside it, for what lies in host memory.
     backend = "auto" if dist_backend in (None, "nccl") and _has_cuda(dist_backend) else dist_backend
     seconds = None if timeout is None else timeout.total_seconds()
-    open_world(parse_sections(backend=backend, timeout_s=seconds).config).heartbeat.close()
+    device = device_in(DEVICE_VARIABLE)
+    open_world(parse_sections(backend=backend, timeout_s=seconds, device=device).config).heartbeat.close()
 
 
 def _has_cuda(backend: str | None) -> bool:

@@ -12,12 +12,13 @@ from torch import nn
 
 from plait.config import parse_sections
 from plait.errors import ConfigError, Problem
+from plait.frontends.deepspeed.accelerator import DEVICE_VARIABLE
 from plait.frontends.deepspeed.around import Around
 from plait.frontends.deepspeed.comm import init_distributed
 from plait.frontends.deepspeed.config import read_config
 from plait.monitor.console import spelled
 from plait.precision import cast_floats
-from plait.world import open_world
+from plait.world import device_in, open_world
 
 _WITHOUT_MEANING = {
     "replace_with_kernel_inject": "attention is torch's own fused one, in the model as it is",
@@ -87,7 +88,8 @@ def init_inference(
         raise ConfigError(wrong)
     if size > 1:
         init_distributed()
-    world = open_world(parse_sections(strategy={"layout": {"tp": size}} if size > 1 else None).config)
+    strategy = {"layout": {"tp": size}} if size > 1 else None
+    world = open_world(parse_sections(strategy=strategy, device=device_in(DEVICE_VARIABLE)).config)
     mesh = world.submesh("tp")
     model.to(dtype)
     if mesh is not None:

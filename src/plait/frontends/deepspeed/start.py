@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from plait.config import RunConfig, check, parse_sections, resolve_batch
 from plait.errors import ConfigError, ModelError, Problem
 from plait.frontends.account import Account, Answer, Translation
+from plait.frontends.deepspeed.accelerator import DEVICE_VARIABLE
 from plait.frontends.deepspeed.comm import init_distributed
 from plait.frontends.deepspeed.config import read_config, translate
 from plait.frontends.deepspeed.described import Parameters, as_groups, over_groups
@@ -29,7 +30,7 @@ from plait.frontends.deepspeed.scaler import DeepSpeedScaler
 from plait.monitor.console import spelled
 from plait.optim import OptimizerSource, OwnRates
 from plait.strategy import ManualEngine, prepare_native
-from plait.world import World, open_world, restore_rng_state, rng_state
+from plait.world import World, device_in, open_world, restore_rng_state, rng_state
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -167,7 +168,7 @@ def _run_config(translation: Translation, model: Any) -> RunConfig:
     sections = dict(translation.sections)
     if isinstance(model, PipelineModule):
         sections["strategy"] = model.strategy(sections.get("strategy") or {})
-    config = parse_sections(**sections).config
+    config = parse_sections(**sections, device=device_in(DEVICE_VARIABLE)).config
     check(config, has_val=False, require_length=False)
     return config
 
