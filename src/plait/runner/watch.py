@@ -145,7 +145,7 @@ class StepWatch:
             runner.warn(f"the learning rate was 0 at all {self.steps} steps: nothing was learned; see `schedule`")
 
 
-_NO_TARGETS = "their count of targets is 0. Are all texts empty, or all labels -100?"
+_NO_TARGETS = "their count of targets is 0. Are all texts empty, all labels -100, or all answers skipped?"
 
 
 def _goes_back(runner: Runner) -> bool:
