@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-import subprocess
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 

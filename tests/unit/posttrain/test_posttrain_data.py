@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-import subprocess
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
