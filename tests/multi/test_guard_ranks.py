@@ -59,7 +59,9 @@ def test_without_a_scale_every_rank_skips_and_the_first_bad_module_is_named(two_
         assert found["skipped"] == [False, True, False]
         assert found["moved"] == [True, False, True]
         # Rank 0 saw only its gradients go wrong; rank 1 knows the module.
-        assert found["said"] == ["step 1 skipped on every rank: not finite, first seen in the output of layers.0.norm"]
+        assert found["said"] == [
+            "step 1 skipped on every rank: not finite, first seen in the output of layers.0.norm on rank 1"
+        ]
 
 
 @pytest.mark.parametrize("stage", ["ddp", "zero3"])
@@ -68,7 +70,16 @@ def test_every_rank_stops_after_too_many_bad_steps_in_a_row(two_ranks: RankPool,
     for found in two_ranks.run(train, sections, {0: 0, 2: 1, 3: 0}, 6):
         assert found["skipped"] == [True, False, True]  # the good step between them began the count anew
         assert "2 steps in a row" in found["error"]
-        assert "the output of layers.0.norm" in found["error"]
+        assert "the output of layers.0.norm on rank 0" in found["error"]
+
+
+def test_every_rank_stops_where_most_of_the_latest_steps_were_skipped(two_ranks: RankPool) -> None:
+    guard = {"window": 6, "max_share": 0.5}
+    for found in two_ranks.run(train, {"train": {"guard": guard}}, {1: 0, 2: 1, 4: 1, 5: 0}, 9):
+        assert found["skipped"] == [False, True, True, False, True]
+        assert "4 of the last 6 steps" in found["error"]
+        assert "on rank 0" in found["error"]
+        assert "train.guard.max_share" in found["error"]
 
 
 def stop(rank: int, size: int) -> list[bool]:

@@ -26,6 +26,12 @@ class GuardConfig(Section):
     enabled: bool = True
     max_skips: PositiveInt = 20
     """Skipped steps in a row after which the run stops."""
+    window: PositiveInt = 40
+    """How many of the latest steps `max_share` is a share of."""
+    max_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
+    """Where more than this share of the latest steps, or of the whole run, was skipped, the run fails."""
+    spike: PositiveFloat | None = 20.0
+    """A loss so many times the usual spread above the median of the last 100 is warned of. null: not watched."""
 
 
 class TrainConfig(Section):

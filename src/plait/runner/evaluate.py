@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
@@ -16,7 +15,12 @@ from plait.strategy import Engine
 
 
 def evaluate(
-    engine: Engine, steps: Iterable[Sequence[MicroBatch]], metrics: Sequence[Metric], *, limit: int | None = None
+    engine: Engine,
+    steps: Iterable[Sequence[MicroBatch]],
+    metrics: Sequence[Metric],
+    *,
+    role: str,
+    limit: int | None = None,
 ) -> tuple[dict[str, float], int]:
     """The mean loss and all metrics over the data, each sample counted once; and how many batches it took.
 
@@ -36,13 +40,15 @@ def evaluate(
                 for metric, mine in zip(metrics, records, strict=True):
                     mine.extend(metric.measure(found.outputs, batch.inputs))
     if batches == 0:
-        raise DataError("the data ended before the first batch: there is nothing to measure on")
+        raise DataError(f"{role} ended before the first batch: there is nothing to measure on")
     world = engine.world
     if world.everyone is not None:
         box = torch.tensor(totals, dtype=torch.float64, device=world.device)
         dist.all_reduce(box, group=world.everyone)
         totals = box.tolist()
-    results = {"loss": totals[0] / totals[1] if totals[1] else math.nan}
+    if totals[1] == 0:
+        raise DataError(f"{role} has no targets in {batches} batches: is every text empty, or every label -100?")
+    results = {"loss": totals[0] / totals[1]}
     for metric, mine in zip(metrics, records, strict=True):
         everybody = [record for part in world.gather(mine) for record in part]
         results.update(metric.summarize(everybody))

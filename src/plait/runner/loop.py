@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from plait.errors import DataError
 from plait.runner.throughput import Clock, Meter, memory_mib, peak_flops
+from plait.runner.watch import StepWatch
 from plait.spec import EventKind
 from plait.strategy import StepResult
 
@@ -24,6 +25,8 @@ def train_loop(runner: Runner) -> None:
     while not state.finished():
         _train_epoch(runner, state)
     runner.engine.settle()
+    if runner.watch is not None:
+        runner.watch.end()
     for hook in runner.hooks.after_run:
         hook(runner)
 
@@ -43,6 +46,7 @@ class _LoopState:
         self.val_every = config.train.val_every
         self.save_every = config.checkpoint.every
         self.meter = Meter()
+        runner.watch = StepWatch(runner)
         self.clock = Clock(runner.step)
         self.peak = peak_flops(runner.world.device)
         self.stopped = False
@@ -89,6 +93,8 @@ def _train_steps(runner: Runner, state: _LoopState) -> bool:
     before, after = runner.hooks.before_step, runner.hooks.after_step
     train_step, log_every, total = engine.train_step, state.log_every, state.total
     poll = runner.saver.poll
+    assert runner.watch is not None
+    watch = runner.watch.add
     mark = perf_counter()
     for micro_batches in runner.loader.epoch(runner.epoch, runner.step_in_epoch):
         loaded = perf_counter()
@@ -104,6 +110,7 @@ def _train_steps(runner: Runner, state: _LoopState) -> bool:
         now = perf_counter()
         meter.add(result, micro_batches, loaded - mark, now - loaded)
         mark = now
+        watch(result)
         for hook in after:
             hook(runner, result)
         if engine.steps != step:  # one of them went back to a checkpoint

@@ -28,6 +28,7 @@ from plait.runner.saving import Saver
 from plait.runner.signals import STOPPED, StopSignals
 from plait.runner.sources import batch_of, is_section, make_loader
 from plait.runner.suspects import whose
+from plait.runner.watch import StepWatch
 from plait.spec import Event, EventKind, Note, Phase
 from plait.strategy import Engine, Length, prepare_engine
 from plait.world import World, on_main, open_world
@@ -121,6 +122,8 @@ class Runner:
         self.began: tuple[int, int, int] | None = None
         """Steps, epoch and step in it, when the latest step began."""
         self.stop_reason: str | None = None
+        self.watch: StepWatch | None = None
+        """Counts the steps of the training under way, or of the latest one."""
         self.figures: dict[str, float] = {}
         """What hooks have measured of the latest step; told with the next line of the log."""
         self._world: World | None = None
@@ -247,7 +250,7 @@ class Runner:
         if self.has("val_data"):
             self._eval_loader("val_data")  # what is wrong with it shows now, not after the first epoch
         on_main(self.world, lambda: self._work_dir.take(self.config))
-        self.stop_reason = None
+        self.stop_reason = self.watch = None
         self.emit(EventKind.RUN_START, **describe_run(self))
         self.foresight.tell()
         start, first, reason = time.perf_counter(), engine.steps, "failed"
@@ -270,6 +273,8 @@ class Runner:
         finally:
             seconds = time.perf_counter() - start
             ended = {"reason": reason, "seconds": seconds, "steps": engine.steps - first, **measured}
+            if self.watch is not None and self.watch.skipped:
+                ended["skipped"] = self.watch.skipped
             if self.world.is_main and (lost := write_report(Path(self.config.work_dir) / "report.json", ended)):
                 self.emit(EventKind.MESSAGE, level="warning", text=lost)
             self.emit(EventKind.RUN_END, **ended)
@@ -314,7 +319,7 @@ class Runner:
         return metrics
 
     def _evaluate(self, role: str, limit: int | None) -> tuple[dict[str, float], int]:
-        return evaluate(self.engine, self._eval_loader(role).epoch(0), self.metrics, limit=limit)
+        return evaluate(self.engine, self._eval_loader(role).epoch(0), self.metrics, role=role, limit=limit)
 
     def _eval_loader(self, role: str) -> Any:
         if self._engine is None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from plait.spec import Phase
 from plait.spec.later import Entry
+from plait.strategy.skips import Skips
 from plait.world import World
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class Engine(ABC):
     world: World
     steps: int
     """Optimizer steps so far, skipped ones included."""
+    skips: Skips
+    """Those of them that were skipped."""
     on_phase: Callable[[Phase], None]
     """Is told what this rank begins to do."""
     whose: Callable[[int], str] = staticmethod(lambda step: "")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from plait.data.corpus import prepare_corpus
 from plait.data.jsonl import JsonlSource
 from plait.errors import DataError
 
-GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k_train.jsonl"
+MAKE_PROBLEMS = Path(__file__).resolve().parents[3] / "examples" / "gsm8k" / "make_problems.py"
 
 
 def lines(path: Path, *records: Any) -> str:
@@ -79,11 +81,11 @@ def test_empty_completions_alone_are_refused(tmp_path: Path) -> None:
     prepare_corpus(JsonlData(path=lines(tmp_path / "b.jsonl", {"p": "ask", "c": ""}, {"p": "and", "c": "x"}), **keys))
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason="gsm8k_train.jsonl is not in ../shared/data")
 def test_gsm8k_becomes_questions_that_are_given_and_answers_that_are_learned(tmp_path: Path) -> None:
-    part = tmp_path / "gsm8k.jsonl"
-    rows = GSM8K.read_text().splitlines()[:300]
-    part.write_text("\n".join(rows))
+    command = [sys.executable, str(MAKE_PROBLEMS), "--folder", str(tmp_path), "--train", "300", "--test", "1"]
+    subprocess.run(command, check=True, capture_output=True)
+    part = tmp_path / "train.jsonl"
+    rows = part.read_text(encoding="utf-8").splitlines()
     config = JsonlData(
         path=str(part),
         prompt_key="question",

@@ -98,6 +98,11 @@ def test_plugins_say_what_a_file_would() -> None:
             {"mixed_precision": "fp16", "deepspeed_plugin": DeepSpeedPlugin({"bf16": {"enabled": True}})},
             "bf16 in another place",
         ),
+        (
+            {"mixed_precision": "bf16", "deepspeed_plugin": DeepSpeedPlugin({"bf16": {"enabled": False}})},
+            "bf16.enabled",
+        ),
+        ({"mixed_precision": "bf16", "deepspeed_plugin": DeepSpeedPlugin({"bf16": {}})}, "bf16.enabled"),
     ],
 )
 def test_what_it_cannot_do_is_an_error_with_a_remedy(options: dict[str, Any], words: str) -> None:

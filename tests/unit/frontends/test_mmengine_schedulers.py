@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
-import random
 import warnings
 from typing import Any
 
@@ -48,6 +48,14 @@ def ours(description: dict[str, Any], made: torch.optim.Optimizer) -> Any:
         (
             {"type": "CosineAnnealingLR", "T_max": 10, "end": 11},
             lambda s: (1 + math.cos(math.pi * min(s, 10) / 10)) / 2,
+        ),
+        (  # without T_max it takes `end - begin` steps, of which the last one is not made: the rate stays above 0
+            {"type": "CosineAnnealingLR", "end": 11},
+            lambda s: (1 + math.cos(math.pi * min(s, 10) / 11)) / 2,
+        ),
+        (
+            {"type": "CosineAnnealingLR", "begin": 2, "end": 9},
+            lambda s: (1 + math.cos(math.pi * min(max(s - 2, 0), 6) / 7)) / 2,
         ),
     ],
 )
@@ -116,6 +124,18 @@ def test_a_plateau_lowers_the_rate() -> None:
         ({"type": "LinearLR", "start_facter": 0.1}, "Did you mean `start_factor`"),
         ({"type": "CosineLR"}, "Did you mean `Cosine"),
         ({"type": "CosineAnnealingLR", "eta_min": 0.1, "eta_min_ratio": 0.1}, "both given"),
+        ({"type": "ConstantLR", "factor": 2.0}, "ConstantLR.factor: 2.0"),
+        ({"type": "LinearLR", "start_factor": 1.5}, "LinearLR.start_factor: 1.5"),
+        ({"type": "LinearLR", "end_factor": -0.5}, "LinearLR.end_factor: -0.5"),
+        ({"type": "StepLR", "step_size": 2, "last_step": 3}, "last_step: 3"),
+        ({"type": "OneCycleLR", "total_steps": 30}, "eta_max"),
+        ({"type": "OneCycleLR", "eta_max": 0.3, "total_steps": -5}, "total_steps: -5"),
+        ({"type": "OneCycleLR", "eta_max": 0.3, "total_steps": 9, "pct_start": 2.0}, "pct_start: 2.0"),
+        ({"type": "OneCycleLR", "eta_max": [0.3, 0.2], "total_steps": 9}, "eta_max: 2 values for 1"),
+        ({"type": "OneCycleParamScheduler", "param_name": "momentum", "eta_max": 0.3, "total_steps": 9}, "param_name"),
+        ({"type": "ReduceOnPlateauLR", "factor": 1.5}, "factor: 1.5"),
+        ({"type": "ReduceOnPlateauLR", "threshold": -1.0}, "threshold: -1.0"),
+        ({"type": "ConstantLR", "param_name": "momentum"}, "param_name"),
     ],
 )
 def test_what_is_wrong_with_a_schedule_is_said(description: dict[str, Any], said: str) -> None:
@@ -123,8 +143,106 @@ def test_what_is_wrong_with_a_schedule_is_said(description: dict[str, Any], said
         ours(description, optimizer())
 
 
+def test_one_cycle_ends_where_its_steps_do() -> None:
+    with pytest.raises(ConfigError, match="total_steps: 5"):
+        walk([{"type": "OneCycleLR", "eta_max": 0.3, "total_steps": 5}], 9, optimizer(), ours)
+
+
+def test_a_plateau_of_a_negative_metric_counts_as_in_mmengine() -> None:
+    made = optimizer()
+    scheduler = ours({"type": "ReduceOnPlateauLR", "patience": 0}, made)
+    for _ in range(5):  # -1 is below -1 times (1 - 1e-4), so it is a gain every time
+        scheduler.step({"loss": -1.0})
+    assert made.param_groups[0]["lr"] == BASE
+
+
+WINDOWS: list[dict[str, Any]] = [{}, {"begin": 3}, {"end": 9}, {"begin": 2, "end": 11}]
+"""Every schedule below is compared in each of these, by epochs, by iterations, and turned from one into the other."""
+
+KINDS: dict[str, list[dict[str, Any]]] = {
+    "Constant": [{}, {"factor": 0.5}],
+    "Linear": [{}, {"start_factor": 0.1}, {"end_factor": 0.5}, {"start_factor": 0.9, "end_factor": 0.2}],
+    "Exponential": [{"gamma": 0.9}],
+    "Step": [{"step_size": 3}, {"step_size": 4, "gamma": 0.5}],
+    "MultiStep": [{"milestones": [2, 5]}, {"milestones": [2, 2, 5], "gamma": 0.5}],
+    "Poly": [{}, {"power": 0.9}, {"eta_min": 0.01}, {"eta_min": 0.01, "power": 2}],
+    "CosineAnnealing": [
+        {},
+        {"T_max": 6},
+        {"T_max": 1},
+        {"eta_min": 0.01},
+        {"eta_min_ratio": 0.1},
+        {"T_max": 6, "eta_min": 0.01},
+        {"T_max": 6, "eta_min_ratio": 0.1},
+    ],
+    "CosineRestart": [
+        {"periods": [4, 9], "restart_weights": [1, 0.5], "eta_min": 0.01},
+        {"periods": [4, 9], "restart_weights": [1, 0.5], "eta_min_ratio": 0.01},
+        {"periods": [6], "eta_min": 0.0},
+    ],
+    "OneCycle": [
+        {"eta_max": 0.3},
+        {"eta_max": 0.3, "total_steps": 40},
+        {"eta_max": [0.3, 0.5], "total_steps": 40},
+        {"eta_max": 0.3, "total_steps": 40, "three_phase": True},
+        {"eta_max": 0.3, "total_steps": 40, "pct_start": 0.1, "anneal_strategy": "linear"},
+        {"eta_max": 0.3, "total_steps": 40, "div_factor": 5.0, "final_div_factor": 10.0},
+    ],
+    "ReduceOnPlateau": [
+        {},
+        {"patience": 1, "cooldown": 2},
+        {"patience": 0, "factor": 0.5, "min_value": 0.1},
+        {"patience": 0, "min_value": [0.1, 0.2]},
+        {"patience": 1, "threshold": 0.1, "threshold_rule": "abs"},
+        {"patience": 1, "rule": "greater", "monitor": "acc", "threshold": 0.1},
+    ],
+}
+METRICS = [5.0, 4, 4, 4, 4, 3.9999, 3, 3, 3, 3, 3, 3, 3, -1, -1, -1]
+
+
+def trace(registry: Any, description: dict[str, Any], epoch_length: int) -> list[list[float]]:
+    """The rates and momenta of every step; with an epoch length, of a schedule that was turned into iterations."""
+    made = optimizer(groups=2)
+    if epoch_length:
+        options = dict(description)
+        kind = registry.get(options.pop("type"))
+        scheduler = kind.build_iter_from_epoch(made, epoch_length=epoch_length, **options)
+    else:
+        scheduler = registry.build(dict(description), default_args={"optimizer": made})
+    found = []
+    for step in range(30):
+        found.append([group[name] for group in made.param_groups for name in ("lr", "momentum")])
+        scheduler.step()
+        if getattr(scheduler, "need_val_args", False):
+            scheduler.step({"loss": METRICS[min(step, 15)], "acc": step // 4})
+    return found
+
+
 @pytest.mark.skipif(importlib.util.find_spec("mmengine") is None, reason="needs mmengine")
-def test_schedules_are_step_by_step_those_of_mmengine() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_schedules_are_step_by_step_those_of_mmengine(kind: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import mmengine.optim  # noqa: F401  # they register themselves
+        from mmengine.registry import PARAM_SCHEDULERS as THEIRS
+
+        once = kind in ("CosineRestart", "OneCycle", "ReduceOnPlateau")
+        types: list[dict[str, Any]] = [{"type": f"{kind}LR"}, {"type": f"{kind}ParamScheduler", "param_name": "lr"}]
+        if not once:
+            types += [{"type": f"{kind}Momentum"}]
+        modes: list[tuple[dict[str, Any], int]] = [({}, 0)]
+        if kind != "ReduceOnPlateau":  # which is by epochs only
+            modes += [({"by_epoch": False}, 0), ({}, 3)]
+        for named, options, window, (mode, length) in itertools.product(types, KINDS[kind], WINDOWS, modes):
+            description = {**named, **options, **window, **mode}
+            expected = trace(THEIRS, description, length)
+            found = trace(PARAM_SCHEDULERS, description, length)
+            for step, (value, wanted) in enumerate(zip(found, expected, strict=True)):
+                assert value == pytest.approx(wanted, rel=1e-9, abs=1e-12), (description, length, step)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mmengine") is None, reason="needs mmengine")
+def test_schedules_one_after_another_are_those_of_mmengine() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import mmengine.optim  # noqa: F401  # they register themselves
@@ -133,17 +251,15 @@ def test_schedules_are_step_by_step_those_of_mmengine() -> None:
         def theirs(description: dict[str, Any], made: torch.optim.Optimizer) -> Any:
             return THEIRS.build(description, default_args={"optimizer": made})
 
-        cut, end = random.randint(2, 9), random.randint(12, 25)
-        after = {"begin": cut, "end": end}
-        cases: list[list[dict[str, Any]]] = [
-            [{"type": "LinearLR", "end": cut}, {"type": "CosineAnnealingLR", "T_max": end - cut, **after}],
-            [{"type": "ConstantLR", "end": cut}, {"type": "PolyLR", "power": 0.9, "eta_min": 1e-4, **after}],
-            [{"type": "MultiStepLR", "milestones": [cut, cut, end]}, {"type": "ExponentialLR", "gamma": 0.9, **after}],
-            [{"type": "StepLR", "step_size": cut, **after}, {"type": "LinearMomentum", "end": end}],
-            [{"type": "OneCycleLR", "eta_max": 0.3, "total_steps": 30, "three_phase": bool(cut % 2)}],
-            [{"type": "CosineRestartLR", "periods": [cut, end], "restart_weights": [1, 0.5], "eta_min_ratio": 0.01}],
-            [{"type": "CosineAnnealingLR", "T_max": cut, "eta_min_ratio": 0.1}],
-        ]
-        for case in cases:
-            expected = walk(case, 30, optimizer(groups=2), theirs)
-            assert walk(case, 30, optimizer(groups=2), ours) == pytest.approx(expected, rel=1e-12, abs=1e-15), case
+        for cut, end in ((2, 12), (5, 17), (9, 25)):
+            after = {"begin": cut, "end": end}
+            cases: list[list[dict[str, Any]]] = [
+                [{"type": "LinearLR", "end": cut}, {"type": "CosineAnnealingLR", "T_max": end - cut, **after}],
+                [{"type": "LinearLR", "end": cut}, {"type": "CosineAnnealingLR", **after}],
+                [{"type": "ConstantLR", "end": cut}, {"type": "PolyLR", "power": 0.9, "eta_min": 1e-4, **after}],
+                [{"type": "MultiStepLR", "milestones": [cut, end]}, {"type": "ExponentialLR", "gamma": 0.9, **after}],
+                [{"type": "StepLR", "step_size": cut, **after}, {"type": "LinearMomentum", "end": end}],
+            ]
+            for case in cases:
+                expected = walk(case, 30, optimizer(groups=2), theirs)
+                assert walk(case, 30, optimizer(groups=2), ours) == pytest.approx(expected, rel=1e-12, abs=1e-15), case

@@ -166,3 +166,81 @@ def test_a_file_with_comments_is_read_as_everywhere(tmp_path: Path) -> None:
     path.write_text("{ broken")
     with pytest.raises(ConfigError, match=r"ds_config\.json"):
         arguments(tmp_path / "out", kind=TrainingArguments, deepspeed=str(path))
+
+
+LEFT_OPEN, ON, OFF = {"enabled": "auto"}, {"enabled": True}, {"enabled": False}
+SCALED = {**LEFT_OPEN, "loss_scale": 0, "initial_scale_power": 16}
+
+
+def described(folder: Path, asked: str, fp16: dict[str, Any] | None, bf16: dict[str, Any] | None) -> Any:
+    """The run description of arguments that ask for a format beside these two sections."""
+    from plait.frontends.transformers.arguments import config_of
+
+    sections = {name: dict(found) for name, found in (("fp16", fp16), ("bf16", bf16)) if found is not None}
+    rest = {key: value for key, value in AUTO.items() if key != "bf16"}
+    flags = {} if asked == "no" else {asked: True}
+    return config_of(arguments(folder, deepspeed={**rest, **sections}, **flags), None)[0]
+
+
+@pytest.mark.parametrize("fp16", [None, SCALED, OFF], ids=["absent", "auto", "off"])
+@pytest.mark.parametrize("bf16", [None, LEFT_OPEN, OFF, ON], ids=["absent", "auto", "off", "on"])
+@pytest.mark.parametrize("asked", ["no", "bf16"])
+def test_the_format_of_the_arguments_is_computed_in_whatever_sections_there_are(
+    tmp_path: Path, asked: str, fp16: dict[str, Any] | None, bf16: dict[str, Any] | None
+) -> None:
+    if (asked == "bf16" and bf16 == OFF) or (asked == "no" and bf16 == ON):
+        with pytest.raises(ConfigError, match=r"ds bf16\.enabled"):
+            described(tmp_path, asked, fp16, bf16)
+        return
+    precision = described(tmp_path, asked, fp16, bf16).precision
+    if asked == "no":
+        assert precision.compute == "fp32"
+    else:  # as DeepSpeed's own section has it
+        assert (precision.compute, precision.reduce, precision.autocast) == ("bf16", "bf16", False)
+        assert precision.cast_inputs
+
+
+@pytest.mark.parametrize("bf16", [None, LEFT_OPEN, OFF], ids=["absent", "auto", "off"])
+@pytest.mark.parametrize("fp16", [None, SCALED, ON], ids=["absent", "auto", "on"])
+def test_fp16_is_added_like_bf16(tmp_path: Path, fp16: dict[str, Any] | None, bf16: dict[str, Any] | None) -> None:
+    assert described(tmp_path, "fp16", fp16, bf16).precision.compute == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("asked", "fp16", "bf16", "words"),
+    [
+        ("bf16", ON, None, r"ds fp16\.enabled=True"),
+        ("fp16", None, ON, r"ds bf16\.enabled=True"),
+        ("fp16", OFF, None, r"ds fp16\.enabled=False"),
+        ("bf16", None, {}, r"deepspeed\.bf16\.enabled"),
+        ("fp16", {"loss_scale": 0}, None, r"deepspeed\.fp16\.enabled"),
+    ],
+)
+def test_a_section_that_contradicts_the_format_of_the_arguments_is_refused(
+    tmp_path: Path, asked: str, fp16: dict[str, Any] | None, bf16: dict[str, Any] | None, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        described(tmp_path, asked, fp16, bf16)
+
+
+class Regression(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.seen: set[torch.dtype] = set()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.seen.add(x.dtype)
+        found = self.layer(x)
+        return {"loss": (found - labels).square().mean(), "logits": found}
+
+
+def test_inputs_are_cast_as_the_trainer_casts_them_under_deepspeed(tmp_path: Path) -> None:
+    from plait.frontends.transformers import PlaitTrainer
+
+    torch.manual_seed(3)
+    data = [{"x": x, "labels": x.sum().unsqueeze(0)} for x in torch.randn(16, 4)]
+    given = {key: value for key, value in AUTO.items() if key != "bf16"} | {"fp16": SCALED}
+    net = Regression()
+    PlaitTrainer(net, arguments(tmp_path, deepspeed=given, bf16=True, save_strategy="no"), train_dataset=data).train()
+    assert net.seen == {torch.bfloat16}

@@ -150,7 +150,8 @@ def test_prompts_need_no_answers_and_those_without_room_are_counted(tmp_path: Pa
     with phase_runner("grpo", describe(tmp_path / "run", 1, **changes)) as runner:
         assert len(runner.phase_data.train) == 6
         assert dict(runner.phase_data.account.left_out) == {"empty": 1, "with a prompt longer than max_len": 1}
-        runner.train()  # `task` knows nothing of these prompts: every answer is skipped, and counted
+        with pytest.raises(DataError, match="steps had anything to learn from"):
+            runner.train()  # `task` knows nothing of these prompts: every answer is skipped, and counted
     told = events(tmp_path / "run", "train")[-1]["data"]
     assert (told["skipped_answers"], told["loss"]) == (16.0, 0.0)
     changes["posttrain"] = {**data, "too_long": "error"}
@@ -160,6 +161,17 @@ def test_prompts_need_no_answers_and_those_without_room_are_counted(tmp_path: Pa
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(DataError, match=r"line 1: incomplete \(no 'prompt'"):
         phase_runner("grpo", describe(tmp_path / "wrong", 1, **{**changes, "posttrain": data}))
+
+
+def always_one(prompt: str, answer: str, expected: str | None) -> float:
+    """A reward function that knows no difference."""
+    return 1.0
+
+
+def test_a_reward_that_is_the_same_for_all_answers_is_told_of_once(tmp_path: Path) -> None:
+    run("grpo", describe(tmp_path, 3, grpo={"group": 2, "reward": f"{__name__}:always_one"}))
+    told = [event["data"]["text"] for event in events(tmp_path, "message")]
+    assert sum("got the same reward" in text for text in told) == 1
 
 
 def test_a_writer_that_is_not_the_policy_stops_the_run_or_is_replaced(tmp_path: Path) -> None:

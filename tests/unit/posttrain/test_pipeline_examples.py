@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from plait.config import check, parse
+from plait.posttrain.data.prompts import gsm8k_reward
 from plait.posttrain.pipeline.check import make_steps
 from plait.posttrain.pipeline.describe import from_files, with_words
 from plait.posttrain.steps import read_steps
@@ -40,3 +45,33 @@ def test_the_steps_of_gsm8k_are_runs_of_one_model() -> None:
         models.append(config.model)
     assert models[0] is not None
     assert models[0] == models[1] == models[2]
+
+
+def test_the_problems_of_gsm8k_are_made_here_and_are_right(tmp_path: Path) -> None:
+    script = EXAMPLES / "gsm8k" / "make_problems.py"
+    written = []
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        command = [sys.executable, str(script), "--folder", str(folder), "--train", "60", "--test", "20"]
+        subprocess.run(command, check=True, capture_output=True)
+        written.append({path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()})
+    assert written[0] == written[1]
+    assert written[0].keys() == {"train.jsonl", "test.jsonl", "solutions.jsonl"}
+    rows = {name: [json.loads(line) for line in text.splitlines()] for name, text in written[0].items()}
+    questions = [row["question"] for each in rows.values() for row in each]
+    assert len(questions) == len(set(questions)) == 100
+    for row in [*rows["train.jsonl"], *rows["test.jsonl"]]:
+        found = re.findall(r"<<(\d+)([-+*/])(\d+)=(\d+)>>", row["answer"])
+        for left, sign, right, result in found:
+            values = {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}
+            assert values.get(sign, int(left) / int(right)) == int(result)
+        assert row["answer"].endswith(f"#### {found[-1][3]}")
+    for row in rows["solutions.jsonl"]:
+        right, wrong = row["careful"], row["hasty"]
+        assert (right["is_correct"], wrong["is_correct"]) == (True, False)
+        assert gsm8k_reward("", wrong["solution"], right["solution"]) == 0.0
+
+
+def test_no_example_reads_from_outside_of_the_project() -> None:
+    for path in EXAMPLES.rglob("*"):
+        if path.suffix in (".yaml", ".json", ".toml", ".py"):
+            assert "../" not in path.read_text(encoding="utf-8"), path

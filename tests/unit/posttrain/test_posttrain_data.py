@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from plait.posttrain.data.packing import pack
 from plait.posttrain.data.records import IncompleteError, examples_in
 from plait.posttrain.data.tokenizer import character_tokenizer, trained_tokenizer
 
-SHARED = Path(__file__).parents[3].parent / "shared" / "data"
+MAKE_PROBLEMS = Path(__file__).parents[3] / "examples" / "gsm8k" / "make_problems.py"
 MODEL = {"type": "llama", "vocab_size": 400, "dim": 16, "layers": 1, "heads": 2, "seq_len": 64}
 
 
@@ -309,13 +311,14 @@ def test_parquet_and_saved_data_sets_are_read_like_lines(tmp_path: Path) -> None
         assert [learned(found, i) for i in range(5)] == [learned(expected, i) for i in range(5)]
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data are not there")
 def test_school_maths_gives_answers_and_pairs_of_graded_solutions(tmp_path: Path) -> None:
     model = {**MODEL, "vocab_size": 600, "seq_len": 512}
-    for name, phase in (("gsm8k_test", "sft"), ("gsm8k_model_solutions", "reward")):
-        lines = (SHARED / f"{name}.jsonl").read_text().splitlines()[:40]
-        (tmp_path / "some.jsonl").write_text("\n".join(lines))
-        section = {"data": [{"type": "gsm8k", "path": str(tmp_path / "some.jsonl")}], "val_fraction": 0.2}
+    command = [sys.executable, str(MAKE_PROBLEMS), "--folder", str(tmp_path), "--train", "1", "--test", "40"]
+    subprocess.run(command, check=True, capture_output=True)
+    for name, phase in (("test", "sft"), ("solutions", "reward")):
+        path = tmp_path / f"{name}.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines()
+        section = {"data": [{"type": "gsm8k", "path": str(path)}], "val_fraction": 0.2}
         data = prepare_data(parse({"phase": phase, "model": model, "posttrain": section}).config)
         train, val = ({example.prompt_text for example in part} for part in data.examples)
         assert train

@@ -47,7 +47,23 @@ def translate(source: str | Path | Mapping[str, Any]) -> Translation:
     for name in silent & config.keys():
         words.unneeded(name, config[name], f"not read, there as here: distributed_type is {kind}")
     words.read({name: value for name, value in config.items() if name not in silent}, READERS)
+    if kind == "DEEPSPEED":
+        _compare_precision(words, config)
     return words.translation()
+
+
+def _compare_precision(words: Words, config: Mapping[str, Any]) -> None:
+    """With Accelerate, DeepSpeed's section stays as it is beside `mixed_precision`: off, it trains in fp32 unsaid."""
+    asked, section = str(config.get("mixed_precision")).lower(), config.get("deepspeed_config")
+    file = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
+    if asked not in ("fp16", "bf16") or file in (None, "none"):
+        return
+    from plait.frontends.deepspeed.config import read_config
+
+    theirs = read_config(file).get(asked)
+    if theirs is not None and str(theirs.get("enabled", False)).lower() == "false":
+        message = f"{asked}, and `{asked}.enabled` of the DeepSpeed configuration does not switch it on"
+        words.wrong("mixed_precision", message, f"Write 'auto' in its section `{asked}`, or leave the section out.")
 
 
 def is_accelerate(config: Mapping[str, Any]) -> bool:

@@ -129,12 +129,13 @@ def _accepted(maker: Callable[..., Any]) -> list[str] | None:
     if not own:
         return _named(maker)[0]
     names: list[str] = []
+    hidden = ("self", *getattr(maker, "fixed", ()))
     for kind in maker.__mro__:  # type: ignore[attr-defined]
         # The classes here hand what they do not name to the class that they are made from.
         if kind is object or "__init__" not in vars(kind):
             continue
         _, more, found = _named(vars(kind)["__init__"])
-        names += [name for name in found if name not in ("self", "param_name", *names)]
+        names += [name for name in found if name not in (*hidden, *names)]
         if not more:
             return names
     return names

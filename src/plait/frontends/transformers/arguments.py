@@ -13,7 +13,7 @@ from plait.frontends.accelerate.plugins import (
     FullyShardedDataParallelPlugin,
     TorchDynamoPlugin,
 )
-from plait.frontends.accelerate.settings import build_config
+from plait.frontends.accelerate.settings import build_config, merged
 from plait.frontends.account import Account, Answer
 
 _TRAINERS = {
@@ -34,11 +34,12 @@ def config_of(args: Any, sections: Mapping[str, Any] | None) -> tuple[RunConfig,
     if args.fsdp_plugin_args is not None:
         plugins.append(FullyShardedDataParallelPlugin(**args.fsdp_plugin_args))
     precision = args.mixed_precision
+    own: dict[str, Any] = {"seed": args.seed, "deterministic": bool(args.full_determinism)}
     if args.deepspeed:
-        theirs = _deepspeed(args)
+        theirs = _with_precision(_deepspeed(args), precision)
         plugins.append(DeepSpeedPlugin(hf_ds_config=theirs))
-        if theirs.keys() & {"bf16", "bfloat16", "fp16"}:
-            precision = None  # the Trainer has compared the two already
+        precision = None  # its sections say it now
+        own["precision"] = {"cast_inputs": True}  # as the Trainer itself does under DeepSpeed
     if getattr(args, "torch_compile", False):
         plugins.append(TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode))
     if args.parallelism_config is not None:
@@ -52,7 +53,7 @@ def config_of(args: Any, sections: Mapping[str, Any] | None) -> tuple[RunConfig,
     handlers = []
     if args.ddp_bucket_cap_mb is not None:
         handlers.append(DistributedDataParallelKwargs(bucket_cap_mb=args.ddp_bucket_cap_mb))
-    own: dict[str, Any] = {"seed": args.seed, "deterministic": bool(args.full_determinism), **(sections or {})}
+    own = merged(own, sections or {})
     if args.ddp_timeout:
         own.setdefault("timeout_s", float(args.ddp_timeout))
     if args.tf32 and args.mixed_precision == "no":
@@ -84,6 +85,23 @@ def refuse_mismatches(args: Any) -> None:
         found = [each.removeprefix("- ") for each in dict.fromkeys(args.hf_deepspeed_config.mismatches)]
         message = f"it disagrees with TrainingArguments: {'; '.join(found)}"
         raise ConfigError(Problem("deepspeed", message, "Write 'auto' there, or the same value."))
+
+
+def _with_precision(config: dict[str, Any], asked: str) -> dict[str, Any]:
+    """DeepSpeed's configuration, completed for the format that `bf16` or `fp16` of the arguments asks for.
+
+    As Accelerate does it: a section that is absent is added, switched on. One that is there without `enabled` stays
+    off with Accelerate, which then trains in fp32 without a word; that is an error here.
+    """
+    if asked == "no":
+        return config
+    if asked not in config:
+        return {**config, asked: {"enabled": True, "auto_cast": True} if asked == "fp16" else {"enabled": True}}
+    section = config[asked]
+    if not (isinstance(section, Mapping) and section.get("enabled")):
+        message = f"it is not switched on by {section!r}, and TrainingArguments have {asked}=True"
+        raise ConfigError(Problem(f"deepspeed.{asked}.enabled", message, "Write 'auto' or true there."))
+    return config
 
 
 def _deepspeed(args: Any) -> dict[str, Any]:

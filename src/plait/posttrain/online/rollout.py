@@ -49,6 +49,7 @@ class Roller:
         self._actor, self._cast, self._sampling, self._rows = actor, cast, sampling, rows
         self._order = SampleOrder(len(prompts), sampling.seed)
         self._verified: int | None = None
+        self._told_flat = False
         self.clock = writer.clock
         self._folder, self._say = folder, say
 
@@ -104,11 +105,22 @@ class Roller:
         mask = experience.mask
         if isinstance(method, GrpoConfig):
             worth = of_grpo(method, rewards, mask)
+            self._look_at_spread(worth.advantages, mask)
         else:
             held = (experience.old, experience.reference, experience.values)
             worth = of_ppo(method, rewards.nan_to_num(0.0), *held, mask, controller.beta)
         experience.advantages.copy_(worth.advantages)
         experience.returns.copy_(worth.returns)
+
+    def _look_at_spread(self, advantages: Tensor, mask: Tensor) -> None:
+        """Say it the first time that the answers to every prompt got equal rewards: compared, they teach nothing."""
+        flat = bool(mask.any()) and not bool(advantages[mask].any())
+        if flat and not self._told_flat:
+            self._say(
+                f"in rollout {self.experience.number + 1} all answers to the same prompt got the same reward, so "
+                "nothing is learned from them. Look at the reward function, or raise the group or the temperature"
+            )
+            self._told_flat = True
 
     def _measure(self, written: Written, answered: Tensor, entropies: Tensor) -> dict[str, float]:
         experience, rewards = self.experience, written.rewards

@@ -12,13 +12,12 @@ from plait.config.train import RollbackConfig
 from plait.errors import TrainingError
 from plait.runner.hooks.base import Hook
 from plait.runner.suspects import note
+from plait.runner.watch import spike_limit
 from plait.strategy import StepResult
 
 if TYPE_CHECKING:
     from plait.runner.runner import Runner
 
-_TO_DEVIATION = 1.4826
-"""Times the median distance from the median: the standard deviation, of normal numbers."""
 _LEAST_SPREAD = 0.01
 """Of the median: a loss that hardly moves does not leap by moving a little."""
 
@@ -74,9 +73,7 @@ class Rollback(Hook):
             return True
         if len(self._usual) < self._config.window / 2:
             return False
-        middle = median(self._usual)
-        spread = _TO_DEVIATION * median(abs(each - middle) for each in self._usual)
-        return value > middle + self._config.threshold * max(spread, _LEAST_SPREAD * abs(middle))
+        return value > spike_limit(self._usual, self._config.threshold, _LEAST_SPREAD)
 
     def _go_back(self, runner: Runner) -> None:
         spikes, self._spikes, self._before = self._spikes, [], None

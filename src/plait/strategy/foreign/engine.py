@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.config.run import RunConfig
-from plait.errors import NonFiniteError, TrainingError
+from plait.errors import TrainingError
 from plait.optim import Schedule
 from plait.parallel.replicate import average_buffers
 from plait.precision import make_policy
@@ -25,6 +25,7 @@ from plait.strategy.foreign.states import States
 from plait.strategy.foreign.wholes import as_share, share_of
 from plait.strategy.native.forward import Forward, Say
 from plait.strategy.native.loss import LossFunction, LossNormalizer, WeightedLoss, read_loss
+from plait.strategy.skips import Skips
 from plait.strategy.stepping import SteppingEngine, inputs_and_samples, unheard
 from plait.world import World, is_sharded, local_part
 
@@ -60,12 +61,12 @@ class ForeignEngine(SteppingEngine):
         self._states = states
         self._params: dict[str, nn.Parameter] = named_parameters(built.module)
         self._guard = config.train.guard
+        self.skips = Skips(config.train.guard)
         scaler = config.precision.scaler
         self._lowest_scale = scaler.minimum if scaler.static is None else math.inf
         self._schedule = schedule
         self._loss_function = loss_function
         self._say = say
-        self._skips_in_a_row = 0
         self._normalizer = normalizer(world.everyone, world.device)
         policy = make_policy(config.precision)
         self._forward = Forward(_Row.around(called, built.module), world.device, policy, compiled=(), say=say)
@@ -125,7 +126,7 @@ class ForeignEngine(SteppingEngine):
         sums = self._normalizer.finish()
         loss, targets, stop = sums.read()
         norm, skipped = self._update(1.0 if sums.divisor is None else sums.divisor / (targets or 1.0))
-        self._count_skip(skipped or not math.isfinite(loss))
+        self._count_skip(skipped or (self._guard.enabled and not math.isfinite(loss)))
         if self._after_step is not None:
             self._after_step(self._peers, updated=not skipped)
         self.steps += 1
@@ -136,17 +137,12 @@ class ForeignEngine(SteppingEngine):
         scaler = self._scaler_state()
         if skipped and scaler is not None and scaler["scale"] > self._lowest_scale:
             return  # an overflow is part of the search for a scale, which ends by itself
-        self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
-        if skipped:
-            whose = self.whose(self.steps)
-            self._say(f"step {self.steps} skipped on every rank: its loss or gradient is not finite{whose}")
-        if self._skips_in_a_row >= self._guard.max_skips:
-            scale = "" if scaler is None else f", at loss scale {scaler['scale']:g}"
-            raise NonFiniteError(
-                f"{self._skips_in_a_row} steps in a row had a non-finite gradient{scale}. Lower optim.lr, set "
-                "train.clip_norm, or use precision: bf16 instead of fp16; "
-                "train.guard.max_skips sets how many are accepted"
-            )
+        if not skipped:
+            self.skips.in_a_row = 0
+            return
+        whose = self.whose(self.steps)
+        self._say(f"step {self.steps} skipped on every rank: its loss or gradient is not finite{whose}")
+        self.skips.add(self.steps, whose, scale=None if scaler is None else scaler["scale"])
 
     def agree_on_buffers(self) -> None:
         """Average running statistics over the ranks; other buffers become rank 0's."""
@@ -243,12 +239,12 @@ class ForeignEngine(SteppingEngine):
 
     def state(self) -> dict[str, Any]:
         """The state that is numbers, not tensors."""
-        return {"steps": self.steps, "skips_in_a_row": self._skips_in_a_row, "scaler": self._scaler_state()}
+        return {"steps": self.steps, **self.skips.state(), "scaler": self._scaler_state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`."""
         self.steps = int(state["steps"])
-        self._skips_in_a_row = int(state["skips_in_a_row"])
+        self.skips.restore(state)
         if state["scaler"] is not None:
             self._restore_scaler(state["scaler"])
 

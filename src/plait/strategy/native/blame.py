@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +55,17 @@ def find_culprit(
     if bad:
         return Culprit(1, f"the gradient of {bad[-1]}")
     return Culprit(2, "the loss, though every output and gradient is finite")
+
+
+def first_of(culprits: Sequence[Culprit]) -> str:
+    """What says most of what the ranks found, and where there are several, which of them found it."""
+    first = min(culprits)
+    ranks = [rank for rank, culprit in enumerate(culprits) if culprit == first]
+    if len(culprits) == 1:
+        return str(first)
+    if len(ranks) == len(culprits):
+        return f"{first} on every rank"
+    return f"{first} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _finite(value: Any) -> bool:

@@ -18,7 +18,7 @@ from plait.spec import Phase
 from plait.spec.later import Entry
 from plait.strategy.base import Evaluation, StepResult
 from plait.strategy.native import state
-from plait.strategy.native.blame import find_culprit
+from plait.strategy.native.blame import find_culprit, first_of
 from plait.strategy.native.forward import Forward, Say
 from plait.strategy.native.loss import LossFunction, LossNormalizer, Sums, WeightedLoss, read_loss
 from plait.strategy.native.recorded import RecordedPasses, Recording
@@ -71,6 +71,7 @@ class NativeEngine(SteppingEngine):
         self.accumulation = accumulation
         self.views = views
         self.updater = updater
+        self.skips = updater.skips
         self._gradients = gradients
         self._wholes = Wholes(model)
         self._loss_function = loss_function
@@ -189,7 +190,7 @@ class NativeEngine(SteppingEngine):
         if self.updater.scaler is not None:  # whose numbers are here already: the scale depends on them
             self._normalizer.learn(result.targets)
         done = None
-        if result.late or result.skipped or self.updater.skips_in_a_row:
+        if result.late or result.skipped or self.skips.in_a_row:
             done = Done(result, self.steps, self._again(), self.updater.norms)
         if done is not None and not result.late:
             self._look_at(done)
@@ -215,17 +216,17 @@ class NativeEngine(SteppingEngine):
     def _look_at(self, done: Done) -> None:
         """Count a step that was skipped, and say so. [Note: one step behind]"""
         if not done.result.skipped:
-            if self.updater.skips_in_a_row:
-                self.updater.count_skip(False, "")
+            self.skips.in_a_row = 0
             return
         scaler = self.updater.scaler
         if scaler is not None and not scaler.at_minimum:
             return  # an overflow is part of the search for a scale, which ends by itself
         culprits = self.world.gather(find_culprit(self.model, self.views, done.again, done.norms))
         self._wholes.let_go()
-        blame = f"{min(culprits)}{self.whose(done.step)}"
-        self._say(f"step {done.step} skipped on every rank: not finite, first seen in {blame}")
-        self.updater.count_skip(True, blame)
+        seen = f"{first_of(culprits)}{self.whose(done.step)}"
+        self._say(f"step {done.step} skipped on every rank: not finite, first seen in {seen}")
+        scale = None if scaler is None else scaler.scale
+        self.skips.add(done.step, f"; first seen in {seen}", scale=scale)
 
     def _again(self) -> Callable[[], Any]:
         """What repeats the latest forward pass."""
@@ -344,7 +345,7 @@ class NativeEngine(SteppingEngine):
         scaler = self.updater.scaler
         found: dict[str, Any] = {
             "steps": self.steps,
-            "skips_in_a_row": self.updater.skips_in_a_row,
+            **self.skips.state(),
             "scaler": None if scaler is None else scaler.state(),
         }
         if scaler is not None or self._scales is not None:  # how large gradients are depends on it
@@ -360,7 +361,7 @@ class NativeEngine(SteppingEngine):
         """Go on from `state`."""
         self._under_way = None
         self.steps = int(state["steps"])
-        self.updater.skips_in_a_row = int(state["skips_in_a_row"])
+        self.skips.restore(state)
         if self.updater.scaler is not None and state["scaler"] is not None:
             self.updater.scaler.restore(state["scaler"])
         self._normalizer.learn(state.get("divisor") or 0.0)

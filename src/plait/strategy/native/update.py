@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from plait.config.train import TrainConfig
-from plait.errors import NonFiniteError
 from plait.optim import (
     OwnRates,
     Schedule,
@@ -27,6 +26,7 @@ from plait.strategy.base import Numbers, StepResult
 from plait.strategy.native.late import Arriving
 from plait.strategy.native.loss import Sums
 from plait.strategy.native.views import Views
+from plait.strategy.skips import Skips
 
 
 class Updater:
@@ -45,11 +45,10 @@ class Updater:
         self.optimizer = optimizer
         self.schedule = schedule
         self.scaler = scaler
-        self.skips_in_a_row = 0
+        self.skips = Skips(config.guard)
         self._views = views
         self.clip_norm = config.clip_norm
         self.clip_value = config.clip_value
-        self._guard = config.guard
         self._device = device
         self._fused = supports_grad_scale(optimizer)
         self.stays_on_device = device.type == "cuda"
@@ -187,14 +186,3 @@ class Updater:
             self._bare_step()
         if not self._publishes:
             self._views.publish()
-
-    def count_skip(self, skipped: bool, blame: str) -> None:
-        """Keep count of skipped steps, and stop the run when there are too many in a row."""
-        self.skips_in_a_row = self.skips_in_a_row + 1 if skipped else 0
-        if self.skips_in_a_row >= self._guard.max_skips:
-            scale = f", at loss scale {self.scaler.scale:g}" if self.scaler is not None else ""
-            raise NonFiniteError(
-                f"{self.skips_in_a_row} steps in a row had a non-finite gradient{scale}; first seen in {blame}. "
-                "Lower optim.lr, set train.clip_norm, or use precision: bf16 instead of fp16; "
-                "train.guard.max_skips sets how many are accepted"
-            )

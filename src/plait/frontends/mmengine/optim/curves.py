@@ -15,7 +15,7 @@ class ConstantParamScheduler(ParamScheduler):
     """`factor` times the value from `begin` to `end`."""
 
     def __init__(self, optimizer: Any, param_name: str, factor: float = 1.0 / 3, **kwargs: Any) -> None:
-        self.factor = factor
+        self.factor = share("ConstantLR.factor", factor)
         super().__init__(optimizer, param_name, **kwargs)
 
     def _value(self, group: dict[str, Any], value: float, base: float) -> float:
@@ -30,7 +30,8 @@ class LinearParamScheduler(ParamScheduler):
     def __init__(
         self, optimizer: Any, param_name: str, start_factor: float = 1.0 / 3, end_factor: float = 1.0, **kwargs: Any
     ) -> None:
-        self.start_factor, self.end_factor = start_factor, end_factor
+        self.start_factor = share("LinearLR.start_factor", start_factor)
+        self.end_factor = share("LinearLR.end_factor", end_factor)
         super().__init__(optimizer, param_name, **kwargs)
 
     def _value(self, group: dict[str, Any], value: float, base: float) -> float:
@@ -96,7 +97,7 @@ class PolyParamScheduler(ParamScheduler):
 
 
 class CosineAnnealingParamScheduler(ParamScheduler):
-    """Half a cosine from the value down to `eta_min`, in `T_max` steps."""
+    """Half a cosine from the value down to `eta_min`, in `T_max` steps: without it, in `end - begin`."""
 
     counts = ("begin", "end", "T_max")
 
@@ -114,7 +115,7 @@ class CosineAnnealingParamScheduler(ParamScheduler):
         super().__init__(optimizer, param_name, **kwargs)
 
     def _start(self) -> None:
-        self.T_max = self.T_max or self._length
+        self.T_max = self.T_max or self.end - self.begin
 
     def _value(self, group: dict[str, Any], value: float, base: float) -> float:
         low = self.eta_min if self.eta_min_ratio is None else base * self.eta_min_ratio
@@ -125,6 +126,13 @@ class CosineAnnealingParamScheduler(ParamScheduler):
             return value + (base - low) * (1 - math.cos(math.pi / total)) / 2
         ratio = (1 + math.cos(math.pi * step / total)) / (1 + math.cos(math.pi * (step - 1) / total))
         return ratio * (value - low) + low
+
+
+def share(key: str, value: float) -> float:
+    """A number from 0 to 1; anything else is an error, as it is in MMEngine."""
+    if not 0.0 <= value <= 1.0:
+        raise ConfigError(Problem(f"param_scheduler.{key}", f"{value!r}", "Write a number from 0 to 1."))
+    return value
 
 
 def lowest(eta_min: float | None, ratio: float | None) -> tuple[float, float | None]:

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from plait.errors import ConfigError, Problem
-from plait.frontends.mmengine.optim.curves import lowest
+from plait.frontends.mmengine.optim.curves import lowest, share
 from plait.frontends.mmengine.optim.scheduler import ParamScheduler, read, write
 
 
@@ -57,7 +57,7 @@ class OneCycleParamScheduler(ParamScheduler):
         self,
         optimizer: Any,
         param_name: str,
-        eta_max: float,
+        eta_max: float | Sequence[float] = 0.0,
         total_steps: int | None = None,
         pct_start: float = 0.3,
         anneal_strategy: str = "cos",
@@ -69,34 +69,46 @@ class OneCycleParamScheduler(ParamScheduler):
         if anneal_strategy not in ("cos", "linear"):
             message = f"{anneal_strategy!r}"
             raise ConfigError(Problem("param_scheduler.anneal_strategy", message, "Write 'cos' or 'linear'."))
+        if param_name != "lr":
+            message = f"{param_name!r}: one cycle is for learning rates only"
+            raise ConfigError(Problem("param_scheduler.param_name", message, "Write 'lr'."))
+        if total_steps is not None and (not isinstance(total_steps, int) or total_steps <= 0):
+            message = f"{total_steps!r}"
+            raise ConfigError(Problem("param_scheduler.total_steps", message, "Write a number of steps above 0."))
         self.total_steps = total_steps or 0
-        self.eta_max, self.pct_start, self.three_phase = eta_max, pct_start, three_phase
-        self._cosine = anneal_strategy == "cos"
-        self._first = eta_max / div_factor
-        self._lowest = self._first / final_div_factor
+        self.eta_max, self.pct_start = eta_max, share("OneCycleLR.pct_start", pct_start)
+        self.three_phase, self._cosine = three_phase, anneal_strategy == "cos"
+        peaks = _one_per_group(optimizer, "eta_max", eta_max)
+        if any(peak <= 0.0 for peak in peaks):
+            message = f"{eta_max!r}: nothing would be learned"
+            raise ConfigError(Problem("param_scheduler.eta_max", message, "Write the highest learning rate."))
+        if kwargs.get("last_step", -1) == -1:
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["initial_lr"], group["max_lr"] = peak / div_factor, peak
+                group["min_lr"] = peak / div_factor / final_div_factor
         super().__init__(optimizer, param_name, **kwargs)
 
     def _start(self) -> None:
         total = self.total_steps = self.total_steps or self.end - self.begin
         up = self.pct_start * total - 1
         if self.three_phase:
-            points = [(up, self._first, self.eta_max), (2 * up, self.eta_max, self._first)]
-            self._phases = [*points, (total - 1.0, self._first, self._lowest)]
+            points = [(up, "initial_lr", "max_lr"), (2 * up, "max_lr", "initial_lr")]
+            self._phases = [*points, (total - 1.0, "initial_lr", "min_lr")]
         else:
-            self._phases = [(up, self._first, self.eta_max), (total - 1.0, self.eta_max, self._lowest)]
-        if self.last_step == -1:
-            for group in self.optimizer.param_groups:
-                group[f"initial_{self.param_name}"] = self._first
-            self.base_values = [self._first] * len(self.base_values)
+            self._phases = [(up, "initial_lr", "max_lr"), (total - 1.0, "max_lr", "min_lr")]
 
     def _value(self, group: dict[str, Any], value: float, base: float) -> float:
+        if self.last_step > self.total_steps:
+            message = f"{self.total_steps}, but the schedule has come to step {self.last_step + 1}"
+            remedy = "Write the steps of the whole run, or an `end` for the schedule."
+            raise ConfigError(Problem("param_scheduler.total_steps", message, remedy))
         begin = 0.0
         for end, start, stop in self._phases:
             if self.last_step <= end or end == self._phases[-1][0]:
                 part = (self.last_step - begin) / (end - begin)
                 if self._cosine:
-                    return stop + (start - stop) / 2.0 * (1 + math.cos(math.pi * part))
-                return start + (stop - start) * part
+                    return group[stop] + (group[start] - group[stop]) / 2.0 * (1 + math.cos(math.pi * part))
+                return group[start] + (group[stop] - group[start]) * part
             begin = end
         raise AssertionError("the last phase takes what is left")
 
@@ -117,7 +129,7 @@ class ReduceOnPlateauParamScheduler(ParamScheduler):
         threshold: float = 1e-4,
         threshold_rule: str = "rel",
         cooldown: int = 0,
-        min_value: float = 0.0,
+        min_value: float | Sequence[float] = 0.0,
         eps: float = 1e-8,
         **kwargs: Any,
     ) -> None:
@@ -127,7 +139,12 @@ class ReduceOnPlateauParamScheduler(ParamScheduler):
         ):
             if word not in words:
                 raise ConfigError(Problem(f"param_scheduler.{key}", f"{word!r}", f"Write {' or '.join(words)}."))
-        self.monitor, self.factor, self.patience, self.min_value, self.eps = monitor, factor, patience, min_value, eps
+        if factor >= 1.0:
+            raise ConfigError(Problem("param_scheduler.factor", f"{factor!r}", "Write a number below 1."))
+        if threshold < 0.0:
+            raise ConfigError(Problem("param_scheduler.threshold", f"{threshold!r}", "Write 0 or a larger number."))
+        self.monitor, self.factor, self.patience, self.eps = monitor, factor, patience, eps
+        self.min_value = _one_per_group(optimizer, "min_value", min_value)
         self.cooldown, self._sign = cooldown, 1.0 if rule == "less" else -1.0
         self._threshold, self._relative = threshold, threshold_rule == "rel"
         self._best: float | None = None
@@ -155,15 +172,16 @@ class ReduceOnPlateauParamScheduler(ParamScheduler):
         if self._resting > 0:
             self._resting, self._bad = self._resting - 1, 0
         if self._bad > self.patience:
-            for group in self.optimizer.param_groups:
+            for group, least in zip(self.optimizer.param_groups, self.min_value, strict=True):
                 value = read(group, self.param_name)
-                if value - (lower := max(value * self.factor, self.min_value)) > self.eps:
+                if value - (lower := max(value * self.factor, least)) > self.eps:
                     write(group, self.param_name, lower)
             self._resting, self._bad = self.cooldown, 0
 
     def _margin(self) -> float:
         assert self._best is not None
-        return abs(self._best) * self._threshold if self._relative else self._threshold
+        # A share of the best value with its sign, as in MMEngine: a negative one may then be beaten by less.
+        return self._sign * self._best * self._threshold if self._relative else self._threshold
 
     def state_dict(self) -> dict[str, Any]:
         """Where the schedule is."""
@@ -173,3 +191,15 @@ class ReduceOnPlateauParamScheduler(ParamScheduler):
         """Go on from `state_dict`."""
         super().load_state_dict(state)
         self._best, self._bad, self._resting = state["best"], int(state["bad"]), int(state["resting"])
+
+
+def _one_per_group(optimizer: Any, key: str, value: float | Sequence[float]) -> list[float]:
+    """A value of each parameter group: a list as it is, a number for all of them."""
+    groups = len(optimizer.param_groups)
+    values = list(value) if isinstance(value, Sequence) else [value] * groups
+    if len(values) == groups - 1 and getattr(optimizer, "base_param_settings", None) is not None:
+        values.append(values[-1])  # the group of an optim wrapper that only shows the rate without multipliers
+    if len(values) != groups:
+        message = f"{len(values)} values for {groups} parameter groups"
+        raise ConfigError(Problem(f"param_scheduler.{key}", message, "Give one per group, or one number for all."))
+    return values

@@ -21,6 +21,8 @@ class ParamScheduler:
     """Whether it steps after a validation, with its metrics."""
     counts: ClassVar[tuple[str, ...]] = ("begin", "end")
     """Arguments that count steps, and become iterations where epochs are turned into them."""
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """Arguments that the class gives itself, and a description does not."""
 
     def __init__(
         self,
@@ -42,8 +44,16 @@ class ParamScheduler:
         self.by_epoch = by_epoch
         self.verbose = verbose
         initial = f"initial_{param_name}"
-        for group in optimizer.param_groups:
-            group.setdefault(initial, read(group, param_name))
+        if isinstance(last_step, bool) or not isinstance(last_step, int) or last_step < -1:
+            message = f"{last_step!r} is not a number of steps"
+            raise ConfigError(Problem("param_scheduler.last_step", message, "Leave it out, or write -1 or more."))
+        for index, group in enumerate(optimizer.param_groups):
+            if last_step == -1:
+                group.setdefault(initial, read(group, param_name))
+            elif initial not in group:
+                message = f"{last_step}, but group {index} of the optimizer has no `{initial}`"
+                remedy = "Leave last_step out: a checkpoint brings the position of the schedule."
+                raise ConfigError(Problem("param_scheduler.last_step", message, remedy))
         self.base_values = [group[initial] for group in optimizer.param_groups]
         self.last_step = last_step
         self._global_step = -1

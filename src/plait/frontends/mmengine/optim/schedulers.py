@@ -30,7 +30,8 @@ def _of(kind: type[S], param: str, name: str) -> type[S]:
     def start(self: S, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, optimizer, param, *args, **kwargs)
 
-    made = type(name, (kind,), {"__init__": start, "__module__": __name__, "__doc__": kind.__doc__})
+    named = {"__init__": start, "__module__": __name__, "__doc__": kind.__doc__, "fixed": ("param_name",)}
+    made = type(name, (kind,), named)
     PARAM_SCHEDULERS.register_module(name=name, module=made)
     return made
 

@@ -1,0 +1,153 @@
+"""Looks at every step, and says what nobody would see in a log line: spikes, steps without targets, skipped ones."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+from plait.errors import DataError
+from plait.runner.signals import STOPPED
+from plait.runner.suspects import note
+from plait.spec import EventKind
+from plait.strategy import StepResult
+
+if TYPE_CHECKING:
+    from plait.runner.runner import Runner
+
+_TO_DEVIATION = 1.4826
+"""Times the median distance from the median: the standard deviation, of normal numbers."""
+_WINDOW, _LEAST = 100, 10
+"""How many losses a new one is compared with, and how many of them have to be known."""
+_LEAST_SPREAD = 0.05
+"""Of the median: a loss that hardly moves does not leap by moving a little."""
+
+
+def spike_limit(usual: Iterable[float], threshold: float, least_spread: float) -> float:
+    """What lies above it is a spike: the median, and `threshold` times the usual distance from it."""
+    known = list(usual)
+    middle = median(known)
+    spread = _TO_DEVIATION * median(abs(each - middle) for each in known)
+    return middle + threshold * max(spread, least_spread * abs(middle))
+
+
+class _Seen(NamedTuple):
+    """A step, and where in the data it was."""
+
+    result: StepResult
+    step: int
+    """Counted from 1."""
+    epoch: int
+    at: int
+
+
+class StepWatch:
+    """One run's steps. What it looks at is equal on every rank, so all of them say, or raise, the same.
+
+    A step whose numbers are on their way is looked at after the next one, so that nobody waits.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        guard = runner.config.train.guard
+        self._runner = runner
+        self._threshold = None if _goes_back(runner) else guard.spike
+        self._most_empty = guard.max_skips
+        self._before: _Seen | None = None
+        self._usual: deque[float] = deque(maxlen=_WINDOW)
+        self._limit = math.inf
+        self._high = False
+        """Whether the step before was part of a spike, of which was spoken already."""
+        self.steps = 0
+        self.skipped = 0
+        self._empty = self._empty_in_a_row = 0
+        self._highest_rate = 0.0
+        self._skips_before = runner.engine.skips.total
+
+    def add(self, result: StepResult) -> None:
+        """Take note of the step just done."""
+        runner = self._runner
+        self.steps += 1
+        self._highest_rate = max(self._highest_rate, result.lr)
+        seen: _Seen | None = _Seen(result, runner.step, runner.epoch, runner.step_in_epoch - 1)
+        if result.late:
+            seen, self._before = self._before, seen
+        if seen is not None:
+            self._look(seen)
+
+    def _look(self, seen: _Seen) -> None:
+        result = seen.result
+        if result.skipped:
+            self.skipped += 1
+        elif result.targets == 0:
+            self._count_empty(seen)
+        else:
+            self._empty_in_a_row = 0
+            if self._threshold is not None:
+                self._compare(seen, self._threshold)
+
+    def _count_empty(self, seen: _Seen) -> None:
+        self._empty += 1
+        self._empty_in_a_row += 1
+        if self._empty_in_a_row >= self._most_empty:
+            raise DataError(f"{self._empty_in_a_row} steps in a row had nothing to learn from: {_NO_TARGETS}")
+        if self._empty == 1:
+            self._runner.warn(f"step {seen.step} had nothing to learn from{self._samples(seen, 'no targets')}")
+
+    def _compare(self, seen: _Seen, threshold: float) -> None:
+        loss = seen.result.loss
+        if loss <= self._limit:
+            self._high = False
+            self._usual.append(loss)
+            if len(self._usual) >= _LEAST and (self._limit == math.inf or self.steps % _LEAST == 0):
+                self._limit = spike_limit(self._usual, threshold, _LEAST_SPREAD)
+        elif not self._high:
+            self._high = True
+            usual = median(self._usual) if self._usual else math.nan
+            why = f"loss {loss:.6g}, usually {usual:.6g}"
+            self._runner.warn(
+                f"the loss leapt from {usual:.4g} to {loss:.4g} at step {seen.step}{self._samples(seen, why)}. Lower "
+                "optim.lr, set train.clip_norm, or add the hook `rollback`, which goes back to a checkpoint"
+            )
+
+    def _samples(self, seen: _Seen, why: str) -> str:
+        runner = self._runner
+        if not hasattr(runner.loader, "sample_ids"):
+            return ""
+        return f"; {note(runner, seen.epoch, seen.at, step=seen.step, why=why)}"
+
+    def end(self) -> None:
+        """Look at what is left, and say what the run as a whole was like; a run that learned nothing is an error."""
+        if self._before is not None:
+            self._look(self._before)
+            self._before = None
+        if self.steps == 0:
+            return
+        runner, found = self._runner, self._runner.engine.skips
+        not_finite = max(found.total - self._skips_before, 0)
+        if runner.stop_reason not in STOPPED:
+            found.end_of_run(not_finite, self.steps)
+        if self._empty and self._empty == self.steps - self.skipped:
+            raise DataError(f"none of the {self.steps} steps had anything to learn from: {_NO_TARGETS}")
+        if not_finite:
+            text = f"{not_finite} of {self.steps} steps were skipped: their loss or gradient was not finite"
+            runner.warn(f"{text}. The samples are in suspects.jsonl")
+        if sought := self.skipped - not_finite:
+            text = f"{sought} of {self.steps} steps were skipped while the loss scale was being found"
+            if sought == self.steps:
+                runner.warn(f"{text}: nothing was learned. Lower precision.scaler.initial_power, or train longer")
+            else:
+                runner.emit(EventKind.MESSAGE, level="info", text=text)
+        if self._empty:
+            runner.warn(f"{self._empty} of {self.steps} steps had no targets, and nothing to learn from")
+        if self._highest_rate == 0.0:
+            runner.warn(f"the learning rate was 0 at all {self.steps} steps: nothing was learned; see `schedule`")
+
+
+_NO_TARGETS = "their count of targets is 0. Are all texts empty, all labels -100, or all answers skipped?"
+
+
+def _goes_back(runner: Runner) -> bool:
+    """Whether the hook `rollback` watches the loss, and speaks about it."""
+    return any(hook.type == "rollback" for hook in runner.config.hooks)
