@@ -47,7 +47,7 @@ def gradient_hooks(model: nn.Module) -> dict[str, str]:
 
 
 def why_not_on_meta(model: nn.Module) -> str | None:
-    """Why a model on the meta device would lose something when its tensors are given memory; None where it would not."""
+    """Why a model on the meta device would lose something once it is given memory; None where it would not."""
     for name, hook in gradient_hooks(model).items():
         return f"the parameter {name!r} has a gradient hook ({hook})"
     shared = memory_in_common(model)
