@@ -9,7 +9,8 @@ else makes such numbers again, module by module. That is, in this order:
 - of a model that came as an object, whose constructor nobody watched: each module's `reset_parameters`.
 `init_weights` is left out where it would lose something: where the constructor wrote tensors into what it fills, or
 wrote over what it had written, as those do that give some weights another deviation at the end. Where nothing of this
-can be done, or a tensor is no parameter and no buffer, the model is built for real.
+can be done, or the model has something that would stay behind on the meta device (a gradient hook, a tensor that is no
+parameter and no buffer: `why_not_on_meta`), the model is built for real.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from plait.parallel.attachments import why_not_on_meta
 from plait.parallel.recording import Record, Step
 from plait.parallel.replay import direct_tensors, find_replay
 
@@ -48,7 +50,7 @@ def find_initializer(model: nn.Module, built: Record | None = None) -> Initializ
     `built` is the record of the model's construction; without it the model's own word has to do.
     See [Note: when a model may be built without values].
     """
-    if not all(tensor.is_meta for tensor in _tensors(model)) or _has_loose_tensors(model):
+    if not all(tensor.is_meta for tensor in _tensors(model)) or why_not_on_meta(model) is not None:
         return None
     declared = _declared(model)
     if built is None:
@@ -115,8 +117,3 @@ def _loses(before: list[Step], made: list[Step]) -> bool:
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.parameters()
     yield from model.buffers()
-
-
-def _has_loose_tensors(model: nn.Module) -> bool:
-    """Tensors that are plain attributes: nothing would ever give them values."""
-    return any(isinstance(value, Tensor) for module in model.modules() for value in vars(module).values())

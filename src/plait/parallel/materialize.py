@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,15 +21,17 @@ from plait.world import is_sharded, local_part
 
 
 def give_storage(model: nn.Module, device: torch.device, *, then: Callable[[nn.Module], None] | None = None) -> None:
-    """Allocate every tensor that is still on the meta device, keeping tied parameters tied.
+    """Allocate every tensor that is still on the meta device, keeping tied parameters and shared buffers tied.
 
     Of a sharded model `then` may take each unit's memory away again, before the next unit gets its own.
     """
-    ties: dict[int, list[tuple[nn.Module, str]]] = {}
+    ties: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for module in model.modules():
-        for key, param in module._parameters.items():
-            if param is not None:
-                ties.setdefault(id(param), []).append((module, key))
+        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in held:
+            for key, tensor in tensors.items():
+                if tensor is not None:
+                    ties.setdefault(id(tensor), []).append((tensors, key))
     if then is None:
         model.to_empty(device=device)
     else:
@@ -37,8 +40,8 @@ def give_storage(model: nn.Module, device: torch.device, *, then: Callable[[nn.M
                 inner.to_empty(device=device, recurse=False)
             then(module)
     for (first, first_key), *others in ties.values():
-        for module, key in others:
-            module._parameters[key] = first._parameters[first_key]
+        for tensors, key in others:
+            tensors[key] = first[first_key]
 
 
 def _own_modules(unit: nn.Module) -> list[nn.Module]:
@@ -95,6 +98,8 @@ def _initialize_module(
         )
         for key, p in held.items()
     }
+    for key, param in held.items():
+        vars(whole[key]).update(vars(param))  # an initializer may ask for what was set on a parameter
     module._parameters.update(whole)
     try:
         initializer(module)

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +130,26 @@ def shard(
     if not at_once:
         _prefetch([u.module for u in units], options)
     return ShardedGradients(root, options.stage)
+
+
+def carry_attributes(model: nn.Module, names: AbstractSet[str]) -> None:
+    """Give whole parameters, once they are gathered, these attributes of the sharded ones."""
+    for module in model.modules():
+        state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+        if state is not None and state._fsdp_param_group is not None:
+            for param in state._fsdp_param_group.fsdp_params:
+                param.init_unsharded_param = _with_attributes(param, names)
+
+
+def _with_attributes(param: Any, names: AbstractSet[str]) -> Callable[[], None]:
+    init_unsharded_param = param.init_unsharded_param
+
+    def gathered() -> None:
+        init_unsharded_param()
+        own = vars(param.sharded_param)
+        vars(param._unsharded_param).update({name: own[name] for name in names if name in own})
+
+    return gathered
 
 
 def _shard_fp32_modules(model: nn.Module, common: dict[str, Any], policy: Policy) -> None:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from plait.config.data import unit_of
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, PlaitError, Problem, in_one_line
+from plait.parallel.attachments import attributes_of, give_attributes
 from plait.plan.expectation import Forecast
 from plait.plan.hardware import Hardware, find_hardware, hardware_here
 from plait.plan.ladder import Ladder
@@ -94,11 +95,15 @@ def _maker(model: Any) -> Any:
     if not isinstance(model, nn.Module):
         return model
 
+    attributes = attributes_of(model)
+
     def make() -> nn.Module:
         tensors: dict[int, Any] = {id(buffer): torch.empty_like(buffer) for buffer in model.buffers()}
         for param in model.parameters():
             tensors[id(param)] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype), param.requires_grad)
-        return copy.deepcopy(model, tensors)
+        made = copy.deepcopy(model, tensors)
+        give_attributes(made, attributes)
+        return made
 
     return make
 

@@ -101,7 +101,7 @@ def _from_few(
     few, more = (shortened(config, ranks, hardware.per_host, stage, count, lengths) for count in groups)
     short = _simulated(few.config, hardware, layers=few.layers, **options)
     longer = _simulated(more.config, hardware, layers=more.layers, **options)
-    times = (lengths.layers / lengths.period - groups[0]) / (groups[1] - groups[0])
+    times = (lengths.groups - groups[0]) / (groups[1] - groups[0])
     account = short.account.stretched(longer.account, times)
     account = account.repeated(lengths.micro_batches / lengths.least_micro_batches)
     account = _completed(account, longer.account)
@@ -114,8 +114,7 @@ def _from_few_micro_batches(
     config: RunConfig, hardware: Hardware, lengths: Lengths, stage: int, options: dict[str, Any]
 ) -> Simulated:
     """All layers, and as few micro-batches as will do."""
-    groups = lengths.layers // lengths.period
-    short = shortened(config, options["ranks"], hardware.per_host, stage, groups, lengths)
+    short = shortened(config, options["ranks"], hardware.per_host, stage, lengths.groups, lengths)
     found = _simulated(short.config, hardware, layers=short.layers, **options)
     account = found.account.repeated(lengths.micro_batches / lengths.least_micro_batches)
     return replace(found, account=account, flops_per_token=None, trail=[])

@@ -12,11 +12,13 @@ import torch
 from plait.config.batch import resolve_batch
 from plait.config.depth import depth_of, with_depth
 from plait.config.layout import resolve_layout
-from plait.config.model import ImportedModel, MoeConfig
+from plait.config.model import HFConfig, ImportedModel, MoeConfig
 from plait.config.run import RunConfig
 from plait.config.train import BatchConfig
 from plait.models import build_model
 
+_MOST_GROUPS = 4
+"""Groups of layers that the longest of the short models has."""
 _SPARE = 2
 """Micro-batches beyond those that a pipeline has under way: one that begins, one that ends."""
 
@@ -38,6 +40,8 @@ class Lengths:
     """Layers of the rank."""
     period: int
     """Layers come in groups of so many that are alike."""
+    head: int
+    """Layers before the first of these groups, which are of other kinds."""
     micro_batches: int
     least_micro_batches: int
     """With so many, memory is as full as it gets."""
@@ -45,7 +49,12 @@ class Lengths:
     @property
     def is_short(self) -> bool:
         """Whether nothing is gained by leaving layers out."""
-        return self.layers <= 5 * self.period
+        return self.layers <= self.head + 5 * self.period
+
+    @property
+    def groups(self) -> int:
+        """How many groups there are."""
+        return (self.layers - self.head) // self.period
 
     @property
     def repeats(self) -> bool:
@@ -66,26 +75,32 @@ def lengths_of(config: RunConfig, ranks: int, per_host: int, stage: int) -> Leng
         return None
     layout = resolve_layout(strategy, size=ranks, local_size=per_host)
     batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=strategy.pipeline.micro_batches)
-    period = strategy.recompute.every if strategy.recompute.mode == "every" else 1
-    if isinstance(config.model, MoeConfig):
+    period = every = strategy.recompute.every if strategy.recompute.mode == "every" else 1
+    head = 0
+    if isinstance(config.model, HFConfig):
+        found = _rhythm(config, layers, every)
+        if found is None:
+            return None
+        head, period = found
+    elif isinstance(config.model, MoeConfig):
         period = lcm(period, config.model.moe_every)
     least = 3
     if layout.pp > 1:
-        if period > 1 or strategy.pipeline.split == "time":
+        if period > 1 or head or strategy.pipeline.split == "time":
             return None
         counts = _stage_layers(config, layout.pp)
         if strategy.pipeline.schedule not in ("1f1b", "gpipe") or min(counts) < 1:
             return None
         layers = counts[stage]
         least = batch.accumulation if strategy.pipeline.schedule == "gpipe" else layout.pp - stage + _SPARE
-    elif layers % period:
+    elif (layers - head) % period:
         return None
-    return Lengths(layers, period, batch.accumulation, min(least, batch.accumulation))
+    return Lengths(layers, period, head, batch.accumulation, min(least, batch.accumulation))
 
 
 def shortened(config: RunConfig, ranks: int, per_host: int, stage: int, groups: int, lengths: Lengths) -> Shorter:
     """With `groups` groups of layers on the ranks of this stage, and as few micro-batches as will do."""
-    layers = groups * lengths.period
+    layers = lengths.head + groups * lengths.period
     strategy = config.strategy
     layout = resolve_layout(strategy, size=ranks, local_size=per_host)
     changes: dict[str, Any] = {}
@@ -107,6 +122,43 @@ def shortened(config: RunConfig, ranks: int, per_host: int, stage: int, groups: 
 def _with_layers(config: RunConfig, layers: int) -> RunConfig:
     assert config.model is not None
     return config.model_copy(update={"model": with_depth(config.model, layers)})
+
+
+def _rhythm(config: RunConfig, layers: int, every: int) -> tuple[int, int] | None:
+    """How many layers of a `transformers` model come before those that repeat, and after how many these repeat.
+
+    A model may have dense layers before its mixtures of experts, or another kind of attention in every fourth layer.
+    None where its layers cannot be told apart, or where a shorter model has other ones.
+    """
+    kinds = _kinds(config, layers)
+    if kinds is None:
+        return None
+    marked = [(kind, index % every) for index, kind in enumerate(kinds)]
+    found = []
+    for period in range(every, max(layers // 2, every) + 1, every):
+        unlike = [index for index in range(period, layers) if marked[index] != marked[index - period]]
+        head = unlike[-1] - period + 1 if unlike else 0
+        head += (layers - head) % period
+        found.append((head, period))
+    head, period = min(found, key=lambda each: each[0] + _MOST_GROUPS * each[1])
+    shorter = head + _MOST_GROUPS * period
+    if shorter < layers and _kinds(_with_layers(config, shorter), shorter) != kinds[:shorter]:
+        return None
+    return head, period
+
+
+def _kinds(config: RunConfig, layers: int) -> list[object] | None:
+    """What each layer of a described `transformers` model is made of; None where it has not so many."""
+    assert config.model is not None
+    with torch.device("meta"):
+        model: Any = build_model(config.model)
+    blocks = [module for module in model.modules() if isinstance(module, model.block_classes)]
+    if len(blocks) != layers:
+        return None
+    text = model.config.get_text_config()
+    types = [getattr(text, key, None) or [None] * layers for key in ("layer_types", "mlp_layer_types")]
+    made_of = [tuple((name, param.shape, param.dtype) for name, param in each.named_parameters()) for each in blocks]
+    return list(zip(made_of, *types, strict=False))
 
 
 def _layer_names(config: RunConfig) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
+from plait.ops.triton import without_values
 from plait.parallel.pipeline.outline import Call, Extent, Outline, as_keywords, keep_only, parameters_in
 
 _OF_THE_FIRST = ("input_ids", "token_type_ids")
@@ -226,7 +227,7 @@ class _Later:
 
         def look(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             arrived = args[0] if args else kwargs.get("hidden_states")
-            if not isinstance(arrived, Tensor) or not torch.equal(arrived.detach(), handed.detach()):
+            if not isinstance(arrived, Tensor) or not _equal(arrived.detach(), handed.detach()):
                 raise ModelError(
                     f"{type(module).__name__} changes the embeddings that it is given before its first layer "
                     "(it scales them, perhaps), so its stages cannot hand hidden states to each other; "
@@ -241,6 +242,13 @@ class _Later:
             watch.remove()
             layer._compiled_call_impl = compiled
         self._checked = True
+
+
+def _equal(arrived: Tensor, handed: Tensor) -> bool:
+    """Whether they have the same values; in a plan, which has none, the same shape."""
+    if without_values(handed):
+        return arrived.shape == handed.shape
+    return torch.equal(arrived, handed)
 
 
 def _without_cache(keywords: dict[str, Any], module: nn.Module) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from plait.config.run import RunConfig
 from plait.optim import GroupSpec, ViewGroup, build_optimizer, split_groups
 from plait.parallel import materialize
+from plait.parallel.attachments import attributes_of, give_attributes
 from plait.parallel.buffers import persistent_buffers
 from plait.parallel.recompute import apply_recompute
 from plait.parallel.units import find_units
@@ -58,7 +59,9 @@ def build_whole(config: RunConfig, world: World, model: ModelSource) -> Built:
         if world.everyone is not None:
             materialize.copy_from_main(module, world.everyone, world.device)
     else:
+        attributes = attributes_of(module)
         materialize.give_storage(module, host)
+        give_attributes(module, attributes)
         materialize.initialize(module, initializer, seed=config.seed, device=world.device)
     if model is None:
         load_pretrained_into(module, module, config)

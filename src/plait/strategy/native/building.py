@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from plait.config.files import read_json_object
 from plait.config.run import RunConfig
 from plait.errors import ModelError
 from plait.models import build_model
+from plait.ops.triton import without_values
 from plait.parallel import materialize
+from plait.parallel.attachments import why_not_on_meta
 from plait.parallel.initializer import Initializer, find_initializer
 from plait.parallel.recording import Record
-from plait.world import seed_everything
+from plait.spec import Note
+from plait.world import is_sharded, seed_everything
 
 ModelSource = nn.Module | Callable[[], nn.Module] | None
+Say = Callable[[str], None]
 
 
-def build_module(config: RunConfig, model: ModelSource) -> tuple[nn.Module, Initializer | None]:
+def build_module(
+    config: RunConfig, model: ModelSource, *, say: Say = lambda _text: None
+) -> tuple[nn.Module, Initializer | None]:
     """The module, and what will give it values; no such thing where it has them already."""
+    module, initializer = _build(config, model, say)
+    _check_parameters(module, say)
+    return module, initializer
+
+
+def _build(config: RunConfig, model: ModelSource, say: Say) -> tuple[nn.Module, Initializer | None]:
     if isinstance(model, nn.Module):
-        return model, _initializer_of(model)
+        return model, _initializer_of(model, say)
     described = config.model if model is None else None
     if model is None:
         if described is None:
@@ -32,9 +45,10 @@ def build_module(config: RunConfig, model: ModelSource) -> tuple[nn.Module, Init
         model = partial(build_model, described, trust_code=config.trust_code)
     if config.strategy.meta_init:
         seed_everything(config.seed, 0)  # a constructor may choose constants by Python's generator
-        module, initializer = _build_on_meta(model)
-        if module is not None and initializer is not None:
-            return module, initializer
+        on_meta, reason = _build_on_meta(model)
+        if on_meta is not None:
+            return on_meta
+        say(Note(f"the model is built on a real device, whole on every rank, and not on the meta device: {reason}"))
     seed_everything(config.seed, 0)  # whatever the constructor draws, the seed decides
     module = model()
     # Plait's own models start from the same values wherever they are built.
@@ -42,26 +56,77 @@ def build_module(config: RunConfig, model: ModelSource) -> tuple[nn.Module, Init
     return module, getattr(module, "init_weights") if own else None  # noqa: B009
 
 
-def _build_on_meta(model: Callable[[], nn.Module]) -> tuple[nn.Module | None, Initializer | None]:
+def _build_on_meta(model: Callable[[], nn.Module]) -> tuple[tuple[nn.Module, Initializer] | None, str]:
+    """A model without memory and what will give it values, or the reason why there is no such thing."""
     try:
         with torch.device("meta"), Record() as built:
             module = model()
-    except (RuntimeError, NotImplementedError):  # a constructor that looks at values; if not, it fails again soon
-        return None, None
-    return module, find_initializer(module, built)
+    except (RuntimeError, NotImplementedError) as error:  # a constructor that looks at values; if not, it fails again
+        return None, f"its constructor raised {type(error).__name__} there: {str(error).partition(chr(10))[0]}"
+    initializer = find_initializer(module, built)
+    if initializer is None:
+        return None, why_not_on_meta(module) or "what its constructor did cannot be repeated module by module"
+    return (module, initializer), ""
 
 
-def _initializer_of(module: nn.Module) -> Initializer | None:
+def _initializer_of(module: nn.Module, say: Say) -> Initializer | None:
     """What gives values to a model that was given as an object: nothing, unless it lies on the meta device."""
-    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+    lie_on_meta = [name for name, tensor in _named_tensors(module) if not is_lazy(tensor) and tensor.is_meta]
+    if not lie_on_meta:
         return None
+    kind = type(module).__name__
     initializer = find_initializer(module)
     if initializer is None:
-        raise ModelError(
-            f"the {type(module).__name__} lies on the meta device, and nothing can give it values: some of its "
-            "modules have no reset_parameters. Add init_weights(module) to the model, or build it on a real device"
+        all_there = all(tensor.is_meta for _, tensor in _named_tensors(module))
+        reason = why_not_on_meta(module) or (
+            "some of its modules have no reset_parameters" if all_there else "others of its tensors have values already"
         )
+        raise ModelError(
+            f"the {kind} lies on the meta device (as {lie_on_meta[0]!r} does), and nothing can give it values: "
+            f"{reason}. Add init_weights(module) to the model, give a function that makes it, or build it on a real "
+            "device"
+        )
+    say(Note(f"the {kind} lies on the meta device: all of its weights are initialized anew"))
     return initializer
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _check_parameters(module: nn.Module, say: Say) -> None:
+    """Refuse parameters that nothing can train, and say where training starts from numbers that are not finite."""
+    for name, param in module.named_parameters():
+        if is_lazy(param):
+            raise ModelError(
+                f"the parameter {name!r} has no shape yet (it belongs to a lazy module): call the model once on a "
+                "batch before it is prepared"
+            )
+        if param.shape == (0,):
+            raise ModelError(
+                f"the parameter {name!r} has shape (0,), as after deepspeed.zero.Init or another library that keeps "
+                "weights elsewhere: build the model without that, or load its weights before it is prepared"
+            )
+    there = [(name, param) for name, param in module.named_parameters() if _has_values(param)]
+    _say_not_finite([name for name, param in there if not _is_finite(param.detach())], say)
+
+
+def _is_finite(values: Tensor) -> bool:
+    return bool(torch.isfinite(values).all())
+
+
+def _say_not_finite(names: Sequence[str], say: Say) -> None:
+    if names:
+        say(
+            f"{len(names)} parameters have initial values that are not finite (NaN or infinite), the first is "
+            f"{names[0]!r}: look at how the model is initialized, or at the weights that were loaded"
+        )
+
+
+def _has_values(param: nn.Parameter) -> bool:
+    numbers = param.is_floating_point() or param.is_complex()
+    return numbers and not param.is_meta and not without_values(param) and not is_sharded(param)
 
 
 SMALLER_RANGE = (
@@ -70,7 +135,7 @@ SMALLER_RANGE = (
 )
 
 
-def warn_of_smaller_range(config: RunConfig, module: nn.Module, say: Callable[[str], None]) -> None:
+def warn_of_smaller_range(config: RunConfig, module: nn.Module, say: Say) -> None:
     """Say that weights which were trained in bf16 are about to be computed with in fp16."""
     if config.precision.compute == "fp16" and "bfloat16" in (_stored_dtype(config), _own_dtype(module)):
         say(SMALLER_RANGE)
@@ -103,7 +168,12 @@ def _own_dtype(module: nn.Module) -> str | None:
 
 
 def load_pretrained_into(
-    skeleton: nn.Module, module: nn.Module, config: RunConfig, *, keep: materialize.Keep | None = None
+    skeleton: nn.Module,
+    module: nn.Module,
+    config: RunConfig,
+    *,
+    keep: materialize.Keep | None = None,
+    say: Say = lambda _text: None,
 ) -> None:
     """Fill a model, or the stages of one that this rank holds, from a folder of `transformers`.
 
@@ -117,10 +187,15 @@ def load_pretrained_into(
 
     tensors: dict[str, Tensor] = {**dict(module.named_buffers()), **dict(module.named_parameters())}
 
+    wrong: list[str] = []
+
     def put(name: str, whole: Tensor) -> None:
         if name in tensors:
             tensor = tensors[name]
+            if not without_values(whole) and whole.is_floating_point() and not _is_finite(whole):
+                wrong.append(name)
             if keep is None or not isinstance(tensor, nn.Parameter) or not keep(tensor, whole):
                 materialize.assign_whole(tensor, whole)
 
     load_pretrained(skeleton, folder, put)
+    _say_not_finite(wrong, say)

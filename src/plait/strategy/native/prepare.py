@@ -36,6 +36,7 @@ from plait.optim import (
 )
 from plait.optim.one_pass import OnePassAdam
 from plait.parallel import compiling, materialize, recompute
+from plait.parallel.attachments import attributes_of, give_attributes
 from plait.parallel.gradients import Gradients, as_one
 from plait.parallel.hf import train_without_caches
 from plait.parallel.offload.activations import offload_activations
@@ -54,7 +55,16 @@ from plait.strategy.native.offloading import Offloading
 from plait.strategy.native.recomputing import choose_ways, count_whole, gradients_come_late
 from plait.strategy.native.recorded import Recording
 from plait.strategy.native.replicated import replicate
-from plait.strategy.native.spread import joined, rebound, shard_part, split_stages, spread_axes, staged_steps
+from plait.strategy.native.spread import (
+    carry_attributes,
+    joined,
+    rebound,
+    refuse_exchange,
+    shard_part,
+    split_stages,
+    spread_axes,
+    staged_steps,
+)
 from plait.strategy.native.update import Updater
 from plait.strategy.native.views import ShardViews, Views, trainable
 from plait.world import World, make_deterministic, seed_everything
@@ -109,7 +119,9 @@ def prepare_native(
     choose_attention(strategy.attention, device)
 
     # ---- 1. build
-    module, initializer = build_module(config, model)
+    module, initializer = build_module(config, model, say=say)
+    refuse_exchange(config, world, module, accumulation=accumulation if whole_steps else 1)
+    attributes = attributes_of(module)
     warn_of_smaller_range(config, module, say)
     if initializer is None and world.everyone is not None:
         materialize.copy_from_main(module, world.everyone, device)
@@ -165,10 +177,12 @@ def prepare_native(
             cast_parameters(part, policy.compute)
         if sharded:
             collectors.append(shard_part(part, units, experts, config, policy, world))
+            carry_attributes(part, attributes)
         if initializer is None:
             part.to(device)
         else:
             materialize.give_storage(part, device, then=None if away is None else away.take_params)
+        give_attributes(part, attributes)
         if away is not None:
             away.take_aside(part)
             if len(parts) == 1:  # else parts may come to share parameters yet
@@ -179,7 +193,7 @@ def prepare_native(
     if away is not None and len(parts) > 1:
         away.open(whole, all_units)
     if model is None:
-        load_pretrained_into(skeleton, whole, config, keep=keep)
+        load_pretrained_into(skeleton, whole, config, keep=keep, say=say)
     if stages and hasattr(skeleton, "flops_per_token"):
         whole.flops_per_token = skeleton.flops_per_token  # of the model, not of a stage
 

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from plait.config.run import RunConfig
-from plait.errors import ConfigError, Problem
+from plait.errors import ConfigError, ModelError, Problem
+from plait.ops.triton import without_values
+from plait.parallel.attachments import Attributes, gradient_hooks, held_elsewhere, memory_in_common
 from plait.parallel.gradients import Gradients
 from plait.parallel.initializer import Initializer, InTurn
 from plait.parallel.replay import Replay
 from plait.parallel.units import Unit
-from plait.precision import Policy
+from plait.precision import Policy, make_policy
 from plait.strategy.native.views import Views
-from plait.world import World
+from plait.world import World, is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +34,61 @@ if TYPE_CHECKING:
 
 _ONE_MESSAGE = 25 << 20
 """Bytes: as much as DistributedDataParallel sends at once."""
+
+
+def refuse_exchange(config: RunConfig, world: World, module: nn.Module, *, accumulation: int) -> None:
+    """Refuse a model with something on its parameters that this layout cannot honour.
+
+    [Note: what a gradient hook may see] A hook gets what one backward pass gives on one rank. Only where that is the
+    step's gradient, divided by the step's number of targets, does the hook do the same as in a plain loop.
+    """
+    strategy = config.strategy
+    ranks, on_host = world.size, strategy.offload.on
+    if ranks > 1 or accumulation > 1 or on_host or strategy.graphs is True:
+        for name, hook in gradient_hooks(module).items():
+            where = (
+                f"{ranks} ranks sum their gradients"
+                if ranks > 1
+                else f"{accumulation} micro-batches are summed (batch.accumulation)"
+                if accumulation > 1
+                else "strategy.offload moves the parameter"
+                if on_host
+                else "strategy.graphs replays the backward pass without Python"
+            )
+            raise ModelError(
+                f"the parameter {name!r} has a gradient hook ({hook}), which would not see the step's whole gradient: "
+                f"{where}. Write what it does into the forward pass (`weight * mask + (weight * (1 - mask)).detach()` "
+                "for a mask), or train on one process with one micro-batch per step, without offload and graphs"
+            )
+    exchanged = (strategy.stage > 0 and ranks > 1) or world.layout.tp * world.layout.ep * world.layout.pp > 1 or on_host
+    if exchanged:
+        _refuse_references(module)
+    rounds = make_policy(config.precision).mixed
+    if exchanged or rounds or any(param.device != world.device for param in module.parameters()):
+        shared = memory_in_common(module)
+        if shared is not None:
+            raise ModelError(
+                f"{shared[0]!r} and {shared[1]!r} share their memory without being one tensor, and would become two: "
+                "register one of them, and take the other from it in the forward pass"
+            )
+
+
+def _refuse_references(module: nn.Module) -> None:
+    name_of = {id(param): name for name, param in module.named_parameters()}
+    for place, tensor in held_elsewhere(module):
+        if id(tensor) in name_of:
+            raise ModelError(
+                f"{place} holds the parameter {name_of[id(tensor)]!r} outside of the module that registers it, and "
+                "would keep the tensor from before it is sharded: get it from its module in the forward pass, or "
+                "train without strategy.zero, offload and tensor, expert and pipeline ranks"
+            )
+    for name, param in module.named_parameters():
+        if type(param) is not nn.Parameter and not is_sharded(param) and not without_values(param):
+            raise ModelError(
+                f"the parameter {name!r} is a {type(param).__name__}, a class of its own, which a shard of it would "
+                "not be: use nn.Parameter, or train without strategy.zero, offload and tensor, expert and pipeline "
+                "ranks"
+            )
 
 
 def split_stages(module: nn.Module, config: RunConfig, world: World, example: Any, *, sharded: bool) -> list[Stage]:
@@ -128,6 +185,14 @@ def shard_part(
         experts=shared,
         at_once=_is_one_message(part, config),
     )
+
+
+def carry_attributes(part: nn.Module, attributes: Attributes) -> None:
+    """Let the whole parameters that a sharded model gathers have the attributes of those that they stand for."""
+    if attributes:
+        from plait.parallel import zero
+
+        zero.carry_attributes(part, frozenset(key for own in attributes.values() for key in own))
 
 
 def _cut_once_more(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
