@@ -3,14 +3,13 @@
 from plait.errors import MissingExtraError
 
 try:
-    import prometheus_client
-    import starlette
-    import uvicorn
-except ImportError as missing:
-    raise MissingExtraError(missing.name or "starlette", "plait serve", "serve") from missing
-
-from plait.generate.serve.app import HERE
-from plait.generate.serve.limits import Limits
-from plait.generate.serve.server import Server
+    from plait.generate.serve.app import HERE
+    from plait.generate.serve.limits import Limits
+    from plait.generate.serve.server import Server
+except ModuleNotFoundError as missing:
+    package = (missing.name or "").partition(".")[0]
+    if package not in ("prometheus_client", "starlette", "uvicorn"):
+        raise
+    raise MissingExtraError(package, "plait serve", "serve") from missing
 
 __all__ = ["HERE", "Limits", "Server"]
