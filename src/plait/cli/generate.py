@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from plait.config.encoding import as_utf8
 from plait.errors import DataError, GenerateError
 from plait.generate.options import Sampling
 from plait.generate.perplexity import Perplexity, measure_perplexity
+from plait.generate.printable import printable
 from plait.generate.side_by_side import page_of
 from plait.generate.speaker import Speaker, Turn
 from plait.posttrain.data.records import Message
@@ -68,7 +70,8 @@ def generate(
         for row, question, (answer, completion) in zip(answers, asked, found, strict=True):
             row.append(answer)
             if html is None:
-                typer.echo(question.text + answer)
+                text = question.text + answer
+                typer.echo(printable(text, keep="\n\t") if sys.stdout.isatty() else text)
             if completion.finish_reason == "length" and len(completion.tokens) < sampling.max_new_tokens:
                 typer.echo(f"({each} sees {speaker.generator.context} tokens: no room for more)", err=True)
         if judge is not None and asked:

@@ -12,6 +12,7 @@ from tests.unit.generate.test_generate_batch import KINDS, make, some_prompts
 from plait.errors import ContextError
 from plait.generate import Generator, Sampling
 from plait.generate.continuous import ContinuousBatch, Row, Token
+from plait.generate.printable import printable
 from plait.generate.speaker import AnswerText, Speaker, Turn, cut
 from plait.ops.chance import Chance, with_seed
 
@@ -207,3 +208,9 @@ def test_a_long_conversation_is_not_written_down_for_each_turn(speaker: Speaker,
 def test_a_last_turn_that_is_too_long_is_refused_with_its_length(speaker: Speaker) -> None:
     with pytest.raises(ContextError, match="256"):
         speaker.ask([Turn("user", "a"), Turn("assistant", "b"), Turn("user", "word " * 600)])
+
+
+def test_what_steers_a_terminal_is_shown_and_what_belongs_to_a_text_stays() -> None:
+    assert printable("a\x1b[2J\r\n\x9b1m\u202eb\ud83d") == r"a\x1b[2J\r\n\x9b1m\u202eb\ud83d"
+    text = "naïve\u00a0漢字\u3000👨\u200d👩 می\u200cخواهم\n\tx"
+    assert printable(text, keep="\n\t") == text

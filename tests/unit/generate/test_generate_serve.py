@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +191,7 @@ def test_log_probabilities_are_the_models_own(speaker: Speaker, stream: bool) ->
             assert choice.logprobs is not None
             tokens = choice.logprobs.content or []
         prompt = speaker.ask([Turn("user", "hello")]).tokens
-        ((text, completion),) = speaker.write([prompt], Sampling(8, seed=1))
+        ((_, completion),) = speaker.write([prompt], Sampling(8, seed=1))
         assert [token.logprob for token in tokens] == pytest.approx(completion.logprobs, abs=1e-5)
         assert [token.token for token in tokens] == [speaker.tokenizer.decode([each]) for each in completion.tokens]
         for token in tokens:
@@ -447,10 +447,8 @@ def test_slow_clients_neither_block_the_others_nor_stay(speaker: Speaker) -> Non
         def trickle() -> None:
             while not done[0]:
                 for each in slow[:32]:
-                    try:
+                    with suppress(OSError):
                         each.sendall(b"a")
-                    except OSError:
-                        pass
                 time.sleep(0.2)
 
         thread = threading.Thread(target=trickle)
