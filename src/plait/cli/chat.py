@@ -11,6 +11,7 @@ import typer
 from plait.cli.speaking import Opening, open_speaker
 from plait.errors import GenerateError
 from plait.generate.options import Sampling
+from plait.generate.printable import printable
 from plait.generate.speaker import Speaker, Turn
 
 _COMMAND = re.compile(r"/[a-z]+")
@@ -23,7 +24,7 @@ def chat(path: str, sampling: Sampling, opening: Opening, *, system: str | None 
     first = [Turn("system", system)] if system else []
     turns, shows = list(first), sys.stdin.isatty()
     if shows:
-        typer.secho(f"{speaker.name}: {HELP}", dim=True)
+        typer.secho(f"{printable(speaker.name)}: {HELP}", dim=True)
     while (said := _ask(shows)) is not None:
         if said in ("/quit", "/exit"):
             break
@@ -53,7 +54,10 @@ def _ask(shows: bool) -> str | None:
 
 
 def _answer(speaker: Speaker, turns: list[Turn], sampling: Sampling) -> str | None:
-    """Print the answer as it comes; what was said before an interruption counts. None where there is none."""
+    """Print the answer as it comes; what was said before an interruption counts. None where there is none.
+
+    A model may write escape sequences, and a terminal would follow them: they are shown instead.
+    """
     said: list[str] = []
     try:
         asked = speaker.ask(turns)
@@ -61,7 +65,7 @@ def _answer(speaker: Speaker, turns: list[Turn], sampling: Sampling) -> str | No
             typer.secho(f"({asked.left_out} earliest turns have no room any more)", dim=True, err=True)
         for piece in speaker.tell(asked.tokens, sampling):
             said.append(piece.text)
-            typer.echo(piece.text, nl=False)
+            typer.echo(printable(piece.text, keep="\n\t"), nl=False)
             sys.stdout.flush()
     except KeyboardInterrupt:
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from plait.config.files import parse_json
 from plait.errors import DataError, GenerateError
 from plait.generate.options import Sampling
 from plait.generate.perplexity import Perplexity, measure_perplexity
+from plait.generate.printable import printable
 from plait.generate.side_by_side import page_of
 from plait.generate.speaker import Speaker, Turn
 from plait.posttrain.data.records import Message
@@ -73,7 +75,8 @@ def generate(
         for row, question, (answer, completion) in zip(answers, asked, found, strict=True):
             row.append(answer)
             if html is None:
-                typer.echo(question.text + answer)
+                text = question.text + answer
+                typer.echo(printable(text, keep="\n\t") if sys.stdout.isatty() else text)
             if completion.finish_reason == "length" and len(completion.tokens) < sampling.max_new_tokens:
                 typer.echo(f"({each} sees {speaker.generator.context} tokens: no room for more)", err=True)
         if judge is not None and asked:

@@ -9,7 +9,8 @@ import typer
 
 from plait.cli.speaking import Opening, open_speaker
 from plait.errors import GenerateError
-from plait.generate.serve.server import HERE, Limits, Server
+from plait.generate.printable import printable
+from plait.generate.serve import HERE, Limits, Server
 
 
 def serve(
@@ -21,17 +22,14 @@ def serve(
     token = None if open_to_all else _token(token_file)
     speaker = open_speaker(path, opening)
     try:
-        server = Server(speaker, host=host, port=port, token=token, limits=limits, log=lambda line: typer.echo(line))
+        server = Server(speaker, host=host, port=port, token=token, limits=limits, log=typer.echo)
     except OSError as error:
         raise GenerateError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
-    with server:
-        shown = "" if token is None else f"/#token={token}" if token_file is None else "/ (token from the file)"
-        typer.echo(f"{speaker.name}: {server.url}{shown}")
-        typer.echo(f"OpenAI-compatible: {server.url}/v1 (chat/completions, completions, models)")
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            typer.echo("stopped")
+    shown = "" if token is None else f"/#token={token}" if token_file is None else "/ (token from the file)"
+    typer.echo(f"{printable(speaker.name)}: {server.url}{shown}")
+    typer.echo(f"OpenAI-compatible: {server.url}/v1 (chat/completions, completions, models)")
+    server.run()
+    typer.echo("stopped")
 
 
 def _token(file: str | None) -> str:

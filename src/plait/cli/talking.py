@@ -137,18 +137,29 @@ def serve(
     ] = None,
     no_token: Annotated[bool, typer.Option("--no-token", help="Ask for none; on this machine only.")] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of one answer at most.")] = 1024,
-    waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; further ones are refused.")] = 8,
+    max_batch: Annotated[int, typer.Option(min=1, help="Answers that are written at the same time.")] = 16,
+    waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; further ones are refused.")] = 256,
     max_body: Annotated[int, typer.Option(min=1024, help="Bytes of one request at most.")] = 1 << 20,
+    max_messages: Annotated[int, typer.Option(min=1, help="Messages of one conversation at most.")] = 2048,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for one request, waiting included.")] = 600.0,
     adapter: Adapter = None,
     tokenizer: TokenizerFile = None,
     dtype: Dtype = "auto",
     trust_code: TrustCode = False,
 ) -> None:
     """Answer over HTTP in the words of OpenAI's API, with a web page to try it."""
-    from plait.cli.serve import serve as run
-    from plait.generate.serve import Limits
+    from plait.generate.serve import Limits  # isort: skip  # first: without its extra nothing else is loaded
 
-    limits = Limits(body_bytes=max_body, waiting=waiting, max_new_tokens=max_tokens)
+    from plait.cli.serve import serve as run
+
+    limits = Limits(
+        body_bytes=max_body,
+        messages=max_messages,
+        batch_rows=max_batch,
+        waiting=waiting,
+        max_new_tokens=max_tokens,
+        request_s=timeout,
+    )
     opening = _opening(adapter, tokenizer, dtype, trust_code=trust_code)
     run(path, opening, host=host, port=port, token_file=token_file, open_to_all=no_token, limits=limits)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
-from plait.generate.decoder import Call, Decoder, lengths_of, padded
+from plait.generate.decoder import Call, GrowingDecoder, lengths_of, padded
 from plait.generate.quick import QuickStep, fused, takes_model
 from plait.models.common.attention import Attention
 from plait.ops.chance import Chance
@@ -57,20 +57,28 @@ class Cache:
         self.at, self.mask = At(*(each[rows] for each in self.at)), self.mask[rows]
         self.numbers = self.numbers[: len(rows)]
 
+    def extend(self, other: Cache) -> None:
+        """Take the rows of another cache behind these; both get as many slots as the longer one has."""
+        self.slots = max(self.slots, other.slots)
+        self.at = At(*(torch.cat(pair) for pair in zip(self.at, other.at, strict=True)))
+        masks = (F.pad(each, (0, self.slots - each.shape[1]), value=float("-inf")) for each in (self.mask, other.mask))
+        self.mask = torch.cat(list(masks))
+        self.numbers = torch.arange(len(self.mask), device=self.mask.device)
+
 
 class Remembering:
     """Attention of one layer over all that its rows have seen."""
 
     def __init__(self, attend: Any, cache: Cache) -> None:
         self._attend = attend
-        self._cache = cache
+        self.cache = cache
         self.keys = self.values = torch.empty(0)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dropout: float = 0.0
     ) -> Tensor:
         """Attention over (batch, heads, tokens, head_dim), as `attend`."""
-        cache = self._cache
+        cache = self.cache
         if cache.reading is not None:
             if not self.keys.numel():
                 room = (len(cache.numbers), k.shape[1], cache.slots, k.shape[3])
@@ -93,6 +101,14 @@ class Remembering:
         self.keys, self.values = self.keys[rows], self.values[rows]
 
 
+def _stacked(first: Tensor, second: Tensor, slots: int) -> Tensor:
+    """Rows (rows, heads, slots, features) of two caches as one, with so many slots."""
+    rows = first.new_zeros(len(first) + len(second), first.shape[1], slots, first.shape[3])
+    rows[: len(first), :, : first.shape[2]] = first
+    rows[len(first) :, :, : second.shape[2]] = second
+    return rows
+
+
 def parts_of(prompts: Sequence[Sequence[int]]) -> list[slice]:
     """Neighbours that are read together: as many as make up `READ_AT_ONCE` tokens, filling included.
 
@@ -107,7 +123,7 @@ def parts_of(prompts: Sequence[Sequence[int]]) -> list[slice]:
     return [*parts, slice(begin, len(prompts))]
 
 
-class CachedDecoder(Decoder):
+class CachedDecoder(GrowingDecoder):
     """For models whose attention is Plait's own; see [Note: rows are padded behind]."""
 
     def __init__(self, model: nn.Module, device: torch.device, *, call: Call | None = None) -> None:
@@ -133,11 +149,8 @@ class CachedDecoder(Decoder):
     def begin(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> Tensor:
         """Read the prompts; of the last token of each, the logits."""
         self.close()
-        lengths = lengths_of(prompts, self._device)
-        dtype = next(self._attentions[0].parameters()).dtype  # a matrix in few bits is no parameter
-        self._cache = Cache(lengths, lengths + torch.tensor(rooms, device=self._device), dtype)
-        known = self._alone and takes_model(self._model)
-        if known:
+        self._cache = self._cache_for(prompts, rooms)
+        if self._alone and takes_model(self._model):
             self._quick = QuickStep(self._model, self._cache.slots)
         self._usual = [attention.attend for attention in self._attentions]
         self._layers = [Remembering(attend, self._cache) for attend in self._usual]
@@ -145,13 +158,45 @@ class CachedDecoder(Decoder):
             attention.attend = layer
         # Logits of every place would be the largest tensor by far, and one of each row is wanted.
         self._hook = self._head.register_forward_pre_hook(self._only_last)
+        return self._read(self._cache, prompts)
+
+    def add(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> Tensor:
+        """Read further prompts into a cache of their own, and put it behind the one of the batch."""
+        cache, kept = self._begun(), self._caches()
+        fresh = self._cache_for(prompts, rooms)
+        for layer in self._layers:
+            layer.cache, layer.keys, layer.values = fresh, torch.empty(0), torch.empty(0)
+        try:
+            logits = self._read(fresh, prompts)
+            slots = max(cache.slots, fresh.slots)
+            for number, layer in enumerate(self._layers):  # one layer at a time: both copies need memory
+                keys, values = kept[number]
+                kept[number] = (_stacked(keys, layer.keys, slots), _stacked(values, layer.values, slots))
+                layer.keys = layer.values = torch.empty(0)
+            cache.extend(fresh)
+        finally:
+            for layer, (keys, values) in zip(self._layers, kept, strict=True):
+                layer.cache, layer.keys, layer.values = cache, keys, values
+        if self._quick is not None:
+            self._quick = QuickStep(self._model, cache.slots)
+        return logits
+
+    def _cache_for(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> Cache:
+        lengths = lengths_of(prompts, self._device)
+        dtype = next(self._attentions[0].parameters()).dtype  # a matrix in few bits is no parameter
+        return Cache(lengths, lengths + torch.tensor(rooms, device=self._device), dtype)
+
+    def _read(self, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Fill a cache that every layer has; of the last token of each prompt, the logits."""
         logits: list[Tensor] = []
-        with fused(self._model) if known else nullcontext():
-            # Ranks that share a model must all call it as often.
-            for part in parts_of(prompts) if self._alone else [slice(0, len(prompts))]:
-                self._cache.reading, self._last = part, lengths[part] - 1
-                logits.append(self._call(input_ids=padded(prompts[part], self._device))[:, 0])
-        self._cache.reading = self._last = None
+        try:
+            with fused(self._model) if self._quick is not None else nullcontext():
+                # Ranks that share a model must all call it as often.
+                for part in parts_of(prompts) if self._alone else [slice(0, len(prompts))]:
+                    cache.reading, self._last = part, cache.at.lengths[part] - 1
+                    logits.append(self._call(input_ids=padded(prompts[part], self._device))[:, 0])
+        finally:
+            cache.reading = self._last = None
         return torch.cat(logits)
 
     def step(self, tokens: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ class Decoder(ABC):
 
     capturable = False
     """Whether `step` may be recorded in a CUDA graph."""
+    mixes_lengths = True
+    """Whether prompts of unequal length may share a batch."""
 
     @abstractmethod
     def begin(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> Tensor:
@@ -61,6 +63,14 @@ class Decoder(ABC):
         """Let go of the batch, and leave the model as it was."""
 
 
+class GrowingDecoder(Decoder):
+    """A decoder whose batch takes further rows while it runs (continuous batching)."""
+
+    @abstractmethod
+    def add(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> Tensor:
+        """Read further prompts behind the rows of the batch; returns the logits of what comes next in the new rows."""
+
+
 def padded(
     prompts: Sequence[Sequence[int]], device: torch.device, *, width: int | None = None, left: bool = False
 ) -> Tensor:
@@ -83,7 +93,7 @@ def lengths_of(prompts: Sequence[Sequence[int]], device: torch.device) -> Tensor
     return torch.tensor([len(prompt) for prompt in prompts], device=device)
 
 
-class PlainDecoder(Decoder):
+class PlainDecoder(GrowingDecoder):
     """Computes whole rows anew for every token. Needs nothing of a model but logits, and is the measure of others."""
 
     def __init__(self, call: Call, device: torch.device) -> None:
@@ -98,6 +108,19 @@ class PlainDecoder(Decoder):
         self._rows = padded(prompts, self._device, width=int(self._ends.max()))
         self._longest = max(len(prompt) for prompt in prompts)
         return self._logits()
+
+    def add(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> Tensor:
+        """Further rows, all of them as wide as the widest."""
+        before = (self._rows, self._lengths, self._ends)
+        longest = self._longest
+        logits = self.begin(prompts, rooms)
+        width = max(before[0].shape[1], self._rows.shape[1])
+        rows = [torch.nn.functional.pad(each, (0, width - each.shape[1])) for each in (before[0], self._rows)]
+        self._rows = torch.cat(rows)
+        self._lengths = torch.cat([before[1], self._lengths])
+        self._ends = torch.cat([before[2], self._ends])
+        self._longest = max(longest, self._longest)
+        return logits
 
     def step(self, tokens: Tensor) -> Tensor:
         """One token to each row, at its own end."""

@@ -12,6 +12,7 @@ from torch import nn
 from plait.errors import GenerateError
 from plait.generate.batch import CHECK_EVERY, Agree, Decode, answering
 from plait.generate.cached import CachedDecoder
+from plait.generate.continuous import ContinuousBatch, Row
 from plait.generate.decoder import Call, Decoder, PlainDecoder
 from plait.generate.hf import TransformersDecoder, accepts
 from plait.generate.options import Completion, Sampling, check_prompts
@@ -95,6 +96,26 @@ class Generator:
         finally:
             answers.close()
 
+    @contextmanager
+    def continuous(self) -> Iterator[ContinuousBatch]:
+        """An empty batch, for rows that come and go. Nothing else may use the model before it ends."""
+        with self._ready():
+            batch = ContinuousBatch(self._decoder, self._device, graphs=self._graphs)
+            try:
+                yield batch
+            finally:
+                batch.close()
+
+    def row(self, prompt: Sequence[int], sampling: Sampling, *, key: int = 0, top: int = 0) -> Row:
+        """A prompt that was checked, as a row for `continuous`."""
+        self._check([prompt], sampling)
+        return Row(prompt, sampling, self._rooms([prompt], sampling)[0], key, top)
+
+    def _rooms(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[int]:
+        """New tokens that each prompt has room for."""
+        most = sampling.max_new_tokens
+        return [most if self.context is None else min(most, self.context - len(prompt)) for prompt in prompts]
+
     def _run(
         self,
         prompts: Sequence[Sequence[int]],
@@ -103,8 +124,7 @@ class Generator:
         check_every: int,
         between: Callable[[], object] | None = None,
     ) -> Any:
-        most = sampling.max_new_tokens
-        limits = [most if self.context is None else min(most, self.context - len(prompt)) for prompt in prompts]
+        limits = self._rooms(prompts, sampling)
         return answering(
             self._decoder,
             prompts,

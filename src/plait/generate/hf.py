@@ -30,6 +30,7 @@ class TransformersDecoder(Decoder):
         self._call = model if call is None else call
         self._device = device
         self._positioned = accepts(model, "position_ids")
+        self.mixes_lengths = self._positioned  # else nothing says that a padded row begins later
         self._last_only = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
         self._past: Any = None
         self._mask = self._lengths = self._last = torch.empty(0)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from plait.data.tokenizer import TextTokenizer, half_character
 from plait.errors import ContextError, GenerateError
+from plait.generate.continuous import Row
 from plait.generate.generator import Generator
 from plait.generate.options import Completion, Sampling
 
@@ -15,6 +16,8 @@ ROOM = 16
 """New tokens that must have room behind a conversation, before its beginning is left out."""
 _HALF = "\ufffd"
 """What a character decodes to of which not all bytes have come."""
+_MOST_PENDING = 8
+"""Tokens that are waited for until bytes make up a character; one has 4 bytes at most."""
 
 
 class Turn(NamedTuple):
@@ -30,7 +33,8 @@ class Piece(NamedTuple):
 
     text: str
     """What is new."""
-    so_far: Completion
+    finish_reason: Literal["stop", "length"] | None
+    """Of the last piece."""
 
 
 class Asked(NamedTuple):
@@ -68,40 +72,64 @@ class Speaker:
             raise GenerateError(f"{wrong}; leave it out")
         system = [turn for turn in turns[:1] if turn.role == "system"]
         rest, context = list(turns[len(system) :]), self.generator.context
-        for left_out in range(max(len(rest), 1)):
+
+        def written(left_out: int) -> list[int]:
             tokens = self.write_down([*system, *rest[left_out:]])
             if not tokens:
                 raise GenerateError("nothing of that is known to the tokenizer of this model; say it in its own words")
-            if context is None or len(tokens) + ROOM <= context:
-                return Asked(tokens, left_out)
+            return tokens
+
+        def fits(tokens: list[int]) -> bool:
+            return context is None or len(tokens) + ROOM <= context
+
+        if fits(tokens := written(0)):
+            return Asked(tokens, 0)
+        # What is left begins with a question, as some templates insist. The number of questions that fit is looked for
+        # from the end: a long conversation is not written down again for each of its turns.
+        questions = [index for index in range(1, len(rest)) if rest[index].role == "user"]
+        most, too_many, tried = 0, len(questions) + 1, 1
+        while too_many - most > 1:
+            shorter = written(questions[-tried])
+            if fits(shorter):
+                most, tokens = tried, shorter
+            else:
+                too_many = tried
+            tried = min(2 * most, len(questions)) if too_many > len(questions) else (most + too_many) // 2
+        if most:
+            return Asked(tokens, questions[-most])
+        left_out = questions[-1] if questions else 0
+        tokens = written(left_out)
         if context is not None and len(tokens) < context:
             return Asked(tokens, left_out)
         raise ContextError(f"the last turn alone takes {len(tokens)} tokens, and the model sees {context}; say less")
 
-    def write(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, between: Callable[[], object] | None = None
-    ) -> list[tuple[str, Completion]]:
-        """An answer to each prompt, as text without what ended it, and as tokens.
-
-        `between` is called before each token; what it raises ends the answers.
-        """
+    def write(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[tuple[str, Completion]]:
+        """An answer to each prompt, as text without what ended it, and as tokens."""
         sampling = self._with_stops(sampling)
-        found = self.generator.generate(prompts, sampling, between=between)
+        found = self.generator.generate(prompts, sampling)
         return [(cut(self.tokenizer.decode(each.tokens), sampling.stop_texts), each) for each in found]
 
     def tell(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[Piece]:
         """The answer to one prompt, piece by piece. Text is held back while it may be the beginning of a stop text."""
-        sampling, told = self._with_stops(sampling), 0
-        so_far: Completion | None = None
-        for so_far in self.generator.stream(prompt, sampling):
-            text = cut(self.tokenizer.decode(so_far.tokens), sampling.stop_texts)
-            ready = len(text.rstrip(_HALF)) - _held(text, sampling.stop_texts)
-            if ready > told:
-                yield Piece(text[told:ready], so_far)
-                told = ready
-        if so_far is not None:
-            rest = cut(self.tokenizer.decode(so_far.tokens), sampling.stop_texts)[told:]
-            yield Piece(rest, so_far)
+        row, text = self.row(prompt, sampling), self.text_of(sampling)
+        with self.generator.continuous() as batch:
+            (token,) = batch.add([row])
+            for number in range(1, row.room + 1):
+                if new := text.push(token.id):
+                    yield Piece(new, None)
+                if text.stopped or number == row.room:
+                    break
+                (token,) = batch.step()
+        yield Piece(text.finish(), "stop" if text.stopped else "length")
+
+    def row(self, prompt: Sequence[int], sampling: Sampling, *, key: int = 0, top: int = 0) -> Row:
+        """A prompt as a row of a batch; `text_of` says when its answer is over."""
+        return self.generator.row(prompt, self._with_stops(sampling), key=key, top=top)
+
+    def text_of(self, sampling: Sampling) -> AnswerText:
+        """The text of one answer, to be fed with its tokens."""
+        sampling = self._with_stops(sampling)
+        return AnswerText(self.tokenizer.decode, sampling.stop_tokens, sampling.stop_texts)
 
     def _with_stops(self, sampling: Sampling) -> Sampling:
         return replace(sampling, stop=tuple(dict.fromkeys((*sampling.stop, *self.stop))))
@@ -111,6 +139,79 @@ def cut(text: str, stops: Sequence[str]) -> str:
     """A text up to the first stop text in it."""
     found = [place for stop in stops if (place := text.find(stop)) >= 0]
     return text[: min(found)] if found else text
+
+
+class AnswerText:
+    """The text of one answer as its tokens come: incremental detokenization, and stop texts of which nothing shows.
+
+    A token is decoded together with the few before it, so the work is linear in the length of the answer.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stop_tokens: Sequence[int], stops: Sequence[str]
+    ) -> None:
+        self._decode, self._stop_tokens, self._stops = decode, frozenset(stop_tokens), stops
+        self._window: list[int] = []
+        """The tokens whose text was settled last, for the spaces between words, and those behind them."""
+        self._settled = 0
+        """How many of them are settled."""
+        self._shown = 0
+        """How many characters these have."""
+        self._held = ""
+        """Settled text that may be the beginning of a stop text."""
+        self.is_cut = False
+        """Whether a stop text came."""
+        self.length = 0
+        """Settled characters, those that are held back included."""
+        self.stopped = False
+        """Whether a stop token or text came."""
+
+    @property
+    def held(self) -> int:
+        """Settled characters that are held back."""
+        return len(self._held)
+
+    def push(self, token: int) -> str:
+        """Take the next token; returns the text that will stay."""
+        assert not self.stopped, "the answer is over"
+        if token in self._stop_tokens:
+            self.stopped = True
+            return ""
+        self._window.append(token)
+        ready, text = len(self._window), self._decode(self._window)
+        if text.endswith(_HALF):
+            if ready - self._settled < _MOST_PENDING:
+                return ""
+            ready -= _MOST_PENDING // 2  # bytes of no character; the last may still become one
+            text = self._decode(self._window[:ready])
+        new = text[self._shown :]
+        if not new:  # a token without text, as special ones are, says nothing about spaces
+            del self._window[self._settled : ready]
+            return ""
+        self._window, self._settled = self._window[self._settled :], ready - self._settled
+        self._shown = len(self._decode(self._window[: self._settled]))
+        return self._release(new)
+
+    def finish(self) -> str:
+        """What was held back, when no token comes any more."""
+        if self.is_cut:
+            return ""
+        new = self._release(self._decode(self._window)[self._shown :])
+        if not self.is_cut:
+            new, self._held = new + self._held, ""
+        return new
+
+    def _release(self, new: str) -> str:
+        before, text = self.length - len(self._held), self._held + new
+        kept = cut(text, self._stops)
+        if len(kept) < len(text):
+            self.stopped = self.is_cut = True
+            self.length, self._held = before + len(kept), ""
+            return kept
+        self.length = before + len(text)
+        held = _held(text, self._stops)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
 
 
 def _held(text: str, stops: Sequence[str]) -> int:

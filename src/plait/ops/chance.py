@@ -59,6 +59,11 @@ class Chance(NamedTuple):
         return begun - (1 << 32) if begun >> 31 else begun
 
 
+def with_seed(key: int, seed: int) -> int:
+    """The key whose chances under seed 0 are those of `key` under `seed`, so that one batch may mix seeds."""
+    return (key >> 32) << 32 | (key + _begun(seed)) & _WORD
+
+
 def _begun(seed: int) -> int:
     return _mixed((seed & _WORD) ^ (seed >> 32 & _WORD))
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import re
+import signal
+import socket
+import subprocess
 import sys
 import threading
 import urllib.request
@@ -19,7 +22,7 @@ from plait.cli.main import main
 from plait.cli.speaking import Opening, open_speaker
 from plait.generate.options import Sampling
 from plait.generate.serve import Limits, Server
-from plait.generate.speaker import Turn
+from plait.generate.speaker import Piece, Speaker, Turn
 from plait.models.llama import Llama
 from plait.posttrain.data.tokenizer import ChatTokenizer
 from plait.posttrain.run import phase_runner
@@ -156,11 +159,13 @@ def test_serve_listens_and_shows_a_link_with_a_new_token(
     hf_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Once(Server):
-        def serve_forever(self, poll_interval: float = 0.5) -> None:
-            threading.Thread(target=super().serve_forever, daemon=True).start()
+        def run(self) -> None:
+            thread = threading.Thread(target=super().run)
+            thread.start()
             with urllib.request.urlopen(f"{self.url}/health") as answer:
                 assert answer.status == 200
-            self.shutdown()
+            self.stop()
+            thread.join()
 
     monkeypatch.setattr(serving, "Server", Once)
     for _ in range(2):
@@ -169,6 +174,47 @@ def test_serve_listens_and_shows_a_link_with_a_new_token(
         )
     tokens = re.findall(r"#token=(\S{20,})", capsys.readouterr().out)
     assert len(set(tokens)) == 2
+
+
+def test_a_port_in_use_is_named(
+    hf_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert call(monkeypatch, "serve", str(hf_folder), "--port", port) == 2
+    assert f"127.0.0.1:{port}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_ends_in_good_order_when_it_is_stopped_while_it_answers(hf_folder: Path, number: signal.Signals) -> None:
+    words = [sys.executable, "-m", "plait", "serve", str(hf_folder), "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        try:
+            line = next(line for line in process.stdout if "#token=" in line)
+            url, token = re.findall(r"(http://\S+)/#token=(\S+)", line)[0]
+            body = {"prompt": "the", "max_tokens": 50, "temperature": 0, "stream": True}
+            headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+            request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+            with urllib.request.urlopen(request) as answer:
+                first = answer.readline()
+                process.send_signal(number)
+                rest = answer.read()
+            assert first.startswith(b"data: ")
+            assert rest.endswith(b"data: [DONE]\n\n")
+            assert b'"finish_reason": "' in first + rest
+            assert process.wait(60) == 0
+            assert process.stdout.read().endswith("stopped\n")
+        finally:
+            process.kill()
+
+
+def test_chat_shows_control_characters_of_the_model_and_does_not_send_them_to_the_terminal(
+    hf_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Speaker, "tell", lambda *_: iter([Piece("a\x1b[2Jb\r\n", None), Piece("\x07\tc", "stop")]))
+    assert call(monkeypatch, "chat", "--path", str(hf_folder), said="hi\n") == 0
+    assert capsys.readouterr().out == "a\\x1b[2Jb\\r\n\\x07\tc\n"
 
 
 def train(sections: dict[str, Any]) -> None:

@@ -1,5 +1,15 @@
 """A model behind HTTP, in the words of OpenAI's API."""
 
-from plait.generate.serve.server import Limits, Server
+from plait.errors import MissingExtraError
 
-__all__ = ["Limits", "Server"]
+try:
+    from plait.generate.serve.app import HERE
+    from plait.generate.serve.limits import Limits
+    from plait.generate.serve.server import Server
+except ModuleNotFoundError as missing:
+    package = (missing.name or "").partition(".")[0]
+    if package not in ("prometheus_client", "starlette", "uvicorn"):
+        raise
+    raise MissingExtraError(package, "plait serve", "serve") from missing
+
+__all__ = ["HERE", "Limits", "Server"]

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import Callable, Generator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from plait.errors import ContextError, DataError, GenerateError
-from plait.generate.options import Completion, Sampling
-from plait.generate.speaker import Piece, Speaker, Turn
+from plait.generate.options import Sampling
+from plait.generate.serve.scheduler import AnswerPart, Event, Job, Written
+from plait.generate.speaker import Speaker, Turn
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "logprobs": (False, 0),
-    "top_logprobs": (0,),
     "echo": (False,),
     "best_of": (1,),
     "response_format": ({"type": "text"},),
@@ -29,8 +31,27 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True, False),
     "min_p": (0,),
+    "suffix": ("",),
 }
 """What clients send though it changes nothing: accepted with a value that asks for nothing."""
+_NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "annotations": ([],), "refusal": ("",)}
+"""What an answer of the API brings along when a client sends it back."""
+_UNSUPPORTED = {
+    "response_format": "answers are not constrained to JSON here; ask for JSON in the prompt, and leave it out",
+    "tools": "tool calls are not supported; leave it out",
+    "tool_choice": "tool calls are not supported; leave it out",
+    "functions": "tool calls are not supported; leave it out",
+    "tool_calls": "tool calls are not supported; leave it out",
+    "presence_penalty": "not supported; write 0 or use repetition_penalty",
+    "frequency_penalty": "not supported; write 0 or use repetition_penalty",
+    "logit_bias": "not supported; leave it out",
+    "echo": "not supported; leave it out",
+    "best_of": "not supported; use n",
+    "min_p": "not supported; use top_p or top_k",
+}
+"""Known words of the API that ask for what this server cannot do, and what to do instead."""
+MOST_ANSWERS = 16
+MOST_ALTERNATIVES = 20
 
 
 class ApiError(Exception):
@@ -39,70 +60,129 @@ class ApiError(Exception):
     def __init__(self, status: int, kind: str, message: str) -> None:
         super().__init__(message)
         self.status = status
-        self.body = {"error": {"message": message, "type": kind, "code": status}}
+        self.body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
-class _StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+def invalid(message: str, kind: str = "invalid_request_error") -> ApiError:
+    """A request that cannot be answered as it is."""
+    return ApiError(400, kind, message)
+
+
+def read_json(body: bytes) -> Any:
+    """The JSON of a body; a key that stands there twice and numbers that are none are refused."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+        return found
+
+    def refuse(word: str) -> Any:
+        raise ValueError(f"{word} is not a number of JSON")
+
+    try:
+        return json.loads(body, object_pairs_hook=once, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"the body is not JSON: {error}") from error
+
+
+def _without_neutral(data: Any, neutral: dict[str, tuple[Any, ...]]) -> Any:
+    if not isinstance(data, dict):
+        return data
+    said = {key: value for key, value in data.items() if value is not None}  # OpenAI's word for "not given"
+    return {key: value for key, value in said.items() if not any(_same(value, each) for each in neutral.get(key, ()))}
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equal, where true is not 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class _StreamOptions(_Strict):
     include_usage: bool = False
 
 
-class _Request(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=False)
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
+
+def _as_parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+_StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class _Request(_Strict, ABC):
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=1)] | None = None
+    top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
-    stop: str | list[str] | None = None
+    stop: Annotated[list[_StopText], Field(max_length=16), BeforeValidator(_listed)] = []
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    n: Annotated[int, Field(ge=1, le=16)] = 1
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] = 1
     stream: bool = False
     stream_options: _StreamOptions | None = None
     user: str | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _without_neutral(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        said = {key: value for key, value in data.items() if value is not None}  # OpenAI's word for "not given"
-        kept = {key: value for key, value in said.items() if key not in _NEUTRAL or value not in _NEUTRAL[key]}
-        if "max_completion_tokens" in kept and "max_tokens" not in kept:
-            kept["max_tokens"] = kept.pop("max_completion_tokens")
-        return kept
+    def _drop_neutral(cls, data: Any) -> Any:
+        return _without_neutral(data, _NEUTRAL)
+
+    @property
+    @abstractmethod
+    def alternatives(self) -> int | None:
+        """How many likeliest tokens are reported with each token; None: no log-probabilities at all."""
+
+    @abstractmethod
+    def prompt(self, speaker: Speaker) -> list[int]:
+        """What the model is given."""
 
     def sampling(self, most: int) -> Sampling:
         """How to answer; with no seed, each request gets another text."""
-        wanted = most if self.max_tokens is None else self.max_tokens
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise invalid("max_tokens and max_completion_tokens say the same: give one of them")
+        wanted = self.max_tokens or self.max_completion_tokens or most
         if wanted > most:
-            raise ApiError(400, "invalid_request_error", f"max_tokens={wanted} is more than this server's {most}")
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+            key = "max_completion_tokens" if self.max_tokens is None else "max_tokens"
+            raise invalid(f"{key}={wanted} is more than this server's {most}")
         seed = time.time_ns() if self.seed is None else self.seed
         try:
             return Sampling(
-                wanted, self.temperature, self.top_k, self.top_p, self.repetition_penalty, tuple(stop), seed
+                wanted, self.temperature, self.top_k, self.top_p, self.repetition_penalty, tuple(self.stop), seed
             )
         except GenerateError as error:
-            raise ApiError(400, "invalid_request_error", str(error)) from error
+            raise invalid(str(error)) from error
 
 
-class _Text(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _Text(_Strict):
     type: Literal["text"]
     text: str
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[_Text]
+    content: Annotated[list[_Text], BeforeValidator(_as_parts)]
+    name: str | None = None
+    """Who of several speaks; no prompt has it in it, as none of the templates writes names down."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, data: Any) -> Any:
+        return _without_neutral(data, _NEUTRAL_IN_MESSAGE)
 
     def turn(self) -> Turn:
         """As a turn of a conversation."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        content = "".join(part.text for part in self.content)
         return Turn("system" if self.role == "developer" else self.role, content)  # OpenAI's newer word for it
 
 
@@ -110,6 +190,15 @@ class ChatRequest(_Request):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[_Message], Field(min_length=1)]
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        """As `logprobs` and `top_logprobs` say."""
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("top_logprobs needs logprobs: true")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def prompt(self, speaker: Speaker) -> list[int]:
         """What the model is given."""
@@ -120,6 +209,12 @@ class TextRequest(_Request):
     """`POST /v1/completions`."""
 
     prompt_text: Annotated[str, Field(alias="prompt")]
+    logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        """As `logprobs` says."""
+        return self.logprobs
 
     def prompt(self, speaker: Speaker) -> list[int]:
         """What the model is given."""
@@ -129,76 +224,142 @@ class TextRequest(_Request):
 Request = ChatRequest | TextRequest
 
 
-def read_request(kind: type[Request], data: Any) -> Request:
+def read_request(kind: type[Request], data: Any, most_messages: int) -> Request:
     """A request that was checked; an `ApiError` names every key that is wrong."""
+    messages = data.get("messages") if isinstance(data, dict) else None
+    if isinstance(messages, list) and len(messages) > most_messages:
+        raise invalid(
+            f"messages: there are {len(messages)}, and {most_messages} are taken at most; leave out the oldest"
+        )
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in error.errors())
-        raise ApiError(400, "invalid_request_error", problems) from error
+        raise invalid("; ".join(dict.fromkeys(_said(each) for each in error.errors()[:16]))) from error
 
 
+def _said(problem: Any) -> str:
+    path = ".".join(map(str, problem["loc"])) or "body"
+    remedy = _UNSUPPORTED.get(str(problem["loc"][-1])) if problem["loc"] else None
+    if problem["type"] == "extra_forbidden" and remedy:
+        return f"{path}: {remedy}"
+    return f"{path}: {problem['msg']}"
+
+
+@dataclass(frozen=True)
 class Reply:
-    """The answer to one request, whole or as a stream of events."""
+    """The answer to one request, in the form of the API."""
 
-    def __init__(self, request: Request, speaker: Speaker, most: int) -> None:
-        if request.model not in (None, speaker.name):
-            raise ApiError(404, "model_not_found", f"there is no model {request.model!r} here, only {speaker.name!r}")
-        if request.stream and request.n > 1:
-            raise ApiError(400, "invalid_request_error", "n: a stream has one answer; leave out n or stream")
-        if request.stream_options is not None and not request.stream:
-            message = "stream_options: an answer that is no stream has none; leave them out, or write stream: true"
-            raise ApiError(400, "invalid_request_error", message)
-        self._request, self._speaker = request, speaker
-        self._sampling = request.sampling(most)
-        try:
-            self._prompt = request.prompt(speaker)
-        except ContextError as error:
-            raise ApiError(400, "context_length_exceeded", str(error)) from error
-        except (GenerateError, DataError) as error:
-            raise ApiError(400, "invalid_request_error", str(error)) from error
-        context = speaker.generator.context
-        if context is not None and len(self._prompt) >= context:
-            message = f"the prompt has {len(self._prompt)} tokens, and the model sees {context}"
-            raise ApiError(400, "context_length_exceeded", message)
-        self._chat = isinstance(request, ChatRequest)
-        prefix, self._object = ("chatcmpl", "chat.completion") if self._chat else ("cmpl", "text_completion")
-        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": speaker.name}
+    request: Request
+    job: Job
+    head: dict[str, Any]
 
-    def whole(self, between: Callable[[], object]) -> dict[str, Any]:
-        """All of it at once; `between` is called before each token."""
-        found = self._speaker.write([self._prompt] * self._request.n, self._sampling, between)
+    @property
+    def _chat(self) -> bool:
+        return isinstance(self.request, ChatRequest)
+
+    def whole(self, parts: Iterable[AnswerPart], completion_tokens: int) -> dict[str, Any]:
+        """All answers at once."""
         choices = [
-            {"index": index, **self._said(text), "finish_reason": completion.finish_reason}
-            for index, (text, completion) in enumerate(found)
+            {
+                "index": part.index,
+                **({"message": self._message(part.text)} if self._chat else {"text": part.text}),
+                "logprobs": self._logprobs(part.tokens),
+                "finish_reason": part.finish_reason,
+            }
+            for part in sorted(parts, key=lambda part: part.index)
         ]
-        usage = self._usage([completion for _, completion in found])
-        return {**self._head, "object": self._object, "choices": choices, "usage": usage}
+        kind = "chat.completion" if self._chat else "text_completion"
+        return {**self.head, "object": kind, "choices": choices, "usage": self._usage(completion_tokens)}
 
-    def events(self) -> Generator[dict[str, Any], None, None]:
-        """Piece by piece."""
-        if self._chat:
-            yield self._event({"delta": {"role": "assistant", "content": ""}}, None)
-        last: Piece | None = None
-        for last in self._speaker.tell(self._prompt, self._sampling):
-            if last.text:
-                yield self._event({"delta": {"content": last.text}} if self._chat else {"text": last.text}, None)
-        assert last is not None, "a stream has at least one piece"
-        yield self._event({"delta": {}} if self._chat else {"text": ""}, last.so_far.finish_reason)
-        options = self._request.stream_options
-        if options is not None and options.include_usage:
-            yield {**self._head, "object": self._kind(), "choices": [], "usage": self._usage([last.so_far])}
+    def opening(self) -> list[dict[str, Any]]:
+        """The events that a stream begins with."""
+        if not self._chat:
+            return []
+        role = {"delta": {"role": "assistant", "content": ""}}
+        return [self._event(index, role, None, None) for index in range(self.request.n)]
 
+    def events(self, part: AnswerPart) -> list[dict[str, Any]]:
+        """The events for a part of an answer: what is new, and apart from that how it ended."""
+        found = []
+        if part.text or part.tokens:
+            said = {"delta": {"content": part.text}} if self._chat else {"text": part.text}
+            found.append(self._event(part.index, said, None, self._logprobs(part.tokens)))
+        if part.finish_reason is not None:
+            said = {"delta": {}} if self._chat else {"text": ""}
+            found.append(self._event(part.index, said, part.finish_reason, None))
+        return found
+
+    def closing(self, completion_tokens: int) -> list[dict[str, Any]]:
+        """The events that a stream ends with."""
+        options = self.request.stream_options
+        if options is None or not options.include_usage:
+            return []
+        return [{**self.head, "object": self._kind, "choices": [], "usage": self._usage(completion_tokens)}]
+
+    @property
     def _kind(self) -> str:
-        return "chat.completion.chunk" if self._chat else self._object
+        return "chat.completion.chunk" if self._chat else "text_completion"
 
-    def _event(self, said: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        return {**self._head, "object": self._kind(), "choices": [{"index": 0, **said, "finish_reason": reason}]}
+    def _event(self, index: int, said: dict[str, Any], reason: str | None, logprobs: Any) -> dict[str, Any]:
+        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
+        return {**self.head, "object": self._kind, "choices": [choice]}
 
-    def _said(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+    def _message(self, text: str) -> dict[str, Any]:
+        return {"role": "assistant", "content": text, "refusal": None}
 
-    def _usage(self, found: list[Completion]) -> dict[str, int]:
-        new = sum(len(completion.tokens) for completion in found)
-        asked = len(self._prompt)
+    def _logprobs(self, tokens: Sequence[Written]) -> dict[str, Any] | None:
+        if not self.job.logprobs:
+            return None
+        if self._chat:
+            content = [{**_likely(each), "top_logprobs": [_likely(other) for other in each.top]} for each in tokens]
+            return {"content": content, "refusal": None}
+        return {
+            "tokens": [each.text for each in tokens],
+            "token_logprobs": [each.logprob for each in tokens],
+            "top_logprobs": [{other.text: other.logprob for other in each.top} for each in tokens],
+            "text_offset": [each.offset for each in tokens],
+        }
+
+    def _usage(self, new: int) -> dict[str, int]:
+        asked = len(self.job.rows[0].prompt)
         return {"prompt_tokens": asked, "completion_tokens": new, "total_tokens": asked + new}
+
+
+def _likely(token: Any) -> dict[str, Any]:
+    # A token may be a part of a character; then there are no bytes that its text stands for.
+    encoded = None if "\ufffd" in token.text else list(token.text.encode())
+    return {"token": token.text, "logprob": token.logprob, "bytes": encoded}
+
+
+def prepare(
+    request: Request, speaker: Speaker, *, most: int, most_rows: int, since: float, deliver: Callable[[Event], None]
+) -> Reply:
+    """A request as rows of a batch. Long prompts take a while."""
+    if request.model not in (None, speaker.name):
+        raise ApiError(404, "model_not_found", f"there is no model {request.model!r} here, only {speaker.name!r}")
+    if request.n > most_rows:
+        raise invalid(f"n={request.n} is more than the {most_rows} answers that this server writes at once")
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options: an answer that is no stream has none; leave them out, or write stream: true")
+    sampling, alternatives = request.sampling(most), request.alternatives
+    try:
+        prompt = request.prompt(speaker)
+        context = speaker.generator.context
+        if context is not None and len(prompt) >= context:
+            raise ContextError(f"the prompt has {len(prompt)} tokens, and the model sees {context}")
+        rows = [speaker.row(prompt, sampling, key=key, top=alternatives or 0) for key in range(request.n)]
+    except ContextError as error:
+        raise invalid(str(error), "context_length_exceeded") from error
+    except (GenerateError, DataError) as error:
+        raise invalid(str(error)) from error
+    job = Job(
+        rows=rows,
+        texts=[speaker.text_of(sampling) for _ in rows],
+        deliver=deliver,
+        stream=request.stream,
+        logprobs=alternatives is not None,
+        since=since,
+    )
+    prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
+    head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": speaker.name}
+    return Reply(request, job, head)

@@ -1,64 +1,29 @@
-"""The HTTP server: who may ask, how much, and how many at once.
-
-The standard library's server is enough here: the model answers one request at a time, and what a server can do for it
-is to keep others waiting in order, and to turn away those that would wait too long.
-"""
+"""The HTTP server: uvicorn with the time limits and the JSON that it does not have itself."""
 
 from __future__ import annotations
 
-import hmac
+import asyncio
 import json
-import select
+import logging
 import socket
-import sys
-import threading
-import time
 from collections.abc import Callable
-from contextlib import closing, suppress
-from dataclasses import dataclass
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import FrameType
 from typing import Any
-from urllib.parse import quote
 
-from plait.errors import PlaitError
-from plait.generate.serve.api import ApiError, ChatRequest, Reply, Request, TextRequest, read_request
-from plait.generate.serve.line import Line, LineFullError
-from plait.generate.serve.page import PAGE
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from plait.generate.serve.api import ApiError
+from plait.generate.serve.app import Application
+from plait.generate.serve.limits import Limits
 from plait.generate.speaker import Speaker
 
-HERE = ("127.0.0.1", "localhost", "::1")
-"""Names of this machine for itself."""
-POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
-    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
-)
-"""What the page may load: itself, and answers of this server."""
-
-DISCARDED = 16 << 20
-"""Bytes of a refused request that are read and thrown away, so that its client comes to read why."""
+BACKLOG = 2048
+"""Connections that the system accepts before the server comes to look at them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How much the server takes on."""
-
-    body_bytes: int = 1 << 20
-    """Of one request."""
-    waiting: int = 8
-    """Requests that are answered or wait for their turn; further ones are refused with 429."""
-    connections: int = 64
-    """Open at the same time; further ones are refused with 503."""
-    max_new_tokens: int = 1024
-    """Of one answer."""
-    idle_s: float = 30.0
-    """A connection that sends nothing for so long is closed."""
-
-
-class Server(ThreadingHTTPServer):
+class Server:
     """One model behind HTTP. With `token`, everything but the page and `/health` asks for it."""
-
-    daemon_threads = True
 
     def __init__(
         self,
@@ -70,220 +35,138 @@ class Server(ThreadingHTTPServer):
         limits: Limits | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
-        """Bind to `host` and `port`; 0 takes any free one. `serve_forever` does the rest."""
-        self.speaker, self.token, self.log = speaker, token, log
+        """Bind to `host` and `port`; 0 takes any free one. `run` does the rest."""
         self.limits = Limits() if limits is None else limits
-        self.line = Line(self.limits.waiting)
-        self.started = int(time.time())
-        self._connections = threading.BoundedSemaphore(self.limits.connections)
-        if ":" in host:
-            self.address_family = socket.AF_INET6
-        super().__init__((host, port), _Handler)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        self.app = Application(speaker, token=token, limits=self.limits, log=log)
+
+        def protocol(**options: Any) -> asyncio.Protocol:
+            return _Protocol(self.limits, **options)
+
+        config = uvicorn.Config(
+            self.app.asgi,
+            http=protocol,  # type: ignore[arg-type]
+            ws="none",
+            loop="asyncio",
+            lifespan="on",
+            log_config=None,
+            log_level=logging.CRITICAL,  # the application writes its own log
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=int(self.limits.idle_s),
+            timeout_graceful_shutdown=int(self.limits.stop_s) + 5,
+        )
+        self._uvicorn = _Uvicorn(config, self.app, self.limits)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens."""
+        host, port = self._socket.getsockname()[:2]
+        return str(host), int(port)
 
     @property
     def url(self) -> str:
-        """Where it listens."""
-        host, port = self.server_address[:2]
-        name = host.decode() if isinstance(host, bytes | bytearray) else str(host)
-        return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+        """Where it listens, for a browser."""
+        host, port = self.address
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own, if there are not too many."""
-        if self._connections.acquire(blocking=False):
-            super().process_request(request, client_address)
-            return
-        with suppress(OSError):  # gone already
-            request.sendall(_too_many())
-        self.shutdown_request(request)
+    def run(self) -> None:
+        """Serve until `stop`, Ctrl-C or SIGTERM; answers in progress have `Limits.stop_s` to end."""
+        self._uvicorn.run(sockets=[self._socket])
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and make room for another connection."""
+    def stop(self) -> None:
+        """Let `run` end. May be called from any thread."""
+        self._uvicorn.should_exit = True
+
+
+class _Uvicorn(uvicorn.Server):
+    """Tells those who wait when the server stops, and leaves the exit status to the command."""
+
+    def __init__(self, config: uvicorn.Config, app: Application, limits: Limits) -> None:
+        super().__init__(config)
+        self._app, self._limits = app, limits
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Ctrl-C or SIGTERM: stop; a second one does not wait for answers."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let answers in progress end, for a while."""
+        self._app.scheduler.stop()
+        patience = asyncio.get_running_loop().call_later(self._limits.stop_s, self._app.scheduler.end)
         try:
-            super().process_request_thread(request, client_address)
+            await super().shutdown(sockets)
         finally:
-            self._connections.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no error of ours; anything else is told in one line."""
-        error = sys.exc_info()[1]
-        if not isinstance(error, ConnectionError | TimeoutError):
-            self.log(f"{client_address[0]}: {type(error).__name__}: {error}")
+            patience.cancel()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: Server
-    protocol_version = "HTTP/1.1"
-    _unread = 0
-    """Bytes of the request that nobody has looked at yet."""
-    _streaming = False
-    """Whether an answer has begun whose parts are events."""
+class _Protocol(H11Protocol):
+    """One connection. A client has to send a header in time, and what cannot be understood is answered in JSON."""
 
-    def setup(self) -> None:
-        """Let no silent connection hold its place for ever."""
-        super().setup()
-        self.connection.settimeout(self.server.limits.idle_s)
+    def __init__(self, limits: Limits, **options: Any) -> None:
+        super().__init__(**options)
+        self._limits = limits
+        self._patience: asyncio.TimerHandle | None = None
+        self._turned_away = False
+        self.app_state = {**self.app_state, "abort": lambda: self.transport.abort()}
 
-    def do_GET(self) -> None:
-        """The page, health, and the list of models."""
-        self._answer(self._get)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for a header, if there are not too many connections."""
+        super().connection_made(transport)
+        self._wait()
+        if len(self.connections) > self._limits.connections:
+            self._turn_away(ApiError(503, "server_overloaded", "too many connections; try again later"))
 
-    def do_POST(self) -> None:
-        """An answer of the model."""
-        self._answer(self._post)
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no longer."""
+        self._wait_no_longer()
+        super().connection_lost(exc)
 
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the library refuses by itself, an unknown method or a request that is none: told like all else."""
-        self._fail(ApiError(int(code), "invalid_request_error", message or HTTPStatus(code).phrase))
-
-    def _answer(self, handle: Callable[[str], None]) -> None:
-        path = self.path.split("?", 1)[0].rstrip("/") or "/"
-        length = self.headers.get("Content-Length", "")
-        self._unread = int(length) if length.isdecimal() and len(length) < 20 else 0
-        try:
-            handle(path)
-        except ApiError as error:
-            self._fail(error)
-        except PlaitError as error:
-            self._fail(ApiError(500, "server_error", str(error)))
-        except (ConnectionError, TimeoutError):  # nobody is there to be told
-            raise
-        except Exception as error:
-            self.server.log(f"{self.address_string()}: {type(error).__name__}: {error}")
-            self._fail(ApiError(500, "server_error", f"{type(error).__name__}: {error}"))
-
-    def _fail(self, error: ApiError) -> None:
-        self.close_connection = True
-        if self._streaming:  # too late for a status
-            self.wfile.write(f"data: {json.dumps(error.body)}\n\ndata: [DONE]\n\n".encode())
+    def data_received(self, data: bytes) -> None:
+        """Pass it on. What stands between two requests, or behind a refused one, has the time of a header."""
+        if self._turned_away:
             return
-        self._send(error.status, json.dumps(error.body).encode(), "application/json")
-        # A client that is still sending reads no answer before it is done, and would find the connection gone.
-        left = min(self._unread, DISCARDED)
-        while left > 0 and (piece := self.rfile.read1(min(left, 1 << 16))):
-            left -= len(piece)
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._wait_no_longer()
+        elif self._patience is None:
+            self._wait()
 
-    def _get(self, path: str) -> None:
-        if path == "/":
-            self._send(200, PAGE.encode(), "text/html; charset=utf-8")
-        elif path == "/health":
-            self._send(200, b'{"status": "ok"}', "application/json")
-        elif path in ("/v1/models", f"/v1/models/{quote(self.server.speaker.name)}"):
-            self._authorize()
-            name, whole = self.server.speaker.name, path == "/v1/models"
-            model = {"id": name, "object": "model", "created": self.server.started, "owned_by": "plait"}
-            found = {"object": "list", "data": [model]} if whole else model
-            self._send(200, json.dumps(found).encode(), "application/json")
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP."""
+        if self.cycle is None or self.cycle.response_complete:
+            self._turn_away(ApiError(400, "invalid_request_error", msg))
+        else:  # in the middle of a body
+            self.transport.close()
+
+    def _wait(self) -> None:
+        self._patience = self.loop.call_later(self._limits.header_s, self._too_late)
+
+    def _wait_no_longer(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _too_late(self) -> None:
+        if self._turned_away or self.transport.is_closing():
+            self.transport.abort()
+        elif self.cycle is None:
+            message = f"the header of the request did not come within {self._limits.header_s:g} seconds"
+            self._turn_away(ApiError(408, "request_timeout", message))
         else:
-            self._refuse_path(path)
+            self.transport.close()
 
-    def _post(self, path: str) -> None:
-        kinds: dict[str, type[Request]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": TextRequest}
-        if path not in kinds:
-            self._refuse_path(path)
-        self._authorize()
-        data = self._read()
-        server = self.server
-        request = read_request(kinds[path], data)
-        reply = Reply(request, server.speaker, server.limits.max_new_tokens)
-        try:
-            with server.line.turn(self._check_client):
-                if request.stream:
-                    self._stream(reply)
-                else:
-                    whole = reply.whole(self._check_client)
-        except LineFullError:
-            message = f"{server.line.most} requests are waiting already; try again in a moment"
-            raise ApiError(429, "rate_limit_exceeded", message) from None
-        if not request.stream:
-            self._send(200, json.dumps(whole).encode(), "application/json")
-
-    def _check_client(self) -> None:
-        """Answer nobody: a connection that its client has ended says so, before anything is written to it."""
-        if _has_news(self.connection) and not self.connection.recv(1, socket.MSG_PEEK):
-            raise ConnectionAbortedError("the client has left")
-
-    def _authorize(self) -> None:
-        token = self.server.token
-        if token is None and _name_of(self.headers.get("Host", "")) not in HERE:
-            # A page elsewhere whose name was made to lead here could ask in the name of whoever reads it.
-            raise ApiError(403, "forbidden", f"without a token, only {', '.join(HERE)} are names of this server")
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if token is not None and not hmac.compare_digest(given.encode(), token.encode()):
-            raise ApiError(401, "invalid_api_key", "send the server's token as `Authorization: Bearer TOKEN`")
-
-    def _read(self) -> Any:
-        if self.headers.get_content_type() != "application/json":
-            # Browsers ask before they send JSON to another site, and here nobody says yes.
-            raise ApiError(415, "invalid_request_error", "send the body as Content-Type: application/json")
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal():
-            raise ApiError(411, "invalid_request_error", "send the body with a Content-Length")
-        if int(length) > self.server.limits.body_bytes:
-            message = f"the body has {length} bytes, and {self.server.limits.body_bytes} are taken at most"
-            raise ApiError(413, "invalid_request_error", message)
-        try:
-            self._unread = 0
-            return json.loads(self.rfile.read(int(length)))
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, "invalid_request_error", f"the body is not JSON: {error}") from error
-
-    def _refuse_path(self, path: str) -> None:
-        known = "/, /health, /v1/models, /v1/chat/completions and /v1/completions"
-        raise ApiError(404, "not_found", f"there is nothing for {self.command} {path}; there are {known}")
-
-    def _send(self, status: int, body: bytes, kind: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        if kind.startswith("text/html"):
-            self.send_header("Content-Security-Policy", POLICY)
-        if status == 401:
-            self.send_header("WWW-Authenticate", "Bearer")
-        if status == 429:
-            self.send_header("Retry-After", "1")
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def _stream(self, reply: Reply) -> None:
-        """Events as they come. The length is not known, so the connection ends with them."""
-        self.close_connection = True
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Cache-Control", "no-cache")
-        self.send_header("Connection", "close")
-        self.end_headers()
-        self._streaming = True
-        # Closed here, not whenever: a client may go away in the middle, and the next one needs the model.
-        with closing(reply.events()) as events:
-            for event in events:
-                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-                self.wfile.flush()
-        self.wfile.write(b"data: [DONE]\n\n")
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """One line a request, without what was said in it."""
-        self.server.log(f"{self.address_string()} {format % args}")
-
-
-def _has_news(connection: socket.socket) -> bool:
-    """Whether something, or the end, can be read from it without waiting."""
-    if not hasattr(select, "poll"):  # Windows, whose `select` knows no limit of this kind
-        return bool(select.select([connection], [], [], 0)[0])
-    waiting = select.poll()  # not `select`, which takes no file number above 1023
-    waiting.register(connection, select.POLLIN)
-    return bool(waiting.poll(0))
-
-
-def _name_of(host: str) -> str:
-    """The name in a Host header, without its port."""
-    return host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
-
-
-def _too_many() -> bytes:
-    """The answer to a connection for which nothing is done, as there are others enough."""
-    body = json.dumps(ApiError(503, "server_overloaded", "too many connections; try again later").body).encode()
-    head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    return head.encode() + b"Connection: close\r\n\r\n" + body
+    def _turn_away(self, error: ApiError) -> None:
+        """Answer, and close when the client has: its connection would be reset with what it has not read yet."""
+        self._turned_away = True
+        body = json.dumps(error.body).encode()
+        head = f"HTTP/1.1 {error.status} Refused\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        self.transport.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._wait_no_longer()
+        self._wait()

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jinja2 import TemplateError
+
 from plait.config.posttrain import TemplateConfig
 from plait.config.trust import transformers_code
 from plait.errors import DataError, MissingExtraError
@@ -20,9 +22,10 @@ class Tokens(NamedTuple):
     ids: list[int]
     learned: list[bool]
 
-    def plus(self, ids: Sequence[int], *, learned: bool) -> Tokens:
-        """With more behind."""
-        return Tokens([*self.ids, *ids], [*self.learned, *([learned] * len(ids))])
+    def extend(self, ids: Sequence[int], *, learned: bool) -> None:
+        """Add tokens at the end."""
+        self.ids.extend(ids)
+        self.learned.extend([learned] * len(ids))
 
 
 class Template(ABC):
@@ -54,7 +57,7 @@ class Plain(Template):
         for message in messages:
             answer = message.role == "assistant"
             ids = self._tokenizer.encode(message.content)
-            found = found.plus(ids + self._end if answer else ids, learned=answer)
+            found.extend(ids + self._end if answer else ids, learned=answer)
         return found
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -85,10 +88,12 @@ class Marked(Template):
         line, found = self._tokenizer.encode("\n"), Tokens([], [])
         for message in messages:
             answer = message.role == "assistant"
-            found = found.plus(self._opening(message.role), learned=False)
-            found = found.plus(self._tokenizer.encode(message.content) + self._stop, learned=answer)
-            found = found.plus(line, learned=False)
-        return found.plus(self._end, learned=True) if messages[-1].role == "assistant" else found
+            found.extend(self._opening(message.role), learned=False)
+            found.extend(self._tokenizer.encode(message.content) + self._stop, learned=answer)
+            found.extend(line, learned=False)
+        if messages[-1].role == "assistant":
+            found.extend(self._end, learned=True)
+        return found
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """All of it, and the beginning of the assistant's turn."""
@@ -134,13 +139,15 @@ class OfTokenizer(Template):
                     "the chat template of the tokenizer writes earlier turns differently once later ones follow, so "
                     "what is learned cannot be told apart; use posttrain.template.kind: marked"
                 )
-            found = found.plus(self._encode(asked[len(done) :]), learned=False)
+            found.extend(self._encode(asked[len(done) :]), learned=False)
             answer = self._encode(answered[len(asked) :])
-            found = found.plus(answer, learned=True)
+            found.extend(answer, learned=True)
             done = answered
         if messages[-1].role != "assistant":
-            return found.plus(self._encode(self._text(messages, asks=False)[len(done) :]), learned=False)
-        return found.plus([end for end in self._end if end not in answer], learned=True)
+            found.extend(self._encode(self._text(messages, asks=False)[len(done) :]), learned=False)
+        else:
+            found.extend([end for end in self._end if end not in answer], learned=True)
+        return found
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """All of it, and the beginning of the assistant's turn."""
@@ -148,7 +155,10 @@ class OfTokenizer(Template):
 
     def _text(self, messages: Sequence[Message], *, asks: bool) -> str:
         plain = [{"role": message.role, "content": message.content} for message in messages]
-        text: str = self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=asks)
+        try:
+            text: str = self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=asks)
+        except TemplateError as error:
+            raise DataError(f"the chat template of the tokenizer refuses the conversation: {error}") from error
         return text
 
     def _encode(self, text: str) -> list[int]:

@@ -1,0 +1,353 @@
+"""The ASGI application: who may ask, how much, for how long, and how it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from plait.errors import PlaitError
+from plait.generate.printable import printable
+from plait.generate.serve.api import ApiError, ChatRequest, Reply, TextRequest, prepare, read_json, read_request
+from plait.generate.serve.limits import Limits
+from plait.generate.serve.metrics import ServerMetrics
+from plait.generate.serve.page import PAGE
+from plait.generate.serve.scheduler import AnswerPart, Event, JobDone, LineFullError, Scheduler, StoppingError
+from plait.generate.speaker import Speaker
+
+HERE = ("127.0.0.1", "localhost", "::1")
+"""Names of this machine for itself."""
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+"""What the page may load: itself, and answers of this server."""
+DISCARDED = 16 << 20
+"""Bytes of a refused request that are read and thrown away, so that its client comes to read why."""
+KINDS: dict[str, type[ChatRequest] | type[TextRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": TextRequest,
+}
+STOPPING = "the server is being stopped"
+
+
+class Application:
+    """One model behind HTTP. With `token`, everything but the page and `/health` asks for it."""
+
+    def __init__(self, speaker: Speaker, *, token: str | None, limits: Limits, log: Callable[[str], None]) -> None:
+        self.speaker, self.token, self.limits, self._log = speaker, token, limits, log
+        self.started = int(time.time())
+        self.metrics = ServerMetrics()
+        self.scheduler = Scheduler(
+            speaker, max_batch=limits.batch_rows, waiting=limits.waiting, metrics=self.metrics, log=self.log
+        )
+        # One thread: the tokenizers of `transformers` are not made for several at once.
+        self._preparing = ThreadPoolExecutor(1, thread_name_prefix="plait-prepare")
+        routes = [
+            Route("/", self._page),
+            Route("/health", self._health),
+            Route("/metrics", self._metrics),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name}", self._models),
+            *(Route(path, self._answer, methods=["POST"]) for path in KINDS),
+        ]
+        self._paths = {route.path for route in routes if "{" not in route.path}
+        handlers: dict[Any, Any] = {HTTPException: self._refuse_http, ApiError: self._refuse, Exception: self._fail}
+        inner = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
+        inner.router.redirect_slashes = False
+        self.asgi: ASGIApp = self._watched(inner)
+
+    def log(self, line: str) -> None:
+        """Write a line to the log, whatever a client has put into it."""
+        self._log(printable(line))
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self.scheduler.start()
+        yield
+        await asyncio.to_thread(self.scheduler.close)
+        self._preparing.shutdown(wait=False, cancel_futures=True)
+
+    def _watched(self, inner: ASGIApp) -> ASGIApp:
+        """Log and count every request, without what was said in it."""
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http":
+                await inner(scope, receive, send)
+                return
+            scope["state"]["began"] = began = time.monotonic()
+            scope["path"] = scope["path"].rstrip("/") or "/"
+            status = 499  # as nginx calls a client that left before it was answered
+
+            async def watch(message: Message) -> None:
+                nonlocal status
+                if message["type"] == "http.response.start":
+                    status = message["status"]
+                await send(message)
+
+            try:
+                await inner(scope, receive, watch)
+            finally:
+                path = scope["path"] if scope["path"] in self._paths else "other"
+                self.metrics.requests.labels(path, str(status)).inc()
+                self.metrics.latency.labels(path).observe(time.monotonic() - began)
+                client = scope["client"][0] if scope["client"] else "?"
+                self.log(f'{client} "{scope["method"]} {scope["path"]}" {status}')
+
+        return app
+
+    async def _page(self, _: Request) -> Response:
+        return Response(PAGE, media_type="text/html", headers={"Content-Security-Policy": POLICY})
+
+    async def _health(self, _: Request) -> Response:
+        return _Json({"status": "ok"})
+
+    async def _metrics(self, request: Request) -> Response:
+        self._authorize(request)
+        return Response(self.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _models(self, request: Request) -> Response:
+        self._authorize(request)
+        name, asked = self.speaker.name, request.path_params.get("name")
+        if asked not in (None, name):
+            raise ApiError(404, "model_not_found", f"there is no model {asked!r} here, only {name!r}")
+        model = {"id": name, "object": "model", "created": self.started, "owned_by": "plait"}
+        return _Json({"object": "list", "data": [model]} if asked is None else model)
+
+    async def _answer(self, request: Request) -> Response:
+        """An answer of the model, whole or as a stream."""
+        self._authorize(request)
+        deadline = request.state.began + self.limits.request_s
+        body = await self._read(request)
+        waiting = _Waiting(self, deadline)
+        try:
+            self.scheduler.reserve()
+        except LineFullError:
+            message = f"{self.scheduler.most_waiting} requests are waiting already; try again in a moment"
+            raise ApiError(429, "rate_limit_exceeded", message) from None
+        except StoppingError:
+            raise _stopping() from None
+        kind = KINDS[request.scope["path"]]
+        try:
+            loop = asyncio.get_running_loop()
+            reply = await loop.run_in_executor(self._preparing, self._prepare, kind, body, waiting.deliver)
+        except BaseException:
+            self.scheduler.unreserve()
+            raise
+        waiting.reply = reply
+        try:
+            self.scheduler.submit(reply.job)
+        except StoppingError:
+            raise _stopping() from None
+        return waiting
+
+    def _prepare(
+        self, kind: type[ChatRequest] | type[TextRequest], body: bytes, deliver: Callable[[Event], None]
+    ) -> Reply:
+        request = read_request(kind, read_json(body), self.limits.messages)
+        most, rows = self.limits.max_new_tokens, self.limits.batch_rows
+        return prepare(request, self.speaker, most=most, most_rows=rows, since=time.monotonic(), deliver=deliver)
+
+    def _authorize(self, request: Request) -> None:
+        if self.token is None and _name_of(request.headers.get("Host", "")) not in HERE:
+            # A page elsewhere whose name was made to lead here could ask in the name of whoever reads it.
+            raise ApiError(403, "forbidden", f"without a token, only {', '.join(HERE)} are names of this server")
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self.token is not None and not hmac.compare_digest(given.encode(), self.token.encode()):
+            raise ApiError(401, "invalid_api_key", "send the server's token as `Authorization: Bearer TOKEN`")
+
+    async def _read(self, request: Request) -> bytes:
+        if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "application/json":
+            # Browsers ask before they send JSON to another site, and here nobody says yes.
+            raise ApiError(415, "invalid_request_error", "send the body as Content-Type: application/json")
+        most, length = self.limits.body_bytes, request.headers.get("Content-Length", "")
+        if length.isdecimal() and (len(length) > 18 or int(length) > most):
+            raise ApiError(413, "invalid_request_error", f"the body has {length} bytes, and {most} are taken at most")
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.limits.body_s):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > most:
+                        message = f"the body has more than {most} bytes, which are taken at most"
+                        raise ApiError(413, "invalid_request_error", message)
+        except ClientDisconnect:
+            raise ApiError(400, "invalid_request_error", "the client left before its body was complete") from None
+        except TimeoutError:
+            message = f"the body did not come within {self.limits.body_s:g} seconds"
+            raise ApiError(408, "request_timeout", message) from None
+        return bytes(body)
+
+    async def _refuse(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return _Refusal(error, self.limits.header_s)
+
+    async def _refuse_http(self, request: Request, error: Exception) -> Response:
+        """What the framework refuses by itself: an unknown path or method."""
+        assert isinstance(error, HTTPException)
+        known = ", ".join(sorted(self._paths))
+        message = f"there is nothing for {request.method} {request.url.path}; there are {known}"
+        if error.status_code not in (404, 405):
+            message = error.detail or HTTPStatus(error.status_code).phrase
+        return _Refusal(ApiError(error.status_code, "not_found", message), self.limits.header_s, error.headers)
+
+    async def _fail(self, request: Request, error: Exception) -> Response:
+        """What went wrong here."""
+        self.log(f"{type(error).__name__}: {error}")
+        return _Refusal(self.as_api_error(error), self.limits.header_s)
+
+    def as_api_error(self, error: Exception) -> ApiError:
+        """An error for the client."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, StoppingError):
+            return _stopping()
+        if isinstance(error, PlaitError):
+            return ApiError(500, "server_error", str(error))
+        return ApiError(500, "server_error", f"{type(error).__name__}: {error}")
+
+
+class _Json(JSONResponse):
+    """JSON in ASCII: a message may cite half of a character, which no encoding knows."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return json.dumps(content).encode()
+
+
+class _Refusal(_Json):
+    """An error in JSON. A client that is still sending comes to read it before its connection is closed."""
+
+    def __init__(self, error: ApiError, patience_s: float, headers: Any = None) -> None:
+        told = dict(headers or {})
+        if error.status == 401:
+            told["WWW-Authenticate"] = "Bearer"
+        if error.status == 429:
+            told["Retry-After"] = "1"
+        super().__init__(error.body, error.status, told)
+        self._patience_s = patience_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        left = DISCARDED
+        try:
+            async with asyncio.timeout(self._patience_s):
+                while left > 0:
+                    message = await receive()
+                    left -= len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            pass  # it had its time
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _Waiting(Response):
+    """The answer to a request that stands in line. Nothing is sent before something is known of it."""
+
+    reply: Reply
+
+    def __init__(self, app: Application, deadline: float) -> None:
+        self._app, self._deadline = app, deadline
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._began = False
+
+    def deliver(self, event: Event) -> None:
+        """Called in the thread of the model."""
+        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer until the answer ends, its time is over, or its client leaves."""
+        answering = asyncio.create_task(self._answer(scope, receive, send))
+        leaving = asyncio.create_task(_left(receive))
+        left_s = max(self._deadline - time.monotonic(), 0.0)
+        try:
+            await asyncio.wait({answering, leaving}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            finished, gone = answering.done(), leaving.done()
+            self._app.scheduler.leave(self.reply.job)
+            for task in (answering, leaving):
+                task.cancel()
+            await asyncio.wait({answering, leaving})
+        if finished:
+            answering.result()
+        elif not gone:
+            message = f"the answer took longer than the {self._app.limits.request_s:g} seconds of a request"
+            try:
+                async with asyncio.timeout(1):
+                    await self._fail(ApiError(504, "timeout", message), scope, receive, send)
+            except TimeoutError:  # a client that does not read what was sent before
+                scope["state"]["abort"]()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        parts: list[AnswerPart] = []
+        stream = self.reply.request.stream
+        while True:
+            event = await self._events.get()
+            if isinstance(event, Exception):
+                await self._fail(self._app.as_api_error(event), scope, receive, send)
+                return
+            if stream and not self._began:
+                await self._begin(send)
+            if isinstance(event, JobDone):
+                break
+            if stream:
+                await self._send_events(send, self.reply.events(event))
+            else:
+                parts.append(event)
+        if stream:
+            await self._send_events(send, self.reply.closing(event.completion_tokens))
+            await self._end(send)
+        else:
+            await _Json(self.reply.whole(parts, event.completion_tokens))(scope, receive, send)
+
+    async def _begin(self, send: Send) -> None:
+        self._began = True
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send_events(send, self.reply.opening())
+
+    async def _send_events(self, send: Send, events: list[dict[str, Any]]) -> None:
+        if events:
+            body = "".join(f"data: {json.dumps(event)}\n\n" for event in events).encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _end(self, send: Send) -> None:
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._began:  # too late for a status
+            await self._send_events(send, [error.body])
+            await self._end(send)
+        else:
+            await _Json(error.body, error.status)(scope, receive, send)
+
+
+async def _left(receive: Receive) -> None:
+    """Wait until the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _stopping() -> ApiError:
+    return ApiError(503, "server_stopping", STOPPING)
+
+
+def _name_of(host: str) -> str:
+    """The name in a Host header, without its port."""
+    return host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]

@@ -1,0 +1,297 @@
+"""Who is answered when: a waiting line, and one thread that owns the model and writes the rows of a batch.
+
+A request joins the running batch between two tokens where the model's decoder can take further rows, and the next
+batch otherwise. A request with several answers (`n`) joins as a whole.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from plait.generate.continuous import ContinuousBatch, Row, Token
+from plait.generate.serve.metrics import ServerMetrics
+from plait.generate.speaker import AnswerText, Speaker
+
+IMPOSSIBLE = -9999.0
+
+
+class LineFullError(Exception):
+    """As many requests wait as may."""
+
+
+class StoppingError(Exception):
+    """The server is being stopped."""
+
+
+class Likely(NamedTuple):
+    """A token with its log-probability."""
+
+    text: str
+    logprob: float
+
+
+class Written(NamedTuple):
+    """A token of an answer, for `logprobs`."""
+
+    text: str
+    logprob: float
+    top: list[Likely]
+    offset: int
+    """Where it begins in the answer, in characters."""
+
+
+class AnswerPart(NamedTuple):
+    """What is new in one of the answers of a request; without a stream, the whole of it."""
+
+    index: int
+    text: str
+    tokens: list[Written]
+    """Empty where nobody asked for log-probabilities."""
+    finish_reason: Literal["stop", "length"] | None
+
+
+class JobDone(NamedTuple):
+    """All answers of a request have ended."""
+
+    completion_tokens: int
+
+
+Event = AnswerPart | JobDone | Exception
+
+
+@dataclass(eq=False)
+class Job:
+    """A request as the scheduler sees it."""
+
+    rows: Sequence[Row]
+    """One for each answer."""
+    texts: Sequence[AnswerText]
+    deliver: Callable[[Event], None]
+    """Called in the thread of the model."""
+    stream: bool
+    logprobs: bool
+    since: float
+    """When its place in line was taken (`time.monotonic`)."""
+    left: bool = False
+    """Nobody wants the answer any more: set by whoever waited for it."""
+    completion_tokens: int = 0
+    open_answers: int = 0
+
+
+class _Answer:
+    """One row of the batch and what was written in it."""
+
+    def __init__(self, job: Job, index: int) -> None:
+        self.job, self.index = job, index
+        self.row, self.text = job.rows[index], job.texts[index]
+        self.count = 0
+        self.over = False
+        self._parts: list[str] = []
+        self._written: list[Written] = []
+
+    def take(self, token: Token, decode: Callable[[Sequence[int]], str]) -> None:
+        """Add a token, and deliver what is certain by now."""
+        offset = self.text.length
+        new = self.text.push(token.id)
+        self.count += 1
+        self.job.completion_tokens += 1
+        self.over = self.text.stopped or self.count >= self.row.room
+        if self.over:
+            new += self.text.finish()
+        if new:
+            self._parts.append(new)
+        if self.job.logprobs and token.id not in self.row.sampling.stop_tokens:
+            top = [Likely(decode([each]), _finite(logprob)) for each, logprob in token.top]
+            self._written.append(Written(decode([token.id]), _finite(token.logprob), top, offset))
+        if self.over or (self.job.stream and new):
+            self._deliver()
+
+    def _deliver(self) -> None:
+        # Tokens go with their text: those of text that is held back wait, and those behind a stop text are left out.
+        certain = self.text.length - self.text.held
+        whole = self.over and not self.text.is_cut
+        ready = [each for each in self._written if whole or each.offset < certain]
+        self._written = self._written[len(ready) :]
+        reason: Literal["stop", "length"] | None = None
+        if self.over:
+            reason = "stop" if self.text.stopped else "length"
+        self.job.deliver(AnswerPart(self.index, "".join(self._parts), ready, reason))
+        self._parts = []
+
+
+def _finite(logprob: float) -> float:
+    """A log-probability as JSON can hold it; OpenAI's word for an impossible token is -9999."""
+    return logprob if logprob > IMPOSSIBLE else IMPOSSIBLE
+
+
+class Scheduler:
+    """The waiting line and the thread of the model. `start` it once, and `close` it in the end."""
+
+    def __init__(
+        self,
+        speaker: Speaker,
+        *,
+        max_batch: int,
+        waiting: int,
+        metrics: ServerMetrics,
+        log: Callable[[str], None],
+    ) -> None:
+        """`max_batch`: rows that are written together; `waiting`: requests that may wait beside those."""
+        self.max_batch, self.most_waiting = max_batch, waiting
+        self._speaker, self._metrics, self._log = speaker, metrics, log
+        self._changed = threading.Condition()
+        self._line: deque[Job] = deque()
+        self._reserved = 0
+        self._answers: list[_Answer] = []
+        self._stopping = self._closed = False
+        self._thread = threading.Thread(target=self._run, name="plait-model", daemon=True)
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait, those that are still being prepared included."""
+        return len(self._line) + self._reserved
+
+    @property
+    def running(self) -> int:
+        """Rows that are being written."""
+        return len(self._answers)
+
+    def reserve(self) -> None:
+        """Take a place in line before a request is prepared; `submit` or `unreserve` gives it up."""
+        with self._changed:
+            if self._stopping:
+                raise StoppingError
+            # What will join the batch at once does not have to wait.
+            free = max(self.max_batch - len(self._answers), 0)
+            if self.waiting >= self.most_waiting + free:
+                raise LineFullError
+            self._reserved += 1
+            self._metrics.waiting.set(self.waiting)
+
+    def unreserve(self) -> None:
+        """Give a place up."""
+        with self._changed:
+            self._reserved -= 1
+            self._metrics.waiting.set(self.waiting)
+
+    def submit(self, job: Job) -> None:
+        """Put a request in the place that was reserved for it."""
+        with self._changed:
+            self._reserved -= 1
+            if self._stopping:
+                raise StoppingError
+            self._line.append(job)
+            self._changed.notify()
+
+    def leave(self, job: Job) -> None:
+        """The client is gone or out of time: free its place and its rows."""
+        with self._changed:
+            job.left = True
+            if job in self._line:
+                self._line.remove(job)
+                self._metrics.waiting.set(self.waiting)
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Take no further requests, and tell those that wait; what is being written goes on."""
+        with self._changed:
+            self._stopping = True
+            line, self._line = list(self._line), deque()
+            self._metrics.waiting.set(self.waiting)
+        for job in line:
+            job.deliver(StoppingError())
+
+    def end(self) -> None:
+        """Tell those whose answers have not ended that they will not."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Tell those whose answers have not ended, and end the thread."""
+        self.stop()
+        self.end()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with self._speaker.generator.continuous() as batch:
+            while True:
+                with self._changed:
+                    while not (self._closed or self._line or self._answers):
+                        self._changed.wait()
+                    if self._closed:
+                        break
+                try:
+                    self._go_on(batch)
+                except Exception as error:
+                    self._log(f"the model failed: {type(error).__name__}: {error}")
+                    batch.close()
+                    self._fail(error)
+            self._fail(StoppingError())
+
+    def _go_on(self, batch: ContinuousBatch) -> None:
+        """Let rows leave and join, and write one token for each row."""
+        self._drop(batch)
+        if joining := self._joining(batch):
+            # In the batch from here on, so that an error reaches them too.
+            new = [_Answer(job, index) for job in joining for index in range(len(job.rows))]
+            self._answers += new
+            tokens = batch.add([answer.row for answer in new])
+            for job in joining:
+                self._metrics.prompt_tokens.inc(len(job.rows[0].prompt))
+                self._metrics.first_token.observe(time.monotonic() - job.since)
+            self._take(new, tokens)
+            self._drop(batch)
+        if self._answers:
+            self._metrics.batch_size.observe(len(self._answers))
+            self._take(self._answers, batch.step())
+            self._drop(batch)
+
+    def _joining(self, batch: ContinuousBatch) -> list[Job]:
+        """The first in line, as many as have room."""
+        joining: list[Job] = []
+        rows: list[Row] = []
+        with self._changed:
+            while self._line and not self._closed:
+                wanted = [*rows, *self._line[0].rows]
+                if len(self._answers) + len(wanted) > self.max_batch or not batch.takes(wanted):
+                    break
+                job, rows = self._line.popleft(), wanted
+                job.open_answers = len(job.rows)
+                joining.append(job)
+            self._metrics.waiting.set(self.waiting)
+        return joining
+
+    def _take(self, answers: Sequence[_Answer], tokens: Sequence[Token]) -> None:
+        self._metrics.generation_tokens.inc(len(tokens))
+        for answer, token in zip(answers, tokens, strict=True):
+            if answer.job.left:
+                continue
+            answer.take(token, self._speaker.tokenizer.decode)
+            if answer.over:
+                answer.job.open_answers -= 1
+                if not answer.job.open_answers:
+                    answer.job.deliver(JobDone(answer.job.completion_tokens))
+
+    def _drop(self, batch: ContinuousBatch) -> None:
+        """Let go of rows whose answers are over, or whose clients have left."""
+        kept = [number for number, answer in enumerate(self._answers) if not (answer.over or answer.job.left)]
+        batch.keep(kept)
+        self._answers = [self._answers[number] for number in kept]
+        self._metrics.running.set(len(kept))
+
+    def _fail(self, error: Exception) -> None:
+        for job in {answer.job: None for answer in self._answers}:
+            if job.open_answers:
+                job.deliver(error)
+        self._answers = []
+        self._metrics.running.set(0)
