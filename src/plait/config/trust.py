@@ -31,6 +31,9 @@ KEY = "trust_code"
 _CODE_FILES = ("config.json", "tokenizer_config.json")
 """Files of a Hugging Face folder whose `auto_map` names classes in Python files, beside it or on the hub."""
 
+_DECIDING = frozenset({"target", "reward", KEY})
+"""Last parts of the keys that name code, or decide whether it is run."""
+
 
 class StoredName(str):
     """A name of code that was read from a stored file."""
@@ -43,9 +46,9 @@ class StoredName(str):
         made.stored_in = stored_in
         return made
 
-    def __getnewargs__(self) -> tuple[str, str]:
+    def __reduce__(self) -> tuple[type[StoredName], tuple[str, str]]:
         """A copy, in this process or another, stays a stored name."""
-        return str(self), self.stored_in
+        return StoredName, (str(self), self.stored_in)
 
 
 def keep_origin(value: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> str:
@@ -104,6 +107,17 @@ def refusal(key: str, name: str, stored_in: str | Path) -> ConfigError:
     message = f"{str(name)!r} is code, named in {stored_in}; code that a stored file names is not run"
     remedy = "Read that code first. To run it, add --trust-code, or trust_code: true to a run description of your own."
     return ConfigError(Problem(key, message, remedy))
+
+
+def code_keys(settings: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """The keys among stored settings, dotted or nested, that name code or decide whether it is run."""
+    for key, value in settings.items():
+        where = f"{above}.{key}" if above else key
+        if key.rpartition(".")[2] in _DECIDING:
+            yield where
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, Mapping):
+                yield from code_keys(each, where)
 
 
 @contextmanager
