@@ -142,7 +142,7 @@ def transformers_code(source: str | Path | Mapping[str, Any], *, trust_code: boo
 
 
 def _named_code(source: str | Path | Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Every `auto_map`: its file, its path in there, and the first class that it names."""
+    """What names code: its file, its path in there, and the name."""
     for file, content in _descriptions(source):
         for path, name in _code_names(content):
             yield file, path, name
@@ -162,12 +162,14 @@ def _descriptions(source: str | Path | Mapping[str, Any]) -> Iterator[tuple[str,
 
 
 def _code_names(content: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Where an `auto_map` lies, and the first class that it names."""
+    """Where an `auto_map` lies, with the first class that it names, and where a kernel of the hub is asked for."""
     inner = content.items() if isinstance(content, Mapping) else enumerate(content) if isinstance(content, list) else ()
     for key, value in inner:
         where = f"{path}.{key}" if path else str(key)
         if key == "auto_map" and value:
             yield where, next(_texts(value), repr(value))
+        elif str(key).endswith("_implementation") and "/" in (kernel := next(_texts(value), "")):
+            yield where, kernel  # `attn_implementation: owner/repository` is loaded from there, and run
         else:
             yield from _code_names(value, where)
 

@@ -105,6 +105,7 @@ class OfTokenizer(Template):
             from transformers import AutoTokenizer
         except ImportError as error:
             raise MissingExtraError("transformers", "posttrain.template.kind: tokenizer", "hf") from error
+        self._folder = folder
         with transformers_code(folder, trust_code=trust_code, key="posttrain.tokenizer") as trusted:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=trusted
@@ -148,7 +149,11 @@ class OfTokenizer(Template):
 
     def _text(self, messages: Sequence[Message], *, asks: bool) -> str:
         plain = [{"role": message.role, "content": message.content} for message in messages]
-        text: str = self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=asks)
+        try:  # in a sandbox of `transformers`: a template reads messages, and reaches nothing else
+            text: str = self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=asks)
+        except Exception as error:  # whatever a template of its author's raises, on purpose or not
+            reason = f"{type(error).__name__}: {error}"
+            raise DataError(f"the chat template in {self._folder} does not take this conversation: {reason}") from error
         return text
 
     def _encode(self, text: str) -> list[int]:
