@@ -9,7 +9,7 @@ from dataclasses import replace
 import typer
 
 from plait.cli.speaking import Opening, open_speaker
-from plait.errors import GenerateError
+from plait.errors import DataError, GenerateError
 from plait.generate.options import Sampling
 from plait.generate.printable import printable
 from plait.generate.speaker import Speaker, Turn
@@ -69,7 +69,7 @@ def _answer(speaker: Speaker, turns: list[Turn], sampling: Sampling) -> str | No
             sys.stdout.flush()
     except KeyboardInterrupt:
         pass
-    except GenerateError as error:
+    except (GenerateError, DataError) as error:
         typer.secho(str(error), fg="red", err=True)
         return None
     typer.echo()

@@ -153,7 +153,7 @@ def _show(path: str, *, every: bool, verify: bool) -> None:
         for part in parts(source.entries):
             totals.add_row(part.name, str(part.tensors), compact(part.elements), size(part.bytes))
     # A pipe has no width: rows stay whole there.
-    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 400, highlight=False)
+    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 400, highlight=False, markup=False)
     for each in (facts, "", table, "", totals):
         console.print(each)
 

@@ -31,6 +31,9 @@ KEY = "trust_code"
 _CODE_FILES = ("config.json", "tokenizer_config.json")
 """Files of a Hugging Face folder whose `auto_map` names classes in Python files, beside it or on the hub."""
 
+_DECIDING = frozenset({"target", "reward", KEY})
+"""Last parts of the keys that name code, or decide whether it is run."""
+
 
 class StoredName(str):
     """A name of code that was read from a stored file."""
@@ -43,9 +46,9 @@ class StoredName(str):
         made.stored_in = stored_in
         return made
 
-    def __getnewargs__(self) -> tuple[str, str]:
+    def __reduce__(self) -> tuple[type[StoredName], tuple[str, str]]:
         """A copy, in this process or another, stays a stored name."""
-        return str(self), self.stored_in
+        return StoredName, (str(self), self.stored_in)
 
 
 def keep_origin(value: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> str:
@@ -106,6 +109,17 @@ def refusal(key: str, name: str, stored_in: str | Path) -> ConfigError:
     return ConfigError(Problem(key, message, remedy))
 
 
+def code_keys(settings: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """The keys among stored settings, dotted or nested, that name code or decide whether it is run."""
+    for key, value in settings.items():
+        where = f"{above}.{key}" if above else key
+        if key.rpartition(".")[2] in _DECIDING:
+            yield where
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, Mapping):
+                yield from code_keys(each, where)
+
+
 @contextmanager
 def transformers_code(source: str | Path | Mapping[str, Any], *, trust_code: bool, key: str) -> Iterator[bool]:
     """What to pass to `transformers` as `trust_remote_code`, and the refusal where it would need what it was not given.
@@ -128,7 +142,7 @@ def transformers_code(source: str | Path | Mapping[str, Any], *, trust_code: boo
 
 
 def _named_code(source: str | Path | Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Every `auto_map`: its file, its path in there, and the first class that it names."""
+    """What names code: its file, its path in there, and the name."""
     for file, content in _descriptions(source):
         for path, name in _code_names(content):
             yield file, path, name
@@ -148,12 +162,14 @@ def _descriptions(source: str | Path | Mapping[str, Any]) -> Iterator[tuple[str,
 
 
 def _code_names(content: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Where an `auto_map` lies, and the first class that it names."""
+    """Where an `auto_map` lies, with the first class that it names, and where a kernel of the hub is asked for."""
     inner = content.items() if isinstance(content, Mapping) else enumerate(content) if isinstance(content, list) else ()
     for key, value in inner:
         where = f"{path}.{key}" if path else str(key)
         if key == "auto_map" and value:
             yield where, next(_texts(value), repr(value))
+        elif str(key).endswith("_implementation") and "/" in (kernel := next(_texts(value), "")):
+            yield where, kernel  # `attn_implementation: owner/repository` is loaded from there, and run
         else:
             yield from _code_names(value, where)
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
+FORMATS = ("PNG", "JPEG")
+"""Pillow goes by content, not by the ending, and would hand PostScript to Ghostscript, which runs it."""
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -77,7 +79,7 @@ class ImageFolder(AugmentedImages):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         path, label = self._files[index]
         try:
-            with _pillow().open(path) as file:
+            with _pillow().open(path, formats=FORMATS) as file:
                 picture = file.convert("RGB")
         except Exception as error:  # decoders raise anything, and Pillow errors of its own for far too many pixels
             raise DataError(f"{path} cannot be read as an image: {error}; repair or remove it") from error

@@ -186,11 +186,12 @@ def cgroup_limit() -> int | None:
 
 
 def _limits(facts: Mapping[str, Any]) -> Iterable[Line]:
-    if Path("/dev/shm").is_dir():
-        free = shutil.disk_usage("/dev/shm").free
+    shared = "/dev/shm"  # noqa: S108  # nothing is written there: only its size is asked for
+    if Path(shared).is_dir():
+        free = shutil.disk_usage(shared).free
         small = free < _GIB
         remedy = "data workers and NCCL share memory there: docker run --shm-size=8g" if small else ""
-        yield Line("/dev/shm", f"{free / _GIB:.1f} GiB free", "bad" if small else "ok", remedy)
+        yield Line(shared, f"{free / _GIB:.1f} GiB free", "bad" if small else "ok", remedy)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     needed = Path("/sys/class/infiniband").exists() and bool(facts.get("gpus"))
     low = locked != resource.RLIM_INFINITY

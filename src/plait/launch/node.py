@@ -214,7 +214,8 @@ def end(job: str) -> int:
     """End the ranks that `run_alone` runs here, if it does."""
     for note in Path(tempfile.gettempdir()).glob(_note(job, "*").name):
         with suppress(OSError, ValueError):  # gone already
-            os.kill(int(note.read_text(encoding="utf-8")), signal.SIGTERM)
+            if note.stat(follow_symlinks=False).st_uid == os.getuid():  # every user may leave files there
+                os.kill(int(note.read_text(encoding="utf-8")), signal.SIGTERM)
     return 0
 
 

@@ -24,7 +24,7 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 def port_is_free(port: int) -> bool:
     """Whether rank 0, which listens on all addresses of its host, could take it."""
-    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):  # noqa: S104  # as torch will; let go at once
         try:
             with socket.socket(family) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from plait.errors import ConfigError, Problem
 from plait.launch import slurm
 from plait.launch.command import Command, run_command
 from plait.launch.desk import Desk
@@ -120,15 +121,27 @@ def _meeting_place(setup: Setup, job: Job) -> Job:
 
 @contextmanager
 def _pid_note(wanted: bool) -> Iterator[None]:
-    """The launcher's pid in a file, while it runs, for programs that start it."""
-    path = Path(f"/tmp/{os.getpid()}.ds")
-    if wanted:
-        path.write_text(str(os.getpid()), encoding="utf-8")
+    """The launcher's pid in a file, while it runs, for programs that start it.
+
+    The name is known before, and every user may write into that folder: what lies there may be somebody's link to a
+    file of ours, and is never written through.
+    """
+    if not wanted:
+        yield
+        return
+    path = Path(f"/tmp/{os.getpid()}.ds")  # noqa: S108  # where DeepSpeed leaves it
+    try:
+        path.unlink(missing_ok=True)  # of a process that had this number before
+        with path.open("x", encoding="utf-8") as file:
+            file.write(str(os.getpid()))
+    except OSError as error:
+        message = f"{path} cannot be written: {error.strerror}"
+        remedy = "Remove what another user has left there, or leave the flag out."
+        raise ConfigError(Problem("--save_pid", message, remedy)) from error
     try:
         yield
     finally:
-        if wanted:
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def all_here(nodes: Sequence[Node], options: Options) -> bool:

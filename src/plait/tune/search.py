@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.config import RunConfig, parse, to_yaml
+from plait.config.trust import code_keys
 from plait.config.words import counted
 from plait.errors import ConfigError, Problem, TrainingError, in_one_line
 from plait.ops.drafts import write_whole
@@ -55,6 +56,7 @@ def tune(
     config = config or TuneConfig()
     run = check_run(source, overrides).config
     book = Book(Path(out), run, config, fresh=fresh)
+    _refuse_code(book, config)
     found = _legal(candidates(run, space_of(run, config)), source, overrides, config, book)
     ordered = in_order(run, found, config, rank)
     done = sum(book.find(each) is not None for each in ordered)
@@ -68,6 +70,15 @@ def tune(
         reasons = "".join(f"\n  - {count} × {reason}" for reason, count in counts.most_common(5))
         raise TrainingError(f"no trial ran to its end ({why}). Why not:{reasons}")
     return Tuned(best, book.folder / "best.yaml", book.records, why)
+
+
+def _refuse_code(book: Book, config: TuneConfig) -> None:
+    """Refuse results that would have other code run than this search: the best of them become the run's settings."""
+    for record in book.records:
+        if strange := [key for key in code_keys(record.settings) if key not in config.space]:
+            message = f"{book.folder / 'results.jsonl'} sets {strange[0]}, which decides what code runs"
+            remedy = f"Name {strange[0]} and its values with --space if they are yours, or give another folder."
+            raise ConfigError(Problem("--out", message, remedy))
 
 
 def _legal(

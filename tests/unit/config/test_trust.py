@@ -125,6 +125,17 @@ def test_another_file_is_the_users_own(run_folder: Path, tmp_path: Path) -> None
     assert parse(tmp_path / "elsewhere" / "config.yaml").config.trust_code
 
 
+def test_a_kernel_of_the_hub_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"attn_implementation": "them/kernel"}), encoding="utf-8")
+    with (
+        pytest.raises(ConfigError, match=r"'them/kernel' .*config\.json, attn_implementation"),
+        transformers_code(tmp_path, trust_code=False, key="model.path"),
+    ):
+        pass
+    with transformers_code({"attn_implementation": "sdpa"}, trust_code=False, key="model.config") as trusted:
+        assert trusted is False
+
+
 def test_code_of_an_inner_model_is_refused_before_transformers_asks(tmp_path: Path) -> None:
     content = {"model_type": "llava", "text_config": {"auto_map": {"AutoModel": "them/repo--net.Net"}}}
     (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")

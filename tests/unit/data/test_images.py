@@ -67,6 +67,14 @@ def test_augmentation_depends_on_seed_epoch_and_sample_alone(folder: Path, worke
     assert pictures(1, ranks=1, micro=3, workers=0, seed=2) != alone
 
 
+def test_a_picture_is_read_as_png_or_jpeg_whatever_it_holds(folder: Path) -> None:
+    """Pillow would hand PostScript to Ghostscript, a program that runs what is in it."""
+    postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+    (folder / "cat" / "1.png").write_bytes(postscript)
+    with pytest.raises(DataError, match=r"1\.png cannot be read as an image: cannot identify"):
+        ImageFolder(folder, size=8, augment=False)[1]
+
+
 def test_a_broken_or_missing_picture_is_named(folder: Path, tmp_path: Path) -> None:
     (folder / "cat" / "1.png").write_bytes(b"no picture")
     with pytest.raises(DataError, match=r"1\.png cannot be read"):

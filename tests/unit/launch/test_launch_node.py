@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 from tests.unit.launch.processes import assert_gone
 
+from plait.launch import node
 from plait.launch.fleet import run_fleet
 from plait.launch.job import Job, Node
+from plait.launch.setup import _pid_note
 from plait.launch.ssh import node_words
 
 SLEEPS = """
@@ -168,3 +171,28 @@ def test_a_rank_that_prints_to_nobody_is_ended_too(tmp_path: Path) -> None:
     assert_gone(pids(tmp_path, 1, talks_to=process))  # nobody has read a byte of it
     process.kill()
     process.wait(60)
+
+
+def test_a_note_of_another_user_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ended: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, _: ended.append(pid))
+    own = os.getuid()
+    (tmp_path / f"plait-{own}-job-0.pid").write_text("11", encoding="utf-8")
+    (tmp_path / f"plait-{own + 1}-job-0.pid").write_text("12", encoding="utf-8")
+    node.end("job")
+    assert ended == [11]
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    node.end("job")
+    assert ended == [11]
+
+
+def test_the_pid_of_a_launcher_is_not_written_through_somebodys_link(tmp_path: Path) -> None:
+    link, mine = Path(f"/tmp/{os.getpid()}.ds"), tmp_path / "mine"
+    mine.write_text("untouched", encoding="utf-8")
+    link.symlink_to(mine)
+    with _pid_note(True):
+        assert not link.is_symlink()
+        assert link.read_text(encoding="utf-8") == str(os.getpid())
+    assert not link.exists()
+    assert mine.read_text(encoding="utf-8") == "untouched"

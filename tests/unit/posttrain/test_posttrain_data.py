@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -195,6 +196,30 @@ def test_marks_are_tokens_that_no_text_can_forge(tmp_path: Path) -> None:
     assert forged in data.tokenizer.decode(ids, keep_special=True)
     task = load(None, tmp_path, template={"kind": "marked"})
     assert task.train[0]["input_ids"].tolist().count(int(task.tokenizer.token_id("<|im_end|>") or 0)) == 2
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append.__globals__ }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ 1 + 'a' }}",
+    ],
+)
+def test_a_template_reaches_nothing_but_the_messages_and_its_errors_are_named(tmp_path: Path, code: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("jinja2")
+    tokenizer = trained_tokenizer(["a conversation about nothing"], 300)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="<|endoftext|>"
+    )
+    fast.chat_template = f"{{% if messages[0].content == 'now' %}}{code}{{% endif %}}"
+    fast.save_pretrained(str(tmp_path))
+    template = make_template(TemplateConfig(kind="tokenizer"), tokenizer, tmp_path)
+    with pytest.raises(DataError, match=re.escape(str(tmp_path))):
+        template.prompt([Message("user", "now")])
 
 
 def test_the_template_of_a_tokenizer_is_used_where_it_is_asked_for(tmp_path: Path) -> None:

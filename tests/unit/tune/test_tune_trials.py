@@ -198,3 +198,15 @@ def test_a_key_that_no_run_can_have_is_told_before_anything_is_measured(bench: A
         tune(bench.describe(), [], config, out=bench.folder / "found", say=said.append)
     assert said == []
     assert len(caught.value.problems) == 1  # without it, zero 0 would make one
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"model.target": "os:system"}, {"trust_code": True}, {"hooks": [{"type": "import", "target": "os:system"}]}],
+)
+def test_results_that_name_code_are_refused(bench: Any, settings: dict[str, Any]) -> None:
+    config = TuneConfig(space={"strategy.zero": [0]})
+    path = bench.describe()
+    Book(bench.folder / "out", parse(path).config, config).add(Record(settings, Outcome("ok", 1.0), 9.0))
+    with pytest.raises(ConfigError, match=r"--out: .*results\.jsonl"):
+        tune(path, [], config, out=bench.folder / "out")

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
-
 from plait.config.posttrain import TemplateConfig
 from plait.config.trust import transformers_code
 from plait.errors import DataError, MissingExtraError
@@ -110,6 +108,7 @@ class OfTokenizer(Template):
             from transformers import AutoTokenizer
         except ImportError as error:
             raise MissingExtraError("transformers", "posttrain.template.kind: tokenizer", "hf") from error
+        self._folder = folder
         with transformers_code(folder, trust_code=trust_code, key="posttrain.tokenizer") as trusted:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=trusted
@@ -155,10 +154,11 @@ class OfTokenizer(Template):
 
     def _text(self, messages: Sequence[Message], *, asks: bool) -> str:
         plain = [{"role": message.role, "content": message.content} for message in messages]
-        try:
+        try:  # in a sandbox of `transformers`: a template reads messages, and reaches nothing else
             text: str = self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=asks)
-        except TemplateError as error:
-            raise DataError(f"the chat template of the tokenizer refuses the conversation: {error}") from error
+        except Exception as error:  # whatever a template of its author's raises, on purpose or not
+            reason = f"{type(error).__name__}: {error}"
+            raise DataError(f"the chat template in {self._folder} does not take this conversation: {reason}") from error
         return text
 
     def _encode(self, text: str) -> list[int]:

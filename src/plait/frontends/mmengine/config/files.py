@@ -100,7 +100,7 @@ def _literal(path: Path, node: ast.expr) -> list[str]:
 def _variables(path: Path, tree: ast.Module, below: dict[str, Any]) -> dict[str, Any]:
     space: dict[str, Any] = {"__file__": str(path), "__name__": path.stem, BASE: ConfigDict(below)}
     try:
-        exec(compile(tree, str(path), "exec"), space)
+        exec(compile(tree, str(path), "exec"), space)  # noqa: S102  # the user's own file, which he names
     except Exception as error:
         message = f"{path.name} fails when it is run: {type(error).__name__}: {error}"
         raise ConfigError(Problem("config", message, "It is run as Python.")) from error
