@@ -126,9 +126,7 @@ def test_a_row_of_values_that_a_model_does_not_take_is_named_with_what_to_write(
             return super().forward(x).square().mean()
 
     engine = engine_of(Plain(4, 2))
-    with pytest.raises(
-        ModelError, match=r"Plain\.forward takes x, and .* 2 values.*def forward\(self, x, y"
-    ):
+    with pytest.raises(ModelError, match=r"Plain\.forward takes x, and .* 2 values.*def forward\(self, x, y"):
         engine.train_step([(torch.randn(3, 4), torch.zeros(3))])
     with pytest.raises(TypeError, match="of the model's own"):
         engine.train_step([torch.randn(1, 3, 4)])
