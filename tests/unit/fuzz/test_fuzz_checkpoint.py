@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.unit.checkpoint import samples
+from tests.unit.checkpoint.test_deepspeed_read import save_stage_2, save_stage_3, values
 from tests.unit.fuzz.mutate import bounded, damaged_json, draws, mutated, spoiled
 from torch import Tensor
 
@@ -182,17 +184,12 @@ def test_of_200_flipped_bits_none_loads_other_values(
 
 
 def write_deepspeed(folder: Path, state: dict[str, Tensor]) -> Path:
-    inside = folder / "global_step7"
-    inside.mkdir(parents=True)
-    (folder / "latest").write_text("global_step7")
-    content = {
-        "module": samples.model_of(state),
-        "param_shapes": None,
-        "ds_version": "0.19.8",
-        "dp_world_size": 1,
-        "global_steps": 7,
-    }
-    torch.save(content, inside / "mp_rank_00_model_states.pt")
+    save_stage_2(folder, values(), 2)
+    return folder
+
+
+def write_deepspeed_3(folder: Path, state: dict[str, Tensor]) -> Path:
+    save_stage_3(folder, values(), 2)
     return folder
 
 
@@ -223,9 +220,21 @@ OTHERS: dict[str, Callable[[Path, dict[str, Tensor]], Path]] = {
     "torch": write_file,
     "fsdp": samples.write_fsdp,
     "deepspeed": write_deepspeed,
+    "deepspeed 3": write_deepspeed_3,
 }
 
 
+@pytest.fixture
+def _little_memory() -> Iterator[None]:
+    """A pickle can ask for any amount of memory, which is then refused, and not taken from the other tests."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (2 << 30), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@pytest.mark.usefixtures("_little_memory")
 def test_no_checkpoint_of_others_ends_in_a_traceback(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     torch.manual_seed(6)
     state = samples.some_state()
