@@ -103,7 +103,7 @@ def _record(name: str, fields: Any, sizes: Mapping[str, int]) -> TensorRecord:
     if math.prod(max(length, 1) for length in whole) * dtype.itemsize >= 1 << 63:
         raise ValueError(f"{name} has the shape {whole}, which no memory holds")
     record = TensorRecord(dtype, whole, tuple(_stored(name, piece, dtype, whole, sizes) for piece in pieces))
-    if reason := _misfit([(piece.start, piece.shape) for piece in record.pieces if 0 not in piece.shape], whole):
+    if reason := untiled([(piece.start, piece.shape) for piece in record.pieces if 0 not in piece.shape], whole):
         raise ValueError(f"the pieces of {name} do not make up its shape {whole}: {reason}")
     return record
 
@@ -145,7 +145,7 @@ def _are_lengths(values: Sequence[Any]) -> bool:
 # whose pieces overlap, leave a hole or point at the bytes of another tensor would be loaded without a complaint. So
 # the index is checked when it is read: cut along one dimension after the other, every place of a tensor must be in one
 # piece. And when a file is opened, its own head must name the same tensors with the same shapes at the same bytes.
-def _misfit(pieces: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], whole: tuple[int, ...]) -> str | None:
+def untiled(pieces: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], whole: tuple[int, ...]) -> str | None:
     """Why rectangles (first index, shape) do not cover a whole exactly once; None where they do."""
     if 0 in whole:
         return None
@@ -162,7 +162,7 @@ def _misfit(pieces: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], whole: tu
     for start, shape in pieces:
         for at in range(number[start[0]], number[start[0] + shape[0]]):
             slabs[at].append((start[1:], shape[1:]))
-    return next((reason for slab in slabs if (reason := _misfit(slab, whole[1:]))), None)
+    return next((reason for slab in slabs if (reason := untiled(slab, whole[1:]))), None)
 
 
 def _start(piece: Stored) -> tuple[int, ...]:

@@ -64,7 +64,9 @@ def read_name(path: Path, error: Callable[[str], PlaitError]) -> str:
 
 def is_below(name: str) -> bool:
     """Whether a relative path stays within the folder that it is relative to; links are not looked at."""
-    return name != "" and "\0" not in name and not PurePath(name).is_absolute() and ".." not in PurePath(name).parts
+    parts = PurePath(name).parts
+    short = len(name) <= 1000 and all(len(part.encode(errors="replace")) <= 255 for part in parts)
+    return bool(parts) and short and "\0" not in name and not PurePath(name).is_absolute() and ".." not in parts
 
 
 def weight_map(index: Path, error: Callable[[str], PlaitError]) -> dict[str, str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from plait.config.encoding import half_character
+from plait.config.read import texts_in
 from plait.errors import ConfigError, Problem
 
 _FORM = "Write `section.key=value`, for example `strategy.zero=3`, `optim.betas=[0.9, 0.95]` or `hooks.0.decay=0.9`."
@@ -35,7 +37,10 @@ def _value(text: str, value: str) -> Any:
     from plait.config import dialect
 
     try:
-        return dialect.load(value) if value[0] in "[{\"'" else dialect.scalar(value)
+        found = dialect.load(value) if value[0] in "[{\"'" else dialect.scalar(value)
+        if wrong := half_character("\n".join(texts_in(found))):
+            raise _malformed(ascii(text)[1:-1], f"its value has {wrong}", "Write the character itself.")
+        return found
     except RecursionError:
         raise _malformed(
             text, "its value is nested too deeply to be read", "Nothing that is set goes so deep."

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from plait.config.encoding import as_utf8
+from plait.config.encoding import as_utf8, half_character
 from plait.config.words import listed, nearest, show
 from plait.errors import ConfigError, Problem
 
@@ -82,7 +82,22 @@ def parse_text(path: Path, text: str) -> Any:
         ) from None
     if depth_of(data) > DEEPEST:
         raise _too_deep(path)
+    if wrong := half_character("\n".join(texts_in(data))):
+        raise ConfigError(Problem(str(path), wrong, "Write the character itself."))
     return data
+
+
+def texts_in(data: Any) -> Iterator[str]:
+    """Every text in lists and mappings, keys included."""
+    if isinstance(data, str):
+        yield data
+    elif isinstance(data, dict):
+        for key, value in data.items():
+            yield from texts_in(key)
+            yield from texts_in(value)
+    elif isinstance(data, list):
+        for each in data:
+            yield from texts_in(each)
 
 
 def depth_of(data: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from plait.checkpoint.convert.source import Source
 from plait.checkpoint.manifest import NAME
-from plait.checkpoint.save import write_alone
+from plait.checkpoint.pieces import Piece
+from plait.checkpoint.save import _describe, _seal, _write, write_alone
 from plait.checkpoint.tensorfile import digest
 
 DESCRIPTION = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}
@@ -120,3 +122,36 @@ def reseal(
     del about["digest"]
     own = digest(json.dumps(about, sort_keys=True).encode())
     (folder / NAME).write_text(json.dumps({**about, "digest": own}))
+
+
+def two_ranks_tensors() -> dict[str, Tensor]:
+    return {"model.a": torch.randn(4, 6), "model.b": torch.randn(4, 6), "model.c": torch.tensor(1.5)}
+
+
+def write_as_two_ranks(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
+    """As two ranks write it: `model.a` in two halves of rows, `model.b` in four quarters."""
+    folder.mkdir()
+
+    def piece(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Piece:
+        return Piece(name, torch.float32, tuple(tensors[name].shape), start, shape)
+
+    ranks = [
+        [piece("model.a", (0, 0), (2, 6)), piece("model.b", (0, 0), (2, 3)), piece("model.b", (2, 3), (2, 3))],
+        [
+            piece("model.a", (2, 0), (2, 6)),
+            piece("model.b", (0, 3), (2, 3)),
+            piece("model.b", (2, 0), (2, 3)),
+            piece("model.c", (), ()),
+        ],
+    ]
+
+    def part(piece: Piece) -> list[Tensor]:
+        inside = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))
+        return [tensors[piece.name][inside].contiguous() if inside else tensors[piece.name]]
+
+    written = [
+        _write(folder / f"rank-{rank:05d}.safetensors", [(piece, partial(part, piece)) for piece in pieces], pieces)
+        for rank, pieces in enumerate(ranks)
+    ]
+    _seal(folder, *_describe(folder, written, {}, step=STEPS, world_size=2))
+    return folder

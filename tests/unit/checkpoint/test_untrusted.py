@@ -10,19 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.checkpoint.samples import reseal
+from tests.unit.checkpoint.samples import reseal, two_ranks_tensors, write_as_two_ranks
 from torch import Tensor
 
 from plait.checkpoint import load_into, open_checkpoint
 from plait.checkpoint.convert.plait import PlaitSource
 from plait.checkpoint.load import verify
-from plait.checkpoint.pieces import Piece
-from plait.checkpoint.save import _describe, _seal, _write
 from plait.config import parse
 from plait.errors import CheckpointError
 from plait.world import World, open_world
-
-WHOLE = (4, 6)
 
 
 @pytest.fixture(scope="module")
@@ -32,38 +28,12 @@ def world() -> World:
 
 @pytest.fixture
 def tensors() -> dict[str, Tensor]:
-    return {"model.a": torch.randn(WHOLE), "model.b": torch.randn(WHOLE), "model.c": torch.tensor(1.5)}
+    return two_ranks_tensors()
 
 
 @pytest.fixture
 def saved(tmp_path: Path, tensors: dict[str, Tensor]) -> Path:
-    """As two ranks write it: `model.a` in two halves of rows, `model.b` in four quarters."""
-    folder = tmp_path / "step-00000007"
-    folder.mkdir()
-
-    def piece(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Piece:
-        return Piece(name, torch.float32, tuple(tensors[name].shape), start, shape)
-
-    ranks = [
-        [piece("model.a", (0, 0), (2, 6)), piece("model.b", (0, 0), (2, 3)), piece("model.b", (2, 3), (2, 3))],
-        [
-            piece("model.a", (2, 0), (2, 6)),
-            piece("model.b", (0, 3), (2, 3)),
-            piece("model.b", (2, 0), (2, 3)),
-            piece("model.c", (), ()),
-        ],
-    ]
-
-    def part(piece: Piece) -> Tensor:
-        inside = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))
-        return tensors[piece.name][inside].contiguous() if inside else tensors[piece.name]
-
-    written = [
-        _write(folder / f"rank-{rank:05d}.safetensors", [(p, lambda p=p: [part(p)]) for p in pieces], pieces)
-        for rank, pieces in enumerate(ranks)
-    ]
-    _seal(folder, *_describe(folder, written, {}, step=7, world_size=2))
-    return folder
+    return write_as_two_ranks(tmp_path / "step-00000007", tensors)
 
 
 def load(folder: Path, tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:

@@ -14,6 +14,8 @@ from torch import Tensor
 from plait.checkpoint.convert.files import refusal
 from plait.checkpoint.convert.source import Entry
 from plait.checkpoint.convert.unpickle import Record, unpickle
+from plait.checkpoint.index import untiled
+from plait.config.files import is_below
 from plait.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -85,7 +87,15 @@ class Chunks:
             """How names were nested, where the writer says so."""
             described = {name: record for name, record in self._records.items() if hasattr(record, "chunks")}
             self.tensors = {n: Entry(torch.Size(r.size), _dtype(r.properties)) for n, r in described.items()}
-        except (AttributeError, TypeError, KeyError) as error:
+            for name, record in described.items():
+                _check_chunks(name, record)
+            if wrong := [
+                str(info.relative_path) for info in self._places.values() if not is_below(str(info.relative_path))
+            ]:
+                raise ValueError(f"it names the file {wrong[0]!r}, which is not in this folder")
+            if any(_is_no_stretch(info) for info in self._places.values()):
+                raise ValueError("what it says of a file's bytes are no numbers")
+        except (AttributeError, TypeError, KeyError, ValueError, RuntimeError, OverflowError) as error:
             raise CheckpointError(
                 f"{path / METADATA} does not describe a checkpoint ({error}); copy it again"
             ) from error
@@ -154,6 +164,23 @@ class Chunks:
                 return torch.load(part, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises whatever the unpickler and the archive reader did
             raise refusal(path, error, stored) from error
+
+
+def _check_chunks(name: str, record: Any) -> None:
+    """Chunks must make up their tensor exactly. [Note: pieces that do not fit together]"""
+    whole = tuple(record.size)
+    pieces = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in record.chunks]
+    for start, shape in pieces:
+        if not len(start) == len(shape) == len(whole):
+            raise ValueError(f"a chunk of {name} from {start} with the shape {shape} is not of its shape {whole}")
+        if any(a < 0 or n < 0 or a + n > most for a, n, most in zip(start, shape, whole, strict=True)):
+            raise ValueError(f"a chunk of {name} from {start} with the shape {shape} leaves its shape {whole}")
+    if reason := untiled([piece for piece in pieces if 0 not in piece[1]], whole):
+        raise ValueError(f"the chunks of {name} do not make up its shape {whole}: {reason}")
+
+
+def _is_no_stretch(info: Any) -> bool:
+    return not all(type(number) is int and number >= 0 for number in (info.offset, info.length))
 
 
 class _Part(io.RawIOBase):

@@ -102,6 +102,8 @@ def tensors_in(content: Any) -> list[Found]:
 
 def read_bytes(file: int, begin: int, entry: Entry, path: Path) -> Tensor:
     """A tensor whose bytes lie in a file from `begin` on."""
+    if begin < 0 or begin + entry.bytes > os.fstat(file).st_size:  # looked at before there is memory for it
+        raise CheckpointError(f"{path} is truncated: it ends before byte {begin + entry.bytes}; copy it again")
     tensor = torch.empty(entry.shape, dtype=entry.dtype)
     if entry.bytes and not read_all(file, as_bytes(tensor), begin):
         raise CheckpointError(f"{path} is truncated: it ends before byte {begin + entry.bytes}; copy it again")

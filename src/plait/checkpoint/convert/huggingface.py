@@ -75,8 +75,8 @@ class HuggingFaceSource(Source):
         description = read_description(self.path)
         if description is None:
             return {**facts, "config.json": "none"}
-        if description.get("architectures"):
-            facts["architecture"] = ", ".join(description["architectures"])
+        if isinstance(description.get("architectures"), list):
+            facts["architecture"] = ", ".join(map(str, description["architectures"]))
         if description.get("model_type"):
             facts["model type"] = str(description["model_type"])
         return facts

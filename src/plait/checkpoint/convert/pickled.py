@@ -113,6 +113,7 @@ class Stored:
 
 class _Storage(NamedTuple):
     begin: int
+    bytes: int
     dtype: torch.dtype
 
 
@@ -150,7 +151,7 @@ _CONTAINERS: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, path: Path, offsets: dict[str, int], *, strict: bool) -> None:
+    def __init__(self, data: bytes, path: Path, offsets: dict[str, tuple[int, int]], *, strict: bool) -> None:
         super().__init__(io.BytesIO(data))
         self._path, self._offsets, self._strict = path, offsets, strict
         self._known = _CONTAINERS | {
@@ -177,18 +178,27 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> _Storage:
         _, dtype, key, *_ = pid
-        return _Storage(self._offsets[str(key)], dtype)
+        return _Storage(*self._offsets[str(key)], dtype)
 
     def _tensor(self, storage: _Storage, offset: int, size: Any, stride: Any, *rest: Any) -> Stored:
         if len(rest) > 2 and rest[2]:
             raise ValueError(f"it holds a tensor that is not as it lies there: {rest[2]}")
+        if not all(type(number) is int and number >= 0 for number in (offset, *size, *stride)) or len(size) != len(
+            stride
+        ):
+            raise ValueError(f"it holds a tensor of size {size!r:.80} and stride {stride!r:.80} at {offset!r:.20}")
+        reach = 0 if 0 in size else 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+        if (offset + reach) * storage.dtype.itemsize > storage.bytes:
+            raise ValueError(
+                f"it holds a tensor of {reach} elements at {offset}, which leaves its {storage.bytes} bytes"
+            )
         begin = storage.begin + offset * storage.dtype.itemsize
         return Stored(self._path, begin, storage.dtype, torch.Size(size), tuple(stride))
 
     def _tensor_of_dtype(
         self, storage: _Storage, offset: int, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
     ) -> Stored:
-        return self._tensor(_Storage(storage.begin, dtype), offset, size, stride)
+        return self._tensor(_Storage(storage.begin, storage.bytes, dtype), offset, size, stride)
 
 
 def _first(data: Any, *_: Any) -> Any:
@@ -226,7 +236,7 @@ def open_file(path: Path, *, strict: bool = False) -> Any:
             if order != sys.byteorder:
                 raise ValueError(f"its numbers are {order}-endian, and this machine's are not")
             offsets = {
-                name.removeprefix("data/"): data_begins(file, record.header_offset)
+                name.removeprefix("data/"): (data_begins(file, record.header_offset), record.file_size)
                 for name, record in places.items()
                 if name.startswith("data/")
             }
