@@ -309,3 +309,31 @@ def test_a_policy_in_training_writes_and_gives_the_memory_back(precision: str) -
         loss = engine.forward(input_ids=ids[:, :-1], labels=ids[:, 1:])
         engine.backward(loss.sum / loss.count)
         engine.step()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt", "moe"])
+def test_rows_that_join_a_recorded_batch_get_what_they_get_alone(family: str) -> None:
+    random.seed(5)
+    model, prompts = make(family, torch.float32), some_prompts(len(WAYS))
+    generator = Generator(model)
+    samplings = [Sampling(60, seed=number, **way) for number, way in enumerate(WAYS.values())]
+    alone = [generator.generate([prompt], each)[0].tokens for prompt, each in zip(prompts, samplings, strict=True)]
+    rows = [generator.row(prompt, each, top=2) for prompt, each in zip(prompts, samplings, strict=True)]
+    found: list[list[int]] = [[] for _ in rows]
+    with generator.continuous() as batch:
+        live: list[int] = []
+        for step in range(200):
+            new = [step // 7] if step % 7 == 0 and step // 7 < len(rows) else []
+            if new:
+                for token in batch.add([rows[number] for number in new]):
+                    found[new[0]].append(token.id)
+                live += new
+            else:
+                for number, token in zip(live, batch.step(), strict=True):
+                    found[number].append(token.id)
+            kept = [place for place, number in enumerate(live) if len(found[number]) < rows[number].room]
+            batch.keep(kept)
+            live = [live[place] for place in kept]
+            if not live:
+                break
+    assert found == alone

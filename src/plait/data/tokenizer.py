@@ -68,6 +68,11 @@ class TextTokenizer:
         text: str = self._backend.decode(list(tokens), skip_special_tokens=not keep_special)
         return text
 
+    def special_token(self, text: str) -> int | None:
+        """The token that a text is, if decoding leaves it out; None for any other text."""
+        token: int | None = self._backend.token_to_id(text)
+        return token if token is not None and not self.decode([token]) else None
+
     def save(self, path: str | Path) -> None:
         """Write a `tokenizer.json`."""
         self._backend.save(str(path))

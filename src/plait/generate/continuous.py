@@ -189,7 +189,8 @@ class ContinuousBatch:
         self._counts.add_(1)
 
     def _chance(self, rows: Tensor | None) -> Chance:
-        return Chance(*(each if rows is None else each[rows] for each in (self._keys, self._counts)), 0)
+        keys, counts = (each if rows is None else each[rows] for each in (self._keys, self._counts))
+        return Chance(keys, counts, 0)
 
     def _note(self, rows: Tensor | None, token: Tensor, logprob: Tensor) -> None:
         if rows is None:

@@ -132,7 +132,10 @@ class Speaker:
         return AnswerText(self.tokenizer.decode, sampling.stop_tokens, sampling.stop_texts)
 
     def _with_stops(self, sampling: Sampling) -> Sampling:
-        return replace(sampling, stop=tuple(dict.fromkeys((*sampling.stop, *self.stop))))
+        stops = (*sampling.stop, *self.stop)
+        # The text of a special token never shows in an answer: the token itself is waited for.
+        special = (self.tokenizer.special_token(stop) for stop in stops if isinstance(stop, str))
+        return replace(sampling, stop=tuple(dict.fromkeys((*stops, *(each for each in special if each is not None)))))
 
 
 def cut(text: str, stops: Sequence[str]) -> str:

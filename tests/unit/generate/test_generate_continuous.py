@@ -166,6 +166,17 @@ def test_text_that_was_held_back_comes_when_the_answer_ends_without_the_stop_tex
     assert shown + said.finish() == "the quick brown"
 
 
+def test_a_stop_text_that_is_a_special_token_ends_an_answer(speaker: Speaker) -> None:
+    """Decoding leaves such tokens out, so that their text is found nowhere."""
+    end = speaker.tokenizer.end
+    (text,) = [speaker.tokenizer.decode([end], keep_special=True)]
+    sampling = speaker.row([1, 2], Sampling(8, stop=(text, "the"))).sampling
+    assert sampling.stop_tokens == (end,)
+    said = speaker.text_of(Sampling(8, stop=(text,)))
+    assert said.push(end) == ""
+    assert said.stopped
+
+
 def test_a_stream_is_what_a_whole_answer_is(speaker: Speaker) -> None:
     prompt = speaker.tokenizer.encode("the quick")
     for sampling in (Sampling(40, seed=3), Sampling(40, temperature=0.0), Sampling(40, seed=3, stop=("e", "qu"))):

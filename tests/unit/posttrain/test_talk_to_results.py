@@ -65,13 +65,17 @@ def test_a_result_answers_with_the_weights_that_training_ended_with(
         assert torch.allclose(speaker.generator.model(ids), expected, atol=1e-5)
     prompt = speaker.ask([Turn("user", "cab=")]).tokens
     ((answer, _),) = speaker.write([prompt], Sampling(4, temperature=0.0))
-    with Server(speaker, host="127.0.0.1", port=0, token=None, limits=Limits(), log=lambda _: None) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    server = Server(speaker, host="127.0.0.1", port=0, token=None, limits=Limits(), log=lambda _: None)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
         asked = {"messages": [{"role": "user", "content": "cab="}], "temperature": 0, "max_tokens": 4}
         request = urllib.request.Request(
             f"{server.url}/v1/chat/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request) as reply:
             told = json.load(reply)["choices"][0]["message"]["content"]
-        server.shutdown()
+    finally:
+        server.stop()
+        thread.join()
     assert told == answer

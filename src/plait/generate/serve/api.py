@@ -261,12 +261,12 @@ class Reply:
         """All answers at once."""
         choices = [
             {
-                "index": part.index,
+                "index": part.number,
                 **({"message": self._message(part.text)} if self._chat else {"text": part.text}),
                 "logprobs": self._logprobs(part.tokens),
                 "finish_reason": part.finish_reason,
             }
-            for part in sorted(parts, key=lambda part: part.index)
+            for part in sorted(parts, key=lambda part: part.number)
         ]
         kind = "chat.completion" if self._chat else "text_completion"
         return {**self.head, "object": kind, "choices": choices, "usage": self._usage(completion_tokens)}
@@ -282,11 +282,11 @@ class Reply:
         """The events for a part of an answer: what is new, and apart from that how it ended."""
         found = []
         if part.text or part.tokens:
-            said = {"delta": {"content": part.text}} if self._chat else {"text": part.text}
-            found.append(self._event(part.index, said, None, self._logprobs(part.tokens)))
+            said: dict[str, Any] = {"delta": {"content": part.text}} if self._chat else {"text": part.text}
+            found.append(self._event(part.number, said, None, self._logprobs(part.tokens)))
         if part.finish_reason is not None:
             said = {"delta": {}} if self._chat else {"text": ""}
-            found.append(self._event(part.index, said, part.finish_reason, None))
+            found.append(self._event(part.number, said, part.finish_reason, None))
         return found
 
     def closing(self, completion_tokens: int) -> list[dict[str, Any]]:

@@ -48,7 +48,7 @@ class Written(NamedTuple):
 class AnswerPart(NamedTuple):
     """What is new in one of the answers of a request; without a stream, the whole of it."""
 
-    index: int
+    number: int
     text: str
     tokens: list[Written]
     """Empty where nobody asked for log-probabilities."""
