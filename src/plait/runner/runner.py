@@ -26,7 +26,7 @@ from plait.runner.metrics import Metric
 from plait.runner.place import WorkDir
 from plait.runner.saving import Saver
 from plait.runner.signals import STOPPED, StopSignals
-from plait.runner.sources import batch_of, is_section, make_loader
+from plait.runner.sources import batch_of, is_section, make_loader, refuse_second_shift
 from plait.runner.suspects import whose
 from plait.runner.watch import StepWatch
 from plait.spec import Event, EventKind, Note, Phase
@@ -186,6 +186,7 @@ class Runner:
         self._monitor = build_monitor(config.log, Path(config.work_dir), world.rank)
         weakref.finalize(self, self._monitor.close).atexit = False  # few scripts close a Runner
         self._engine = engine = self._prepare()
+        refuse_second_shift(engine.model, config)
         engine.whose = partial(whose, self)
         self._model = None
         self.enter(Phase.LOAD)

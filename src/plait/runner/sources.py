@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.utils.data import DataLoader
 
 from plait.config import ResolvedBatch, RunConfig, resolve_batch
-from plait.config.data import DataConfig, texts
+from plait.config.data import DataConfig, JsonlData, TextData, TokensData, leaves, texts
 from plait.config.train import BatchConfig
 from plait.data import Loader, adopt, build_dataset, is_stream, prepare, tokenizer_path
 from plait.data.collate import stack
 from plait.errors import ConfigError, Problem
+from plait.parallel.hf import is_transformers_model
 from plait.world import World, on_main
 
 
@@ -41,6 +43,24 @@ def batch_of(config: RunConfig, data_parallel: int, given: Any, *, split: int = 
         message = f"memory was short with {batch.micro}, and the engine {config.strategy.engine} is told once"
         raise ConfigError(Problem("batch.micro", message, "Write a smaller one."))
     return batch.split(split)
+
+
+def refuse_second_shift(model: nn.Module, config: RunConfig) -> None:
+    """Refuse labels that a model would shift once more: it would learn the token after the next."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # what `peft` has wrapped
+    if not is_transformers_model(inner) or hasattr(inner, "block_classes"):
+        return
+    for role in ("data", "val_data", "test_data"):
+        for path, source in leaves(role, getattr(config, role)):
+            if isinstance(source, (TokensData, TextData, JsonlData)):
+                message = (
+                    f"a {type(inner).__name__} was given as an object and shifts its labels itself, and those of "
+                    f"`{path}` are the next tokens already"
+                )
+                remedy = (
+                    "Describe the model (`model: {type: hf, path: …}`), or give a data set whose labels are its tokens."
+                )
+                raise ConfigError(Problem("model", message, remedy))
 
 
 def make_loader(

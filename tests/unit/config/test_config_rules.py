@@ -96,9 +96,16 @@ BROKEN = [
         {"data.vocab_size": "knows 300"},
     ),
     ({"model": {"type": "llama", "vocab_size": 256}, "data": JSONL}, {"data.vocab_size": "knows 256"}),
+    *(
+        ({"model": {"type": "hf", "config": {}, "task": task}, role: JSONL}, {"model.task": f"`{role}`"})
+        for task in ("masked-lm", "seq2seq-lm", "sequence-classification", "base")
+        for role in ("data", "val_data")
+    ),
 ]
 
 FINE = [
+    {"model": {"type": "hf", "config": {}}, "data": JSONL},
+    {"model": {"type": "hf", "config": {}, "task": "masked-lm"}, "data": {"type": "import", "target": "mine:rows"}},
     {"strategy": {"layout": {"pp": 2}, "pipeline": {"micro_batches": 4}}, "batch": {"accumulation": 4}},
     {"strategy": {"layout": {"pp": 2}, "pipeline": {"micro_batches": 4}}},
     {"strategy": {"layout": {"pp": 2}}, "batch": {"accumulation": 4}},

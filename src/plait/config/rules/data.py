@@ -13,10 +13,11 @@ from plait.config.data import (
     JsonlData,
     MixtureData,
     TextData,
+    TokensData,
     leaves,
     texts,
 )
-from plait.config.model import GptConfig, LlamaConfig
+from plait.config.model import GptConfig, HFConfig, LlamaConfig
 from plait.config.rules.facts import Facts, idle
 from plait.errors import Problem
 
@@ -70,6 +71,20 @@ def val_fraction_needs_a_split(facts: Facts) -> Iterator[Problem]:
             yield from idle(path, source, ("val_fraction",), f"`{path}.split` is all", remedy)
 
 
+def labels_fit_the_task(facts: Facts) -> Iterator[Problem]:
+    """Text becomes rows whose labels are the next tokens. A model that sees these tokens would learn to copy them."""
+    model = facts.config.model
+    if not isinstance(model, HFConfig) or model.task == "causal-lm":
+        return
+    made = [path for path, source in _sources(facts) if isinstance(source, (TokensData, TextData, JsonlData))]
+    if made:
+        message = f"{model.task!r}, and the labels that `{made[0]}` gives are the next tokens"
+        remedy = (
+            f"Write `model.task: causal-lm`, or give a data set with the labels of this task: `{made[0]}.type: import`."
+        )
+        yield Problem("model.task", message, remedy)
+
+
 def sequences_fit_the_model(facts: Facts) -> Iterator[Problem]:
     """A model is made for sequences of up to `seq_len`; a GPT has no position beyond."""
     model = facts.config.model
@@ -101,6 +116,7 @@ RULES = (
     sources_of_a_mixture_fit_together,
     own_tokenizer_has_its_own_size,
     val_fraction_needs_a_split,
+    labels_fit_the_task,
     sequences_fit_the_model,
     trained_vocabulary_fits_the_model,
 )

@@ -26,6 +26,7 @@ from plait.models.common.fp8_loss import Fp8Head
 from plait.models.common.loss import cross_entropy
 from plait.models.hf.block import find_block_classes
 from plait.models.hf.head import are_many, hands_on_its_logits, loss_at_the_head
+from plait.ops.token_mixers import attends_both_ways, mixer_without_mask
 from plait.spec import LossTerm
 
 AUTO_CLASSES: Mapping[str, str] = MappingProxyType(
@@ -62,6 +63,11 @@ def build_hf_model(config: HFConfig, *, trust_code: bool = False) -> nn.Module:
         raise ModelError(
             f"transformers cannot build {key}={source!r} for model.task={config.task!r}: {error}"
         ) from error
+    if config.task == "causal-lm" and attends_both_ways(model):
+        raise ModelError(
+            f"model.config.is_decoder=False: a {described.model_type!r} model is an encoder then, and sees the token "
+            "that model.task='causal-lm' has it predict; set is_decoder: true in the model's config"
+        )
     return adapt(model, CausalLM if config.task == "causal-lm" else OtherTask)
 
 
@@ -170,6 +176,13 @@ class CausalLM(Adapter):
 
     def _document_mask(self, document_ids: Tensor) -> Tensor:
         config: Any = self.config
+        mixer = mixer_without_mask(self)
+        if mixer is not None:
+            raise ModelError(
+                f"{type(self).__name__} has {mixer}, which no mask keeps from running on into the next document of a "
+                "packed row; set data.document_mask: false to train on rows as they are, or give rows of one document "
+                "each without document_ids"
+            )
         if getattr(config, "output_router_logits", False):
             raise ModelError(
                 "document_ids with output_router_logits: the balance loss of transformers cannot read such a "

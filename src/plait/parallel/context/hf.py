@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from plait.errors import ModelError
+from plait.ops.token_mixers import blocks_without_registry, mixer_without_mask
 from plait.parallel.context.line import Line
 from plait.parallel.context.split import Kind
 from plait.parallel.context.ways import Way
@@ -50,6 +51,14 @@ def _check(model: Any, way: Way) -> None:
         raise ModelError(
             f"{type(model).__name__} attends within chunks of {config.attention_chunk_size} tokens, which rows "
             "that are spread over ranks cannot; set strategy.layout.cp: 1"
+        )
+    mixer = mixer_without_mask(model)
+    alone = None if mixer is not None else next(blocks_without_registry(model), None)
+    if mixer is not None or alone is not None:
+        what = mixer or f"a layer ({alone}) that does not take its attention from the registry of transformers"
+        raise ModelError(
+            f"{type(model).__name__} has {what}, which would see the tokens of its own rank only; set "
+            "strategy.layout.cp: 1"
         )
     dropout = next((getattr(config, key) for key in _DROPOUTS if getattr(config, key, 0.0)), 0.0)
     way.check(getattr(config, "num_attention_heads", None), dropout)

@@ -117,13 +117,24 @@ class WholeSequence(Style):
 
     def place(self) -> None:
         """Join before, cut after."""
-        site = self.site
-        if site.split:
-            around(
-                site.module,
-                enter=lambda x: moves.join(x, 1, site.group),
-                leave=lambda x: moves.cut(x, 1, site.group),
-            )
+        if self.site.split:
+            self._rows = 0
+            around(self.site.module, enter=self._join, leave=self._cut)
+
+    def _join(self, x: Tensor) -> Tensor:
+        joined = moves.join(x, 1, self.site.group)
+        self._rows, self._tokens = joined.shape[:2]
+        return joined
+
+    def _cut(self, x: Tensor) -> Tensor:
+        if x.shape[:2] != (self._rows, self._tokens):  # some answer with the tokens of all rows in a line
+            if x.shape[0] != self._rows * self._tokens:
+                raise ModelError(
+                    f"{self.site.name!r} was given {self._rows} rows of {self._tokens} tokens and answered with shape "
+                    f"{tuple(x.shape)}, of which no dimension is the tokens; set {SEQUENCE_KEY}: false"
+                )
+            x = x.unflatten(0, (self._rows, self._tokens))
+        return moves.cut(x, 1, self.site.group)
 
 
 def check_sequence(length: int, size: int) -> None:

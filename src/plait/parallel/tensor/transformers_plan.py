@@ -62,6 +62,7 @@ def transformers_words(model: nn.Module) -> dict[str, str]:
             f"and neither has Plait; write one as {PLAN_KEY}, or use layout.tp: 1"
         )
     _add_vocabulary(model, words)
+    _add_scalars(model, words)
     _add_regions(model, words)
     _add_blocks(model, words)
     return {name: words[name] for name, _ in model.named_modules() if name in words}
@@ -106,6 +107,17 @@ def _add_vocabulary(model: nn.Module, words: dict[str, str]) -> None:
             words[name] = "vocab_embedding"
         elif module is head and isinstance(module, nn.Linear):
             words[name] = "vocab_head"
+
+
+def _add_scalars(model: nn.Module, words: dict[str, str]) -> None:
+    """Activations with parameters of one number each, between columns and rows: each rank has a summand of them."""
+    for name, module in model.named_modules():
+        own = [param for param in module._parameters.values() if param is not None]
+        prefix = f"{name.rpartition('.')[0]}."
+        beside = {word for key, word in words.items() if key.startswith(prefix) and "." not in key[len(prefix) :]}
+        alone = own and name not in words and all(param.numel() == 1 for param in own)
+        if alone and beside & _COLUMNS and beside & _ROWS:
+            words[name] = "inner"
 
 
 def _add_regions(model: nn.Module, words: dict[str, str]) -> None:

@@ -21,6 +21,7 @@ from plait.strategy.native import state
 from plait.strategy.native.blame import find_culprit, first_of
 from plait.strategy.native.forward import Forward, Say
 from plait.strategy.native.loss import LossFunction, LossNormalizer, Sums, WeightedLoss, read_loss
+from plait.strategy.native.norms import refuse_unlike_gradients
 from plait.strategy.native.recorded import RecordedPasses, Recording
 from plait.strategy.native.update import Updater
 from plait.strategy.native.views import Views
@@ -87,6 +88,8 @@ class NativeEngine(SteppingEngine):
         if recording is not None:
             self._recorded = RecordedPasses(self._both_passes, model, gradients, world.device, recording, say)
         self._say = say
+        self._compares = world.layout.tp > 1 and views.shows_gradients
+        """Whether gradients are still to be compared between the ranks that should have the same ones."""
         self._last_batch: Any = None
         self._under_way: Done | None = None
         """The latest step, where its numbers have yet to come."""
@@ -183,6 +186,8 @@ class NativeEngine(SteppingEngine):
             self._gradients.finish()
         if self._staged is not None:
             self._staged.finish()
+        if self._compares:
+            self._compares = not refuse_unlike_gradients(self.views, self.world)
 
     def _update(self, sums: Sums) -> StepResult:
         self.on_phase(Phase.STEP)

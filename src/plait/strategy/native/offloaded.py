@@ -25,6 +25,8 @@ class OffloadedViews(Views):
     given, from the parameters once they are complete.
     """
 
+    shows_gradients = False
+
     def __init__(
         self,
         names: Sequence[str],

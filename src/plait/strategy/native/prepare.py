@@ -136,7 +136,7 @@ def prepare_native(
     # ---- 2. pipeline stages; 3. tensor, context and expert ranks
     stages = split_stages(module, config, world, example, sharded=sharded)
     parts = [stage.module for stage in stages] or [module]
-    spread = [spread_axes(part, config, world, stage=bool(stages)) for part in parts]
+    spread = [spread_axes(part, config, world, stage=bool(stages), say=say) for part in parts]
 
     # ---- 4. units and faster layers; 5. tiles, recompute, offload of activations; 6. compile
     all_units = [find_units(part, strategy.wrap) for part in parts]

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from plait.parallel.pipeline import Stage
     from plait.strategy.native.staged import StagedSteps
 
+_MOSTLY_WHOLE = 0.5
+"""Above this share of whole parameters tensor parallelism is not what somebody expects who asks for it."""
 _ONE_MESSAGE = 25 << 20
 """Bytes: as much as DistributedDataParallel sends at once."""
 
@@ -235,7 +237,7 @@ Cut = Callable[[Any], Any]
 
 
 def spread_axes(
-    module: nn.Module, config: RunConfig, world: World, *, stage: bool
+    module: nn.Module, config: RunConfig, world: World, *, stage: bool, say: Callable[[str], None]
 ) -> tuple[Cut | None, list[nn.Module]]:
     """Spread layers, sequences and experts over ranks; returns what cuts a micro-batch, and what holds experts."""
     strategy = config.strategy
@@ -273,4 +275,19 @@ def spread_axes(
         from plait.parallel.expert import apply_expert_parallel
 
         experts = list(apply_expert_parallel(module, shared, alike=alike, stage=stage).values())
+    if tensor is not None:
+        _say_what_stays_whole(module, tensor.size(), say)
     return cut, experts
+
+
+def _say_what_stays_whole(module: nn.Module, ranks: int, say: Callable[[str], None]) -> None:
+    """Say where tensor parallelism leaves each rank with most of the model."""
+    params = list(module.parameters())
+    whole = [param for param in params if not is_sharded(param) or all(p.is_replicate() for p in param.placements)]
+    share = sum(param.numel() for param in whole) / max(sum(param.numel() for param in params), 1)
+    if share > _MOSTLY_WHOLE:
+        say(
+            f"strategy.layout.tp: {ranks} splits little of this {type(module).__name__}: {share:.0%} of its parameters "
+            "stay whole on each rank, since its plan names no more layers; write strategy.tensor.plan, or use "
+            "strategy.zero instead"
+        )

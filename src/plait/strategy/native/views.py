@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,8 @@ class Views(ABC):
 
     norm_group: dist.ProcessGroup | None = None
     """Over which ranks the squares of local gradients add up to the whole."""
+    shows_gradients: ClassVar[bool] = True
+    """Whether a step's gradients are all there at once, once they are complete."""
     norm_weights: list[float] | None = None
     """How much each of them counts; see `optim.grad_norm`."""
     frozen: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
