@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.config import Parsed, RunConfig, check, parse, parse_sections
-from plait.errors import ConfigError, Problem, TrainingError
+from plait.errors import ConfigError, PlaitError, Problem, TrainingError, in_one_line
 from plait.monitor import Monitor, build_monitor
 from plait.plan.hardware import find_hardware
 from plait.runner.describe import describe_run, write_report
@@ -179,7 +179,7 @@ class Runner:
         world.heartbeat.can_go_on_with(possible_sizes(config, world.ranks, data, self.batch))
         self.loader = self._loader("data")
         self.steps_per_epoch: int | None = None if self.loader is None else self.loader.steps_per_epoch
-        on_main(world, self._work_dir.make)
+        self._make_work_dir(world)
         self._monitor = build_monitor(config.log, Path(config.work_dir), world.rank)
         weakref.finalize(self, self._monitor.close).atexit = False  # few scripts close a Runner
         self._engine = engine = self._prepare()
@@ -191,6 +191,19 @@ class Runner:
             enter = world.heartbeat.enter
             engine.on_phase = lambda phase: enter(phase, engine.steps)
         self.enter(Phase.IDLE)
+
+    def _make_work_dir(self, world: World) -> None:
+        """Every rank writes there, each perhaps on a host of its own: all raise where one of them cannot."""
+        failure: PlaitError | None = None
+        try:
+            self._work_dir.make()
+        except ConfigError as error:
+            failure = error
+        failed = {rank: text for rank, text in enumerate(world.gather(failure and in_one_line(failure))) if text}
+        if failed:
+            rank, text = next(iter(failed.items()))
+            where = f" (rank {rank})" if world.size > 1 else ""
+            raise ConfigError(Problem("work_dir", f"{text.removeprefix('work_dir: ')}{where}", "Choose another one."))
 
     def _prepare(self) -> Engine:
         return prepare_engine(
@@ -246,6 +259,7 @@ class Runner:
         engine = self._ready()
         if self.has("val_data"):
             self._eval_loader("val_data")  # what is wrong with it shows now, not after the first epoch
+        self.saver.check_folder()
         on_main(self.world, lambda: self._work_dir.take(self.config))
         self.stop_reason = None
         self.emit(EventKind.RUN_START, **describe_run(self))
