@@ -14,7 +14,8 @@ from typing import Any
 
 from plait.config import Parsed, RunConfig, check, parse, parse_sections
 from plait.errors import ConfigError, PlaitError, Problem, TrainingError, in_one_line
-from plait.monitor import Monitor, build_monitor
+from plait.launch import StepMemory
+from plait.monitor import Monitor, build_monitor, report_progress
 from plait.plan.hardware import find_hardware
 from plait.runner.describe import describe_run, write_report
 from plait.runner.elastic import possible_sizes
@@ -30,7 +31,7 @@ from plait.runner.sources import batch_of, is_section, make_loader
 from plait.runner.suspects import whose
 from plait.spec import Event, EventKind, Note, Phase
 from plait.strategy import Engine, Length, prepare_engine
-from plait.world import World, on_main, open_world
+from plait.world import World, detect_ranks, on_main, open_world
 
 
 class Runner:
@@ -112,6 +113,8 @@ class Runner:
         self.hooks = HookTable([*build_hooks(self.config.hooks, self.config.profile), *hooks])
         self.saver = Saver(self)
         self.foresight = Foresight(self)
+        self.step_memory = StepMemory()
+        """GPU memory after the steps that were logged."""
         self.step_time: float | None = None
         """Seconds of a step, as last logged."""
         self.epoch = 0
@@ -139,7 +142,12 @@ class Runner:
     def world(self) -> World:
         """The processes of this run."""
         if self._world is None:
+            ranks = detect_ranks()
+            if self.foresight.looks():
+                report_progress(self.config.log, ranks.rank, "planning the run")
             self.foresight.look(self._model, self._loss_fn, self._objects.get("data"), self._collate)
+            if ranks.size > 1:
+                report_progress(self.config.log, ranks.rank, f"joining {ranks.size} ranks")
             self._world = open_world(self.config)
             if self._world.owns_processes:
                 atexit.register(self._leave)
@@ -177,11 +185,13 @@ class Runner:
         data, split = self._objects.get("data"), world.ranks.split
         self.batch = batch_of(config, world.layout.data_parallel, data, split=split)
         world.heartbeat.can_go_on_with(possible_sizes(config, world.ranks, data, self.batch))
+        report_progress(config.log, world.rank, "reading the data")
         self.loader = self._loader("data")
         self.steps_per_epoch: int | None = None if self.loader is None else self.loader.steps_per_epoch
         self._make_work_dir(world)
         self._monitor = build_monitor(config.log, Path(config.work_dir), world.rank)
         weakref.finalize(self, self._monitor.close).atexit = False  # few scripts close a Runner
+        report_progress(config.log, world.rank, "building the model")
         self._engine = engine = self._prepare()
         engine.whose = partial(whose, self)
         self._model = None
