@@ -273,6 +273,36 @@ def test_different_code_is_an_error_that_names_the_host(tmp_path: Path) -> None:
         assert run(work, "--preflight", "-H", two.hostfile(1, 1), *two.ssh(), "t.py").returncode == 0
 
 
+RUN = """
+model: {type: gpt, vocab_size: 300, dim: 16, layers: 2, heads: 2, seq_len: 16}
+data: {type: text, path: stdlib, limit_mb: 0.1, vocab_size: 300, seq_len: 16}
+batch: {total: 4}
+train: {max_steps: 4}
+device: cpu
+plan: "off"
+"""
+
+
+def test_hosts_without_a_shared_folder_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    for host in range(2):
+        (tmp_path / f"disk{host}").mkdir()
+        (tmp_path / f"disk{host}" / "run.yaml").write_text(RUN)
+    with rig.hosts(2, tmp_path / "rig", disk=(tmp_path / "disk{}", work)) as two:
+        words = ["-H", two.hostfile(1, 1), *two.ssh(), "--no_python", "plait", "train", "run.yaml", "work_dir=run"]
+        done = run(work, *words)
+        assert done.returncode != 0
+        assert "is not the same folder everywhere" in done.stderr
+        assert "checkpoint.node_local: true" in done.stderr
+        assert "Iter(train)" not in done.stdout
+        done = run(work, *words, "work_dir=local", "checkpoint.node_local=true", "log.every=1")
+        assert done.returncode == 0, done.stderr
+        assert "Iter(train) [4/4]" in done.stdout
+        for host in range(2):
+            assert (tmp_path / f"disk{host}" / "local" / "checkpoints" / "latest").is_symlink()
+
+
 def test_a_port_in_use_is_replaced_or_its_holder_named(three: Hosts, work: Path) -> None:
     listen = "import socket,time; s=socket.create_server(('0.0.0.0', 29500)); print('up', flush=True); time.sleep(600)"
     inside = ["ip", "netns", "exec", three.names[0], sys.executable, "-c", listen]

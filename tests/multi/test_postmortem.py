@@ -77,6 +77,38 @@ def test_a_rank_that_fails_is_named_before_its_victims(tmp_path: Path, how: str,
         assert "[rank0]" not in last
 
 
+WORKER = """
+import os, signal
+import torch
+import plait
+
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 400
+    def __getitem__(self, index):
+        if index == 37:
+            assert torch.utils.data.get_worker_info() is not None
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.ones(4)
+
+with plait.Runner(
+    model=lambda: torch.nn.Linear(4, 1), data=torch.utils.data.DataLoader(Points(), batch_size=2, num_workers=2),
+    loss_fn=lambda out, _: out.square().mean(), optim={"type": "SGD", "lr": 0.1}, strategy="ddp", device="cpu",
+    train={"max_epochs": 1}, plan={"gate": "off"}, work_dir="run",
+) as runner:
+    runner.train()
+"""
+
+
+def test_a_data_worker_that_is_killed_is_told_as_killed(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(WORKER)
+    words = [*PLAIT, "--nproc_per_node", "2", "worker.py"]
+    done = subprocess.run(words, cwd=tmp_path, env=clean(), capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 1
+    page = (tmp_path / "run" / "report.txt").read_text()
+    assert "lost a data worker, ended by a signal: Killed; not for want of memory" in blamed(page), page
+
+
 @contextmanager
 def memory_group(limit: int) -> Iterator[Path]:
     """A control group that may hold so many bytes, of either version."""

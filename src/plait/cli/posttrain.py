@@ -12,7 +12,8 @@ from plait.config import Parsed, check, parse, resolve_batch, resolve_layout
 from plait.config.draft import origin_of
 from plait.config.paths import missing_paths, missing_starts
 from plait.errors import ConfigError, Problem
-from plait.launch import launched_size, run_here
+from plait.launch import launched_rank, launched_size, run_here
+from plait.monitor import report_progress
 
 
 def run_phase(phase: str, config: str, overrides: Sequence[str], *, nproc: str, dry_run: bool) -> None:
@@ -28,6 +29,7 @@ def run_phase(phase: str, config: str, overrides: Sequence[str], *, nproc: str, 
         command = [sys.executable, "-m", "plait", phase, config, *overrides]
         sys.exit(run_here(command, count))
     else:
+        report_progress(parsed.config.log, launched_rank(), "loading PyTorch")
         _run(parsed, [phase, config, *overrides])
 
 

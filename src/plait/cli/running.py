@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from plait.launch import become_smaller, launched_size
+from plait.launch import LEAK_REMEDY, become_smaller, growth_text, launched_size
 from plait.spec.phase import Phase
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ def _smaller_if_full(runner: Runner, words: Sequence[str]) -> Iterator[None]:
         phase = runner.world.heartbeat.phase
         # Without a launcher nobody reads the phases of a step, so it does not tell them: all of it is idle time.
         if launched_size() is not None or not (phase.has_batches or phase is Phase.IDLE):
+            raise
+        if (steps := runner.step_memory.growth) is not None:
+            error.add_note(f"plait: {growth_text(steps)}. {LEAK_REMEDY}.")
             raise
         ranks, reason = runner.world.ranks, str(error).partition(".")[0]
     runner.close()

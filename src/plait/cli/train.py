@@ -12,7 +12,8 @@ from plait.config.graphs import check_graphs
 from plait.config.train import EarlyStopConfig, ImportedHook
 from plait.config.words import show
 from plait.errors import ConfigError, Problem
-from plait.launch import Machines, gpu_count, launched_size, run_here, run_share
+from plait.launch import Machines, gpu_count, launched_rank, launched_size, run_here, run_share
+from plait.monitor import report_progress
 
 
 def train(
@@ -51,6 +52,7 @@ def train(
     elif count > 1:
         sys.exit(run_here(_command(config, overrides), count))
     else:
+        report_progress(parsed.config.log, launched_rank(), "loading PyTorch")
         _run(config, overrides)
 
 

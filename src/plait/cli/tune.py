@@ -121,6 +121,9 @@ def _by_plan(ranks: int) -> Rank:
             return in_expected_order(run, found, hardware_here(run.device), ranks)
 
         ordered = in_a_child(order, seconds=300.0)
-        return rank_by_rule(run, found) if isinstance(ordered, str) else ordered
+        if isinstance(ordered, str):
+            print(f"plait: no plan orders the trials, a rule of thumb does: {ordered}", file=sys.stderr, flush=True)
+            return rank_by_rule(run, found)
+        return ordered
 
     return rank

@@ -70,6 +70,8 @@ class CheckpointConfig(Section):
     """Checkpoints at multiples of so many steps are never removed."""
     last: bool = True
     """Save at the end of the run."""
+    max_failures: NonNegativeInt = 1
+    """So many saves in a row may fail; one more, or the last one of the run, ends it with an error."""
     best: BestConfig | None = None
     resume: PathText | None = None
     """A checkpoint folder, or `auto`: the newest one of `work_dir`, if there is any."""

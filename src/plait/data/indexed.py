@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Sampler
 from plait.data.collate import as_is, pin
 from plait.data.fetch import Fetch, WorkerFetch, tell_epoch
 from plait.data.steps import Steps
+from plait.data.workers import WorkerEnds
 from plait.errors import DataError
 from plait.spec import MicroBatch
 
@@ -57,6 +58,7 @@ class Workers:
         self._steps = steps
         self._keys = _Keys(steps)
         self._turn = 0
+        self._ends = WorkerEnds()
         self._loader: DataLoader[Any] | None = DataLoader(
             WorkerFetch(fetch, seed),
             batch_size=None,
@@ -76,7 +78,7 @@ class Workers:
         self._turn += 1
         turn = self._turn
         self._keys.epoch, self._keys.start = epoch, start
-        inputs = iter(self._loader)
+        inputs = self._ends.read(self._loader)
         for step in self._steps.walk(epoch, start):
             yield [MicroBatch(next(inputs), samples) for _, samples in step]
             if turn != self._turn:

@@ -19,6 +19,7 @@ from plait.data.collate import Collate, as_is, pin
 from plait.data.cut import micro_batches, spread
 from plait.data.fetch import tell_epoch
 from plait.data.steps import Share
+from plait.data.workers import WorkerEnds
 from plait.errors import DataError
 from plait.spec import MicroBatch
 
@@ -75,7 +76,7 @@ class Stream:
                 generator=torch.Generator(),  # not the global one: a resumed epoch must not cost it a number
                 **self._options,
             )
-            for parts in loader:
+            for parts in WorkerEnds().read(loader):
                 yield [MicroBatch(inputs, samples) for inputs, samples in parts]
         else:
             for parts in reader:

@@ -30,6 +30,12 @@ def rank_words(job: Job) -> list[str]:
     return [sys.executable, "-m", "plait.launch.rank", "--job", replace(job, environment={}).to_json()]
 
 
+def launched_rank() -> int:
+    """The rank as which a launcher, whichever, started this process; 0 where nobody did."""
+    found = (os.environ.get(name, "") for name in ("RANK", *(rank for rank, _ in _NAMES)))
+    return next((int(text) for text in found if text.isdecimal()), 0)
+
+
 def which_rank(environment: Mapping[str, str], size: int) -> int:
     """The number of this process among those that were started, which must be `size`."""
     for rank, count in _NAMES:

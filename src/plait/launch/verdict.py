@@ -156,9 +156,13 @@ def _short(what: str, remedy: str, steps: tuple[int, int, int] | None, *, smalle
     """There was too little memory; `smaller` micro-batches may fit, unless it grew from step to step."""
     if steps is None:
         return Verdict(what, remedy, full=smaller)
+    return Verdict(f"{what}; {growth_text(steps)}", LEAK_REMEDY)
+
+
+def growth_text(steps: tuple[int, int, int]) -> str:
+    """Of memory that grows from step to step: from which to which, and by how much."""
     first, last, grown = steps
-    growth = f"its memory grew from step to step, by {grown / _GIB:.2f} GiB from step {first} to {last}"
-    return Verdict(f"{what}; {growth}", LEAK_REMEDY)
+    return f"its memory grew from step to step, by {grown / _GIB:.2f} GiB from step {first} to {last}"
 
 
 def _host_full(record: Record) -> str:

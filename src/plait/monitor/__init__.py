@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from plait.config.train import LogConfig
-from plait.monitor.console import ConsoleSink, choose_mode
+from plait.monitor.console import ConsoleSink, choose_mode, spelled
 from plait.monitor.fanout import Monitor
 from plait.monitor.html import HtmlSink, write_report
 from plait.monitor.jsonl import JsonlSink, read_events
-from plait.spec.event import Sink
+from plait.monitor.line import prefix
+from plait.spec.event import Event, EventKind, Sink
 
-__all__ = ["Monitor", "build_monitor", "read_events", "write_report"]
+__all__ = ["Monitor", "build_monitor", "read_events", "report_progress", "write_report"]
 
 
 def build_monitor(config: LogConfig, work_dir: Path, rank: int, *, wandb: Mapping[str, Any] | None = None) -> Monitor:
@@ -37,6 +39,14 @@ def build_monitor(config: LogConfig, work_dir: Path, rank: int, *, wandb: Mappin
             _build(name, config, work_dir, wandb or {}) for name in dict.fromkeys(config.sinks) if name != "jsonl"
         ]
     return Monitor(sinks)
+
+
+def report_progress(config: LogConfig, rank: int, text: str) -> None:
+    """Say what a run does before it has sinks: loading, planning and building take a while, each without a line."""
+    if rank == 0 and config.console != "none":
+        event = Event(EventKind.MESSAGE, 0, 0, {"text": text})
+        with suppress(OSError):  # nobody reads it: the run goes on all the same, as it does without its console sink
+            print(spelled(f"{prefix(event)}{text}", sys.stdout), flush=True)
 
 
 def _build(name: str, config: LogConfig, work_dir: Path, wandb: Mapping[str, Any]) -> Sink:

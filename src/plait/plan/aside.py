@@ -12,14 +12,45 @@ import select
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from plait.errors import PlaitError
+from plait.launch.records import signal_name
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    """An error on its way out of the child. Errors with arguments of their own cannot be pickled as they are."""
+
+    kind: type[PlaitError] | None
+    text: str
+    fields: dict[str, Any]
+
+    @classmethod
+    def of(cls, error: BaseException) -> _Raised:
+        if isinstance(error, PlaitError):
+            return cls(type(error), str(error), vars(error))
+        return cls(None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}", {})
+
+    def reason(self) -> str:
+        """Raises what somebody has to change in the run; anything else is a reason, with the way to where it arose."""
+        if self.kind is None:
+            return self.text
+        error = self.kind.__new__(self.kind, self.text)
+        error.__dict__.update(self.fields)
+        raise error
+
+
 def in_a_child(work: Callable[[], T], *, seconds: float) -> T | str:
-    """What `work` returns, from a forked child; a reason where none comes. Without fork, it is done here."""
+    """What `work` returns, from a forked child; a reason where none comes. Without fork, it is done here.
+
+    A `PlaitError` is raised here as well. Any other exception is a reason, with its traceback.
+    """
     if not hasattr(os, "fork") or sys.platform == "darwin":
         return work()
     reading, writing = os.pipe()
@@ -29,27 +60,44 @@ def in_a_child(work: Callable[[], T], *, seconds: float) -> T | str:
     if child == 0:
         _answer(work, writing)
     os.close(writing)
+    data: bytes | None = None
     try:
         data = _read(reading, seconds)
     finally:
         os.close(reading)
-        os.kill(child, signal.SIGKILL)  # it has answered, or never will
-        os.waitpid(child, 0)
+        if data != b"":
+            os.kill(child, signal.SIGKILL)  # it has answered, or never will
+        _, status = os.waitpid(child, 0)
     if data is None:
         return f"it took more than {seconds:.0f} s"
+    if not data:
+        return _how_it_ended(os.waitstatus_to_exitcode(status))
     # From our own child, through a pipe that nobody else holds.
-    return pickle.loads(data) if data else "it ended without an answer"  # noqa: S301
+    answer = pickle.loads(data)  # noqa: S301
+    return answer.reason() if isinstance(answer, _Raised) else answer
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"it ended with exit code {code} and without an answer"
+    why = ", as the kernel does where memory is short" if code == -signal.SIGKILL else ""
+    return f"it was ended by {signal_name(-code)}{why}"
 
 
 def _answer(work: Callable[[], object], writing: int) -> None:
     """Work, write down the result, and end without a trace: nothing of the parent's must run here."""
+    code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-        data = pickle.dumps(work())
+        try:
+            data = pickle.dumps(work())
+        except BaseException as error:
+            data = pickle.dumps(_Raised.of(error))
         with os.fdopen(writing, "wb") as stream:
             stream.write(data)
+        code = 0
     finally:
-        os._exit(0)
+        os._exit(code)
 
 
 def _read(reading: int, seconds: float) -> bytes | None:

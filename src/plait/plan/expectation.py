@@ -54,7 +54,7 @@ def forecast(
         return look_ahead(config, ranks, local_ranks, model, loss_function, example)
 
     found = in_a_child(look, seconds=_PATIENCE_S)
-    if isinstance(found, str) and "fork" in found:
+    if isinstance(found, str) and "fork-based multiprocessing" in found:
         # A process that has gone backward before cannot do so in a copy; then it is done here, and put right after.
         here = torch.device("cpu")
         state = rng_state(here)

@@ -31,11 +31,15 @@ class Foresight:
         self._runner = runner
         self._found: Forecast | str | None = None
 
+    def looks(self) -> bool:
+        """Whether this rank plans the run: one does, before it joins the others."""
+        return self._runner.config.plan.gate != "off" and detect_ranks().rank == 0 and not dist.is_initialized()
+
     def look(self, model: Any, loss_function: Any, data: Any, collate: Any) -> None:
         """Plan the run, on one rank, before it joins the others: a fake world and a real one do not go together."""
-        ranks = detect_ranks()
-        if self._runner.config.plan.gate == "off" or ranks.rank != 0 or dist.is_initialized():
+        if not self.looks():
             return
+        ranks = detect_ranks()
         self._found = SPLIT if ranks.split > 1 else self._forecast(ranks, model, loss_function, data, collate)
 
     def _forecast(self, ranks: Ranks, model: Any, loss_function: Any, data: Any, collate: Any) -> Forecast | str | None:
@@ -75,7 +79,8 @@ class Foresight:
         if self._runner.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._runner.world.device)  # the peak that is compared is this run's
         if isinstance(found, str):
-            self._runner.emit(EventKind.MESSAGE, level="info", text=f"no plan of this run: {found}")
+            level = "warning" if "\n" in found else "info"  # with the traceback of what nobody expected
+            self._runner.emit(EventKind.MESSAGE, level=level, text=f"no plan of this run: {found}")
         elif found is not None:
             step = "" if found.seconds is None else f", {found.seconds:.3g} s a step"
             strategy = self._runner.config.strategy

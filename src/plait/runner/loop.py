@@ -5,6 +5,8 @@ from __future__ import annotations
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+import torch
+
 from plait.errors import DataError
 from plait.runner.throughput import Clock, Meter, memory_mib, peak_flops
 from plait.runner.watch import StepWatch
@@ -169,6 +171,8 @@ def _log(runner: Runner, state: _LoopState, lr: float) -> None:
         flops_per_token=flops(sequence) if flops is not None and sequence is not None else None,
         peak=state.peak,
     )
+    if world.device.type == "cuda":
+        runner.step_memory.add(runner.step, torch.cuda.memory_allocated(world.device))
     runner.emit(
         EventKind.TRAIN,
         lr=lr,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,9 +30,9 @@ class WorkDir:
         self._mark: TextIO | None = None
 
     def make(self) -> None:
-        """Have it there. Raises `ConfigError` where that cannot be."""
+        """Have it there, and be able to write to it. Raises `ConfigError` where that cannot be."""
         with self._writing():
-            self.path.mkdir(parents=True, exist_ok=True)
+            try_to_write(self.path)
 
     def take(self, config: RunConfig) -> None:
         """Hold it until `let_go`, and write `config.yaml`. Another run that writes here is a `ConfigError`.
@@ -77,6 +78,14 @@ class WorkDir:
         except OSError as error:
             message = f"{str(self.path)!r} cannot be written to: {error.strerror}"
             raise ConfigError(Problem("work_dir", message, "Choose another one.")) from error
+
+
+def try_to_write(folder: Path) -> None:
+    """Make a folder, and find out by writing whether files can be written there. Raises `OSError` where not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"x")
+        file.flush()
 
 
 def _lock(mark: TextIO) -> None:

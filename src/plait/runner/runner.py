@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from plait.config import Parsed, RunConfig, check, parse, parse_sections
-from plait.errors import ConfigError, Problem, TrainingError
-from plait.monitor import Monitor, build_monitor
+from plait.errors import ConfigError, PlaitError, Problem, TrainingError, in_one_line
+from plait.launch import StepMemory
+from plait.monitor import Monitor, build_monitor, report_progress
 from plait.plan.hardware import find_hardware
 from plait.runner.describe import describe_run, write_report
 from plait.runner.elastic import possible_sizes
@@ -31,7 +32,7 @@ from plait.runner.suspects import whose
 from plait.runner.watch import StepWatch
 from plait.spec import Event, EventKind, Note, Phase
 from plait.strategy import Engine, Length, prepare_engine
-from plait.world import World, on_main, open_world
+from plait.world import World, detect_ranks, on_main, open_world
 
 
 class Runner:
@@ -113,6 +114,8 @@ class Runner:
         self.hooks = HookTable([*build_hooks(self.config.hooks, self.config.profile), *hooks])
         self.saver = Saver(self)
         self.foresight = Foresight(self)
+        self.step_memory = StepMemory()
+        """GPU memory after the steps that were logged."""
         self.step_time: float | None = None
         """Seconds of a step, as last logged."""
         self.epoch = 0
@@ -142,7 +145,12 @@ class Runner:
     def world(self) -> World:
         """The processes of this run."""
         if self._world is None:
+            ranks = detect_ranks()
+            if self.foresight.looks():
+                report_progress(self.config.log, ranks.rank, "planning the run")
             self.foresight.look(self._model, self._loss_fn, self._objects.get("data"), self._collate)
+            if ranks.size > 1:
+                report_progress(self.config.log, ranks.rank, f"joining {ranks.size} ranks")
             self._world = open_world(self.config)
             if self._world.owns_processes:
                 atexit.register(self._leave)
@@ -180,11 +188,13 @@ class Runner:
         data, split = self._objects.get("data"), world.ranks.split
         self.batch = batch_of(config, world.layout.data_parallel, data, split=split)
         world.heartbeat.can_go_on_with(possible_sizes(config, world.ranks, data, self.batch))
+        report_progress(config.log, world.rank, "reading the data")
         self.loader = self._loader("data")
         self.steps_per_epoch: int | None = None if self.loader is None else self.loader.steps_per_epoch
-        on_main(world, self._work_dir.make)
+        self._make_work_dir(world)
         self._monitor = build_monitor(config.log, Path(config.work_dir), world.rank)
         weakref.finalize(self, self._monitor.close).atexit = False  # few scripts close a Runner
+        report_progress(config.log, world.rank, "building the model")
         self._engine = engine = self._prepare()
         refuse_second_shift(engine.model, config)
         engine.whose = partial(whose, self)
@@ -195,6 +205,19 @@ class Runner:
             enter = world.heartbeat.enter
             engine.on_phase = lambda phase: enter(phase, engine.steps)
         self.enter(Phase.IDLE)
+
+    def _make_work_dir(self, world: World) -> None:
+        """Every rank writes there, each perhaps on a host of its own: all raise where one of them cannot."""
+        failure: PlaitError | None = None
+        try:
+            self._work_dir.make()
+        except ConfigError as error:
+            failure = error
+        failed = {rank: text for rank, text in enumerate(world.gather(failure and in_one_line(failure))) if text}
+        if failed:
+            rank, text = next(iter(failed.items()))
+            where = f" (rank {rank})" if world.size > 1 else ""
+            raise ConfigError(Problem("work_dir", f"{text.removeprefix('work_dir: ')}{where}", "Choose another one."))
 
     def _prepare(self) -> Engine:
         return prepare_engine(
@@ -250,6 +273,7 @@ class Runner:
         engine = self._ready()
         if self.has("val_data"):
             self._eval_loader("val_data")  # what is wrong with it shows now, not after the first epoch
+        self.saver.check_folder()
         on_main(self.world, lambda: self._work_dir.take(self.config))
         self.stop_reason = self.watch = None
         self.emit(EventKind.RUN_START, **describe_run(self))

@@ -15,6 +15,7 @@ from plait.errors import CheckpointError
 from plait.runner.best import Best
 from plait.runner.frozen import FrozenPart
 from plait.runner.hooks import Hook
+from plait.runner.place import try_to_write
 from plait.runner.resuming import go_back, resume
 from plait.spec import EventKind, Phase
 from plait.spec.later import Entry
@@ -38,6 +39,8 @@ class Saver:
         self._writer: CheckpointWriter | None = None
         self._frozen: FrozenPart | None = None
         self._saved_step: int | None = None
+        self._failures = 0
+        """How many saves in a row have failed."""
 
     @property
     def writer(self) -> CheckpointWriter:
@@ -88,13 +91,26 @@ class Saver:
         held = [(name, rank) for rank, name in enumerate(channel.all_gather(found[-1])) if name]
         return (held[0][0], f" on the node of rank {held[0][1]}") if held else (None, "")
 
+    def check_folder(self) -> None:
+        """Find out before the first step whether this run's checkpoints can be written; every rank must ask.
+
+        A run that goes to its end without one has been in vain.
+        """
+        config = self._config
+        if config.every is None and config.best is None and not config.last:
+            return
+        root = self.folder.root
+        failure = attempt(lambda: try_to_write(root)) if self.writer.disks.is_lead else None
+        remedy = "make it writable, move what is in the way, or choose another work_dir"
+        together(self.writer.channel, failure, f"checkpoints cannot be written to {root}: {remedy}")
+
     # ---- writing
 
     def save(self, *, best: bool = False, last: bool = False) -> None:
         """Write a checkpoint of this moment, unless there is one; every rank must call it.
 
-        With `checkpoint.async_save` it is only begun. One that fails is told, and training goes on; but the `last` one
-        is waited for, and its failure is an error.
+        With `checkpoint.async_save` it is only begun. One that fails is told, and training goes on, until
+        `checkpoint.max_failures` in a row have; the `last` one is waited for, and its failure is an error.
         """
         runner, step = self._runner, self._runner.step
         target = self.folder.path_of(step)
@@ -131,19 +147,28 @@ class Saver:
         if self._writer is not None and self._writer.busy:
             self._take(self._writer.wait, must=must)
 
-    def _take(
-        self, outcome: Callable[[], Saved | None], *, must: bool = False, after: str = "training goes on"
-    ) -> None:
+    def _take(self, outcome: Callable[[], Saved | None], *, must: bool = False, over: bool = False) -> None:
+        """What became of a save; `must`: a failure is an error; `over`: the run is over, so it can only be told."""
         runner = self._runner
         try:
             saved = outcome()
         except CheckpointError as error:
             self._saved_step = None
-            if must:
+            self._failures += 1
+            if must and not over:
                 raise
-            runner.emit(EventKind.MESSAGE, level="error", text=f"{error}\n{after}")
+            if self._failures > self._config.max_failures and not over:
+                raise CheckpointError(
+                    f"{error}\nThis is failure {self._failures} in a row, and checkpoint.max_failures is "
+                    f"{self._config.max_failures}: the run ends here, before more work is lost. Remove the cause and "
+                    "continue with checkpoint.resume=auto, or raise checkpoint.max_failures."
+                ) from error
+            left = self._config.max_failures - self._failures
+            after = "training goes on" + (", and ends if the next save fails too" if left == 0 else "")
+            runner.emit(EventKind.MESSAGE, level="error", text=f"{error}\n{'the run is over' if over else after}")
             return
         if saved is not None:
+            self._failures = 0
             sizes = {"seconds": saved.seconds, "blocked": saved.blocked, "bytes": saved.bytes}
             runner.emit(EventKind.SAVE, path=str(saved.path), **sizes)
 
@@ -163,7 +188,7 @@ class Saver:
         if self._writer is None:
             return
         try:
-            self._take(self._writer.wait, after="the run is over")
+            self._take(self._writer.wait, over=True)
         except Exception as error:  # others may be gone already, and what ended the run is more worth telling
             text = f"the checkpoint that was being written is lost: {type(error).__name__}: {error}"
             self._runner.emit(EventKind.MESSAGE, level="error", text=text)

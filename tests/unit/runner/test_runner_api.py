@@ -343,3 +343,15 @@ def test_what_an_engine_says_is_a_warning_unless_it_is_a_note(
     make(tmp_path, model=llama, data=ids, strategy=strategy, log={"console": "none"}).train()
     found = [event.data for event in events(tmp_path, EventKind.MESSAGE) if words in event.data["text"]]
     assert [one["level"] for one in found] == [level]
+
+
+@pytest.mark.planned
+def test_what_takes_a_while_before_the_first_table_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for console in ("plain", "none"):
+        with make(tmp_path, work_dir=tmp_path / console, log={"console": console}) as runner:
+            runner.train()
+        told = capsys.readouterr().out
+        stages = ("planning the run", "reading the data", "building the model", "strategy ")
+        places = [told.find(stage) for stage in stages]
+        assert places == (sorted(places) if console == "plain" else [-1] * 4)
+        assert console == "none" or -1 not in places

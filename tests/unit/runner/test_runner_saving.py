@@ -284,3 +284,48 @@ def test_loading_in_worker_processes_changes_nothing_about_a_resume(tmp_path: Pa
     first = run("parts", train={"max_steps": 4})
     second = run("parts", train={"max_steps": 6}, checkpoint={"resume": "auto"})
     assert first + second == whole
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_saves_that_fail_one_after_another_end_the_run(tmp_path: Path, most: int, background: bool) -> None:
+    steps = []
+
+    class Blocks(Hook):
+        def before_save(self, runner: Runner) -> None:
+            steps.append(runner.step)
+            if runner.step != 2:  # one in between that succeeds begins the count anew
+                (tmp_path / "checkpoints" / f".step-{runner.step:08d}.tmp").write_text("in the way")
+
+    sections = {"checkpoint": {"every": 1, "max_failures": most, "async_save": background}, "hooks": [Blocks()]}
+    with pytest.raises(CheckpointError, match=rf"failure {most + 1} in a row.*\n?.*checkpoint\.max_failures") as error:
+        fit(0, 1, {"work_dir": tmp_path, "train": {"max_steps": 9}, **sections})
+    assert "was not written" in str(error.value)
+    failed = 1 if most == 0 else 3 + most
+    assert failed <= steps[-1] <= failed + background
+
+
+@pytest.mark.parametrize("way", ["file", "read-only"])
+def test_a_folder_that_takes_no_checkpoints_is_refused_before_the_first_step(tmp_path: Path, way: str) -> None:
+    steps = []
+
+    class Counts(Hook):
+        def before_step(self, runner: Runner) -> None:
+            steps.append(runner.step)
+
+    if way == "file":
+        (tmp_path / "checkpoints").write_text("not a folder")
+    else:
+        (tmp_path / "checkpoints").symlink_to("/sys/kernel")  # where not even root writes
+    with pytest.raises(CheckpointError, match=r"checkpoints cannot be written to .*/checkpoints"):
+        fit(0, 1, {"work_dir": tmp_path, "hooks": [Counts()]})
+    assert steps == []
+    if way == "file":  # a run that saves nothing does not ask
+        fit(0, 1, {"work_dir": tmp_path, "hooks": [Counts()], "checkpoint": {"last": False}})
+        assert steps
+
+
+@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="needs Linux's /sys")
+def test_a_work_dir_that_cannot_be_written_to_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"work_dir: '/sys/kernel' cannot be written to: Permission denied"):
+        fit(0, 1, {"work_dir": "/sys/kernel"})

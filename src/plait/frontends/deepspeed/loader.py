@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+from plait.data.workers import WorkerEnds
 from plait.errors import DataError
 from plait.world import World
 
@@ -59,7 +60,7 @@ class DeepSpeedDataLoader:
         return len(self.dataloader)
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self.dataloader:
+        for batch in WorkerEnds().read(self.dataloader):
             post = self.post_process_func
             yield batch if post is None else post(batch, getattr(self.data_sampler, "state_dict", dict)())
 

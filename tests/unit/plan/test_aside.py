@@ -1,0 +1,51 @@
+"""What is done in a child of this process: its errors come back, whatever they are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from plait.errors import ConfigError, Problem
+from plait.plan.aside import in_a_child
+
+
+def test_the_answer_comes_back() -> None:
+    assert in_a_child(lambda: {"a": os.getpid()}, seconds=30.0) != {"a": os.getpid()}
+
+
+def test_an_exception_that_nobody_expected_comes_with_its_traceback() -> None:
+    def fails() -> int:
+        return {"a": 1}["the key"]
+
+    reason = in_a_child(fails, seconds=30.0)
+    assert isinstance(reason, str)
+    assert reason.startswith("KeyError: 'the key'")
+    assert "in fails" in reason
+
+
+def test_what_somebody_has_to_change_is_raised_here() -> None:
+    def refuses() -> int:
+        raise ConfigError(Problem("strategy.zero", "does not fit", "Write 3."))
+
+    with pytest.raises(ConfigError) as error:
+        in_a_child(refuses, seconds=30.0)
+    assert [problem.path for problem in error.value.problems] == ["strategy.zero"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "ended by SIGKILL, as the kernel does where memory is short"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), "ended by SIGTERM"),
+        (lambda: os._exit(7), "exit code 7"),
+        (lambda: time.sleep(60), "more than 1 s"),
+        (lambda: lambda: 1, "pickle"),
+    ],
+)
+def test_a_child_that_does_not_answer_is_told_from_one_that_takes_long(ends: object, words: str) -> None:
+    reason = in_a_child(ends, seconds=1.0)  # type: ignore[arg-type]
+    assert isinstance(reason, str)
+    assert words in reason
