@@ -9,7 +9,8 @@ optimizer.
 is not simulated (`least_gib`), and short models that two rungs have in common are simulated once (`Known`). Once half
 of the `Patience` is gone, rungs are passed over up to the last before tensor parallelism, which has all that ranks and
 hosts can take over: something that fits is worth more than the next figure, and what it does not need is taken back in
-the other half. All of it ends when the patience does; what nobody has looked at by then is said.
+the other half. All of it ends when the patience does; what nobody has simulated by then is said, with what the quick
+account (`quick`) makes of it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from plait.plan.candidate import Candidate
 from plait.plan.hardware import Hardware
 from plait.plan.patience import Patience, TimeUpError
 from plait.plan.plan import Plan, make_plan
+from plait.plan.quick import Quick, Seen, quick_of
 from plait.plan.rankplan import Known
 from plait.plan.shares import HOST_SHARE, SHARE, lowered_shares
 from plait.plan.states import count_params, least_gib
@@ -52,6 +54,10 @@ class Rung:
     """GiB that each device needs at least; where that is too much, nobody looks closer."""
     late: bool = False
     """Whether there was no time to simulate it."""
+    estimate: float | None = None
+    """GiB of each device by the quick account, of a rung that nobody simulated."""
+    seems_to_fit: bool = False
+    """Whether the run fits from here on by that account."""
 
     @property
     def fits(self) -> bool:
@@ -84,7 +90,7 @@ class Ladder:
             rung = self._passed_over(settings, change) if hurries else self._rung(settings, change)
             settings = dict(rung.candidate.settings)
             yield rung
-            if rung.fits:
+            if rung.fits or (rung.seems_to_fit and self.patience.over):
                 return
 
     def taken_back(self, rungs: Sequence[Rung]) -> Rung:
@@ -117,15 +123,19 @@ class Ladder:
         """A sentence on what there was no time for; empty where there was."""
         if not self.cut:
             return ""
-        over = f"The {self.patience.seconds:.0f} s of this search were over"
+        over = f"The {self.patience.seconds:.0f} s of computing for this search were over"
         if rungs[-1].fits:
             return f"{over} before it was clear whether less would do."
+        likely = next((rung for rung in rungs if rung.seems_to_fit), None)
+        if likely is not None:
+            changes = " ".join(likely.candidate.changes(self.config))
+            return f"{over}. Estimated, not simulated: with `{changes}` it needs about {likely.estimate:.1f} GiB."
         words = [f"`{' '.join(rung.added.changes(self.config))}`" for rung in rungs if rung.late]
         return f"{over} before all was simulated: {', '.join(words)} may still make it fit."
 
     def _rung(self, before: dict[str, Any], change: dict[str, Any]) -> Rung:
         settings = {**before, **change}
-        plan, least, reason, late = None, 0.0, "", False
+        plan, least, reason = None, 0.0, ""
         try:
             config = Candidate(settings).applied_to(self.config)
             least = self._least(config)
@@ -137,14 +147,56 @@ class Ladder:
         except PlaitError as error:
             reason = in_one_line(error)
         except TimeUpError:
-            late = self.cut = True
-            reason = f"not simulated: the search's {self.patience.seconds:.0f} s were over"
-        return Rung(Candidate(settings), _added(before, settings), plan, reason, least, late)
+            self.cut = True
+            return self._estimated(settings, before, "not simulated", f"{self.patience.seconds:.0f} s", least)
+        return Rung(Candidate(settings), _added(before, settings), plan, reason, least)
 
     def _passed_over(self, before: dict[str, Any], change: dict[str, Any]) -> Rung:
-        settings = {**before, **change}
-        reason = f"passed over: half of the search's {self.patience.seconds:.0f} s were over"
-        return Rung(Candidate(settings), _added(before, settings), None, reason, late=True)
+        when = f"half of the {self.patience.seconds:.0f} s"
+        return self._estimated({**before, **change}, before, "passed over", when)
+
+    def _estimated(
+        self, settings: dict[str, Any], before: dict[str, Any], what: str, when: str, least: float = 0.0
+    ) -> Rung:
+        """A rung that there is no time to simulate, by the quick account, for which half as much time is spent."""
+        candidate, reason = Candidate(settings), f"{what}: {when} of computing for this search were over"
+        quick = self._quick(candidate)
+        if quick is None:
+            return Rung(candidate, _added(before, settings), None, reason, least, late=True)
+        hardware = self.hardware
+        fits = quick.needed_gib <= hardware.memory_gib and quick.host_gib <= hardware.host_memory_gib
+        verdict = "seems to fit" if fits else "seems too much"
+        reason = f"about {quick.needed_gib:.1f} GiB, {verdict} (estimated; {reason})"
+        added = _added(before, settings)
+        return Rung(candidate, added, None, reason, least, late=True, estimate=quick.needed_gib, seems_to_fit=fits)
+
+    def _quick(self, candidate: Candidate) -> Quick | None:
+        try:
+            if self._estimating.over:
+                return None
+            config = candidate.applied_to(self.config)
+            found = quick_of(
+                config, self.hardware, self.ranks, seen=self._seen, patience=self._estimating, **self.options
+            )
+        except (PlaitError, TimeUpError):
+            return None
+        return None if isinstance(found, str) else found
+
+    @cached_property
+    def _estimating(self) -> Patience:
+        return self.patience.again(self.patience.seconds / 2)
+
+    @cached_property
+    def _seen(self) -> Seen:
+        """What the rungs have in common; the one for the micro-batch ends at 1."""
+        return Seen(1, self._micro)
+
+    @property
+    def _micro(self) -> int:
+        """Samples of a micro-batch as it is written."""
+        layout = resolve_layout(self.config.strategy, size=self.ranks, local_size=self._local)
+        stages = self.config.strategy.pipeline.micro_batches
+        return resolve_batch(self.config.batch, layout.data_parallel, micro_batches=stages).micro
 
     def _plan(self, config: RunConfig) -> Plan:
         if self.patience.over:
@@ -203,9 +255,7 @@ class Ladder:
             candidate = Candidate({**rung.candidate.settings, "batch.micro": micro})
             return Rung(candidate, rung.added, self._plan(candidate.applied_to(self.config)))
 
-        layout = resolve_layout(self.config.strategy, size=self.ranks, local_size=self._local)
-        stages = self.config.strategy.pipeline.micro_batches
-        written = resolve_batch(self.config.batch, layout.data_parallel, micro_batches=stages).micro
+        written = self._micro
         try:
             whole = at(written).plan
             assert whole is not None

@@ -1,4 +1,8 @@
-"""A limit of time for a search, which also ends a simulation that is under way."""
+"""A limit of time for a search, which also ends a simulation that is under way.
+
+What counts is what this process computes, not what a clock on the wall says: on a host that others keep busy a search
+takes longer, and finds the same.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Any
 import torch
 
 SEARCH_S = 40.0
-"""How long a search for what makes a run fit may take beyond the plan itself."""
+"""How long a search for what makes a run fit may compute beyond the plan itself."""
 
 
 class TimeUpError(Exception):
@@ -17,12 +21,12 @@ class TimeUpError(Exception):
 
 
 class Patience:
-    """So many seconds from now on; a recorder's watcher, so that an operation soon after them is the last.
+    """So many CPU seconds from now on; a recorder's watcher, so that an operation soon after them is the last.
 
     Not one of a backward pass: autograd's threads do not survive it. What comes after the pass is as good.
     """
 
-    def __init__(self, seconds: float = SEARCH_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seconds: float = SEARCH_S, clock: Callable[[], float] = time.process_time) -> None:
         self.seconds = seconds
         self._clock = clock
         self._start = clock()
@@ -36,6 +40,10 @@ class Patience:
     def half_over(self) -> bool:
         """Whether half of it is."""
         return self._passed() >= self.seconds / 2
+
+    def again(self, seconds: float) -> Patience:
+        """Other seconds from now on, by the same clock."""
+        return Patience(seconds, self._clock)
 
     def saw(self, *_operation: Any) -> None:
         """Go on, or not."""

@@ -49,12 +49,13 @@ class Quick:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class Seen:
     """What many ways have in common, found out once."""
 
     smallest: int
     """Samples of the smallest micro-batch of all ways."""
     largest: int
+    """And of the largest."""
     samples: dict[Any, Account | str] = field(default_factory=dict)
     """By how a layer is shared and recomputed, and by the size of a micro-batch."""
     bubbles: dict[Any, float] = field(default_factory=dict)
@@ -78,7 +79,7 @@ def quick_look(found: Sequence[Found], hardware: Hardware, ranks: int, make_exam
     configs = [each.config for each in found if each.config is not None]
     assert len(configs) == len(found), "an account belongs to a way by its place in the list"
     sizes = [_micro(config, hardware, ranks) for config in configs] or [1]
-    seen = _Seen(min(sizes), max(sizes))
+    seen = Seen(min(sizes), max(sizes))
     looked: list[Quick | str] = []
     for config in configs:
         try:
@@ -88,11 +89,16 @@ def quick_look(found: Sequence[Found], hardware: Hardware, ranks: int, make_exam
     return looked
 
 
-def quick_of(config: RunConfig, hardware: Hardware, ranks: int, **options: Any) -> Quick | str:
-    """An account of one run; `options` are those of `plan_rank`: the model, where it is not described."""
+def quick_of(
+    config: RunConfig, hardware: Hardware, ranks: int, *, seen: Seen | None = None, **options: Any
+) -> Quick | str:
+    """An account of one run; `options` are those of `plan_rank`: the model, where it is not described.
+
+    `seen` has what it has in common with other runs whose micro-batches lie between the same two.
+    """
     micro = _micro(config, hardware, ranks)
     try:
-        return _look(config, hardware, ranks, _Seen(micro, micro), **options)
+        return _look(config, hardware, ranks, Seen(micro, micro) if seen is None else seen, **options)
     except PlaitError as error:
         return in_one_line(error)
 
@@ -112,7 +118,7 @@ def _micro(config: RunConfig, hardware: Hardware, ranks: int) -> int:
         return 1
 
 
-def _look(config: RunConfig, hardware: Hardware, ranks: int, seen: _Seen, **options: Any) -> Quick | str:
+def _look(config: RunConfig, hardware: Hardware, ranks: int, seen: Seen, **options: Any) -> Quick | str:
     strategy = config.strategy
     layout, batch = _cut(config, hardware, ranks)
     if layout.pp > 1:

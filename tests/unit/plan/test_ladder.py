@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
@@ -129,9 +130,36 @@ def test_when_the_time_is_up_every_rung_that_nobody_looked_at_is_named() -> None
     assert "40 s" in said
     for rung in rungs[1:]:
         assert f"`{' '.join(rung.added.changes(config))}`" in said
-        assert "40 s were over" in rung.reason
+        assert "not simulated: 40 s" in rung.reason
+        assert "estimated" in rung.reason or clock.now > 80.0  # the quick account has half as much time
     hopeless = Ladder(config, replace(tight, memory_gib=-1.0), 4, without_end())  # nothing to simulate
     assert [rung.candidate for rung in rungs] == [rung.candidate for rung in hopeless.climb()]
+
+
+def test_when_the_time_is_up_the_quick_account_names_the_first_rung_that_seems_to_fit() -> None:
+    config = small(batch={"total": 8, "micro": 2}, strategy="ddp")
+    clock = Clock()
+    needed = make_plan(config, H100, ranks=4).needed_gib
+    ladder = Ladder(config, replace(H100, memory_gib=needed * 1.2), 4, Patience(40.0, clock))
+    clock.now = 40.0
+    rungs = list(ladder.climb())
+    assert len(rungs) == 1
+    assert rungs[0].late
+    assert rungs[0].seems_to_fit
+    assert not rungs[0].fits  # which only a simulation says
+    assert rungs[0].estimate == pytest.approx(needed, rel=0.2)
+    said = ladder.left_out(rungs)
+    assert "Estimated, not simulated" in said
+    assert "`batch.micro=1" in said
+
+
+def test_a_search_counts_what_it_computes_and_not_the_time_that_passes() -> None:
+    patience = Patience(0.2)
+    time.sleep(0.3)
+    assert not patience.over
+    while not patience.over:
+        sum(range(10000))
+    assert patience.again(5.0).seconds == 5.0
 
 
 def test_at_half_time_rungs_are_passed_over_to_what_saves_most_and_taken_back_from_there() -> None:

@@ -106,9 +106,10 @@ class OneCycleParamScheduler(ParamScheduler):
         for end, start, stop in self._phases:
             if self.last_step <= end or end == self._phases[-1][0]:
                 part = (self.last_step - begin) / (end - begin)
+                first, last = float(group[start]), float(group[stop])
                 if self._cosine:
-                    return group[stop] + (group[start] - group[stop]) / 2.0 * (1 + math.cos(math.pi * part))
-                return group[start] + (group[stop] - group[start]) * part
+                    return last + (first - last) / 2.0 * (1 + math.cos(math.pi * part))
+                return first + (last - first) * part
             begin = end
         raise AssertionError("the last phase takes what is left")
 
