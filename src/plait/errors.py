@@ -10,7 +10,8 @@
     │   ├── NonFiniteError   too many steps in a row had a non-finite loss or gradient
     │   └── RolloutMismatchError  what wrote the answers is not the policy that is trained
     ├── GenerateError        no text can be generated as asked
-    └── MissingExtraError    an optional package is needed and absent
+    ├── MissingExtraError    an optional package is needed and absent
+    └── UnsupportedVersionError  an installed torch or transformers lacks something private that Plait needs
 
 Each message names what was wrong, the value that was found, and the remedy.
 """
@@ -109,3 +110,13 @@ class MissingExtraError(PlaitError):
 
     def __init__(self, package: str, needed_for: str, extra: str) -> None:
         super().__init__(f"{needed_for} needs the package {package!r}: pip install 'plait[{extra}]'")
+
+
+class UnsupportedVersionError(PlaitError):
+    """An installed torch or transformers lacks something private that Plait needs."""
+
+    def __init__(self, package: str, installed: str, name: str, checked: str, remedy: str = "") -> None:
+        super().__init__(
+            f"plait needs {name}, which {package} {installed} does not have. "
+            + (remedy or f"Install {package} {checked}, with which plait was checked.")
+        )

@@ -26,6 +26,7 @@ from plait.ops.decode_attention import attend_cached, takes
 from plait.ops.ends import At, drawn, likeliest, look_up
 from plait.ops.skinny import EARLY, Norm, Stream, add, ahead_of, gated, make_counters, project
 from plait.ops.triton import has_kernels
+from plait.torch_internals import compiled_call, forward_hooks
 
 _PARTS = (LlamaBlock, Attention, SwiGLU, nn.RMSNorm)
 _FUSED = (FusedLlamaBlock, FusedAttention, FusedSwiGLU, FusedRMSNorm)
@@ -51,8 +52,8 @@ def takes_model(model: nn.Module) -> bool:
 
 
 def _is_usual(module: nn.Module) -> bool:
-    hooks = (module._forward_pre_hooks, module._forward_hooks)
-    if type(module) not in _KNOWN or any(hooks) or "forward" in vars(module) or module._compiled_call_impl is not None:
+    changed = any(forward_hooks(module)) or "forward" in vars(module) or compiled_call(module) is not None
+    if type(module) not in _KNOWN or changed:
         return False
     if isinstance(module, Attention):
         return module.attend is attend and module.rotate in (rotate_both, rotate_together)

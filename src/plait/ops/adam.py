@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from plait.ops.crew import Crew
+from plait.torch_internals import fused_adam_, fused_adamw_
 
 _Update = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
@@ -91,7 +92,7 @@ def _update_in_pieces(update: _Update, tensors: Sequence[Tensor], place: Tensor 
 
 def _kernel(numbers: AdamNumbers) -> _Update:
     """torch's fused update of one weight, given its gradient and moments."""
-    fused = torch._fused_adamw_ if numbers.decoupled else torch._fused_adam_
+    fused = fused_adamw_ if numbers.decoupled else fused_adam_
     steps = [torch.tensor(float(numbers.step))]
     # The kernel divides: by the same number as an optimizer of torch would be given for these gradients.
     scale = None if numbers.scale == 1.0 else torch.tensor(1.0 / numbers.scale)

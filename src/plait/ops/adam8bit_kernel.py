@@ -9,10 +9,10 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from plait.ops.adam import AdamNumbers
 from plait.ops.blockwise import BLOCK, Packed, width_of
+from plait.torch_internals import has_values
 
 HAS_TRITON = find_spec("triton") is not None
 """Triton comes with the CUDA builds of torch, not with the CPU build."""
@@ -87,12 +87,12 @@ if HAS_TRITON:
 
 def is_fused(tensor: Tensor) -> bool:
     """Whether the kernel is for such tensors."""
-    return tensor.is_cuda and (HAS_TRITON or isinstance(tensor, FakeTensor))
+    return tensor.is_cuda and (HAS_TRITON or not has_values(tensor))
 
 
 def adam8bit_step_triton(numbers: AdamNumbers, weight: Tensor, grad: Tensor, mean: Packed, square: Packed) -> None:
     """The twin of `adam8bit_step_plain`."""
-    if isinstance(weight, FakeTensor):
+    if not has_values(weight):
         return
     assert weight.is_contiguous(), "tensors are contiguous"
     blocks = mean.scales.shape[1]

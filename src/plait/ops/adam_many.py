@@ -8,11 +8,11 @@ from math import log
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from plait.ops.adam import AdamNumbers, adam_step, adam_step_plain
 from plait.ops.adam_kernel import Entry, Tables, adam_many_triton
 from plait.ops.triton import has_kernels
+from plait.torch_internals import foreach_add_, foreach_sub_, fused_adamw_, has_values
 
 
 @torch.no_grad()
@@ -36,13 +36,13 @@ def adam_many(
     if not has_kernels(entries[0].weight):
         adam_many_plain(numbers, entries, steps, scale=scale, found_inf=found_inf)
         return
-    if isinstance(entries[0].weight, FakeTensor):
+    if not has_values(entries[0].weight):
         _show(entries, steps)
         return
-    torch._foreach_add_(list(steps), 1.0)
+    foreach_add_(list(steps), 1.0)
     if found_inf is not None:
         # A list: given one tensor, torch would wait for the device to tell its value.
-        torch._foreach_sub_(list(steps), [found_inf] * len(steps))
+        foreach_sub_(list(steps), [found_inf] * len(steps))
     rates = _rates(numbers, torch.stack(list(steps)))
     for launch in tables.of(entries):
         adam_many_triton(
@@ -90,7 +90,7 @@ def _rates(numbers: AdamNumbers, steps: Tensor) -> Tensor:
 
 def _show(entries: Sequence[Entry], steps: Sequence[Tensor]) -> None:
     """Let a plan see the traffic: torch's own update, which moves as much but for the rounded weights."""
-    torch._fused_adamw_(
+    fused_adamw_(
         [entry.weight for entry in entries],
         [entry.grad for entry in entries],
         [entry.mean for entry in entries],

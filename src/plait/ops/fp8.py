@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from plait.ops.fp8_cast import E4M3, E5M2, MULTIPLE, cast, rounded, scale_of
 from plait.ops.fp8_earlier import AT_ONCE, GRADIENT, INPUT, WEIGHT, Earlier
+from plait.torch_internals import scaled_mm
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, rowwise: bool, emulated: bool) -> Tensor:
@@ -71,7 +72,7 @@ def scaled_product(
     `a` lies row by row, `b` column by column. `fast` adds up with fewer bits.
     """
     if not emulated:
-        return torch._scaled_mm(a, b, scale_a=inverses[0], scale_b=inverses[1], out_dtype=dtype, use_fast_accum=fast)
+        return scaled_mm(a, b, scale_a=inverses[0], scale_b=inverses[1], out_dtype=dtype, use_fast_accum=fast)
     with torch.autocast(a.device.type, enabled=False):
         return (torch.mm(a.float(), b.float()) * inverses[0] * inverses[1]).to(dtype)
 

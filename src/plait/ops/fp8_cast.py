@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from plait.ops.fp8_kernel import PEAKS, cast_triton, peaks_triton
-from plait.ops.triton import has_kernels, without_values
+from plait.ops.triton import has_kernels
+from plait.torch_internals import has_values
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -40,7 +41,7 @@ class Cast(NamedTuple):
 def is_fused(x: Tensor) -> bool:
     """Whether there is a kernel for such a tensor; Triton rounds to these formats where the device does."""
     return has_kernels(x) and (
-        not x.is_cuda or without_values(x) or torch.cuda.get_device_capability(x.device) >= (8, 9)
+        not x.is_cuda or not has_values(x) or torch.cuda.get_device_capability(x.device) >= (8, 9)
     )
 
 
@@ -58,7 +59,7 @@ def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def peaks_of(tensors: Sequence[Tensor]) -> Tensor:
     """Numbers the largest of which is the largest absolute value in these tensors; NaN where one is in them."""
     if is_fused(tensors[0]):
-        if without_values(tensors[0]):
+        if not has_values(tensors[0]):
             return torch.stack([x.amax() for x in tensors]).float().repeat(PEAKS)
         return peaks_triton([x.contiguous() for x in tensors])
     return peaks_plain(tensors)
@@ -101,7 +102,7 @@ def cast(
         row_part = by_row.narrow(dim, start, size) if rows else None
         column_part = by_column.narrow(1 - dim, start, room) if columns else None
         start += size
-        if without_values(x):
+        if not has_values(x):
             _move(x, row_part, column_part)
         else:
             cast_triton(

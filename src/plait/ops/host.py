@@ -12,9 +12,9 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from plait.errors import TrainingError
+from plait.torch_internals import has_values
 
 ALIGNMENT = 4096
 """What direct I/O asks of addresses, lengths and places in a file: enough for every disk in use."""
@@ -43,7 +43,7 @@ def host_empty(*shape: int, dtype: torch.dtype = torch.float32, pinned: bool = F
     if pinned and size:
         return _pinned(size).view(dtype).view(shape)
     room = torch.empty(rounded(size) + ALIGNMENT, dtype=torch.uint8)
-    if isinstance(room, FakeTensor):  # a plan: it has no address
+    if not has_values(room):  # a plan: it has no address
         return room[:size].view(dtype).view(shape)
     skip = -room.data_ptr() % ALIGNMENT
     return room[skip : skip + size].view(dtype).view(shape)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.nn.modules.module import _has_any_global_hook
+
+from plait.torch_internals import FakeTensor, any_global_hook, compiled_call, is_hooked
 
 _PLAIN = (nn.Parameter, Tensor, FakeTensor)
 
@@ -27,9 +27,8 @@ def is_plain(layer: nn.Module) -> bool:
 
 def is_untouched(layer: nn.Linear) -> bool:
     """Whether calling a layer is the `forward` of its class with a weight of the usual kind, and nothing beside."""
-    hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
-    changed = "forward" in vars(layer) or layer._compiled_call_impl is not None
-    watched = hooks or changed or _has_any_global_hook()  # type: ignore[no-untyped-call]
+    changed = "forward" in vars(layer) or compiled_call(layer) is not None
+    watched = is_hooked(layer) or changed or any_global_hook()
     return type(layer.weight) in _PLAIN and not watched
 
 

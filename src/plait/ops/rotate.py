@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.ops.triton import HAS_TRITON, has_kernels, on_device_of, without_values
+from plait.ops.triton import HAS_TRITON, has_kernels, on_device_of
+from plait.torch_internals import has_values
 
 if HAS_TRITON:
     import triton
@@ -155,7 +156,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, direction: float) -> tuple[Tensor, Tensor]:
-    if without_values(q):
+    if not has_values(q):
         return q.clone(), k.clone()
     out = torch.empty_like(q), torch.empty_like(k)
     batch, q_heads, tokens, dim = q.shape

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from plait.ops.triton import HAS_TRITON, has_kernels, on_device_of, without_values
+from plait.ops.triton import HAS_TRITON, has_kernels, on_device_of
+from plait.torch_internals import has_values
 
 _BLOCK = 4096
 
@@ -40,7 +41,7 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if not has_kernels(x):
         return scaled_plain(x, factor, dtype)
     out = torch.empty_like(x, dtype=dtype)
-    if without_values(x):
+    if not has_values(x):
         return out.copy_(x)
     with on_device_of(x):
         _kernel[(max(1, -(-x.numel() // _BLOCK)),)](x, factor, out, x.numel(), block=_BLOCK, num_warps=8)

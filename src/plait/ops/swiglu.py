@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from plait.ops.triton import HAS_TRITON, has_kernels, on_device_of, without_values
+from plait.ops.triton import HAS_TRITON, has_kernels, on_device_of
+from plait.torch_internals import has_values
 
 _BLOCK = 1024
 
@@ -77,7 +78,7 @@ def product_of(gate: Tensor, up: Tensor) -> Tensor:
     """The forward pass alone, of contiguous tensors."""
     if not _is_fused(gate, up):
         return swiglu_plain(gate, up)
-    if without_values(gate):
+    if not has_values(gate):
         return gate * up
     out = torch.empty_like(gate)
     with on_device_of(gate):
@@ -92,7 +93,7 @@ def slopes_of(gate: Tensor, up: Tensor, grad: Tensor, *, again: bool = False) ->
     """
     if not _is_fused(gate, up):
         return slopes_plain(gate, up, grad, again=again)
-    if without_values(gate):
+    if not has_values(gate):
         return grad * gate, up.clone(), grad.zero_() if again else None
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
     with on_device_of(gate):

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from plait.torch_internals import has_values
 
 HAS_TRITON = find_spec("triton") is not None
 """Triton comes with the CUDA builds of torch, not with the CPU build."""
@@ -20,7 +21,7 @@ HAS_TRITON = find_spec("triton") is not None
 
 def has_kernels(tensor: Tensor) -> bool:
     """Whether kernels can run on such a tensor; one without values is taken for what it says it is."""
-    if isinstance(tensor, FakeTensor):
+    if not has_values(tensor):
         return tensor.is_cuda
     return HAS_TRITON and (tensor.is_cuda or interprets())
 
@@ -37,8 +38,3 @@ def interprets() -> bool:
 def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     """Where a kernel over this tensor is launched."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
-
-
-def without_values(tensor: Tensor) -> bool:
-    """Whether there is nothing to compute with; a plan still wants to see what moves, and what is kept."""
-    return isinstance(tensor, FakeTensor)

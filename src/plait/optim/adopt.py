@@ -36,6 +36,7 @@ from plait.errors import ModelError
 from plait.optim.build import has_fused, prepare_momentum
 from plait.optim.groups import GroupSpec
 from plait.optim.lion import Lion
+from plait.torch_internals import has_step_hooks
 
 _ELEMENTWISE = (Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD, Lion)
 _FUSED = (AdamW, Adam, SGD, Adagrad)
@@ -96,8 +97,7 @@ def bare_step(optimizer: Optimizer) -> Callable[[], object]:
     """
     step = inspect.unwrap(type(optimizer).step)
     own = step.__module__.startswith(("torch.optim.", "plait.optim."))
-    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return partial(step, optimizer) if own and not hooked else optimizer.step
+    return partial(step, optimizer) if own and not has_step_hooks(optimizer) else optimizer.step
 
 
 def _kind(optimizer: Optimizer) -> type[Optimizer]:

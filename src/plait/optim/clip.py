@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.torch_internals import foreach_clamp_max_, foreach_clamp_min_, foreach_norm
+
 
 def grad_norm(
     tensors: list[Tensor], group: dist.ProcessGroup | None = None, weights: Sequence[float] | None = None
@@ -43,11 +45,11 @@ def each_norm(tensors: list[Tensor]) -> Sequence[Tensor]:
     """Of each tensor, in fp32 or wider; one call for each format, since a list of several is done one by one."""
     formats = dict.fromkeys(tensor.dtype for tensor in tensors)
     if len(formats) == 1:  # as nearly always, and in every step
-        return torch._foreach_norm(tensors, 2, dtype=_wide(*formats))
+        return foreach_norm(tensors, 2, dtype=_wide(*formats))
     found: dict[int, Tensor] = {}
     for dtype in formats:
         chosen = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        norms = torch._foreach_norm([tensors[index] for index in chosen], 2, dtype=_wide(dtype))
+        norms = foreach_norm([tensors[index] for index in chosen], 2, dtype=_wide(dtype))
         found.update(zip(chosen, norms, strict=True))
     return [found[index] for index in range(len(tensors))]
 
@@ -76,5 +78,5 @@ def whole_norm(norms: Tensor, group: dist.ProcessGroup | None = None, weights: T
 def clip_by_value(tensors: list[Tensor], limit: float) -> None:
     """Cut every gradient element in place to [-limit, limit]."""
     if tensors:
-        torch._foreach_clamp_min_(tensors, -limit)
-        torch._foreach_clamp_max_(tensors, limit)
+        foreach_clamp_min_(tensors, -limit)
+        foreach_clamp_max_(tensors, limit)

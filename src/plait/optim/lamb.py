@@ -12,6 +12,15 @@ from torch.optim.optimizer import ParamsT
 from plait.optim.base import OwnOptimizer, with_gradient
 from plait.optim.clip import each_norm
 from plait.optim.shards import by_sharding, sum_over_shards
+from plait.torch_internals import (
+    foreach_add_,
+    foreach_addcmul_,
+    foreach_div,
+    foreach_div_,
+    foreach_lerp_,
+    foreach_mul_,
+    foreach_sqrt,
+)
 from plait.world import local_part
 
 
@@ -55,8 +64,8 @@ class Lamb(OwnOptimizer):
         ]
         totals = sum_over_shards(squares, [rows for *_, rows in parts])
         for (group, params, _), directions, total in zip(parts, updates, totals, strict=True):
-            torch._foreach_mul_(directions, _trust(total.sqrt_(), group))
-            torch._foreach_add_([local_part(p) for p in params], directions, alpha=-group["lr"])
+            foreach_mul_(directions, _trust(total.sqrt_(), group))
+            foreach_add_([local_part(p) for p in params], directions, alpha=-group["lr"])
 
     def _directions(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
         beta1, beta2 = group["betas"]
@@ -65,16 +74,16 @@ class Lamb(OwnOptimizer):
         grads = [local_part(p.grad) for p in params if p.grad is not None]
         means = [local_part(self._moment(p, "exp_avg")) for p in params]
         squares = [local_part(self._moment(p, "exp_avg_sq")) for p in params]
-        torch._foreach_lerp_(means, grads, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-        roots = torch._foreach_sqrt(squares)
-        torch._foreach_div_(roots, [math.sqrt(1 - beta2**count) for count in counts])
-        torch._foreach_add_(roots, group["eps"])
-        directions = torch._foreach_div(means, [1 - beta1**count for count in counts])
-        torch._foreach_div_(directions, roots)
+        foreach_lerp_(means, grads, 1 - beta1)
+        foreach_mul_(squares, beta2)
+        foreach_addcmul_(squares, grads, grads, 1 - beta2)
+        roots = foreach_sqrt(squares)
+        foreach_div_(roots, [math.sqrt(1 - beta2**count) for count in counts])
+        foreach_add_(roots, group["eps"])
+        directions = foreach_div(means, [1 - beta1**count for count in counts])
+        foreach_div_(directions, roots)
         if group["weight_decay"] != 0:
-            torch._foreach_add_(directions, own, alpha=group["weight_decay"])
+            foreach_add_(directions, own, alpha=group["weight_decay"])
         return list(directions)
 
 

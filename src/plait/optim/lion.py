@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch.optim.optimizer import ParamsT
 
 from plait.optim.base import OwnOptimizer, with_gradient
+from plait.torch_internals import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_
 
 
 class Lion(OwnOptimizer):
@@ -31,9 +31,9 @@ class Lion(OwnOptimizer):
             grads = [p.grad for p in params if p.grad is not None]
             moments = [self._moment(p, "exp_avg") for p in params]
             lr, (beta1, beta2) = group["lr"], group["betas"]
-            directions = torch._foreach_lerp(moments, grads, 1 - beta1)
-            torch._foreach_sign_(directions)
+            directions = foreach_lerp(moments, grads, 1 - beta1)
+            foreach_sign_(directions)
             if group["weight_decay"] != 0:
-                torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
-            torch._foreach_add_(params, directions, alpha=-lr)
-            torch._foreach_lerp_(moments, grads, 1 - beta2)
+                foreach_mul_(params, 1 - lr * group["weight_decay"])
+            foreach_add_(params, directions, alpha=-lr)
+            foreach_lerp_(moments, grads, 1 - beta2)

@@ -15,6 +15,7 @@ from plait.errors import ModelError
 from plait.optim.base import OwnOptimizer, with_gradient
 from plait.optim.exchange import map_whole
 from plait.optim.shards import rows_of
+from plait.torch_internals import foreach_lerp, foreach_lerp_, foreach_mul_
 from plait.world import local_part
 
 # The quintic that pulls singular values towards one fastest; they end between about 0.7 and 1.2.
@@ -75,14 +76,14 @@ class Muon(OwnOptimizer):
         own = [local_part(p) for p in params]
         grads = [local_part(p.grad) for p in params if p.grad is not None]
         buffers = [local_part(self._moment(p, "momentum_buffer")) for p in params]
-        torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        updates = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
+        foreach_lerp_(buffers, grads, 1 - momentum)
+        updates = foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
         # Cast before they travel: half the bytes, and the very numbers that a whole matrix would start from.
         reduced = [update.to(_work_dtype(update)) for update in updates]
         work = partial(_orthogonalize_flat, steps=group["ns_steps"])
         directions = map_whole(work, reduced, [rows_of(p) for p in params])
         if group["weight_decay"] != 0:
-            torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
+            foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
         for parameter, shard, direction in zip(params, own, directions, strict=True):
             rows, columns = parameter.shape[0], parameter.shape[1:].numel()
             shard.add_(direction, alpha=-group["lr"] * math.sqrt(max(1.0, rows / max(1, columns))))

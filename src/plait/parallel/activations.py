@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from plait.config.run import RunConfig
 from plait.parallel.recompute import ATTENTION, PRODUCTS, operations
 from plait.parallel.units import Unit
 from plait.precision import DTYPES
 from plait.spec.batch import first_part
+from plait.torch_internals import TorchDispatchMode, storage_key, tree_leaves, tree_map_only
 from plait.world import local_part
 from plait.world.fake import ShapesOnly
 
@@ -66,7 +65,7 @@ def count_activations(
 
     with ShapesOnly():
         state = dict(_once_each(module, fake))
-        weights = {t.untyped_storage()._cdata for t in state.values()}
+        weights = {storage_key(t) for t in state.values()}
         inputs = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), example)
         if type(module).forward is nn.Sequential.forward:
             inputs = first_part(inputs)
@@ -108,9 +107,9 @@ class _Seen:
     def first(self, tensor: Tensor) -> int:
         """Bytes of a tensor's storage, the first time that it comes."""
         storage = tensor.untyped_storage()
-        if storage._cdata in self.storages:
+        if storage_key(storage) in self.storages:
             return 0
-        self.storages[storage._cdata] = storage
+        self.storages[storage_key(storage)] = storage
         return int(storage.nbytes())
 
 
@@ -153,7 +152,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Count a tensor that autograd keeps for the backward pass."""
-        if tensor.untyped_storage()._cdata not in self._weights:
+        if storage_key(tensor) not in self._weights:
             size = self._kept.first(tensor)
             if self._current:
                 self._current[-1].kept += size
@@ -179,7 +178,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _hold(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, int(storage.nbytes())
+        key, size = storage_key(storage), int(storage.nbytes())
         if key in self._alive or key in self._weights:
             return
         self._alive[key] = weakref.ref(storage, lambda _: self._free(key, size))

@@ -13,6 +13,7 @@ from torch import nn
 from plait.config.strategy import CompileConfig
 from plait.errors import ConfigError, Problem
 from plait.parallel.units import Unit
+from plait.torch_internals import set_compiled_call
 
 
 def why_not(config: CompileConfig, device: torch.device) -> str | None:
@@ -44,8 +45,7 @@ def compile_units(model: nn.Module, units: Sequence[Unit], config: CompileConfig
 
 
 def _check_backend(name: str) -> None:
-    from torch._dynamo import lookup_backend
-    from torch._dynamo.exc import InvalidBackend
+    from plait.torch_internals import InvalidBackend, lookup_backend
 
     try:
         lookup_backend(name)
@@ -62,4 +62,4 @@ def _check_backend(name: str) -> None:
 def undo_compile(modules: Sequence[nn.Module]) -> None:
     """Run eagerly from now on."""
     for module in modules:
-        module._compiled_call_impl = None  # what `Module.compile` sets; torch has nothing public that undoes it
+        set_compiled_call(module, None)

@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import nn
 
+from plait.torch_internals import fsdp_expect_backward, fsdp_group, fsdp_in_use, fsdp_start, fsdp_state
+
 
 def open_entrances(model: nn.Module, before: Callable[[], None]) -> None:
     """Let parts of a sharded model be called by themselves; `before` is done first, each time."""
-    sharded: Any = model
-    state = sharded._get_fsdp_state()
-    state._lazy_init()
-    if state._fsdp_param_group is not None:
-        entrance = _Entrance(state, before)
+    fsdp_start(model)
+    if fsdp_group(model) is not None:
+        entrance = _Entrance(model, before)
         for module in _outside_of_units(model):
             module.register_forward_pre_hook(entrance.enter)
             module.register_forward_hook(entrance.leave, always_call=True)
@@ -35,8 +35,9 @@ def _outside_of_units(module: nn.Module) -> Iterator[nn.Module]:
 class _Entrance:
     """To what a model gathers when it is called: the weights that belong to none of its units."""
 
-    def __init__(self, state: Any, before: Callable[[], None]) -> None:
-        self._state = state
+    def __init__(self, model: nn.Module, before: Callable[[], None]) -> None:
+        self._state = fsdp_state(model)
+        self._group = fsdp_group(model)
         self._before = before
         self._inside = 0
         """How many modules that were entered here have yet to be left."""
@@ -44,21 +45,20 @@ class _Entrance:
     @property
     def _in_use(self) -> bool:
         """Whether the model itself runs, forwards or backwards."""
-        return bool(self._state._training_state.name != "IDLE")
+        return fsdp_in_use(self._state)
 
     def enter(self, module: nn.Module, _inputs: Any) -> None:
         """Gather, before a module is called from outside."""
         self._inside += 1
-        group = self._state._fsdp_param_group
         if self._inside == 1 and not self._in_use:
             self._before()
-        if not group.is_unsharded:
-            group.unshard()
-            group.wait_for_unshard()
+        if not self._group.is_unsharded:
+            self._group.unshard()
+            self._group.wait_for_unshard()
 
     def leave(self, module: nn.Module, _inputs: Any, answer: Any) -> None:
         """Let go, and gather again in the backward pass."""
         self._inside -= 1
         if not self._inside and not self._in_use:
-            self._state._register_pre_backward_hook(answer)
-            self._state._fsdp_param_group.reshard()
+            fsdp_expect_backward(self._state, answer)
+            self._group.reshard()

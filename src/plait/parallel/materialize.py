@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.parallel.initializer import Initializer
+from plait.torch_internals import storage_key
 from plait.world import is_sharded, local_part
 
 
@@ -114,7 +115,7 @@ def _initialize_module(
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return storage_key(tensor)
 
 
 def _is_whole(param: nn.Parameter, device: torch.device) -> bool:

@@ -9,22 +9,24 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from plait.config.strategy import RecomputeConfig
 from plait.errors import ConfigError, Problem
 from plait.parallel.units import Unit
+from plait.torch_internals import (
+    AnyBatchNorm,
+    TorchDispatchMode,
+    aten_cudnn,
+    aten_efficient,
+    aten_flash,
+    aten_flash_cpu,
+    aten_scaled_mm,
+)
 
 _SEVERAL = {
-    "scaled_dot_product_attention": (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    ),
-    "mm": ("mm", "_scaled_mm"),
+    "scaled_dot_product_attention": (aten_flash, aten_flash_cpu, aten_efficient, aten_cudnn),
+    "mm": (torch.ops.aten.mm, aten_scaled_mm),
 }
 """Words that stand for several operations: attention by any kernel, products in 16 bits or in 8."""
 
@@ -74,7 +76,7 @@ def kept_operations(module: nn.Module) -> frozenset[Any] | None:
 def _recompute(module: nn.Module, kept: frozenset[Any]) -> None:
     forward = module.forward
     extra: dict[str, Any] = {"context_fn": _selective_context(kept)} if kept else {}
-    counting = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+    counting = [part for part in module.modules() if isinstance(part, AnyBatchNorm)]
     if counting:
         extra = {"context_fn": _counted_once(counting, extra.get("context_fn"))}
 
@@ -114,7 +116,7 @@ def _each_once(forward: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Call
 class _Again:
     """The second forward pass, which moves copies of running statistics: the first has moved them already."""
 
-    def __init__(self, norms: Sequence[_BatchNorm], around: AbstractContextManager[Any]) -> None:
+    def __init__(self, norms: Sequence[AnyBatchNorm], around: AbstractContextManager[Any]) -> None:
         self._norms = norms
         self._around = around
         self._moved: list[dict[str, Tensor | None]] = []
@@ -131,7 +133,7 @@ class _Again:
             norm._buffers = moved
 
 
-def _counted_once(norms: Sequence[_BatchNorm], inner: Callable[[], Any] | None) -> Callable[[], Any]:
+def _counted_once(norms: Sequence[AnyBatchNorm], inner: Callable[[], Any] | None) -> Callable[[], Any]:
     def contexts() -> tuple[Any, Any]:
         first, second = (nullcontext(), nullcontext()) if inner is None else inner()
         return first, _Again(norms, second)
@@ -143,8 +145,7 @@ def operations(words: Sequence[str]) -> frozenset[Any]:
     """torch's own operations for words of `save_ops`."""
     found: set[Any] = set()
     for word in words:
-        for name in _SEVERAL.get(word, (word,)):
-            packet = getattr(torch.ops.aten, name, None)
+        for packet in _SEVERAL.get(word, (getattr(torch.ops.aten, word, None),)):
             if packet is None:
                 raise ConfigError(
                     Problem(

@@ -26,8 +26,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+
+from plait.torch_internals import (
+    TorchDispatchMode,
+    has_schema,
+    name_of_truncated_normal,
+    schema_of,
+    storage_key,
+    tree_leaves,
+    tree_map,
+)
 
 _aten = torch.ops.aten
 _DRAWS = frozenset({_aten.normal_.default, _aten.uniform_.default})
@@ -70,7 +78,7 @@ class Whole:
 
 _WHOLE = {
     getattr(nn.init, name).__code__: Whole(name)
-    for name in ("_no_grad_trunc_normal_", "orthogonal_", "sparse_", "dirac_")
+    for name in (name_of_truncated_normal(), "orthogonal_", "sparse_", "dirac_")
 }
 """Those that ask first whether a tensor is on the meta device, and do nothing if it is; else they fill all of it."""
 
@@ -226,11 +234,11 @@ class Record:
         return self._count - 1
 
     def _is_new(self, tensor: Tensor) -> bool:
-        return _on_meta(tensor) and tensor.untyped_storage()._cdata not in self._numbers and self._register(tensor)
+        return _on_meta(tensor) and storage_key(tensor) not in self._numbers and self._register(tensor)
 
     def _number(self, tensor: Tensor) -> int:
         """Of a tensor's storage. One that nothing here has made has values from outside."""
-        key = tensor.untyped_storage()._cdata  # `data_ptr`, the public number, is 0 for all of them on the meta device
+        key = storage_key(tensor)  # `data_ptr`, the public number, is 0 for all of them on the meta device
         if key not in self._numbers:
             self._register(tensor)
             self.doubt(tensor)
@@ -238,7 +246,7 @@ class Record:
 
     def _register(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
-        self._numbers[storage._cdata] = len(self._storages)
+        self._numbers[storage_key(storage)] = len(self._storages)
         self._storages.append(storage)
         self._steps.append([])
         return True
@@ -261,7 +269,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = args[0] if func in _DRAWS and _on_meta(args[0]) else func(*args, **kwargs)
         written = []
-        for index, argument in enumerate(func._schema.arguments):
+        for index, argument in enumerate(schema_of(func).arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[index] if index < len(args) else kwargs.get(argument.name)
                 written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
@@ -294,8 +302,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _takes(function: Any, name: str) -> bool:
-    schema = getattr(function, "_schema", None)
-    return schema is None or any(argument.name == name for argument in schema.arguments)
+    return not has_schema(function) or any(argument.name == name for argument in schema_of(function).arguments)
 
 
 def _storages(step: Step) -> set[int]:

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from plait.parallel.recording import Place, Record, Step
+from plait.torch_internals import tree_leaves, tree_map
 
 Origin = tuple[Place, tuple[Step, ...]]
 """Where a tensor lay, and how its values came there."""

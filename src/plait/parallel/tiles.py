@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from plait.config.strategy import TilesConfig
 from plait.errors import ConfigError, ModelError, Problem
-from plait.world import has_values
+from plait.torch_internals import disable_current_modes, has_values
 
 _PATH = "strategy.tiles.names"
 
@@ -78,7 +77,7 @@ def _check(module: nn.Module, forward: Any, x: Tensor, name: str, tokens: int) -
     module.eval()  # what is dropped depends on the number of tokens
     try:
         # Selective recomputing counts what it sees in the forward pass, and this is not done again in the backward one.
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), disable_current_modes():
             alone, among = forward(x[..., :tokens, :].contiguous()), forward(x)
     finally:
         for part, mode in training.items():

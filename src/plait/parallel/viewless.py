@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map_only
+
+from plait.torch_internals import fsdp_around_outputs, fsdp_state, is_view, tree_map_only
 
 
 def return_no_views(modules: Iterable[FSDPModule]) -> None:
     """See that sharded modules return tensors of their own; see [Note: no views]."""
     for module in modules:
-        state: Any = module._get_fsdp_state()
-        state._register_pre_backward_hook = _first_apart(state._register_pre_backward_hook)
+        fsdp_around_outputs(fsdp_state(module), _first_apart)
 
 
 def _first_apart(register: Any) -> Any:
@@ -33,7 +33,7 @@ def _first_apart(register: Any) -> Any:
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    if tensor._base is None or not tensor.requires_grad:
+    if not is_view(tensor) or not tensor.requires_grad:
         return tensor
     out: Tensor = _Apart.apply(tensor)  # type: ignore[no-untyped-call]
     return out

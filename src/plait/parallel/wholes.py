@@ -12,6 +12,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from plait.torch_internals import (
+    fsdp_end_of_backward,
+    fsdp_gathers,
+    fsdp_group,
+    fsdp_is_root,
+    fsdp_show,
+    fsdp_shown,
+    fsdp_start,
+    fsdp_state,
+    fsdp_state_dict_hooks,
+)
+from plait.transformers_internals import generate_alone
+
 
 class Wholes:
     """The sharded modules of one model. Without any, there is nothing to do."""
@@ -31,17 +44,14 @@ class Wholes:
         if not self._modules:
             return
         self.kept = True
-        for state in (module._get_fsdp_state() for module in self._modules):
-            state._lazy_init()
+        for module in self._modules:
+            fsdp_start(module)
         for group in self._groups():  # hooks by which `state_dict` shows the parts
-            handles = [param._post_load_hook_handle for param in group.fsdp_params]
-            handles += group._module_to_pre_save_state_dict_hook_handle.values()
-            handles += group._module_to_pre_load_state_dict_hook_handle.values()
-            for handle in handles:
+            for handle in fsdp_state_dict_hooks(group):
                 handle.remove()
         for module in self._model.modules():
-            if hasattr(module, "generate"):  # that of transformers has ranks wait for each other where it sees this
-                module._is_fsdp_managed_module = False  # type: ignore[assignment]
+            if hasattr(module, "generate"):
+                generate_alone(module)
         self.renew()
 
     def expect(self, loss: Tensor) -> None:
@@ -50,9 +60,9 @@ class Wholes:
         torch learns of a pass from what its modules have answered. A loss may come from a part of the model that was
         called by itself, of which torch knows nothing; the gradients would stay where they are, and be lost.
         """
-        state = self._modules[0]._get_fsdp_state() if self._modules else None
-        if state is not None and state._is_root and loss.requires_grad:
-            finish = state._register_root_post_backward_final_callback
+        state = fsdp_state(self._modules[0]) if self._modules else None
+        if state is not None and fsdp_is_root(state) and loss.requires_grad:
+            finish = fsdp_end_of_backward(state)
             loss.register_hook(lambda _grad: finish())  # type: ignore[no-untyped-call]
 
     def renew(self) -> None:
@@ -75,7 +85,7 @@ class Wholes:
     def _let_go(self) -> None:
         for group in self._groups():
             # Gathered ahead for a module that did not come next: still to arrive, and old when it is used.
-            if group._all_gather_result is not None:
+            if fsdp_gathers(group):
                 group.wait_for_unshard()
         for module in self._modules:
             module.reshard()
@@ -84,21 +94,21 @@ class Wholes:
     def hidden(self) -> Iterator[None]:
         """While this lasts, the modules hold the parts; the model must not run."""
         held = [
-            (param, param._module_info.module._parameters[param._module_info.param_name])
+            (param, fsdp_shown(param))
             for group in self._groups()
             if not group.is_sharded
             for param in group.fsdp_params
         ]
         for param, _ in held:
-            param._setattr_on_modules(param.sharded_param)
+            fsdp_show(param, param.sharded_param)
         try:
             yield
         finally:
             for param, shown in held:
-                param._setattr_on_modules(shown)
+                fsdp_show(param, shown)
 
     def _groups(self) -> Iterator[Any]:
         for module in self._modules:
-            group = module._get_fsdp_state()._fsdp_param_group
+            group = fsdp_group(module)
             if group is not None:
                 yield group

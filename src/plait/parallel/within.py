@@ -8,18 +8,21 @@ pass that counts. So a pass within leaves everything as it is, and the one that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+
+from plait.torch_internals import fsdp_around_backward, fsdp_begin_anew, fsdp_goes_forward, fsdp_groups, fsdp_state
 
 
 def allow_passes_within(modules: Sequence[FSDPModule]) -> None:
     """Let a model that consists of these sharded modules go backwards before its own backward pass."""
     passes = _Passes()
     for module in modules:
-        passes.watch(module._get_fsdp_state())
+        passes.watch(fsdp_state(module))
 
 
 class _Passes:
@@ -30,28 +33,22 @@ class _Passes:
 
     def watch(self, state: Any) -> None:
         """Tell the passes through one sharded module apart."""
-        pre_backward, finish = state._pre_backward, state._root_post_backward_final_callback
 
-        def begin(grad: torch.Tensor) -> torch.Tensor:
-            going_forward = state._state_ctx.iter_forward_root is not None
-            self._within = going_forward or torch.is_grad_enabled()  # a pass that is recorded will be gone through
-            found: torch.Tensor = pre_backward(grad)
-            return found
+        def begin(pre_backward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+            def begun(grad: Tensor) -> Tensor:
+                # A pass that is recorded will be gone through.
+                self._within = fsdp_goes_forward(state) or torch.is_grad_enabled()
+                return pre_backward(grad)
 
-        state._pre_backward = begin
-        state._root_post_backward_final_callback = lambda: _pause(state) if self._within else finish()
-        for group in state._fsdp_param_groups:
+            return begun
+
+        def end(finish: Callable[[], None]) -> Callable[[], None]:
+            return lambda: fsdp_begin_anew(state) if self._within else finish()
+
+        fsdp_around_backward(state, begin, end)
+        for group in fsdp_groups(state):
             self._watch_group(group)
 
     def _watch_group(self, group: Any) -> None:
         post_backward = group.post_backward
         group.post_backward = lambda *args: None if self._within else post_backward(*args)
-
-
-def _pause(root: Any) -> None:
-    """End a pass within: those that follow begin anew, and nothing that was gathered goes."""
-    for state in root._state_ctx.all_states:
-        for part in (state, *state._fsdp_param_groups):
-            if part._training_state.name == "PRE_BACKWARD":
-                part._training_state = type(part._training_state).IDLE
-    root._state_ctx.post_backward_final_callback_queued = False

@@ -26,6 +26,7 @@ from plait.parallel.units import Unit
 from plait.parallel.viewless import return_no_views
 from plait.parallel.within import allow_passes_within
 from plait.precision import FP32_MODULES, Policy
+from plait.torch_internals import fsdp_group, fsdp_sums_any_formats, fsdp_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +167,14 @@ def _shard_fp32_modules(model: nn.Module, common: dict[str, Any], policy: Policy
 
 def _reduce_unused(root: FSDPModule, policy: Policy) -> None:
     """Have parameters that took no part reduced as zeros: other ranks may have used them, and would wait."""
-    # From torch 2.13 on it does so itself, but not where some gradients are in the format of the sum already.
-    if hasattr(root, "set_reduce_scatter_unused_params") and policy.reduce == policy.compute:
+    # From torch 2.13 on it does so itself; until 2.14 not where some gradients are in the format of the sum already.
+    does_so = hasattr(root, "set_reduce_scatter_unused_params")
+    if does_so and (policy.reduce == policy.compute or fsdp_sums_any_formats()):
         root.set_reduce_scatter_unused_params(True)
         return
     assert isinstance(root, nn.Module)
     for module in root.modules():
-        group: Any = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        group = fsdp_group(module)
         if group is not None:
             group.post_backward = _with_zeros(group)
 
@@ -182,16 +184,16 @@ def _pass_over_idle(sharded: Sequence[FSDPModule]) -> None:
 
     torch looks for its gradients all the same, where it was gathered ahead, and finds no parameters.
     """
-    for group in (module._get_fsdp_state()._fsdp_param_group for module in sharded):
+    for group in map(fsdp_group, sharded):
         if group is not None:
-            group.post_backward = _unless_idle(group)  # type: ignore[method-assign]
+            group.post_backward = _unless_idle(group)
 
 
 def _unless_idle(group: Any) -> Callable[..., Any]:
     post_backward = group.post_backward
 
     def kept(*args: Any) -> Any:
-        called = any(hasattr(each, "_unsharded_param") for each in group.fsdp_params)
+        called = any(fsdp_whole(each) is not None for each in group.fsdp_params)
         return post_backward(*args) if called or group.reduce_grads else None
 
     return kept
@@ -206,7 +208,7 @@ def _with_zeros(group: Any) -> Callable[..., Any]:
     post_backward = group.post_backward
 
     def filled(*args: Any) -> Any:
-        members = [each for each in group.fsdp_params if group.reduce_grads and hasattr(each, "_unsharded_param")]
+        members = [each for each in group.fsdp_params if group.reduce_grads and fsdp_whole(each) is not None]
         members = [each for each in members if each.unsharded_param.requires_grad]
         summed = any(each.unsharded_accumulated_grad is not None for each in members)
         for each in members:

@@ -15,6 +15,7 @@ from plait.plan.recorder import Recorder
 from plait.spec.phase import Phase
 from plait.strategy.native.engine import NativeEngine
 from plait.strategy.native.offloaded import OffloadedViews
+from plait.torch_internals import fsdp_group, fsdp_whole, local_tensor, storage_key
 from plait.world import is_sharded
 from plait.world.patch import replaced
 
@@ -100,15 +101,15 @@ def known_tensors(engine: NativeEngine) -> Iterator[tuple[str, Tensor]]:
 def _gathering(engine: NativeEngine) -> Iterator[Any]:
     """The parameters that `fully_shard` gathers, as it keeps them."""
     for module in engine.model.modules():
-        state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
-        yield from getattr(getattr(state, "_fsdp_param_group", None), "fsdp_params", ())
+        group = fsdp_group(module)
+        yield from () if group is None else group.fsdp_params
 
 
 def _gathered(param: Any) -> Iterator[tuple[str, Tensor]]:
     """What `fully_shard` holds of a parameter beside its shard."""
     for tensor in getattr(param, "all_gather_outputs", ()):
         yield "gathered parameters", tensor
-    whole = getattr(param, "_unsharded_param", None)
+    whole = fsdp_whole(param)
     if whole is not None:
         yield "gathered parameters", whole
     accumulated = getattr(param, "unsharded_accumulated_grad", None)
@@ -118,5 +119,5 @@ def _gathered(param: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _storage(tensor: Tensor) -> int:
     while is_sharded(tensor):
-        tensor = tensor._local_tensor
-    return int(tensor.untyped_storage()._cdata)
+        tensor = local_tensor(tensor)
+    return storage_key(tensor)

@@ -31,6 +31,7 @@ from plait.parallel.units import Unit
 from plait.plan.fusion import FusedGraph
 from plait.plan.recorder import Recorder
 from plait.plan.timing import Timing
+from plait.torch_internals import compiled_call_set, set_compiled_call
 from plait.world import is_sharded
 from plait.world.patch import replaced
 
@@ -55,7 +56,7 @@ def compiled_units(recorder: Recorder, timing: Timing, say: Callable[[str], None
             # What is kept of a block that keeps something is up to the partitioner.
             block.forward = written if kept else _Recomputed(written)
         for module in [model] if whole and not again else [block for block in blocks if block not in again]:
-            module._compiled_call_impl = fused(module)
+            set_compiled_call(module, fused(module))
         return []
 
     with replaced(compiling, "compile_units", compile_units), replaced(compiling, "why_not", lambda *_: None):
@@ -114,16 +115,14 @@ class _Fused:
         """The module as it is without this."""
         with ExitStack() as stack:
             if self._forward is None:
-                stack.enter_context(replaced(self._module, "_compiled_call_impl", None))
+                stack.enter_context(compiled_call_set(self._module, None))
             else:
                 stack.enter_context(replaced(self._module, "forward", self._forward))
             yield
 
     def _trace(self, function: Callable[..., Any]) -> Any:
         # Inductor's part of torch is loaded here, and takes a second or two.
-        from torch._functorch.aot_autograd import aot_function
-        from torch._functorch.partitioners import min_cut_rematerialization_partition
-        from torch._inductor.decomposition import select_decomp_table
+        from plait.torch_internals import aot_function, min_cut_rematerialization_partition, select_decomp_table
 
         def count(gm: fx.GraphModule, example_inputs: Any) -> Any:
             return FusedGraph(gm, self._recorder, self._timing)

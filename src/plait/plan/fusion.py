@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map
 
 from plait.plan.kernels import body_of, hidden_bytes
 from plait.plan.recorder import Recorder
 from plait.plan.timing import Timing
 from plait.plan.work import computes_in, flops_of
+from plait.torch_internals import OpOverload, aten_unsafe_index_put, aten_unsafe_view, packet_of, tree_map
 
 aten = torch.ops.aten
 
 _ALONE = {
     aten.embedding_dense_backward.default,
     aten.index_put.default,
-    aten._unsafe_index_put.default,
+    aten_unsafe_index_put.default,
     aten.index_add.default,
     aten.scatter_add.default,
     aten.sort.default,
@@ -235,13 +235,13 @@ def _makes_tensor(node: fx.Node) -> bool:
 def _is_extern(node: fx.Node) -> bool:
     """Whether a node is a kernel of its own, which nothing is fused with."""
     func = node.target
-    if node.op != "call_function" or not isinstance(func, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(func, OpOverload):
         return False
     if func.namespace not in ("aten", "prims"):
         return True
     from torch.utils.flop_counter import flop_registry
 
-    return func in _ALONE or func._overloadpacket in flop_registry
+    return func in _ALONE or packet_of(func) in flop_registry
 
 
 def _is_reduction(node: fx.Node) -> bool:
@@ -258,7 +258,7 @@ def _is_part(node: fx.Node) -> bool:
     func = node.target
     if func is operator.getitem:
         return True
-    return isinstance(func, torch._ops.OpOverload) and (func.is_view or func is aten._unsafe_view.default)
+    return isinstance(func, OpOverload) and (func.is_view or func is aten_unsafe_view.default)
 
 
 def _bytes(node: fx.Node) -> int:

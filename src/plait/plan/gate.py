@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from plait.config.data import unit_of
 from plait.config.run import RunConfig
@@ -22,6 +21,7 @@ from plait.plan.plan import Plan, make_plan
 from plait.plan.rankplan import Known
 from plait.plan.shares import SHARE, with_ratio
 from plait.plan.ways import search
+from plait.torch_internals import tree_map_only
 
 
 def best_settings(config: RunConfig, ranks: int) -> tuple[list[str], str] | str:

@@ -15,6 +15,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from plait.models.common import attention
+from plait.torch_internals import (
+    aten_cudnn,
+    aten_cudnn_backward,
+    aten_efficient,
+    aten_efficient_backward,
+    aten_flash,
+    aten_flash_backward,
+    aten_plain_efficient_backward,
+    aten_plain_flash_backward,
+    body_of_custom_op,
+)
 from plait.world.patch import replaced
 
 aten = torch.ops.aten
@@ -48,12 +59,12 @@ def kernels_of_cuda(capability: tuple[int, int]) -> Iterator[None]:
         if bias is not None and bias.dtype == torch.bool:
             bias = torch.empty(bias.shape, dtype=q.dtype, device=q.device)
         if wide or (bias is not None and not cudnn):
-            op = aten._scaled_dot_product_efficient_attention
+            op = aten_efficient
             return _first(op(q, k, v, bias, True, dropout_p, is_causal, scale=scale))
         if cudnn:
-            op = aten._scaled_dot_product_cudnn_attention
+            op = aten_cudnn
             return _first(op(q, k, v, bias, True, dropout_p, is_causal, False, scale=scale))
-        op = aten._scaled_dot_product_flash_attention
+        op = aten_flash
         return _first(op(q, k, v, dropout_p, is_causal, False, scale=scale))
 
     def attend_blocks(q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, enable_gqa: bool) -> Tensor:
@@ -71,13 +82,13 @@ def _first(results: tuple[Tensor, ...]) -> Tensor:
 
 
 _BACKWARD_ATTENTION = {
-    aten._scaled_dot_product_cudnn_attention_backward.default,
-    aten._scaled_dot_product_flash_attention_backward.default,
-    aten._flash_attention_backward.default,
+    aten_cudnn_backward.default,
+    aten_flash_backward.default,
+    aten_plain_flash_backward.default,
 }
 _BACKWARD_EFFICIENT = {
-    aten._scaled_dot_product_efficient_attention_backward.default,
-    aten._efficient_attention_backward.default,
+    aten_efficient_backward.default,
+    aten_plain_efficient_backward.default,
 }
 
 
@@ -100,7 +111,4 @@ def body_of(func: Any) -> Callable[..., Any] | None:
     """What one of Plait's own operators does, where `func` is one: its parts take memory that the whole hides."""
     if getattr(func, "namespace", None) != "plait":
         return None
-    from torch._library.custom_ops import OPDEFS
-
-    definition = OPDEFS.get(func._schema.name)
-    return None if definition is None else definition._init_fn
+    return body_of_custom_op(func)

@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.errors import ConfigError, WorldError
 from plait.launch import cpu_count, run_ranks
@@ -28,6 +27,7 @@ from plait.plan.hardware import Hardware, Link, hardware_here, with_cores
 from plait.plan.measure_update import measure_update
 from plait.plan.presets import PRESETS
 from plait.plan.work import starts_kernel
+from plait.torch_internals import TorchDispatchMode
 
 _SECONDS = 0.3
 """How long a rate is measured."""

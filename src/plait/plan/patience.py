@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from plait.torch_internals import in_backward_pass
 
 SEARCH_S = 40.0
 """How long a search for what makes a run fit may compute beyond the plan itself."""
@@ -47,7 +47,7 @@ class Patience:
 
     def saw(self, *_operation: Any) -> None:
         """Go on, or not."""
-        if torch._C._current_graph_task_id() == -1 and self.over:
+        if not in_backward_pass() and self.over:
             raise TimeUpError
 
     def _passed(self) -> float:

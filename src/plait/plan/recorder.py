@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -12,21 +11,25 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from plait.plan.allocator import CachingAllocator
 from plait.plan.kernels import body_of, hidden_bytes
 from plait.spec.phase import Phase
+from plait.torch_internals import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    active_fake_mode,
+    around_shape_questions,
+    claimed_device,
+    in_backward_pass,
+    storage_key,
+    tree_leaves,
+)
 from plait.world.patch import replaced
 
 _NOTABLE = 1.02
 """A peak that is not higher than the one before by this factor is not looked at again."""
 
-_ASKING = "_propagate_tensor_meta_non_cached"
-"""Where DTensor computes, on whole tensors, what shape a result would have."""
 END = "backward.end"
 """The name of the peak at the end of the backward pass; the others are named by their phases."""
 
@@ -116,17 +119,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def deaf_to_questions(self) -> Iterator[None]:
         """Until the block ends, do not see what DTensor computes, once for each kind of operation, to know a shape."""
-        module: Any = sys.modules.get("torch.distributed.tensor._sharding_prop")
-        ask: Any = None if module is None else getattr(module.ShardingPropagator, _ASKING, None)
-        if ask is None:
-            yield
-            return
 
-        def asked(*args: Any, **kwargs: Any) -> Any:
-            with replaced(self, "paused", True):
-                return ask(*args, **kwargs)
+        def unseen(ask: Callable[..., Any]) -> Callable[..., Any]:
+            def asked(*args: Any, **kwargs: Any) -> Any:
+                with replaced(self, "paused", True):
+                    return ask(*args, **kwargs)
 
-        with replaced(module.ShardingPropagator, _ASKING, asked):
+            return asked
+
+        with around_shape_questions(unseen):
             yield
 
     def enter(self, phase: Phase) -> None:
@@ -138,7 +139,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def current_phase(self) -> Phase:
         """The phase that the run is in. A pipeline goes forward and back in turns without saying so."""
-        inside_backward = self.phase is Phase.FORWARD and torch._C._current_graph_task_id() != -1
+        inside_backward = self.phase is Phase.FORWARD and in_backward_pass()
         return Phase.BACKWARD if inside_backward else self.phase
 
     def rise(self, size: int) -> None:
@@ -165,7 +166,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # most of all calls, and each would go through all modes
-            return args[0].fake_device
+            return claimed_device(args[0])
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # it comes again, for the part that this rank holds
         kwargs = kwargs or {}
@@ -214,11 +215,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.at_peak(name, beyond, kernel)
 
     def _hold(self, tensor: Tensor, phase: Phase, *, sent: bool) -> None:
-        device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+        device = claimed_device(tensor)
         if device.type != self._device:
             return
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         piece = self.pieces.get(key)
         if piece is not None:
             piece.sent |= sent
@@ -248,7 +249,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._give(piece)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        piece = self.pieces.get(storage._cdata)
+        piece = self.pieces.get(storage_key(storage))
         if piece is not None:
             self._give(piece)
             piece.size = self._rounded(storage.nbytes())

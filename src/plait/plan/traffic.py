@@ -8,10 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from plait.config.layout import Layout
 from plait.plan.hardware import Hardware
+from plait.torch_internals import group_by_name, is_group_name, schema_of, tree_leaves
 
 _KINDS = {
     "allgather": "gather",
@@ -79,7 +79,7 @@ class Message:
 
 def kind_of(func: Any) -> str | None:
     """What kind of message a collective is; empty where it sends nothing, None where it is not known."""
-    name = func._schema.name.split("::")[1]
+    name = schema_of(func).name.split("::")[1]
     return _KINDS.get(name.rstrip("_"), _KINDS.get(name))
 
 
@@ -103,7 +103,7 @@ def message_of(func: Any, args: Any, out: Any, layout: Layout | None = None) -> 
 
 def _exchanged(func: Any, args: Any, group: dist.ProcessGroup) -> tuple[int, float]:
     """Bytes that a rank puts into an exchange, and those that it sends to itself: without splits, its even share."""
-    named = {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)}
+    named = {each.name: value for each, value in zip(schema_of(func).arguments, args, strict=False)}
     given = named["input"] if "input" in named else named["input_tensors"]
     splits = named.get("input_split_sizes")
     if isinstance(given, Tensor):
@@ -127,9 +127,8 @@ def _group_of(args: Any) -> dist.ProcessGroup | None:
     for each in tree_leaves(args):
         if isinstance(each, dist.ProcessGroup):
             return each
-        if isinstance(each, str) and each in dist.distributed_c10d._world.pg_names.values():
-            found: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(each)  # type: ignore[attr-defined,arg-type]
-            return found
+        if isinstance(each, str) and is_group_name(each):
+            return group_by_name(each)
         if type(each).__name__ == "ScriptObject":
             return dist.ProcessGroup.unbox(each)
     return None

@@ -23,7 +23,7 @@ from plait.posttrain.lora.attach import AdapterSpec
 from plait.posttrain.lora.layer import difference, is_transposed
 from plait.posttrain.lora.quantized import Quantized, whole_weight
 from plait.posttrain.parts import LoraDown, LoraUp, Part, ValueHead
-from plait.world import has_values
+from plait.torch_internals import has_values, non_persistent_buffers
 
 _SHOWN = 12
 _SCORE = "score.weight"
@@ -158,7 +158,7 @@ def _direct(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for key, buffer in module._buffers.items():
         if isinstance(module, Quantized) and key in ("weight_codes", "weight_scales"):
             continue
-        if buffer is not None and key not in module._non_persistent_buffers_set:
+        if buffer is not None and key not in non_persistent_buffers(module):
             yield key, buffer
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.ops.fp8_earlier import AT_ONCE, FORMATS, Earlier
-from plait.ops.triton import without_values
+from plait.torch_internals import has_values
 
 
 class EarlierScales:
@@ -33,14 +33,14 @@ class EarlierScales:
         limits = [[torch.finfo(dtype).max] for dtype in FORMATS]
         self._limits = torch.tensor(limits, device=device)
         # A plan is about the steps that come after the first ones.
-        self._steps = history if without_values(self._history) else 0
+        self._steps = 0 if has_values(self._history) else history
         self._peaks = self._reckon()
 
     def of(self, rows: Sequence[int], x: Tensor) -> Earlier:
         """What is known of the layers with these numbers, for a pass of training over `x`."""
         first, count = rows[0], len(rows)
         # Layers of one module are neighbours here; for others, and for a count of activations, there is no view.
-        if list(rows) != list(range(first, first + count)) or without_values(x) != without_values(self._notes):
+        if list(rows) != list(range(first, first + count)) or has_values(x) != has_values(self._notes):
             return AT_ONCE
         peaks = self._peaks if self._steps == len(self._history) else None
         whole = Earlier(peaks, self._notes if torch.is_grad_enabled() else None)

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from plait.config.precision import PrecisionConfig
+from plait.torch_internals import AnyBatchNorm
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-FP32_MODULES: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
+FP32_MODULES: tuple[type[nn.Module], ...] = (AnyBatchNorm,)
 """Modules whose running statistics are fp32 and whose kernels want parameters of the same kind."""
 
 

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.checkpoint.tensorfile import as_bytes, digest
 from plait.config.base import Section
 from plait.strategy import Engine
+from plait.torch_internals import TorchDispatchMode
 from plait.world import World, is_sharded, local_part
 
 

@@ -8,7 +8,6 @@ from plait.world.messages import wait_for
 from plait.world.ranks import Ranks, detect_ranks
 from plait.world.seeding import make_deterministic, restore_rng_state, rng_state, seed_everything
 from plait.world.sharded import is_sharded, local_part, same_kind, settled_part
-from plait.world.values import has_values
 from plait.world.world import World, as_one_axis, open_world
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "as_one_axis",
     "detect_ranks",
     "device_in",
-    "has_values",
     "is_sharded",
     "local_part",
     "make_deterministic",

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from plait.errors import WorldError
+from plait.torch_internals import set_allocator
 from plait.world.ranks import Ranks
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -65,7 +66,7 @@ def let_segments_grow() -> None:
     a device that is almost full, a few per cent are lost to that.
     """
     # The public way is an environment variable. It is read once, perhaps before this, and children would inherit it.
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    set_allocator("expandable_segments:True")
 
 
 def _best_kind(ranks: Ranks) -> str:

@@ -14,12 +14,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.config.layout import resolve_layout
 from plait.config.run import RunConfig
 from plait.errors import WorldError
+from plait.torch_internals import (
+    FakeTensorMode,
+    aten_grouped_mm,
+    aten_local_scalar_dense,
+    module_apply_replaced,
+    name_of_truncated_normal,
+    overload_of,
+    schema_of,
+    unset_fake_temporarily,
+)
 from plait.world.patch import replaced
 from plait.world.pretend import pretended_cuda
 from plait.world.ranks import Ranks
@@ -51,7 +60,7 @@ def fake_world(
         kind = torch.device(device, 0) if device == "cuda" else torch.device(device)
         mesh = None
         if size > 1 or config.strategy.offload.params != "none":
-            from torch.testing._internal.distributed.fake_pg import FakeStore
+            from plait.torch_internals import FakeStore
 
             # Joining a group puts the rank before every later traceback, which will be no rank's.
             stack.callback(setattr, sys, "excepthook", sys.excepthook)
@@ -59,8 +68,8 @@ def fake_world(
             stack.callback(_leave)
             stack.enter_context(_meshes_have_values())
             mesh = make_mesh(layout, kind)
-        stack.enter_context(replaced(nn.Module, "_apply", _apply))
-        stack.enter_context(replaced(nn.init, "_no_grad_trunc_normal_", _draw_twice))
+        stack.enter_context(module_apply_replaced(_apply))
+        stack.enter_context(replaced(nn.init, name_of_truncated_normal(), _draw_twice))
         stack.enter_context(Valueless(allow_non_fake_inputs=True))
         yield World(ranks, kind, layout, mesh, owns_processes=False)
 
@@ -69,16 +78,16 @@ def _leave() -> None:
     """End the group, and let DTensor forget its meshes: it would take one of the next world for the same."""
     dist.destroy_process_group()
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        from plait.torch_internals import clear_sharding_prop_cache
 
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 class ShapesOnly(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Tensors without values, also for an operation that torch knows too little of without them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+        if func is aten_grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _grouped_product(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -87,11 +96,11 @@ class Valueless(ShapesOnly):  # type: ignore[no-untyped-call]
     """And whoever asks for a value gets a 1, or true."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is aten_local_scalar_dense.default:
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
-        if func._schema.name.startswith("aten::_fused_") and func._schema.name.endswith("_"):
+        if schema_of(func).name.startswith("aten::_fused_") and schema_of(func).name.endswith("_"):
             return None  # an optimizer's update in place; torch does not know all of them without values
-        if func._schema.name == "aten::addmm" and func._overloadname == "dtype_out":
+        if schema_of(func).name == "aten::addmm" and overload_of(func) == "dtype_out":
             return kwargs["out"]  # which torch 2.11 gets wrong
         if not types and _on_meta(args, kwargs or {}):
             # What is built on the meta device is no fake: it turns into one when it is given storage.
@@ -117,7 +126,7 @@ def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: Any = None, 
 def _apply(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
     """`Module.to` and its like. torch's own swaps the insides of two tensors, which fake ones do not allow."""
     for child in module.children() if recurse else ():
-        child._apply(change)  # type: ignore[no-untyped-call]
+        _apply(child, change)
     with torch.no_grad():
         for key, param in module._parameters.items():
             if param is not None:

@@ -18,7 +18,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ import torch
 from plait.errors import WorldError
 from plait.spec import Phase
 from plait.spec import beat as layout
+from plait.torch_internals import flight_recorder
 from plait.world.messages import longest_wait
 
 _EVERY_S = 0.25
@@ -120,7 +121,7 @@ class _Observer:
         self._thread.join(_LAST_LOOK_S)
 
     def _look(self, device: torch.device) -> None:
-        recorder, seen = _recorder(device), _Seen()
+        recorder, seen = flight_recorder(device), _Seen()
         every, over = _EVERY_S, False
         while not over:
             over = self._stop.wait(every - time.time() % every)  # once more then: what was waited for may have come
@@ -174,14 +175,6 @@ class _Seen:
         if message is not None and not self.pending:
             self.called, self.name = message
             self.pending = True
-
-
-def _recorder(device: torch.device) -> Callable[[bool, bool], str] | None:
-    """torch's flight recorder for the collectives of a device, as a function that gives JSON."""
-    bindings: Any = getattr(torch._C, "_distributed_c10d", None)
-    names = ("_dump_nccl_trace_json", "_dump_fr_trace_json") if device.type == "cuda" else ("_dump_fr_trace_json",)
-    found = (getattr(bindings, name, None) for name in names)
-    return next((function for function in found if function is not None), None)
 
 
 def _anonymous() -> mmap.mmap:

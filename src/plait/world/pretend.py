@@ -3,33 +3,29 @@
 [Note: pretending to have a GPU] A fake tensor may claim to lie on any device, but autograd asks the C++ side of torch
 for that device's streams, and a build or a machine without CUDA has no answer. Two answers are enough. torch lets
 Python be the device guard of a backend of its own (PrivateUse1), whose streams and events do nothing; here the same
-guard is entered for CUDA. And torch asks its CUDA hooks whether a GPU is there: the first virtual functions of that
-object, `isBuilt` and `isAvailable`, are made to say yes. No compiler is needed, nothing real can run, and all is as
-before when the block ends.
+guard is entered for CUDA. And torch asks its CUDA hooks whether a GPU is there: these are made to say yes. No compiler
+is needed, nothing real can run, and all is as before when the block ends. How both are reached, and when that is
+refused: [Note: tables of C++], `plait/torch_internals.py`.
 """
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._subclasses import fake_tensor
 
-from plait.errors import WorldError
+from plait.torch_internals import (
+    FUSED_ON_CUDA,
+    cuda_hooks_say_yes,
+    cuda_never_initialized,
+    kernels_registered_for_cuda,
+    no_gpu_context_for_fake_tensors,
+    python_guards_cuda,
+)
 from plait.world.patch import replaced
-
-_CUDA, _PRIVATE = 1, 20
-"""Places in torch's list of device types."""
-_HOOKS_SHOWN = 64
-"""So many virtual functions are copied; torch has fewer in its CUDA hooks than twice this."""
-
-_FUSED_ON_CUDA = ("_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward")
 
 
 @contextmanager
@@ -41,80 +37,23 @@ def pretended_cuda(
         yield
         return
     with ExitStack() as stack:
-        stack.enter_context(_guard_of_python())
-        stack.enter_context(_hooks_that_say_yes())
-        stack.enter_context(_kernels_of_their_own())
+        stack.enter_context(python_guards_cuda())
+        stack.enter_context(cuda_hooks_say_yes())
+        if torch.version.cuda is None:
+            # Without a CUDA kernel torch would take these operations apart, and a plan would see other memory.
+            stack.enter_context(kernels_registered_for_cuda(FUSED_ON_CUDA, _never))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # there are no threads for the device
         for name, value in _python_side(devices, memory, capability).items():
             stack.enter_context(replaced(torch.cuda, name, value))
-        stack.enter_context(replaced(fake_tensor, "init_gpu_context", lambda device: None))
+        stack.enter_context(no_gpu_context_for_fake_tensors())
+        stack.enter_context(cuda_never_initialized())
         stack.enter_context(replaced(torch, "tensor", _made_on_the_host(torch.tensor)))
         stack.enter_context(replaced(torch.Tensor, "record_stream", lambda self, stream: None))
         yield
 
 
-@contextmanager
-def _guard_of_python() -> Iterator[None]:
-    class Guard(torch._C._acc.DeviceGuard):
-        def type_(self) -> Any:
-            return torch._C._autograd.DeviceType.CUDA
-
-    guards = (ctypes.c_void_p * (_PRIVATE + 1)).in_dll(_library("c10"), "_ZN3c104impl26device_guard_impl_registryE")
-    before = guards[_CUDA], guards[_PRIVATE]
-    guard = Guard()
-    torch._C._acc.register_python_privateuseone_device_guard(guard)
-    guards[_CUDA], guards[_PRIVATE] = guards[_PRIVATE], before[1]
-    try:
-        yield
-    finally:
-        guards[_CUDA] = before[0]
-
-
-@contextmanager
-def _hooks_that_say_yes() -> Iterator[None]:
-    find = _library("torch_cpu")._ZN2at6detail12getCUDAHooksEv
-    find.restype = ctypes.c_void_p
-    shown = ctypes.c_void_p.from_address(find())
-    before = shown.value
-    assert before is not None
-    functions = (ctypes.c_void_p * _HOOKS_SHOWN)(*(ctypes.c_void_p * _HOOKS_SHOWN).from_address(before))
-    yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda this: True)
-    address = ctypes.cast(yes, ctypes.c_void_p).value
-    for place in (2, 3, 4):  # isBuilt, isAvailable, hasPrimaryContext; before them are two destructors
-        functions[place] = address
-    shown.value = ctypes.addressof(functions)
-    try:
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is None or accelerator.type != "cuda":
-            raise WorldError(
-                f"torch {torch.__version__} cannot be made to simulate CUDA without a GPU; "
-                "plan on a machine that has one, or for device: cpu"
-            )
-        yield
-    finally:
-        shown.value = before
-
-
-@contextmanager
-def _kernels_of_their_own() -> Iterator[None]:
-    """Without a CUDA kernel torch would take these operations apart, and a plan would see other memory."""
-
-    def never(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("a tensor with values got into a fake world")
-
-    built = torch.version.cuda is not None
-    library: Any = torch.library.Library("aten", "IMPL", "CUDA")  # type: ignore[no-untyped-call]
-    try:
-        for name in () if built else _FUSED_ON_CUDA:
-            library.impl(name, never)
-        yield
-    finally:
-        library._destroy()
-
-
-def _library(name: str) -> ctypes.CDLL:
-    ending = "dylib" if sys.platform == "darwin" else "so"
-    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"lib{name}.{ending}"))
+def _never(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a tensor with values got into a fake world")
 
 
 def _made_on_the_host(make: Any) -> Any:
@@ -157,6 +96,8 @@ class _Stream:
     """A stream that has nothing to do."""
 
     device = torch.device("cuda", 0)
+    device_index = 0
+    device_type = 1
     stream_id = 0
     cuda_stream = 0
 
@@ -197,7 +138,6 @@ def _python_side(devices: int, memory: int, capability: tuple[int, int]) -> dict
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "_lazy_init": lambda: None,
         "device_count": lambda: devices,
         "current_device": lambda: 0,
         "set_device": lambda device: None,

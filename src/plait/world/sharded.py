@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor
 
+from plait.torch_internals import dtensor_of
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -35,11 +37,8 @@ def same_kind(local: Tensor, whole: Tensor) -> Tensor:
 
     if local.device.type != whole.device_mesh.device_type:
         # `from_local` would copy it to the device: what is kept on the host would be read and written elsewhere.
-        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-        meta = TensorMeta(whole.shape, whole.stride(), local.dtype)
-        spec = DTensorSpec(whole.device_mesh, whole.placements, meta)
-        return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        spread: Tensor = dtensor_of(local, whole)
+        return spread
     return DTensor.from_local(
         local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )

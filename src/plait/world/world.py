@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from plait.config.layout import Layout, resolve_layout
 from plait.config.run import RunConfig
 from plait.errors import WorldError
+from plait.torch_internals import concatenated, flattened
 from plait.world.device import choose_backend, choose_device
 from plait.world.heartbeat import Heartbeat, open_heartbeat
 from plait.world.ranks import Ranks, detect_ranks
@@ -107,7 +108,7 @@ class World:
         shards = self.submesh(*axes) or self.mesh["dp_shard"]
         if self.layout.dp_replicate == 1:
             return shards
-        return DeviceMesh._concatenate([self.mesh["dp_replicate"], shards])
+        return concatenated([self.mesh["dp_replicate"], shards])
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The same ranks as a process group. Every rank must ask for it first at the same moment."""
@@ -254,4 +255,4 @@ def _join(ranks: Ranks, device: torch.device, backend: str, timeout_s: float) ->
 
 def as_one_axis(mesh: DeviceMesh) -> DeviceMesh:
     """The ranks of a mesh in one row, which is named after all of its axes."""
-    return mesh if mesh.ndim == 1 else mesh._flatten("_".join(mesh.mesh_dim_names or ()))
+    return mesh if mesh.ndim == 1 else flattened(mesh, "_".join(mesh.mesh_dim_names or ()))

@@ -12,8 +12,8 @@ from plait.config import parse_sections
 from plait.config.run import RunConfig
 from plait.errors import WorldError
 from plait.strategy import prepare_native
+from plait.torch_internals import has_values
 from plait.world.fake import fake_world
-from plait.world.values import has_values
 
 MODEL = {"type": "llama", "vocab_size": 64, "dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "seq_len": 16}
 

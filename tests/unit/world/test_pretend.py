@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
+import re
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from plait import torch_internals
 from plait.config import parse_sections
+from plait.errors import UnsupportedVersionError
 from plait.strategy import prepare_native
 from plait.world import pretend
 from plait.world.fake import fake_world
@@ -25,14 +29,13 @@ CONFIG = parse_sections(
 
 
 def guards() -> list[int | None]:
-    registry = ctypes.c_void_p * (pretend._PRIVATE + 1)
-    return list(registry.in_dll(pretend._library("c10"), "_ZN3c104impl26device_guard_impl_registryE"))
+    return list(torch_internals.device_guards())
 
 
 def surroundings() -> list[object]:
     """What pretending changes."""
     named = [getattr(torch.cuda, name) for name in pretend._python_side(1, 1, (9, 0))]
-    others = [torch.tensor, torch.Tensor.record_stream, torch.UntypedStorage.resize_]
+    others = [torch.tensor, torch.cuda._lazy_init, torch.Tensor.record_stream, torch.UntypedStorage.resize_]
     module = [nn.Module._apply, DeviceMesh.__init__]
     accelerator = torch.accelerator.current_accelerator()
     return [*named, *others, *module, guards(), accelerator, torch.autograd.is_multithreading_enabled()]
@@ -85,3 +88,48 @@ def test_the_device_that_is_pretended_has_the_memory_that_was_asked_for() -> Non
         assert torch.cuda.device_count() == 3
         assert torch.cuda.mem_get_info() == (7 * 2**30, 7 * 2**30)
         assert torch.cuda.get_device_capability() == (8, 0)
+
+
+HEADER = """
+// virtual bool inAComment() const;
+struct Hooks {
+  virtual ~Hooks() = default;
+  virtual bool isBuilt() const { return false; }
+  /* virtual int alsoNot(); */
+  virtual bool isAvailable() const { return false; }
+  virtual bool hasPrimaryContext(
+      DeviceIndex device_index) const = 0;
+  const Generator& getDefaultGenerator(int) const override;
+  virtual const std::vector<int>& more(int a = -1) const { return them; }
+};
+"""
+
+
+def test_virtual_functions_are_read_from_a_header_in_their_order() -> None:
+    found = torch_internals._virtual_functions(HEADER)
+    assert found == ["isBuilt", "isAvailable", "hasPrimaryContext", "more"]
+
+
+def test_the_layout_that_the_headers_declare_is_the_one_in_the_library() -> None:
+    places, count = torch_internals.cuda_hooks_layout()
+    assert places == [2, 3, 4]
+    assert count > 40
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace("virtual bool isBuilt()", "virtual bool isCompiled()"),
+        lambda text: text.replace("virtual void init()", "virtual void prepare(); virtual void init()"),
+    ],
+    ids=["renamed", "one more"],
+)
+def test_another_layout_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[str], str]
+) -> None:
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self, **how: change(read(self, **how)))
+    before = surroundings()
+    with pytest.raises(UnsupportedVersionError, match=re.escape(torch.__version__)), pretend.pretended_cuda():
+        pass
+    assert surroundings() == before

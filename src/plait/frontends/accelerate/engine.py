@@ -14,6 +14,7 @@ from plait.errors import TrainingError
 from plait.frontends.accelerate.cutting import with_plan
 from plait.strategy import ManualEngine, StepResult, prepare_native
 from plait.strategy.native.forward import Say
+from plait.torch_internals import foreach_add_
 from plait.world import World, restore_rng_state, rng_state
 
 
@@ -54,7 +55,7 @@ class LoopEngine(ManualEngine):
     def _complete_gradients(self) -> None:
         super()._complete_gradients()
         if self._kept:
-            torch._foreach_add_(self.views.gather_gradients(), self._kept)
+            foreach_add_(self.views.gather_gradients(), self._kept)
             self._kept = []
 
     def discard(self) -> None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from plait.errors import TrainingError
 from plait.frontends.accelerate.engine import LoopEngine
 from plait.strategy import StepResult
+from plait.torch_internals import count_schedule_step, schedule_steps
 
 if TYPE_CHECKING:
     from plait.frontends.accelerate.gradients import GradientState
@@ -217,14 +218,14 @@ class PreparedScheduler:
             self.scheduler.step(*args, **kwargs)
             return
         if not self._gradients.sync_gradients:
-            if self._gradients.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
-                self.scheduler._step_count += 1
+            if self._gradients.adjust_scheduler and schedule_steps(self.scheduler) is not None:
+                count_schedule_step(self.scheduler)
             return
         if any(optimizer.overflowed for optimizer in self.optimizers):
             return
         for _ in range(self._times):
             # OneCycleLR refuses to go beyond its end, and a last batch that is not full would take it there.
-            done = getattr(self.scheduler, "_step_count", 0)
+            done = schedule_steps(self.scheduler) or 0
             if done <= getattr(self.scheduler, "total_steps", done):
                 self.scheduler.step(*args, **kwargs)
 

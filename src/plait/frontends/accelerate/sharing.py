@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
+from plait.torch_internals import samples_asked_for
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -145,7 +147,7 @@ class SeedableSampler(RandomSampler):
     """Shuffles by seed and epoch alone, so that any epoch can be had again."""
 
     def __init__(self, sampler: RandomSampler, seed: int) -> None:
-        count = sampler._num_samples
+        count = samples_asked_for(sampler)
         super().__init__(sampler.data_source, replacement=sampler.replacement, num_samples=count)
         self.seed = seed
         self.epoch = 0
@@ -164,7 +166,7 @@ class RecordedSampler(RandomSampler):
     """Shuffles as torch's own does with one process, and remembers how, so that a pass can be had again."""
 
     def __init__(self, sampler: RandomSampler) -> None:
-        count = sampler._num_samples
+        count = samples_asked_for(sampler)
         super().__init__(sampler.data_source, replacement=sampler.replacement, num_samples=count)
         self.order: torch.Tensor | None = None
         """State of the generator at the beginning of the pass."""

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
+
+from plait.torch_internals import tree_map
 
 _WHOLE = "_plait_whole"
 

@@ -21,6 +21,7 @@ from plait.frontends.deepspeed.described import Recipe
 from plait.frontends.transformers import checkpoints, foreign
 from plait.frontends.transformers.accelerator import TrainerAccelerator
 from plait.frontends.transformers.arguments import config_of, deepspeed_of, refuse_mismatches
+from plait.transformers_internals import overrides
 
 _trainer: Any = import_module("transformers.trainer")  # barely typed, and not everywhere installed
 _FOLDER = "plait"
@@ -42,6 +43,7 @@ class TrainingArguments(_trainer.TrainingArguments):  # type: ignore[misc]
             import_module("transformers.integrations.deepspeed").unset_hf_deepspeed_config()
 
 
+@overrides
 class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
     """A `transformers.Trainer` whose model and optimizer are spread by Plait.
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from plait.ops.fp8_cast import is_fused
-from plait.ops.triton import HAS_TRITON, interprets, on_device_of, without_values
+from plait.ops.triton import HAS_TRITON, interprets, on_device_of
+from plait.torch_internals import has_values
 
 SCALE = 2.0**15
 """What probabilities are multiplied by: one becomes 32,768, of at most 57,344. The smallest that is left is 2**-31."""
@@ -85,7 +86,7 @@ def write_others(
     if not is_fused(logits):
         write_others_plain(logits, labels, log_totals, rows, columns)
         return
-    if without_values(logits):
+    if not has_values(logits):
         _move(logits, rows, columns)
         return
     height, width = logits.shape

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.models.common.protocol import IGNORE_INDEX
-from plait.world import has_values
+from plait.torch_internals import has_values
 
 HAS_TRITON = find_spec("triton") is not None
 """Triton comes with the CUDA builds of torch, not with the CPU build."""

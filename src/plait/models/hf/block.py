@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from plait.transformers_internals import no_split_modules
+
 
 def find_block_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
     """The classes that `transformers` never splits over devices; failing these, those of the longest list.
@@ -11,7 +13,7 @@ def find_block_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
     What holds the input embedding is left out: it is no repeated unit, and a tied head shares its parameter,
     so both must stay with the root.
     """
-    named = set(getattr(model, "_no_split_modules", None) or ())
+    named = no_split_modules(model)
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     found = dict.fromkeys(type(module) for module in model.modules() if type(module).__name__ in named)
     for module in model.modules():

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from plait.models.common.fp8_loss import Fp8Head
 from plait.models.common.loss import PLAIN_BYTES, linear_cross_entropy
 from plait.spec import LossTerm
+from plait.torch_internals import forward_hooks
 from plait.world import is_sharded
 
 
@@ -46,7 +47,7 @@ def are_many(model: nn.Module, labels: Tensor, fp8: Fp8Head | None) -> bool:
     head = head_of(model)
     if head is None or is_sharded(head.weight) or torch.compiler.is_compiling():
         return False
-    if "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks:
+    if "forward" in vars(head) or any(forward_hooks(head)):
         return False  # somebody does more there than multiply
     return fp8 is not None or labels.numel() * head.out_features * head.weight.element_size() > PLAIN_BYTES
 

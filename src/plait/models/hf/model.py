@@ -28,6 +28,7 @@ from plait.models.hf.block import find_block_classes
 from plait.models.hf.head import are_many, hands_on_its_logits, loss_at_the_head
 from plait.ops.token_mixers import attends_both_ways, mixer_without_mask
 from plait.spec import LossTerm
+from plait.transformers_internals import attn_implementation, init_weights, initializes, taken_for_initialized
 
 AUTO_CLASSES: Mapping[str, str] = MappingProxyType(
     {
@@ -105,14 +106,9 @@ class Adapter(nn.Module):
             return
         own = {id(t) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
         others = [t for t in (*self.parameters(), *self.buffers()) if id(t) not in own]
-        for tensor in others:
-            tensor._is_hf_initialized = True  # type: ignore[attr-defined]
-        try:
+        with taken_for_initialized(others):
             for owner, holder in reversed(_owners(self, module)):
-                owner._init_weights(holder)
-        finally:
-            for tensor in others:
-                del tensor._is_hf_initialized  # type: ignore[attr-defined]
+                init_weights(owner, holder)
 
     def flops_per_token(self, seq_len: int) -> float:
         """6 FLOPs for each parameter but the looked-up embedding; attention differs too much to count."""
@@ -195,13 +191,13 @@ class CausalLM(Adapter):
                 f"both for rows of {document_ids.shape[1]}; shorten the rows or pack without document ids"
             )
         mask = document_mask(document_ids)
-        if config._attn_implementation == "sdpa":
+        if attn_implementation(config) == "sdpa":
             return mask
-        if config._attn_implementation == "eager":
+        if attn_implementation(config) == "eager":
             blocked = torch.finfo(torch.get_default_dtype()).min
             return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, blocked)
         raise ModelError(
-            f"document_ids need attention 'sdpa' or 'eager', not {config._attn_implementation!r}; "
+            f"document_ids need attention 'sdpa' or 'eager', not {attn_implementation(config)!r}; "
             "set attn_implementation in the model's config"
         )
 
@@ -216,7 +212,7 @@ def _owners(root: nn.Module, module: nn.Module) -> list[tuple[Any, nn.Module]]:
     owner, chain = root, [(root, root)]
     for child in name.split(".") if name else ():
         holder = chain[-1][1].get_submodule(child)
-        owner = holder if hasattr(holder, "_init_weights") else owner
+        owner = holder if initializes(holder) else owner
         chain.append((owner, holder))
     return chain
 

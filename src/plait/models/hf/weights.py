@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from plait.config.files import read_json_object
 from plait.errors import ModelError
 from plait.models.common.weights import Put, stream_weights, weight_files
+from plait.transformers_internals import may_be_missing, may_be_unexpected
 
 __all__ = ["load_pretrained", "weight_files"]
 
@@ -33,8 +34,8 @@ def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, 
         candidates = (name, body + name, name.removeprefix(body))
         yield next((candidate for candidate in candidates if candidate in names), name), tensor
 
-    may_skip = [*(hf._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
-    may_miss = list(hf._keys_to_ignore_on_load_missing or ())
+    may_skip = [*may_be_unexpected(model), r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
+    may_miss = may_be_missing(model)
     if type(model).__name__ not in _architectures(path):
         head = _outside(body)
         if any(name.startswith(body) for name in names):

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from plait.parallel.context.kernels import accumulation_dtype, choose_kernel, flash
 from plait.parallel.context.line import Line, gather_from_all, pack, scatter_sum, unpack
 from plait.parallel.context.split import chunks_of, join
+from plait.torch_internals import aten_flash
 
 
 def allgather_attention(
@@ -49,7 +50,7 @@ def _attend_to_the_last(
     """Attention of queries that are the last of the keys; causal where there is no mask."""
     if mask is None and not torch.compiler.is_compiling() and choose_kernel(q, k, v, biased=False) is flash:
         # Called so, and only so, "causal" means that the last query sees all keys, and no mask has to be held.
-        output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, True, scale=scale)[0]
+        output: Tensor = aten_flash(q, k, v, dropout, True, scale=scale)[0]
         return output
     if mask is None:
         queries, keys = q.shape[2], k.shape[2]

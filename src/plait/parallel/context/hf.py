@@ -14,6 +14,7 @@ from plait.ops.token_mixers import blocks_without_registry, mixer_without_mask
 from plait.parallel.context.line import Line
 from plait.parallel.context.split import Kind
 from plait.parallel.context.ways import Way
+from plait.transformers_internals import attn_implementation
 
 _UNKNOWN = ("softcap", "s_aux", "position_bias", "head_mask")
 """What some models hand to their attention beside the usual, and which changes its result."""
@@ -35,7 +36,7 @@ def apply_to_transformers(model: Any, way: Way, line: Line, kind: Kind) -> None:
     AttentionInterface.register(name, partial(_attention, way, line))
     AttentionMaskInterface.register(name, partial(_mask, way, line))
     model.set_attn_implementation(name)
-    if config._attn_implementation != name:
+    if attn_implementation(config) != name:
         raise ModelError(
             f"{type(model).__name__} does not take its attention from the registry of transformers, so it cannot "
             "attend over rows that are spread over ranks; set strategy.layout.cp: 1"

@@ -17,6 +17,15 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
+from plait.torch_internals import (
+    aten_efficient,
+    aten_efficient_backward,
+    aten_flash,
+    aten_flash_backward,
+    aten_flash_cpu,
+    aten_flash_cpu_backward,
+)
+
 _aten: Any = torch.ops.aten
 
 
@@ -130,22 +139,20 @@ def _fold(gradient: Tensor, x: Tensor) -> Tensor:
 
 def _cpu(block: Block) -> tuple[Tensor, Tensor]:
     q, k, v, bias, causal, scale = block
-    output, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    output, lse = aten_flash_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     return output, lse
 
 
 def _cpu_backward(gradient: Tensor, block: Block, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, bias, causal, scale = block
-    of_q, of_k, of_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, q, k, v, output, lse, 0.0, causal, attn_mask=bias, scale=scale
-    )
+    of_q, of_k, of_v = aten_flash_cpu_backward(gradient, q, k, v, output, lse, 0.0, causal, attn_mask=bias, scale=scale)
     return of_q, of_k, of_v
 
 
 def _flash(block: Block) -> tuple[Tensor, Tensor]:
     q, k, v, bias, causal, scale = block
     assert bias is None, "the flash kernel takes no bias"
-    output, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    output, lse, *_ = aten_flash(q, k, v, 0.0, causal, False, scale=scale)
     return output, lse
 
 
@@ -153,7 +160,7 @@ def _flash_backward(gradient: Tensor, block: Block, output: Tensor, lse: Tensor)
     q, k, v, _, causal, scale = block
     # Without dropout the random state is never read; it only has to be there.
     state = (torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))
-    of_q, of_k, of_v = _aten._scaled_dot_product_flash_attention_backward(
+    of_q, of_k, of_v = aten_flash_backward(
         gradient, q, k, v, output, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, *state, scale=scale
     )
     return of_q, of_k, of_v
@@ -161,7 +168,7 @@ def _flash_backward(gradient: Tensor, block: Block, output: Tensor, lse: Tensor)
 
 def _efficient(block: Block) -> tuple[Tensor, Tensor]:
     q, k, v, bias, causal, scale = block
-    output, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+    output, lse, *_ = aten_efficient(
         q, _spread(k, q), _spread(v, q), _for_every_head(bias, q), True, 0.0, causal, scale=scale
     )
     return output, lse[:, :, : q.shape[2]]  # it has rows for a multiple of 32 queries
@@ -173,7 +180,7 @@ def _efficient_backward(gradient: Tensor, block: Block, output: Tensor, lse: Ten
     padded = lse.new_full((*lse.shape[:2], -(-lse.shape[2] // 32) * 32), float("inf"))
     padded[:, :, : lse.shape[2]] = lse
     state = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
-    of_q, of_k, of_v, _ = _aten._scaled_dot_product_efficient_attention_backward(
+    of_q, of_k, of_v, _ = aten_efficient_backward(
         _by_token(gradient),
         q,
         _spread(k, q),

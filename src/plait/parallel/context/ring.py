@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from plait.parallel.context.kernels import Block, accumulation_dtype, bias_of, choose_kernel
 from plait.parallel.context.line import Hop, Line, pack, unpack
+from plait.torch_internals import group_by_name
 
 
 def ring_attention(
@@ -243,6 +244,4 @@ _compiled_ring.register_autograd(_differentiate, setup_context=_keep)
 
 def _line_named(group_name: str) -> Line:
     # Operators take no process groups; functional collectives find theirs by this function too.
-    from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
-
-    return Line.of(_resolve_process_group(group_name))  # type: ignore[arg-type]
+    return Line.of(group_by_name(group_name))

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from plait.parallel.expert.exchange import exchange, exchange_counts, for_own_part, total
 from plait.parallel.expert.seats import Seats
-from plait.world import has_values, is_sharded
+from plait.torch_internals import has_values
+from plait.world import is_sharded
 
 
 def spread_forward(module: nn.Module, compute: Callable[..., Tensor], seats: Seats) -> Callable[..., Tensor]:

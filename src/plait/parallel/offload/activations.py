@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from plait.errors import ConfigError, Problem
 from plait.ops.host import host_empty
 from plait.parallel.units import Unit
-from plait.world import has_values, is_sharded, local_part
+from plait.torch_internals import has_values, storage_key, tree_leaves, version_of
+from plait.world import is_sharded, local_part
 
 LEAST = 1 << 16
 """Smaller tensors stay: their copies would cost more than they free."""
@@ -192,7 +192,7 @@ class _Trip:
         ):
             return tensor
         flat, offset, stride = _dense(tensor)
-        key = (_storage(flat), flat.storage_offset(), flat.numel(), flat.dtype, tensor._version)
+        key = (_storage(flat), flat.storage_offset(), flat.numel(), flat.dtype, version_of(tensor))
         saved = self.known.get(key)
         if saved is None:
             saved = self.known[key] = _Saved(self, flat)
@@ -278,4 +278,4 @@ def _own(module: nn.Module) -> Iterator[Tensor]:
 
 def _storage(tensor: Tensor) -> int:
     with torch.no_grad():
-        return int(local_part(tensor).untyped_storage()._cdata)
+        return storage_key(local_part(tensor))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from plait.parallel.gradients import Gradients
 from plait.parallel.listening import listen
 from plait.parallel.offload.outbox import Outbox
+from plait.torch_internals import fsdp_group, fsdp_reduced_in_order
 from plait.world import is_sharded, settled_part
 
 
@@ -85,8 +86,7 @@ def listen_to_shards(model: nn.Module, index_of: dict[int, int], receive: Callab
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        state: Any = module._get_fsdp_state()
-        group = state._fsdp_param_group
+        group = fsdp_group(module)
         if group is None:
             continue
         module.set_all_reduce_hook(_hook_of(group, index_of, receive))
@@ -97,8 +97,7 @@ def listen_to_shards(model: nn.Module, index_of: dict[int, int], receive: Callab
 
 def gathering_stream(module: nn.Module) -> Any:
     """The stream on which `fully_shard` reads the shards of a module; None for one that is not sharded, or not yet."""
-    find: Any = getattr(module, "_get_fsdp_state", None)
-    group = None if find is None else find()._fsdp_param_group
+    group = fsdp_group(module)
     return None if group is None else getattr(group.comm_ctx, "all_gather_copy_in_stream", None)
 
 
@@ -106,7 +105,7 @@ def _hook_of(group: Any, index_of: dict[int, int], receive: Callable[[int, Tenso
     def hook(flat: Tensor) -> None:
         at = 0
         with torch.no_grad():
-            for member in group.fsdp_params:
+            for member in fsdp_reduced_in_order(group):
                 if not member.sharded_param.requires_grad:
                     continue
                 size = member.sharded_size

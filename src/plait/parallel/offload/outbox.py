@@ -10,6 +10,7 @@ from torch import Tensor
 
 from plait.parallel.offload.buckets import Bucket
 from plait.parallel.offload.lanes import Lanes
+from plait.torch_internals import foreach_norm
 
 
 class Sent(NamedTuple):
@@ -37,7 +38,7 @@ class Outbox:
     def take(self, index: int, grad: Tensor) -> None:
         """Send a complete gradient off. Its norm is computed where it is."""
         wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-        self._norms[index] = torch._foreach_norm([grad], 2, dtype=wide)[0]
+        self._norms[index] = foreach_norm([grad], 2, dtype=wide)[0]
         bucket = self._bucket_of[index]
         if bucket.span.home != "cpu":
             self._sent[index] = Sent(grad, None)

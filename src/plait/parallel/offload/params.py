@@ -24,6 +24,7 @@ from plait.ops.host import host_empty
 from plait.parallel.offload.buckets import Bucket
 from plait.parallel.offload.lanes import Lanes
 from plait.parallel.offload.shelf import Shelf
+from plait.torch_internals import fsdp_gathers, fsdp_group, fsdp_shard_data
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +79,10 @@ class ParamStream:
 
     def take(self, module: nn.Module) -> None:
         """Take a module of `fully_shard` over: from now on its weights are those that `put` was given."""
-        state: Any = module._get_fsdp_state()  # type: ignore[operator]
-        group = state._fsdp_param_group
+        group = fsdp_group(module)
         if group is None or sum(member.sharded_param.numel() for member in group.fsdp_params) < self._limits.persistent:
             return
-        shards = [member._sharded_param_data for member in group.fsdp_params]
+        shards = [fsdp_shard_data(member) for member in group.fsdp_params]
         mine = _Group(shards, sum(shard.numel() for shard in shards))
         mine.params = [member.sharded_param for member in group.fsdp_params]
         if self._folder is None or (self._queue is None and self.lanes.separate):
@@ -117,7 +117,7 @@ class ParamStream:
         unshard, wait_for_unshard = group.unshard, group.wait_for_unshard
 
         def fetched(async_op: bool = False) -> None:
-            if not group.is_unsharded and group._all_gather_result is None:
+            if not group.is_unsharded and not fsdp_gathers(group):
                 self._arrive(number, group)
             unshard(async_op)
 

@@ -13,7 +13,7 @@ from plait.ops.adam import AdamNumbers, adam_step
 from plait.ops.crew import Crew
 from plait.optim import bare_step, clip_by_value, supports_grad_scale
 from plait.parallel.offload.buckets import Bucket
-from plait.world import has_values
+from plait.torch_internals import foreach_mul_, has_values
 
 
 @torch.no_grad()
@@ -95,7 +95,7 @@ def _step_any(optimizer: Any, bucket: Bucket, grads: Sequence[Tensor], factor: f
     else:
         scaled = [master.grad for master in bucket.masters if master.grad is not None]
         if factor != 1.0:
-            torch._foreach_mul_(scaled, factor)
+            foreach_mul_(scaled, factor)
         if clip_value is not None:
             clip_by_value(scaled, clip_value)
     bare_step(optimizer)()

@@ -22,7 +22,8 @@ from plait.parallel.offload.params import ParamStream
 from plait.parallel.offload.passage import ROOMS, Passage
 from plait.parallel.offload.update import Updates
 from plait.parallel.offload.visit import Visits
-from plait.world import has_values, local_part
+from plait.torch_internals import has_values
+from plait.world import local_part
 
 
 @dataclass(frozen=True, slots=True)

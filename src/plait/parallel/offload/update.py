@@ -25,6 +25,7 @@ from plait.parallel.offload.outbox import Sent
 from plait.parallel.offload.passage import Passage
 from plait.parallel.offload.step import step_bucket
 from plait.parallel.offload.visit import Visits
+from plait.torch_internals import storage_key
 
 _STAGES = 2
 """Sets of pinned memory for weights on their way back: one is filled while the other is copied."""
@@ -231,4 +232,4 @@ class Updates:
 
 
 def _shares(master: Tensor, target: Tensor) -> bool:
-    return master.device == target.device and master.untyped_storage()._cdata == target.untyped_storage()._cdata
+    return master.device == target.device and storage_key(master) == storage_key(target)

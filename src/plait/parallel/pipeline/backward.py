@@ -74,7 +74,7 @@ class Graph:
 
 
 def _find_branches(outputs: Sequence[GradientEdge], inputs: Sequence[Tensor], module: nn.Module) -> Branches:
-    from torch.distributed.pipelining._backward import construct_reverse_graph, get_param_groups
+    from plait.torch_internals import construct_reverse_graph, get_param_groups
 
     weights = [get_gradient_edge(p).node for p in module.parameters() if p.requires_grad]
     graph = construct_reverse_graph([edge.node for edge in outputs])

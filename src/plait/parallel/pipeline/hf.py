@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from plait.errors import ModelError
 from plait.ops.triton import without_values
 from plait.parallel.pipeline.outline import Call, Extent, Outline, as_keywords, keep_only, parameters_in
+from plait.torch_internals import compiled_call_set
 
 _OF_THE_FIRST = ("input_ids", "token_type_ids")
 """Inputs that are looked up in an embedding."""
@@ -234,13 +235,12 @@ class _Later:
                     "use tensor parallelism or sharding for it"
                 )
 
-        compiled, layer._compiled_call_impl = layer._compiled_call_impl, None
-        watch = layer.register_forward_pre_hook(look, prepend=True, with_kwargs=True)
-        try:
-            yield
-        finally:
-            watch.remove()
-            layer._compiled_call_impl = compiled
+        with compiled_call_set(layer, None):
+            watch = layer.register_forward_pre_hook(look, prepend=True, with_kwargs=True)
+            try:
+                yield
+            finally:
+                watch.remove()
         self._checked = True
 
 

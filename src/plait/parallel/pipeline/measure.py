@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from plait.parallel.pipeline.layers import Layer
 from plait.parallel.pipeline.outline import Extent, outline_of
+from plait.torch_internals import tree_map_only
 
 PASSES = 3
 """The first warms up; of the others the fastest counts."""

@@ -35,6 +35,7 @@ from plait.parallel.pipeline.split import Stage
 from plait.parallel.pipeline.tied import TiedWeights
 from plait.parallel.pipeline.timeline import Program, Transfer, bubble_of, make_programs, simulate
 from plait.parallel.pipeline.transport import Transport
+from plait.torch_internals import compiled_call
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,4 +175,4 @@ class Pipeline:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return any(part._compiled_call_impl is not None for part in module.modules())
+    return any(compiled_call(part) is not None for part in module.modules())

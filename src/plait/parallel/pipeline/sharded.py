@@ -8,10 +8,11 @@ and scatters once, after its last.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, cast
 
 from torch import nn
+
+from plait.torch_internals import fsdp_hold_back, fsdp_reduce
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
@@ -32,10 +33,7 @@ def hold_back(module: nn.Module) -> None:
     """Before a backward pass, or a half: whole parameters, and gradients stay where they are."""
     from torch.distributed.fsdp import FSDPModule
 
-    root = cast(Any, module)
-    root.set_is_last_backward(False)
-    root.set_reshard_after_backward(False)
-    root.set_requires_gradient_sync(False)
+    fsdp_hold_back(module)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.unshard()
@@ -43,8 +41,4 @@ def hold_back(module: nn.Module) -> None:
 
 def let_go(module: nn.Module) -> None:
     """After the last: scatter the gradients, and let go of whole parameters."""
-    from torch.distributed.pipelining import PipelineStage
-
-    # torch's own; of the stage it reads the module alone.
-    stage: Any = SimpleNamespace(submod=module)
-    PipelineStage.perform_reduce_grad(stage, 1)
+    fsdp_reduce(module)

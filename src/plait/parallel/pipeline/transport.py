@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from plait.errors import ModelError
+from plait.torch_internals import TreeSpec, tree_flatten, tree_unflatten
 from plait.world import wait_for
 
 

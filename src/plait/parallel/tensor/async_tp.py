@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.errors import ConfigError, Problem
+from plait.torch_internals import split_products_around_collectives
 
 ASYNC_KEY = "strategy.tensor.async_tp"
 
@@ -36,10 +37,4 @@ def enable_async(mesh: DeviceMesh, *, sequence: bool) -> None:
         raise ConfigError(
             Problem(ASYNC_KEY, f"async tensor parallelism cannot work here: {reason}", "Set it to false.")
         )
-    import torch._inductor.config as inductor
-
-    inductor._micro_pipeline_tp = True
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-        enable_symm_mem_for_group(mesh.get_group().group_name)
+    split_products_around_collectives(mesh.get_group().group_name)

@@ -16,6 +16,7 @@ from torch import nn
 from plait.errors import ModelError
 from plait.parallel.tensor.plan import matches
 from plait.parallel.tensor.style import PLAN_KEY
+from plait.transformers_internals import tp_plan
 
 _THEIRS: Mapping[str, str] = MappingProxyType(
     {
@@ -71,7 +72,7 @@ def transformers_words(model: nn.Module) -> dict[str, str]:
 def _layers(model: nn.Module) -> dict[str, str]:
     """The linear layers, as the model's own plan or ours names them."""
     hf: Any = model
-    theirs: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    theirs: dict[str, str] = tp_plan(model)
     known = _KNOWN.get(hf.config.model_type, {})
     prefix = "" if hf.base_model is model else f"{hf.base_model_prefix}."
     plan = {f"{prefix}{pattern}": word for pattern, word in known.items()}

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 
 from plait.errors import Problem
 from plait.parallel.tensor import moves
 from plait.parallel.tensor.linear import is_linear, out_features
 from plait.parallel.tensor.parameters import SIZE_KEY, own, part_of
 from plait.parallel.tensor.style import Style
+from plait.torch_internals import tree_map
 
 
 class VocabEmbedding(Style):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from plait.config.train import EmaConfig
 from plait.runner.hooks.base import Hook
 from plait.strategy import StepResult
+from plait.torch_internals import foreach_lerp_
 
 if TYPE_CHECKING:
     from plait.runner.runner import Runner
@@ -40,7 +40,7 @@ class Ema(Hook):
         # Asked last: to know whether a step was skipped is to wait for it.
         if runner.step % self._every == 0 and not result.skipped:
             weights = list(runner.engine.weights().values())
-            torch._foreach_lerp_(list(self._average.values()), weights, 1.0 - self._decay**self._every)
+            foreach_lerp_(list(self._average.values()), weights, 1.0 - self._decay**self._every)
 
     def before_validate(self, runner: Runner) -> None:
         """Validate with the average."""

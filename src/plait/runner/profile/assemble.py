@@ -17,6 +17,7 @@ from plait.runner.profile.messages import message_log
 from plait.runner.profile.modules import module_rows
 from plait.runner.profile.report import Memory, RankTime, Report
 from plait.runner.throughput import peak_flops
+from plait.torch_internals import compiled_call
 
 if TYPE_CHECKING:
     from plait.runner.runner import Runner
@@ -92,6 +93,6 @@ def _formula_flops(runner: Runner, tokens: int) -> float | None:
 
 def _memory(runner: Runner, counted: Counted) -> Memory:
     device = runner.world.device
-    compiled = any(module._compiled_call_impl is not None for _, module in named_modules(runner.engine.model))
+    compiled = any(compiled_call(module) is not None for _, module in named_modules(runner.engine.model))
     held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
     return Memory(parts=counted.memory, counted=counted.peak, measured=held, uncompiled=compiled)

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
-from torch.utils._pytree import tree_leaves
 
 from plait.config.layout import Layout
 from plait.models.common import attention
@@ -26,6 +24,14 @@ from plait.runner.profile.marks import ModuleStack, module_marks, uncompiled
 from plait.spec import Phase
 from plait.strategy import Engine
 from plait.strategy.native.engine import NativeEngine
+from plait.torch_internals import (
+    HigherOrderOperator,
+    current_autograd_node,
+    next_sequence_number,
+    schema_of,
+    sequence_number,
+    tree_leaves,
+)
 from plait.world import local_part
 from plait.world.patch import replaced
 
@@ -91,7 +97,7 @@ class _Watcher:
         message = message_of(func, args, out, self._layout)
         if message is not None:
             entry = Sent(
-                func._schema.name,
+                schema_of(func).name,
                 message.kind,
                 message.axis,
                 message.ranks,
@@ -101,11 +107,11 @@ class _Watcher:
             )
             self._found.messages.append(entry)
             return
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         module = self._stack.innermost
         if node is None:
             # An operator's node is made just before the operator runs, so it has the number before the next one.
-            self._makers[torch.autograd._get_sequence_nr() - 1] = module or OUTSIDE
+            self._makers[next_sequence_number() - 1] = module or OUTSIDE
         flops, _ = flops_of(func, args, kwargs, out)
         if not flops:
             return
@@ -114,14 +120,14 @@ class _Watcher:
         elif module is not None:
             self._found.flops[module].again += flops
         else:
-            self._found.flops[self._makers.get(node._sequence_nr(), OUTSIDE)].backward += flops
+            self._found.flops[self._makers.get(sequence_number(node), OUTSIDE)].backward += flops
 
     def flex_attention(self, q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, enable_gqa: bool) -> Tensor:
         """Attention with a mask of blocks, which skips some: one compiled kernel, of which no operator tells."""
         done = 1.0 - block_mask.sparsity() / 100.0
         product = round(2 * q.numel() * k.shape[-2] * done)
         flops = self._found.flops[self._stack.innermost or OUTSIDE]
-        if torch._C._current_autograd_node() is None:
+        if current_autograd_node() is None:
             flops.forward += 2 * product
             flops.backward += 5 * product if torch.is_grad_enabled() and q.requires_grad else 0
         else:

@@ -32,6 +32,7 @@ from plait.runner.profile.trace import read_trace
 from plait.runner.throughput import count_tokens
 from plait.spec import EventKind, Phase
 from plait.strategy import StepResult
+from plait.torch_internals import profile_every_thread
 from plait.world.patch import replaced
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ class Profile(Hook):
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         # An offloaded update runs on threads of its own.
-        every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        every_thread = profile_every_thread()
         self._profiler = profile(activities=activities, experimental_config=every_thread)
         self._profiler.prepare_trace()
 

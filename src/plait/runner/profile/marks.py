@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from plait.precision.together import spoken_for
 from plait.runner.profile.kinds import MODULE, PHASE
 from plait.spec import Phase
-from plait.world.patch import replaced
+from plait.torch_internals import compiled_call, compiled_call_set
 
 
 class PhaseMarks:
@@ -80,11 +80,11 @@ def module_marks(model: nn.Module, stack: ModuleStack) -> Iterator[None]:
         for name, module in named_modules(model):
             if id(module) in inside:
                 continue
-            if module._compiled_call_impl is not None:
+            if compiled_call(module) is not None:
                 # Hooks would become part of what is compiled, and it would be compiled anew.
                 inside.update(map(id, module.modules()))
-                called = _marked(module._compiled_call_impl, name, stack)
-                undo.enter_context(replaced(module, "_compiled_call_impl", called))
+                called = _marked(compiled_call(module), name, stack)
+                undo.enter_context(compiled_call_set(module, called))
                 continue
             before = module.register_forward_pre_hook(partial(_push, stack, name), prepend=True)
             # A pass that is computed again may stop in the middle, by an exception.
@@ -99,8 +99,8 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     """No module of the model is compiled until the block ends; then each is again, as it was."""
     with ExitStack() as undo:
         for _, module in named_modules(model):
-            if module._compiled_call_impl is not None:
-                undo.enter_context(replaced(module, "_compiled_call_impl", None))
+            if compiled_call(module) is not None:
+                undo.enter_context(compiled_call_set(module, None))
         yield
 
 

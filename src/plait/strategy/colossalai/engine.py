@@ -6,7 +6,6 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from plait.config.run import RunConfig
@@ -15,6 +14,7 @@ from plait.strategy.foreign.build import Built
 from plait.strategy.foreign.engine import ForeignEngine
 from plait.strategy.foreign.loss import EvenNormalizer, StepNormalizer
 from plait.strategy.foreign.states import States
+from plait.torch_internals import foreach_mul_
 from plait.world import World
 
 
@@ -60,13 +60,13 @@ class ColossalEngine(ForeignEngine):
             return self._update_chunks()
         grads = self._gradients()
         if correction != 1.0:
-            torch._foreach_mul_(grads, correction)
+            foreach_mul_(grads, correction)
         spread = self._plugin == "torch_fsdp" or hasattr(self._wrapper, "pg_to_grad_store")
         norm = grad_norm([grad.float() for grad in grads], self.world.everyone if spread else None)
         skipped = self._guard.enabled and not math.isfinite(norm)
         if not skipped:
             if self._plugin in ("torch_ddp", "torch_fsdp") and self._clip_norm is not None and norm > self._clip_norm:
-                torch._foreach_mul_(grads, self._clip_norm / (norm + 1e-6))
+                foreach_mul_(grads, self._clip_norm / (norm + 1e-6))
             self._wrapper.step()
         self._wrapper.zero_grad()
         return norm, skipped

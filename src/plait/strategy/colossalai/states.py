@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from plait.strategy.foreign.states import PlainStates, States
+from plait.torch_internals import flat_let_go, flat_place
 from plait.world import all_gather_flat
 
 
@@ -97,9 +98,7 @@ class FlatParamStates(ScatteredStates):
         return home
 
     def _place(self, param: Any) -> tuple[Any, torch.Size]:
-        flat: Any = self._model._flat_param  # the plugin makes one unit of the whole model
-        index = next(index for index, each in enumerate(flat._params) if each is param)
-        return flat._shard_param_infos[index], flat._shapes[index]
+        return flat_place(self._model, param)  # the plugin makes one unit of the whole model
 
     def read(self, param: Any, key: str | None) -> Tensor:
         """The stretches of all ranks; each has its own, or none."""
@@ -137,10 +136,7 @@ class FlatParamStates(ScatteredStates):
 
     def publish(self) -> None:
         """Let go of the whole that a forward pass without a backward pass leaves behind; it would be used again."""
-        handle = self._model._handle
-        if hasattr(handle.flat_param, "_local_shard"):  # not before the first forward pass
-            handle.reshard(free_unsharded_flat_param=True)
-            handle.post_reshard()
+        flat_let_go(self._model)
 
 
 class ChunkStates(ScatteredStates):

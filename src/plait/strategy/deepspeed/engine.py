@@ -25,6 +25,7 @@ from plait.optim import grad_norm
 from plait.strategy.foreign.engine import ForeignEngine
 from plait.strategy.foreign.loss import EvenNormalizer
 from plait.strategy.native.loss import LossNormalizer
+from plait.torch_internals import foreach_mul_
 
 
 class DeepSpeedEngine(ForeignEngine):
@@ -56,7 +57,7 @@ class DeepSpeedEngine(ForeignEngine):
             self._theirs.step()
             return self._outcome()
         if correction != 1.0:
-            torch._foreach_mul_(grads, correction)
+            foreach_mul_(grads, correction)
         norm = grad_norm(grads)
         skipped = self._guard.enabled and not math.isfinite(norm)
         if skipped:

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from plait.strategy.native.views import Views
+from plait.torch_internals import tree_leaves
 from plait.world import local_part
 
 

@@ -93,7 +93,7 @@ class Forward:
         return self._model(*args, **kwargs)
 
     def _call_compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        from torch._dynamo.exc import TorchDynamoException
+        from plait.torch_internals import TorchDynamoException
 
         compiled, self._compiled = self._compiled, []
         try:

@@ -21,6 +21,7 @@ from plait.strategy.native.engine import NativeEngine
 from plait.strategy.native.forward import Say
 from plait.strategy.native.loss import Sums
 from plait.strategy.native.prepare import Length, prepare_native
+from plait.torch_internals import mark_stepped
 from plait.world import World
 
 
@@ -139,7 +140,7 @@ class ManualEngine(NativeEngine):
         mean = torch.stack([loss.float() for loss in losses]).mean()
         result = self._update(Sums(nothing, count, False, divisor=None, own=mean))
         self.updater.clip_norm = self._usual_clip
-        setattr(self.optimizer, "_opt_called", True)  # noqa: B010  # else torch's schedulers warn of a missing step
+        mark_stepped(self.optimizer)
         return result
 
     def _finish_gradients(self) -> None:

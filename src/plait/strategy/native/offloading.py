@@ -27,7 +27,8 @@ from plait.strategy.native.forward import Say
 from plait.strategy.native.offloaded import OffloadedViews
 from plait.strategy.native.replicated import make_buckets
 from plait.strategy.native.views import trainable
-from plait.world import World, has_values, is_sharded, local_part, same_kind
+from plait.torch_internals import has_values
+from plait.world import World, is_sharded, local_part, same_kind
 
 
 class Offloading:

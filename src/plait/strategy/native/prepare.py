@@ -21,7 +21,6 @@ from plait.config.graphs import check_graphs, may_record
 from plait.config.run import RunConfig
 from plait.errors import ModelError
 from plait.ops.attention import choose_attention
-from plait.ops.triton import without_values
 from plait.optim import (
     Adoption,
     GroupSpec,
@@ -67,6 +66,7 @@ from plait.strategy.native.spread import (
 )
 from plait.strategy.native.update import Updater
 from plait.strategy.native.views import ShardViews, Views, trainable
+from plait.torch_internals import has_values
 from plait.world import World, make_deterministic, seed_everything
 
 
@@ -293,7 +293,7 @@ def _compile(
 
 def _recording(config: RunConfig, world: World, views: Views, say: Say, *, by_itself: bool) -> Recording | None:
     """Whether both passes of a step are recorded: not on other devices, and not by a plan."""
-    if not (config.strategy.graphs is True or by_itself) or any(without_values(param) for param in views.params):
+    if not (config.strategy.graphs is True or by_itself) or any(not has_values(param) for param in views.params):
         return None
     if world.device.type == "cuda":
         return "where it pays" if by_itself else "always"

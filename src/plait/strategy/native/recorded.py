@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from plait.ops.record import record, recording_stream
 from plait.parallel.gradients import Gradients
@@ -31,6 +30,7 @@ from plait.spec import Note
 from plait.strategy.native.forward import Say
 from plait.strategy.native.loss import WeightedLoss
 from plait.strategy.native.starving import Starving, is_watched
+from plait.torch_internals import forward_hooks, tree_flatten, tree_unflatten
 
 Passes = Callable[[Any, float, Tensor | float | None], WeightedLoss]
 """Both passes over inputs of so many samples, the loss multiplied by a scale; returns the loss, detached."""
@@ -210,7 +210,7 @@ class RecordedPasses:
         """What a recording takes for granted: modes, who listens, what is trained, and where everything lies."""
         facts: list[Hashable] = []
         for module in self._modules:
-            facts.append((module.training, len(module._forward_hooks), len(module._forward_pre_hooks)))
+            facts.append((module.training, *forward_hooks(module)))
             facts += [(each.requires_grad, each.data_ptr()) for each in module._parameters.values() if each is not None]
             facts += [each.data_ptr() for each in module._buffers.values() if each is not None]
         return facts

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from plait.parallel.single import OwnGradients
 from plait.strategy.native.views import Views
+from plait.torch_internals import foreach_copy_
 
 
 class RoundedViews(Views):
@@ -66,4 +67,4 @@ class RoundedViews(Views):
         """Round the fp32 weights to what the model computes with."""
         if rooms := self.rooms():
             with torch.no_grad():
-                torch._foreach_copy_([*rooms.values()], [*rooms])
+                foreach_copy_([*rooms.values()], [*rooms])

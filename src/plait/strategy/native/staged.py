@@ -7,12 +7,12 @@ from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from plait.parallel.gradients import Gradients
 from plait.parallel.pipeline import Pipeline, Stage, is_legal
 from plait.parallel.pipeline.tied import Find
 from plait.strategy.native.loss import LossNormalizer, WeightedLoss
+from plait.torch_internals import tree_leaves
 
 ReadLoss = Callable[[Any, int], WeightedLoss]
 """(the model's answer, the number of the micro-batch) → its loss."""

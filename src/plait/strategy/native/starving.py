@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from plait.torch_internals import is_hooked
+
 AT_FIRST = 3
 """Steps that show nothing: kernels are chosen, built and loaded in those."""
 LOOKS = 8
@@ -49,7 +51,4 @@ class Starving:
 
 def is_watched(modules: list[nn.Module]) -> bool:
     """Whether somebody wants to be told of passes, as no recording would."""
-    return any(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-        for module in modules
-    )
+    return any(map(is_hooked, modules))

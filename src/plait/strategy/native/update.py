@@ -27,6 +27,7 @@ from plait.strategy.native.late import Arriving
 from plait.strategy.native.loss import Sums
 from plait.strategy.native.views import Views
 from plait.strategy.skips import Skips
+from plait.torch_internals import foreach_mul_
 
 
 class Updater:
@@ -131,7 +132,7 @@ class Updater:
             self._step(None if factor == 1.0 else torch.full((), 1.0 / factor, device=self._device), None)
             return
         if factor != 1.0:
-            torch._foreach_mul_(grads, factor)
+            foreach_mul_(grads, factor)
         if self.clip_value is not None:
             clip_by_value(grads, self.clip_value)
         self._update()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from plait.errors import ModelError
 from plait.optim.base import MakeState
 from plait.parallel.replicate import GradientBuckets
+from plait.torch_internals import foreach_copy_
 from plait.world import is_sharded, local_part, same_kind, settled_part
 
 
@@ -212,7 +213,7 @@ class BucketViews(Views):
         if self._copied:
             params, tensors = zip(*self._copied, strict=True)
             with torch.no_grad():
-                torch._foreach_copy_(params, tensors)
+                foreach_copy_(params, tensors)
 
 
 class ShardViews(Views):

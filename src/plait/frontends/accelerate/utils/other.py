@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from plait.frontends.accelerate.prepared import PreparedModel
 from plait.frontends.accelerate.weights import write_object
+from plait.torch_internals import inside_compiled
 from plait.world.ranks import detect_ranks
 
 
@@ -27,14 +27,15 @@ def extract_model_from_parallel(
     while isinstance(model, (PreparedModel, nn.DataParallel, nn.parallel.DistributedDataParallel)):
         model = model.module
     if not keep_torch_compile and is_compiled_module(model):
-        inner: nn.Module = model._orig_mod  # type: ignore[assignment]
-        return inner
+        return inside_compiled(model)
     return model
 
 
 def is_compiled_module(module: nn.Module) -> bool:
     """Whether `torch.compile` made it."""
-    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+    from plait.torch_internals import OptimizedModule
+
+    return isinstance(module, OptimizedModule)
 
 
 def save(obj: Any, f: str | Path, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:

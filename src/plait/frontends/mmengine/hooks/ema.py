@@ -11,6 +11,7 @@ from torch import Tensor
 from plait.errors import ConfigError, Problem
 from plait.frontends.mmengine.hooks.hook import Hook
 from plait.frontends.mmengine.registry import HOOKS
+from plait.torch_internals import foreach_copy_, foreach_lerp_
 
 _TYPES = ("ExponentialMovingAverage", "MomentumAnnealingEMA", "StochasticWeightAverage")
 
@@ -52,9 +53,9 @@ class EMAHook(Hook):
         weights = list(runner.engine.weights().values())
         average = list(self._average.values())
         if not self._started(runner) or self._steps == 0:
-            torch._foreach_copy_(average, weights)
+            foreach_copy_(average, weights)
         elif self._steps % self._interval == 0:
-            torch._foreach_lerp_(average, weights, self._share())
+            foreach_lerp_(average, weights, self._share())
         if self._started(runner):
             self._steps += 1
 

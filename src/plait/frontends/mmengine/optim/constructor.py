@@ -13,8 +13,9 @@ from plait.errors import ConfigError, Problem
 from plait.frontends.mmengine.optim import named, optimizers  # noqa: F401  # they register themselves
 from plait.frontends.mmengine.optim.wrapper import BaseOptimWrapper, OptimWrapper
 from plait.frontends.mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
+from plait.torch_internals import AnyBatchNorm, AnyInstanceNorm
 
-_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm, nn.LayerNorm)
+_NORMS = (AnyBatchNorm, AnyInstanceNorm, nn.GroupNorm, nn.LayerNorm)
 _PARAMWISE = (
     "custom_keys",
     "bias_lr_mult",

@@ -10,6 +10,7 @@ from plait.frontends.account import Answer, Translation
 from plait.frontends.mmengine.registry import STRATEGIES
 from plait.frontends.mmengine.strategy.base import BaseStrategy
 from plait.frontends.mmengine.strategy.table import Row, Sheet, refused, unneeded
+from plait.torch_internals import module_wrap_classes
 
 _SIZE = 10**8
 """What torch's own policy takes where it is told nothing."""
@@ -29,7 +30,7 @@ def _policy(sheet: Sheet, key: str, value: Any) -> None:
         sheet.put("strategy.wrap.min_params", least)
         sheet.account.add(Answer.HONOURED, key, value, f"strategy.wrap.min_params: {least}")
     elif kind == "ModuleWrapPolicy" or name == "transformer_auto_wrap_policy":
-        kinds = options.get("transformer_layer_cls", getattr(policy, "_module_classes", ()))
+        kinds = module_wrap_classes(policy) if kind == "ModuleWrapPolicy" else options.get("transformer_layer_cls", ())
         names = sorted(kind if isinstance(kind, str) else kind.__name__ for kind in kinds)
         sheet.put("strategy.wrap.classes", names)
         sheet.account.add(Answer.HONOURED, key, value, f"strategy.wrap.classes: {', '.join(names)}")
