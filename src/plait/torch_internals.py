@@ -649,7 +649,7 @@ def fsdp_state_dict_hooks(group: Any) -> list[Any]:
 
 
 def fsdp_reduced_in_order(group: Any) -> list[Any]:
-    """The parameters of a group in the order in which their gradients lie in what is reduced, which torch 2.15 chose."""
+    """The parameters of a group in the order in which their gradients are reduced; torch 2.15 chooses one."""
     order = getattr(group, "_reduce_scatter_param_indices", range(len(group.fsdp_params)))
     return [group.fsdp_params[index] for index in order]
 

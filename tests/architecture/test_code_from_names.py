@@ -19,6 +19,7 @@ CLOSED = "an Unpickler whose find_class knows a closed list of names"
 OWN_PROCESS = "bytes from this job's own processes, through a pipe or process group"
 ALLOWED = {
     ("__init__.py", "import_module"): "names of Plait's own modules, from a table beside it",
+    ("torch_internals.py", "import_module"): "modules of torch, from a table in that file",
     ("cli/torch_facts.py", "import_module"): "packages from a table beside it, for `plait doctor`",
     ("models/hf/model.py", "find_spec"): "a module of transformers, by a model type that transformers has",
     ("frontends/accelerate/utils/imports.py", "find_spec"): "whether packages that are written there are installed",

@@ -36,8 +36,9 @@ class TrainingArguments(_trainer.TrainingArguments):  # type: ignore[misc]
     """
 
     def __post_init__(self) -> None:
-        if isinstance(self.deepspeed, (str, os.PathLike)) and not str(self.deepspeed).startswith("{"):
-            self.deepspeed = read_config(self.deepspeed)
+        given = getattr(self, "deepspeed")  # noqa: B009  # mypy does not know what transformers gives it
+        if isinstance(given, (str, os.PathLike)) and not str(given).startswith("{"):
+            self.deepspeed = read_config(given)
         super().__post_init__()
         if self.deepspeed:
             import_module("transformers.integrations.deepspeed").unset_hf_deepspeed_config()

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.ops.triton import without_values
 from plait.parallel.pipeline.outline import Call, Extent, Outline, as_keywords, keep_only, parameters_in
-from plait.torch_internals import compiled_call_set
+from plait.torch_internals import compiled_call_set, has_values
 
 _OF_THE_FIRST = ("input_ids", "token_type_ids")
 """Inputs that are looked up in an embedding."""
@@ -246,7 +245,7 @@ class _Later:
 
 def _equal(arrived: Tensor, handed: Tensor) -> bool:
     """Whether they have the same values; in a plan, which has none, the same shape."""
-    if without_values(handed):
+    if not has_values(handed):
         return arrived.shape == handed.shape
     return torch.equal(arrived, handed)
 

@@ -14,12 +14,12 @@ from plait.config.files import read_json_object
 from plait.config.run import RunConfig
 from plait.errors import ModelError
 from plait.models import build_model
-from plait.ops.triton import without_values
 from plait.parallel import materialize
 from plait.parallel.attachments import why_not_on_meta
 from plait.parallel.initializer import Initializer, find_initializer
 from plait.parallel.recording import Record
 from plait.spec import Note
+from plait.torch_internals import has_values
 from plait.world import is_sharded, seed_everything
 
 ModelSource = nn.Module | Callable[[], nn.Module] | None
@@ -126,7 +126,7 @@ def _say_not_finite(names: Sequence[str], say: Say) -> None:
 
 def _has_values(param: nn.Parameter) -> bool:
     numbers = param.is_floating_point() or param.is_complex()
-    return numbers and not param.is_meta and not without_values(param) and not is_sharded(param)
+    return numbers and not param.is_meta and has_values(param) and not is_sharded(param)
 
 
 SMALLER_RANGE = (
@@ -192,7 +192,7 @@ def load_pretrained_into(
     def put(name: str, whole: Tensor) -> None:
         if name in tensors:
             tensor = tensors[name]
-            if not without_values(whole) and whole.is_floating_point() and not _is_finite(whole):
+            if has_values(whole) and whole.is_floating_point() and not _is_finite(whole):
                 wrong.append(name)
             if keep is None or not isinstance(tensor, nn.Parameter) or not keep(tensor, whole):
                 materialize.assign_whole(tensor, whole)
