@@ -167,3 +167,48 @@ def test_convert_runs_no_code_of_an_adapters_model(
     assert call(monkeypatch, "convert", path, str(tmp_path / "out"), "--to", "hf") == 2
     assert "code.Config" in capsys.readouterr().err
     assert not marker.exists()
+
+
+def test_names_in_a_checkpoint_are_shown_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"[link=file:///etc/passwd]weight[/red]": torch.zeros(2)}, tmp_path / "them.pt")
+    assert call(monkeypatch, "convert", "--inspect", str(tmp_path / "them.pt")) == 0
+    assert "[link=file:///etc/passwd]weight[/red]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("trust_code", [False, True])
+def test_a_reward_model_of_a_run_is_code_of_others(marker: Path, tmp_path: Path, trust_code: bool) -> None:
+    from plait.config.trust import StoredName
+    from plait.posttrain.online.cast import described_in
+
+    judge = checkpoint(tmp_path / "judge", model=evil(marker), phase="reward")
+    run = parse({"phase": "ppo", "ppo": {"reward_model": judge}, "model": {"type": "gpt"}, "trust_code": trust_code})
+    described: Any = described_in(judge, run.config)
+    assert isinstance(described.target, StoredName) is not trust_code
+
+
+def test_resuming_compares_what_the_checkpoint_says_and_runs_none_of_it(
+    marker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    from plait.checkpoint import read_manifest
+
+    (tmp_path / "text.txt").write_text("a few words, again and again. " * 100, encoding="utf-8")
+    data = {"type": "text", "path": "text.txt", "vocab_size": 260, "seq_len": 8, "cache": "cache"}
+    model = {"type": "gpt", "vocab_size": 260, "dim": 8, "layers": 1, "heads": 1, "seq_len": 8}
+    run = {"model": model, "data": data, "batch": {"total": 2}, "train": {"max_steps": 2}, "work_dir": "run"}
+    (tmp_path / "run.yaml").write_text(json.dumps({**run, "device": "cpu", "plan": "off"}), encoding="utf-8")
+    assert call(monkeypatch, "train", "run.yaml", "train.stop_after=1") == 0
+    (folder,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    manifest = read_manifest(folder)
+    hook = {"type": "import", "target": "os:system", "args": {"command": f"touch {marker}"}}
+    config = {**manifest.state["config"], "model": evil(marker), "data": evil(marker), "hooks": [hook]}
+    replace(manifest, state={**manifest.state, "config": config}).write(folder)
+    assert call(monkeypatch, "train", "run.yaml", "checkpoint.resume=auto") == 0
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+    assert not marker.exists()
+    assert call(monkeypatch, "report", "run") == 0
+    assert call(monkeypatch, "convert", "--inspect", "run") == 0
+    assert not marker.exists()

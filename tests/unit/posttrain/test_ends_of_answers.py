@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,11 +81,12 @@ def test_a_run_that_kept_the_tokenizer_of_its_model_is_exported_with_all_of_it(t
     written["model"]["merges"] = [" ".join(pair) for pair in written["model"]["merges"]]  # as it used to be written
     written["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
     file.write_text(json.dumps(written))
-    found = _with_tokenizer({"eos_token_id": 7}, model, None, run)
+    source: Any = SimpleNamespace(path=run, state={"config": {}})
+    found = _with_tokenizer({"eos_token_id": 7}, model, source)
     assert found.config["eos_token_id"] == 7
     assert {"chat_template.jinja", "tokenizer_config.json", "tokenizer.json"} <= set(found.files)
     end = read_tokenizer(run).end
     (model / "tokenizer.json").unlink()
-    other = _with_tokenizer({"eos_token_id": 7}, model, None, run)
+    other = _with_tokenizer({"eos_token_id": 7}, model, source)
     assert other.config["eos_token_id"] == end
     assert json.loads(other.texts["tokenizer_config.json"])["eos_token"] == "<|im_end|>"
