@@ -9,8 +9,8 @@ import sysconfig
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from plait.config.encoding import as_utf8
 from plait.data.tokenizer import END
@@ -107,7 +107,7 @@ def hash_files(files: list[Path]) -> str:
     return whole.hexdigest()
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BufferedReader:
     """A file of data. One that cannot be read is a `DataError` that names it."""
     try:
         return path.open("rb")

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from plait.data.tokenizer import TextTokenizer, half_character
+from plait.config.encoding import half_character
+from plait.data.tokenizer import TextTokenizer
 from plait.errors import ContextError, GenerateError
 from plait.generate.generator import Generator
 from plait.generate.options import Completion, Sampling

@@ -33,6 +33,8 @@ class TrainingArguments(_trainer.TrainingArguments):  # type: ignore[misc]
     may have comments, as everywhere in Plait.
     """
 
+    deepspeed: Any
+
     def __post_init__(self) -> None:
         if isinstance(self.deepspeed, (str, os.PathLike)) and not str(self.deepspeed).startswith("{"):
             self.deepspeed = read_config(self.deepspeed)

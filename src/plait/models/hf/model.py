@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from plait.config.files import read_json_object
 from plait.config.model import HFConfig
 from plait.errors import MissingExtraError, ModelError
 from plait.models.common.documents import document_mask
@@ -55,9 +56,10 @@ def build_hf_model(config: HFConfig) -> nn.Module:
     auto = getattr(transformers, AUTO_CLASSES[config.task])
     try:
         model: nn.Module = auto.from_config(described, dtype=torch.get_default_dtype())
-    except ValueError as error:
+    except Exception as error:  # a value that no layer can have is found out by whatever it breaks
         raise ModelError(
-            f"transformers cannot build a {described.model_type!r} model for model.task={config.task!r}: {error}"
+            f"transformers cannot build a {described.model_type!r} model for model.task={config.task!r}: "
+            f"{type(error).__name__}: {error}"
         ) from error
     return adapt(model, CausalLM if config.task == "causal-lm" else OtherTask)
 
@@ -214,7 +216,12 @@ def _described(config: HFConfig) -> Any:
     if config.path is not None:
         if not (Path(config.path) / "config.json").is_file():
             raise ModelError(f"model.path={config.path!r} is no model folder: it has no config.json")
-        return AutoConfig.from_pretrained(config.path, local_files_only=True)
+        read_json_object(Path(config.path) / "config.json", ModelError)
+        try:
+            return AutoConfig.from_pretrained(config.path, local_files_only=True)
+        except Exception as error:  # each model's own class checks what it reads in its own way
+            reason = f"{type(error).__name__}: {error}"
+            raise ModelError(f"{config.path}/config.json does not describe a model: {reason}") from error
     given = dict(config.config or {})
     model_type = given.pop("model_type", None)
     try:

@@ -61,10 +61,9 @@ def _parquet(path: Path) -> Iterator[Row]:
         parquet = import_module("pyarrow.parquet")
     except ImportError as error:
         raise MissingExtraError("pyarrow", f"reading {path.name}", "parquet") from error
-    number = 0
-    batches = _read_by_library(path, lambda: parquet.ParquetFile(path).iter_batches())
-    for row in (row for batch in batches for row in batch.to_pylist()):
-        number += 1
+    file = parquet.ParquetFile
+    rows = _read_by_library(path, lambda: (row for each in file(path).iter_batches() for row in each.to_pylist()))
+    for number, row in enumerate(rows, start=1):
         yield f"{path}, row {number}", row
 
 

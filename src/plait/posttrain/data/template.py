@@ -102,7 +102,10 @@ class OfTokenizer(Template):
             from transformers import AutoTokenizer
         except ImportError as error:
             raise MissingExtraError("transformers", "posttrain.template.kind: tokenizer", "hf") from error
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # the library raises whatever its files made it do
+            raise DataError(f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {error})") from error
         if self._tokenizer.chat_template is None:
             raise DataError(f"the tokenizer in {folder} has no chat template; use posttrain.template.kind: marked")
         end = self._tokenizer.eos_token_id
