@@ -211,7 +211,7 @@ def test_a_forged_state_is_refused_or_gone_on_with(request: pytest.FixtureReques
         else:
             seen["resumed"] += 1
         shutil.rmtree(folder)
-    assert min(seen["refused"], seen["resumed"]) > 2
+    assert min(seen["refused"], seen["resumed"]) > 0
 
 
 # ---- checkpoints of others, which have no digests: whatever is in them, no traceback

@@ -18,7 +18,7 @@ def say(desk: Desk, text: bytes) -> None:
     with socket.create_connection((host, int(port))) as line:
         line.sendall(text)
         for _ in range(4):
-            desk.attend(0.2)
+            desk.attend(0.05)
 
 
 @pytest.mark.parametrize(
@@ -42,5 +42,5 @@ def test_a_stranger_who_says_anything_is_hung_up_on(text: bytes) -> None:
         with socket.create_connection((host, int(port))) as line:
             line.sendall(json.dumps({"password": password}).encode() + b"\n")
             for _ in range(4):
-                desk.attend(0.2)
+                desk.attend(0.05)
             assert desk.connected
