@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -133,14 +134,44 @@ def _manifest(raw: dict[str, Any]) -> Manifest:
             raise ValueError(f"{key} is {value!r:.80}, expected {kind.__name__}")
     if manifest.step < 0 or manifest.world_size < 1 or not math.isfinite(manifest.saved_at):
         raise ValueError(f"step {manifest.step}, world_size {manifest.world_size}, saved_at {manifest.saved_at}")
-    for key, kind in _STATE_KINDS.items():
-        if not isinstance(value := manifest.state.get(key, kind()), kind):
-            raise ValueError(f"state.{key} is {value!r:.80}, expected {kind.__name__}")
+    for key, is_right in _STATE.items():
+        if not is_right(value := _at(manifest.state, key)):
+            raise ValueError(f"state.{key} is {value!r:.80}")
     return manifest
 
 
 _KINDS: dict[str, type] = {"step": int, "world_size": int, "state": dict, "versions": dict, "saved_at": float}
-_STATE_KINDS: dict[str, type] = {"engine": dict, "config": dict, "hooks": dict}
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or (type(value) is int and 0 <= value < 1 << 62)
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or type(value) in (int, float)
+
+
+def _is_section(value: Any) -> bool:
+    return value is None or isinstance(value, dict)
+
+
+_STATE: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("engine", "engine.scaler", "engine.fp8", "hooks", "frozen"), _is_section),
+    **dict.fromkeys(("config", "config.optim", "config.precision", "config.data"), _is_section),
+    **dict.fromkeys(("engine.steps", "engine.skips_in_a_row", "epoch", "step_in_epoch", "batch_total"), _is_count),
+    **dict.fromkeys(("engine.divisor", "best"), _is_number),
+    "config.optim.type": lambda value: value is None or isinstance(value, str),
+    "frozen.names": lambda value: value is None or (isinstance(value, list) and all(isinstance(n, str) for n in value)),
+}
+"""What every reader of a checkpoint takes for granted; each may be absent, and is then asked for by who needs it."""
+
+
+def _at(state: dict[str, Any], key: str) -> Any:
+    """The value under a dotted key; its sections were looked at before it."""
+    *sections, name = key.split(".")
+    for section in sections:
+        state = state.get(section) or {}
+    return state.get(name)
 
 
 def saved_at(folder: Path) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from plait.config.encoding import as_utf8
 from plait.config.files import parse_json
-from plait.data.text import Document, find_files, hash_files
+from plait.data.text import Document, find_files, hash_files, open_file
 from plait.errors import DataError
 
 
@@ -47,7 +47,7 @@ class JsonlSource:
     def documents(self) -> Iterator[Document]:
         """The documents; a line that cannot be used is an error that names it."""
         for path in find_files(self.path):
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 for number, line in enumerate(file, start=1):
                     if line.strip():
                         where = f"{path}, line {number}"

@@ -9,6 +9,7 @@ import sysconfig
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
 from plait.config.encoding import as_utf8
@@ -74,6 +75,8 @@ class TextSource:
             return path.read_text(encoding="utf-8-sig")  # a mark at the start, as some editors put it, is no text
         except SyntaxError as error:
             raise DataError(f"{path} is not UTF-8 text: {error}; give another path") from error
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
         except UnicodeDecodeError as error:
             remedy = f"{as_utf8(error.object)}, or name the text files with a glob"
             raise DataError(f"{path} is not UTF-8 text (byte {error.start}): {remedy}") from error
@@ -99,9 +102,17 @@ def hash_files(files: list[Path]) -> str:
     """A hash of the contents of some files, one by one."""
     whole = hashlib.sha256()
     for path in files:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             whole.update(hashlib.file_digest(file, "sha256").digest())
     return whole.hexdigest()
+
+
+def open_file(path: Path) -> BufferedReader:
+    """A file of data. One that cannot be read is a `DataError` that names it."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _stdlib() -> list[Path]:

@@ -139,6 +139,8 @@ class TokenFile:
         self.offsets = _map(names["docs"], OFFSET, self.meta.documents + 1)
         """Where each document starts, then where the last one ends."""
         self.mask = _map(names["mask"], MASK, self.meta.count) if self.meta.masked else None
+        if np.any(self.offsets[1:] < self.offsets[:-1]):
+            raise DataError(f"{names['docs']}: a document ends before it begins: the file is damaged, write it again")
         if self.offsets[0] != 0 or self.offsets[-1] != self.meta.count:
             raise DataError(
                 f"{names['docs']}: documents go from {self.offsets[0]} to {self.offsets[-1]}, "

@@ -104,20 +104,30 @@ class Desk:
         caller.rest += data
         *lines, caller.rest = caller.rest.split(b"\n")
         for text in lines:
-            if not self._take(caller, json.loads(text)):
+            if not self._take(caller, text):
                 data = b""
         if not data or len(caller.rest) > _MOST_BYTES:
             self._hang_up(line)
 
-    def _take(self, caller: _Caller, news: dict[str, Any]) -> bool:
+    def _take(self, caller: _Caller, text: bytes) -> bool:
         """Whether the caller may go on."""
         if not caller.known:
-            caller.known = secrets.compare_digest(str(news.get("password")), self._password)
+            caller.known = self._is_password(text)
             return caller.known
+        news: dict[str, Any] = json.loads(text)
         record = self.records[news["rank"]]
         caller.ranks.add(record.place.rank)
         take(record, news)
         return True
+
+    def _is_password(self, text: bytes) -> bool:
+        """Anybody on the network may call, and say anything."""
+        try:
+            news = json.loads(text)
+        except (ValueError, RecursionError):
+            return False
+        word = news.get("password") if isinstance(news, dict) else None
+        return isinstance(word, str) and secrets.compare_digest(word.encode(errors="replace"), self._password.encode())
 
     def _hang_up(self, line: socket.socket) -> None:
         """A caller is gone. Ranks that it did not tell the end of went with it."""

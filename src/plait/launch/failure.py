@@ -97,7 +97,7 @@ class Messages:
         """By rank, the message that it left."""
         found = (path for path in Path(self._folder.name).iterdir() if path.name.isdecimal())
         paths = sorted(found, key=lambda path: int(path.name))
-        return {int(path.name): path.read_text(encoding="utf-8") for path in paths}
+        return {int(path.name): path.read_text(encoding="utf-8", errors="replace") for path in paths}
 
 
 def merged(messages: Mapping[int, str]) -> list[str]:

@@ -48,7 +48,7 @@ def _lines(path: Path) -> Iterator[Answer]:
             try:
                 row = parse_json(line)
                 yield Answer(int(row["step"]), str(row["prompt"]), str(row["answer"]), number(row.get("reward")))
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 continue  # a line that a crash left unfinished
 
 

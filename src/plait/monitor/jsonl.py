@@ -10,6 +10,7 @@ from typing import Any
 
 from plait.config.files import parse_json
 from plait.errors import DataError
+from plait.monitor.table import tables
 from plait.spec.event import Event, EventKind
 
 MEASUREMENTS = (EventKind.TRAIN, EventKind.VALIDATE, EventKind.TEST)
@@ -108,12 +109,10 @@ def _read(path: Path) -> Iterator[Event]:
                 record = parse_json(line)
             except ValueError:
                 continue
-            if not isinstance(record, dict) or record.get("kind") not in kinds:
+            if not isinstance(record, dict) or str(record.get("kind")) not in kinds:
                 continue
             kind, rank, data = EventKind(record["kind"]), record.get("rank", 0), record.get("data", {})
-            step, epoch, moment = _position(record, f"{path}, line {number}")
-            if not isinstance(data, dict):
-                raise DataError(f"{path}, line {number}: data is {data!r:.80}, expected an object; remove the line")
+            step, epoch, moment = _checked(record, kind, data, f"{path}, line {number}")
             if kind in MEASUREMENTS:
                 data = _revive(data)
             if rank == 0:
@@ -122,15 +121,22 @@ def _read(path: Path) -> Iterator[Event]:
                 yield Event(kind, step, epoch, {**data, "rank": rank}, moment)
 
 
-def _position(record: Mapping[str, Any], where: str) -> tuple[int, int, float]:
+_LATEST = 250_000_000_000
+"""Seconds since 1970 that a calendar still has a date for."""
+
+
+def _checked(record: Mapping[str, Any], kind: EventKind, data: Any, where: str) -> tuple[int, int, float]:
+    """Step, epoch and time of an event. What a report could not show is a `DataError` that names the line."""
     step, epoch, moment = (record.get(key) for key in ("step", "epoch", "time"))
-    if (
-        type(step) is not int
-        or type(epoch) is not int
-        or isinstance(moment, bool)
-        or not isinstance(moment, int | float)
-    ):
-        raise DataError(
-            f"{where}: step {step!r:.40}, epoch {epoch!r:.40} and time {moment!r:.40} are not numbers; remove the line"
-        )
+    if type(step) is not int or type(epoch) is not int:
+        raise DataError(f"{where}: step is {step!r:.40} and epoch {epoch!r:.40}, expected two numbers; remove the line")
+    if not isinstance(moment, int | float) or not 0 <= moment < _LATEST:
+        raise DataError(f"{where}: time is {moment!r:.40}, expected seconds since 1970; remove the line")
+    if not isinstance(data, dict) or not isinstance(data.get("metrics", {}), dict):
+        raise DataError(f"{where}: data is {data!r:.80}, expected an object; remove the line")
+    if kind is EventKind.RUN_START:
+        try:
+            tables(data)
+        except (TypeError, ValueError):
+            raise DataError(f"{where}: its rows are not labels with values; remove the line") from None
     return step, epoch, moment

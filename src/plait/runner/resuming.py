@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,11 +73,12 @@ def _take_up(runner: Runner, saver: Saver, checkpoint: Checkpoint, fetch: Fetch)
     generators = rng_state(world.device)
     if same_world:
         tensors.update({f"rng.{world.rank}.{name}": tensor for name, tensor in generators.items()})
-    hooks, saved_hooks = runner.hooks.named(), state.get("hooks", {})
+    hooks, saved_hooks = runner.hooks.named(), state.get("hooks") or {}
     for name in hooks.keys() & saved_hooks.keys():
         hooks[name].make_room(runner, entries(checkpoint.index, f"hook.{name}."))
         tensors.update(saver.hook_tensors(name, hooks[name]))
-        hooks[name].restore(saved_hooks[name])
+        with _taken_from(checkpoint, f"hooks.{name}"):
+            hooks[name].restore(saved_hooks[name])
     left = sorted(saved_hooks.keys() - hooks.keys())
     ignore = ("rng.", *(f"hook.{name}." for name in left))
     differing = load_into(checkpoint, tensors, world=world, ignore=ignore, partial=patterns, fetch=fetch)
@@ -85,15 +87,27 @@ def _take_up(runner: Runner, saver: Saver, checkpoint: Checkpoint, fetch: Fetch)
         restore_rng_state(generators, world.device)
     engine.state_loaded()
     if "engine" in state:
-        engine.restore(state["engine"])
-    _set_position(runner, state)
+        with _taken_from(checkpoint, "engine"):
+            engine.restore(state["engine"])
+    with _taken_from(checkpoint, "step_in_epoch and batch_total"):
+        _set_position(runner, state)
     _tell_another_order(runner, checkpoint)
-    saved = state.get("config", {}).get("precision", {}).get("compute")
+    saved = _at(state.get("config") or {}, "precision.compute")
     if saved == "bf16" and runner.config.precision.compute == "fp16":
         runner.warn(SMALLER_RANGE)
     if saver.best is not None:
         saver.best.value = state.get("best")
     return checkpoint.folder
+
+
+@contextmanager
+def _taken_from(checkpoint: Checkpoint, key: str) -> Iterator[None]:
+    """What a checkpoint does not have as it should is an error that names its place, and not only the value."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        where = f"{checkpoint.folder / 'manifest.json'}: state.{key}"
+        raise CheckpointError(f"{where} cannot be taken up ({type(error).__name__}: {error})") from error
 
 
 def _find(runner: Runner, saver: Saver) -> tuple[Checkpoint, Fetch] | None:
@@ -182,7 +196,7 @@ def _tell_another_order(runner: Runner, checkpoint: Checkpoint) -> None:
     """Within an epoch a place in the data means something only where the samples and their order are the same."""
     if runner.step_in_epoch in (0, runner.steps_per_epoch):
         return
-    before, now = checkpoint.manifest.state.get("config", {}), to_dict(runner.config)
+    before, now = checkpoint.manifest.state.get("config") or {}, to_dict(runner.config)
     changed = [f"{key}: {show(_at(before, key))}" for key in _ORDER if _at(before, key) != _at(now, key)]
     if changed:
         runner.warn(
@@ -197,7 +211,7 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _refuse_another_optimizer(path: Path, state: Mapping[str, Any], wanted: str) -> None:
-    saved = state.get("config", {}).get("optim", {}).get("type")
+    saved = _at(state.get("config") or {}, "optim.type")
     if saved is not None and saved != wanted and not {saved, wanted} <= _SAME_STATE:
         raise CheckpointError(
             f"{path} was trained with {saved}, and optim.type is {wanted}: their states do not fit each other; "

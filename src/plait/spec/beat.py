@@ -125,6 +125,8 @@ def read_beat(path: Path) -> Beat | None:
         return None
     _, pid, timeout_s = _ABOUT.unpack_from(data, _ABOUT_AT)
     since, step, number = _NOW.unpack_from(data, _NOW_AT)
+    if number >= len(_PHASES):
+        return None  # another version's, or torn
     called, count, tick, pending, name = _COLLECTIVE.unpack_from(data, _COLLECTIVE_AT)
     gpu, peak = _MEMORY.unpack_from(data, _MEMORY_AT)
     length, text = _TEXT.unpack_from(data, _FOLDER_AT)

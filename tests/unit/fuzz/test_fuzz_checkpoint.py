@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.multi.toys import fit
 from tests.unit.checkpoint import samples
 from tests.unit.checkpoint.test_deepspeed_read import save_stage_2, save_stage_3, values
 from tests.unit.fuzz.mutate import bounded, damaged_json, draws, mutated, spoiled
@@ -178,6 +179,39 @@ def test_of_200_flipped_bits_none_loads_other_values(
             seen["equal"] += 1
         shutil.rmtree(folder)
     assert seen == {"refused": 200}, "every byte of a checkpoint is under a digest"
+
+
+# ---- the state of a run that goes on
+
+
+def test_a_forged_state_is_refused_or_gone_on_with(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    start = tmp_path / "whole"
+    fit(0, 1, {"work_dir": start, "hooks": [{"type": "ema"}]}, stop_at=8)
+    seen: Counter[str] = Counter()
+    for name, random in draws(request, "resume", 24, 100):
+        folder = tmp_path / "forged"
+        shutil.copytree(start, folder, symlinks=True)
+        (newest,) = (folder / "checkpoints").glob("step-*[0-9]")
+        changed: dict[str, Any] = {}
+
+        def forge_state(manifest: dict[str, Any], random: Random = random) -> None:
+            changed.update(state=mutated(manifest["state"], random))  # noqa: B023
+            manifest.update(changed)  # noqa: B023
+
+        samples.reseal(newest, manifest=forge_state)
+        try:
+            with bounded():
+                fit(0, 1, {"work_dir": folder, "checkpoint": {"resume": "auto"}, "hooks": [{"type": "ema"}]})
+        except PlaitError as error:
+            str(error).encode()
+            seen["refused"] += 1
+        except BaseException:
+            print(f"{name}: {changed}")
+            raise
+        else:
+            seen["resumed"] += 1
+        shutil.rmtree(folder)
+    assert min(seen["refused"], seen["resumed"]) > 0
 
 
 # ---- checkpoints of others, which have no digests: whatever is in them, no traceback

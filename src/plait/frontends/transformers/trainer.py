@@ -35,6 +35,8 @@ class TrainingArguments(_trainer.TrainingArguments):  # type: ignore[misc]
     may have comments, as everywhere in Plait.
     """
 
+    deepspeed: Any
+
     def __post_init__(self) -> None:
         given = getattr(self, "deepspeed")  # noqa: B009  # mypy does not know what transformers gives it
         if isinstance(given, (str, os.PathLike)) and not str(given).startswith("{"):

@@ -18,9 +18,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from plait.config.files import read_json_object
 from plait.config.model import HFConfig
 from plait.config.trust import transformers_code
-from plait.errors import MissingExtraError, ModelError
+from plait.errors import MissingExtraError, ModelError, PlaitError
 from plait.models.common.documents import document_mask
 from plait.models.common.fp8_loss import Fp8Head
 from plait.models.common.loss import cross_entropy
@@ -60,9 +61,12 @@ def build_hf_model(config: HFConfig, *, trust_code: bool = False) -> nn.Module:
         with transformers_code(source, trust_code=trust_code, key=key) as trusted:
             described = _described(config, trust_code=trusted)
             model: nn.Module = auto.from_config(described, dtype=torch.get_default_dtype(), trust_remote_code=trusted)
-    except ValueError as error:
+    except PlaitError:
+        raise
+    except Exception as error:  # a value that no layer can have is found out by whatever it breaks
         raise ModelError(
-            f"transformers cannot build {key}={source!r} for model.task={config.task!r}: {error}"
+            f"transformers cannot build {key}={source!r:.200} for model.task={config.task!r}: "
+            f"{type(error).__name__}: {error}"
         ) from error
     if config.task == "causal-lm" and attends_both_ways(model):
         raise ModelError(
@@ -226,6 +230,7 @@ def _described(config: HFConfig, *, trust_code: bool) -> Any:
     if config.path is not None:
         if not (Path(config.path) / "config.json").is_file():
             raise ModelError(f"model.path={config.path!r} is no model folder: it has no config.json")
+        read_json_object(Path(config.path) / "config.json", ModelError)
         return AutoConfig.from_pretrained(config.path, local_files_only=True, trust_remote_code=trust_code)
     given = dict(config.config or {})
     model_type = given.pop("model_type", None)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from plait.config.files import parse_json
 from plait.data.jsonl import read_object
+from plait.data.text import open_file
 from plait.errors import DataError, MissingExtraError
 
 Row = tuple[str, Mapping[str, Any] | str]
@@ -33,7 +34,7 @@ def read_rows(path: str) -> Iterator[Row]:
 
 
 def _lines(path: Path) -> Iterator[Row]:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         if file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             yield from _list(path)
             return
@@ -60,11 +61,18 @@ def _parquet(path: Path) -> Iterator[Row]:
         parquet = import_module("pyarrow.parquet")
     except ImportError as error:
         raise MissingExtraError("pyarrow", f"reading {path.name}", "parquet") from error
-    number = 0
-    for batch in parquet.ParquetFile(path).iter_batches():
-        for row in batch.to_pylist():
-            number += 1
-            yield f"{path}, row {number}", row
+    file = parquet.ParquetFile
+    rows = _read_by_library(path, lambda: (row for each in file(path).iter_batches() for row in each.to_pylist()))
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}, row {number}", row
+
+
+def _read_by_library(path: Path, read: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+    """What a library reads from a file; whatever it raises is an error that names the file."""
+    try:
+        yield from read()
+    except Exception as error:  # Arrow has a dozen kinds of its own
+        raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}); get it again") from error
 
 
 def _saved_dataset(path: Path) -> Iterator[Row]:
@@ -72,8 +80,8 @@ def _saved_dataset(path: Path) -> Iterator[Row]:
         datasets = import_module("datasets")
     except ImportError as error:
         raise MissingExtraError("datasets", f"reading the folder {path.name}", "datasets") from error
-    found = datasets.load_from_disk(str(path))
+    (found,) = _read_by_library(path, lambda: [datasets.load_from_disk(str(path))])
     parts = found.items() if hasattr(found, "items") else [("", found)]
     for name, part in parts:
-        for number, row in enumerate(part, start=1):
+        for number, row in enumerate(_read_by_library(path, part.__iter__), start=1):
             yield f"{path}{f'/{name}' if name else ''}, row {number}", row

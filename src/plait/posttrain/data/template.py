@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from plait.config.posttrain import TemplateConfig
 from plait.config.trust import transformers_code
-from plait.errors import DataError, MissingExtraError
+from plait.errors import DataError, MissingExtraError, PlaitError
 from plait.posttrain.data.records import Message
 from plait.posttrain.data.tokenizer import ChatTokenizer
 
@@ -109,10 +109,15 @@ class OfTokenizer(Template):
         except ImportError as error:
             raise MissingExtraError("transformers", "posttrain.template.kind: tokenizer", "hf") from error
         self._folder = folder
-        with transformers_code(folder, trust_code=trust_code, key="posttrain.tokenizer") as trusted:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=trusted
-            )
+        try:
+            with transformers_code(folder, trust_code=trust_code, key="posttrain.tokenizer") as trusted:
+                self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                    str(folder), local_files_only=True, trust_remote_code=trusted
+                )
+        except PlaitError:
+            raise
+        except Exception as error:  # the library raises whatever its files made it do
+            raise DataError(f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {error})") from error
         if self._tokenizer.chat_template is None:
             raise DataError(f"the tokenizer in {folder} has no chat template; use posttrain.template.kind: marked")
         end = self._tokenizer.eos_token_id
