@@ -20,6 +20,8 @@ from plait.generate.speaker import Speaker
 
 BACKLOG = 2048
 """Connections that the system accepts before the server comes to look at them."""
+LINGER_S = 2.0
+"""For a client that is turned away to read why."""
 
 
 class Server:
@@ -152,7 +154,7 @@ class _Protocol(H11Protocol):
             self._patience = None
 
     def _too_late(self) -> None:
-        if self._turned_away or self.transport.is_closing():
+        if self.transport.is_closing():
             self.transport.abort()
         elif self.cycle is None:
             message = f"the header of the request did not come within {self._limits.header_s:g} seconds"
@@ -169,4 +171,4 @@ class _Protocol(H11Protocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._wait_no_longer()
-        self._wait()
+        self._patience = self.loop.call_later(LINGER_S, self.transport.abort)

@@ -154,16 +154,16 @@ class OfTokenizer(Template):
     def written_call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
         """How an assistant's tool call is written down; None where the template leaves out something of it."""
         function = {"name": name, "description": "d7351", "parameters": {"type": "object", "properties": {}}}
+        tools: list[Mapping[str, Any]] = [{"type": "function", "function": function}]
         called = {"id": "call0", "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
-        messages: list[dict[str, Any]] = [{"role": "user", "content": "u7351"}]
-        more = [
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "u7351"},
             {"role": "assistant", "content": "", "tool_calls": [called]},
             {"role": "tool", "tool_call_id": "call0", "name": name, "content": "r7351"},
         ]
-        tools = [{"type": "function", "function": function}]
         try:
-            asked = self._rendered(messages, asks=False, tools=tools)
-            whole = self._rendered([*messages, *more], asks=False, tools=tools)
+            asked = self._rendered(messages[:1], asks=False, tools=tools)
+            whole = self._rendered(messages, asks=False, tools=tools)
         except (DataError, TypeError, ValueError, KeyError, AttributeError):  # it knows no tools, or others
             return None
         _, begun, behind = whole.partition("u7351")
