@@ -458,7 +458,7 @@ def test_slow_clients_neither_block_the_others_nor_stay(speaker: Speaker) -> Non
                 each.settimeout(30)
                 assert each.recv(12) == b"HTTP/1.1 408"
             until(lambda: metric(server, "plait_requests_total", status="408") == 16)
-            until(lambda: len(server._uvicorn.server_state.connections) <= 2, 30)
+            until(lambda: len(server._uvicorn.server_state.connections) <= 2, 20)
         finally:
             done[0] = True
             thread.join()
@@ -484,12 +484,16 @@ def test_a_request_has_a_time_waiting_included(speaker: Speaker, gate: Gate) -> 
 
 def test_a_client_that_does_not_read_its_answer_is_cut_off(speaker: Speaker) -> None:
     long = {"prompt": "x", "max_tokens": 200, "logprobs": 20, "stream": True, "n": 16}
-    with serving(speaker, request_s=8.0, max_new_tokens=200) as server, socket.socket() as deaf:
+    with serving(speaker, request_s=4.0, max_new_tokens=200) as server, socket.socket() as deaf:
+        server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # those that it accepts have the same
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect(server.address)
         deaf.sendall(request_of(long, TEXT))
         until(lambda: server.app.scheduler.running > 0)
+        began = time.monotonic()
         until(lambda: len(server._uvicorn.server_state.connections) == 0)
+        assert time.monotonic() - began < 20, "that was the time of an idle connection"
+        until(lambda: server.app.scheduler.running == 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])

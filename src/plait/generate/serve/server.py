@@ -138,6 +138,12 @@ class _Protocol(H11Protocol):
         elif self._patience is None:
             self._wait()
 
+    def on_response_complete(self) -> None:
+        """Read no further what is left of a body that nobody wants."""
+        super().on_response_complete()
+        if self.cycle.more_body and self._patience is None:
+            self._patience = self.loop.call_later(LINGER_S, self.transport.close)
+
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP."""
         if self.cycle is None or self.cycle.response_complete:
