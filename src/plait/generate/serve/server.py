@@ -141,7 +141,8 @@ class _Protocol(H11Protocol):
     def on_response_complete(self) -> None:
         """Read no further what is left of a body that nobody wants."""
         super().on_response_complete()
-        if self.cycle.more_body and self._patience is None:
+        refused = self.cycle.response_complete and self.cycle.more_body  # else it is the next request already
+        if refused and self._patience is None:
             self._patience = self.loop.call_later(LINGER_S, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
