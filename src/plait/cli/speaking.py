@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,11 +21,12 @@ from plait.data import tokenizer_path
 from plait.errors import ConfigError, DataError, GenerateError, ModelError, Problem
 from plait.generate.generator import Generator, context_of
 from plait.generate.speaker import Speaker, Turn
+from plait.generate.tools import CLOSE, OPEN, ToolCall, read_calls
 from plait.models import build_model
 from plait.models.portable import from_transformers
 from plait.parallel.buffers import persistent_buffers
 from plait.posttrain.data.records import Message
-from plait.posttrain.data.template import make_template
+from plait.posttrain.data.template import OfTokenizer, Template, make_template
 from plait.posttrain.data.tokenizer import NAME, ChatTokenizer, read_tokenizer
 from plait.posttrain.lora.adapter import read_adapter
 from plait.posttrain.lora.attach import AdapterSpec, attach
@@ -85,10 +86,15 @@ def open_speaker(path: str, opening: Opening | None = None) -> Speaker:
         model = _load_trained_part(place, config, opening)
     else:
         model = _load(str(place), described, opening)
-    write_down, stop = _manner(tokenizer, config, opening, place)
+    template, stop = _manner(tokenizer, config, opening, place)
+
+    def write_down(turns: Sequence[Turn]) -> list[int]:
+        return template.prompt([Message(turn.role, turn.content) for turn in turns])
+
     context = _context(model, config)
     generator = Generator(model, decode=tokenizer.decode, context=context, max_rows=MAX_ROWS, graphs=not away)
-    return Speaker(Path(path).resolve().name, generator, tokenizer, write_down, stop)
+    with_tools = _with_tools(template, tokenizer)
+    return Speaker(Path(path).resolve().name, generator, tokenizer, write_down, stop, with_tools)
 
 
 def _described(folder: Path) -> ModelConfig:
@@ -193,7 +199,7 @@ def _tokenizer(asked: Path, place: Path, config: RunConfig | None, opening: Open
 
 def _manner(
     tokenizer: ChatTokenizer, config: RunConfig | None, opening: Opening, place: Path
-) -> tuple[Callable[[Sequence[Turn]], list[int]], tuple[int | str, ...]]:
+) -> tuple[Template, tuple[int | str, ...]]:
     """How conversations are written down, and what ends an answer."""
     section = (config.posttrain if config is not None else None) or PosttrainConfig()
     folders = (
@@ -209,10 +215,29 @@ def _manner(
     template = make_template(words, tokenizer, folder, trust_code=opening.trust_code)
     ends = dict.fromkeys((*template.ends, *_ends(folder)))
 
-    def write_down(turns: Sequence[Turn]) -> list[int]:
-        return template.prompt([Message(turn.role, turn.content) for turn in turns])
+    return template, tuple(ends)
 
-    return write_down, tuple(ends)
+
+def _with_tools(
+    template: Template, tokenizer: ChatTokenizer
+) -> Callable[[Sequence[Turn], Sequence[Mapping[str, Any]]], list[int]] | None:
+    """How conversations with tools are written down, where the template writes calls in the form that is read here."""
+    name, arguments = "probe", {"x": [1, "y"]}
+    hidden = any(tokenizer.special_token(mark) is not None for mark in (OPEN, CLOSE))  # no answer would show a call
+    if hidden or not isinstance(template, OfTokenizer):
+        return None
+    written = template.written_call(name, arguments)
+    if written is None or OPEN not in written:
+        return None
+    begin, end = written.index(OPEN), written.rfind(CLOSE) + len(CLOSE)
+    if read_calls(written[begin:end]) != [ToolCall(name, arguments)]:
+        return None
+
+    def write_with_tools(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        messages = [{"role": turn.role, "content": turn.content, **(turn.more or {})} for turn in turns]
+        return template.prompt_with_tools(messages, tools)
+
+    return write_with_tools
 
 
 def _has_template(folder: Path) -> bool:

@@ -138,13 +138,11 @@ def answering(
     agree: Agree | None = None,
     graphs: bool = True,
     check_every: int = CHECK_EVERY,
-    between: Callable[[], object] | None = None,
 ) -> Generator[Answers, None, list[Completion]]:
     """Answer one batch; `limits` are the most new tokens of each row.
 
     Yields the rows that go on whenever it looks at them, every `check_every` tokens, and returns all answers.
-    `agree` is for ranks that have to take every step together. `between` is called before each token; what it raises
-    ends the answers.
+    `agree` is for ranks that have to take every step together.
     """
     live = Answers(prompts, keys, limits, sampling, device)
     shortest, longest, numbers = min(limits), live.width, torch.arange(len(prompts), device=device)
@@ -155,8 +153,6 @@ def answering(
         way = replace(sampling, seed=0)  # every seed goes the same way
         step = Recorded(lambda: live.go_on(decoder), on=recorded, is_warm=lambda: decoder.is_warm(way))
         for length in count(1):
-            if between is not None:
-                between()
             # Ranks that go together must look at the same moments, however long their own rows are.
             if length % check_every == 0 or (agree is None and length >= longest):
                 if decode is not None and sampling.stop_texts:

@@ -59,12 +59,10 @@ class Generator:
         sampling: Sampling,
         *,
         keys: Sequence[int] | None = None,
-        between: Callable[[], object] | None = None,
     ) -> list[Completion]:
         """An answer to each prompt, in their order.
 
         Together with the seed, a prompt's key decides what is drawn for it; absent: its number in the list.
-        `between` is called before each token; what it raises ends the answers.
         """
         keys = range(len(prompts)) if keys is None else keys
         if len(keys) != len(prompts):
@@ -78,7 +76,7 @@ class Generator:
             for first in range(0, len(order), width):
                 chosen = order[first : first + width]
                 asked, drawn = [prompts[i] for i in chosen], [keys[i] for i in chosen]
-                answers = self._run(asked, drawn, sampling, CHECK_EVERY, between)
+                answers = self._run(asked, drawn, sampling, CHECK_EVERY)
                 found.update(zip(chosen, _drained(answers), strict=True))
         return [found[index] for index in range(len(prompts))]
 
@@ -122,7 +120,6 @@ class Generator:
         keys: Sequence[int],
         sampling: Sampling,
         check_every: int,
-        between: Callable[[], object] | None = None,
     ) -> Any:
         limits = self._rooms(prompts, sampling)
         return answering(
@@ -136,7 +133,6 @@ class Generator:
             agree=self._agree,
             graphs=self._graphs,
             check_every=check_every,
-            between=between,
         )
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:

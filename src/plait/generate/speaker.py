@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from plait.config.encoding import half_character
 from plait.data.tokenizer import TextTokenizer
@@ -25,8 +25,10 @@ class Turn(NamedTuple):
     """What one side says."""
 
     role: str
-    """`system`, `user` or `assistant`."""
+    """`system`, `user` or `assistant`; `tool` where tools are used."""
     content: str
+    more: Mapping[str, Any] | None = None
+    """What a message has beside these where tools are used: `tool_calls`, `tool_call_id`."""
 
 
 class Piece(NamedTuple):
@@ -57,16 +59,29 @@ class Speaker:
     """From a conversation to the prompt that an answer follows."""
     stop: tuple[int | str, ...]
     """What ends an answer in any case."""
+    write_with_tools: Callable[[Sequence[Turn], Sequence[Mapping[str, Any]]], list[int]] | None = None
+    """Like `write_down`, with tools that may be called as in `generate.tools`; None where the template has none."""
 
     def encode(self, text: str) -> list[int]:
         """A text as a prompt; an empty one is the beginning of a document."""
         return self.tokenizer.encode(text) or [self.tokenizer.end]
 
-    def ask(self, turns: Sequence[Turn]) -> Asked:
+    def ask(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> Asked:
         """A conversation as a prompt. Where it is longer than the model sees, its earliest turns are left out.
 
-        What the system says stays.
+        What the system says stays. `tools` are those that the model may call, in the form of OpenAI's API.
         """
+        write_down = self.write_down
+        if tools or any(turn.more for turn in turns):
+            if (with_tools := self.write_with_tools) is None:
+                raise GenerateError(
+                    "tools: the chat template of this model does not write calls as <tool_call>; leave out tools, "
+                    "tool_calls and messages of the role tool"
+                )
+
+            def write_down(turns: Sequence[Turn]) -> list[int]:
+                return with_tools(turns, tools)
+
         if not turns:
             raise GenerateError("the conversation is empty: say something first")
         if wrong := next(filter(None, (half_character(turn.content) for turn in turns)), None):
@@ -75,7 +90,7 @@ class Speaker:
         rest, context = list(turns[len(system) :]), self.generator.context
 
         def written(left_out: int) -> list[int]:
-            tokens = self.write_down([*system, *rest[left_out:]])
+            tokens = write_down([*system, *rest[left_out:]])
             if not tokens:
                 raise GenerateError("nothing of that is known to the tokenizer of this model; say it in its own words")
             return tokens

@@ -176,6 +176,16 @@ def test_serve_listens_and_shows_a_link_with_a_new_token(
     assert len(set(tokens)) == 2
 
 
+def test_serve_without_its_extra_is_refused_before_a_model_is_opened(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith(("plait.generate.serve", "plait.cli.serve"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert call(monkeypatch, "serve", "no-such-folder") == 2
+    assert "plait[serve]" in capsys.readouterr().err
+
+
 def test_a_port_in_use_is_named(
     hf_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

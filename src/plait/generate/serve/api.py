@@ -12,10 +12,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from plait.data.tokenizer import half_character
 from plait.errors import ContextError, DataError, GenerateError
 from plait.generate.options import Sampling
 from plait.generate.serve.scheduler import AnswerPart, Event, Job, Written
 from plait.generate.speaker import Speaker, Turn
+from plait.generate.tools import ToolCall, ToolReader
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
@@ -23,13 +25,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "best_of": (1,),
     "response_format": ({"type": "text"},),
-    "tools": ([],),
     "logit_bias": ({},),
     "store": (False,),
     "metadata": ({},),
     "service_tier": ("auto", "default"),
-    "tool_choice": ("auto", "none"),
-    "parallel_tool_calls": (True, False),
     "min_p": (0,),
     "suffix": ("",),
 }
@@ -38,10 +37,8 @@ _NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "annotat
 """What an answer of the API brings along when a client sends it back."""
 _UNSUPPORTED = {
     "response_format": "answers are not constrained to JSON here; ask for JSON in the prompt, and leave it out",
-    "tools": "tool calls are not supported; leave it out",
-    "tool_choice": "tool calls are not supported; leave it out",
-    "functions": "tool calls are not supported; leave it out",
-    "tool_calls": "tool calls are not supported; leave it out",
+    "functions": "an older form of tools; use tools",
+    "function_call": "an older form of tool_choice; use tool_choice",
     "presence_penalty": "not supported; write 0 or use repetition_penalty",
     "frequency_penalty": "not supported; write 0 or use repetition_penalty",
     "logit_bias": "not supported; leave it out",
@@ -169,21 +166,76 @@ class _Text(_Strict):
     text: str
 
 
+class _Function(_Strict):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] = {}
+    strict: Literal[False] = False
+    """Arguments are not constrained to their schema."""
+
+
+class _Tool(_Strict):
+    type: Literal["function"]
+    function: _Function
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_none(cls, data: Any) -> Any:
+        function = data.get("function") if isinstance(data, dict) else None
+        return {**data, "function": _without_neutral(function, {})} if isinstance(function, dict) else data
+
+
+class _CalledFunction(_Strict):
+    name: str
+    arguments: str
+
+
+class _Call(_Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: _CalledFunction
+
+    def as_template_has_it(self) -> dict[str, Any]:
+        """With the arguments as an object."""
+        try:
+            arguments = read_json(self.function.arguments.encode(errors="surrogatepass"))
+        except ApiError as error:
+            raise invalid(f"tool_calls: the arguments of {self.function.name!r} are not JSON: {error}") from error
+        if not isinstance(arguments, dict):
+            raise invalid(f"tool_calls: the arguments of {self.function.name!r} are not an object")
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
 class _Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[_Text], BeforeValidator(_as_parts)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[list[_Text], BeforeValidator(_as_parts)] = []
     name: str | None = None
     """Who of several speaks; no prompt has it in it, as none of the templates writes names down."""
+    tool_calls: list[_Call] = []
+    tool_call_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, data: Any) -> Any:
         return _without_neutral(data, _NEUTRAL_IN_MESSAGE)
 
+    @model_validator(mode="after")
+    def _check(self) -> _Message:
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("content is missing")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls belong to the role assistant, not to {self.role}")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("tool_call_id belongs to the role tool, and is needed there")
+        return self
+
     def turn(self) -> Turn:
         """As a turn of a conversation."""
         content = "".join(part.text for part in self.content)
-        return Turn("system" if self.role == "developer" else self.role, content)  # OpenAI's newer word for it
+        role = "system" if self.role == "developer" else self.role  # OpenAI's newer word for it
+        if self.tool_calls:
+            return Turn(role, content, {"tool_calls": [call.as_template_has_it() for call in self.tool_calls]})
+        return Turn(role, content, None if self.tool_call_id is None else {"tool_call_id": self.tool_call_id})
 
 
 class ChatRequest(_Request):
@@ -192,6 +244,9 @@ class ChatRequest(_Request):
     messages: Annotated[list[_Message], Field(min_length=1)]
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
+    tools: Annotated[list[_Tool], Field(max_length=128)] = []
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
 
     @property
     def alternatives(self) -> int | None:
@@ -200,9 +255,25 @@ class ChatRequest(_Request):
             raise invalid("top_logprobs needs logprobs: true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
     def prompt(self, speaker: Speaker) -> list[int]:
         """What the model is given."""
-        return speaker.ask([message.turn() for message in self.messages]).tokens
+        if self.tool_choice not in ("auto", "none"):
+            raise invalid("tool_choice: a call cannot be forced, as decoding is not constrained; write auto or none")
+        if self.may_call and not self.parallel_tool_calls:
+            raise invalid("parallel_tool_calls: the number of calls is not constrained; leave it out")
+        if self.may_call and self.logprobs:
+            raise invalid("logprobs are not reported together with tools; leave out one of them")
+        tools = [tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in self.tools]
+        turns = [message.turn() for message in self.messages]
+        told = json.dumps([tools, [turn.more for turn in turns]], ensure_ascii=False)
+        if wrong := half_character(told):
+            raise invalid(f"tools: {wrong}; leave it out")
+        return speaker.ask(turns, tools if self.may_call else ()).tokens
 
 
 class TextRequest(_Request):
@@ -252,6 +323,8 @@ class Reply:
     request: Request
     job: Job
     head: dict[str, Any]
+    readers: Sequence[ToolReader]
+    """One for each answer, where tools may be called."""
 
     @property
     def _chat(self) -> bool:
@@ -259,15 +332,11 @@ class Reply:
 
     def whole(self, parts: Iterable[AnswerPart], completion_tokens: int) -> dict[str, Any]:
         """All answers at once."""
-        choices = [
-            {
-                "index": part.number,
-                **({"message": self._message(part.text)} if self._chat else {"text": part.text}),
-                "logprobs": self._logprobs(part.tokens),
-                "finish_reason": part.finish_reason,
-            }
-            for part in sorted(parts, key=lambda part: part.number)
-        ]
+        choices = []
+        for part in sorted(parts, key=lambda part: part.number):
+            said, reason = self._message(part) if self._chat else ({"text": part.text}, part.finish_reason)
+            logprobs = self._logprobs(part.tokens)
+            choices.append({"index": part.number, **said, "logprobs": logprobs, "finish_reason": reason})
         kind = "chat.completion" if self._chat else "text_completion"
         return {**self.head, "object": kind, "choices": choices, "usage": self._usage(completion_tokens)}
 
@@ -280,13 +349,21 @@ class Reply:
 
     def events(self, part: AnswerPart) -> list[dict[str, Any]]:
         """The events for a part of an answer: what is new, and apart from that how it ended."""
-        found = []
-        if part.text or part.tokens:
-            said: dict[str, Any] = {"delta": {"content": part.text}} if self._chat else {"text": part.text}
+        found, text, calls = [], part.text, list[ToolCall]()
+        if self.readers:
+            text = self.readers[part.number].push(text)
+            if part.finish_reason is not None:
+                rest, calls = self.readers[part.number].finish()
+                text += rest
+        if text or part.tokens:
+            said: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
             found.append(self._event(part.number, said, None, self._logprobs(part.tokens)))
+        if calls:
+            told = [{"index": index, **each} for index, each in enumerate(_calls(calls))]
+            found.append(self._event(part.number, {"delta": {"tool_calls": told}}, None, None))
         if part.finish_reason is not None:
             said = {"delta": {}} if self._chat else {"text": ""}
-            found.append(self._event(part.number, said, part.finish_reason, None))
+            found.append(self._event(part.number, said, "tool_calls" if calls else part.finish_reason, None))
         return found
 
     def closing(self, completion_tokens: int) -> list[dict[str, Any]]:
@@ -304,8 +381,16 @@ class Reply:
         choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
         return {**self.head, "object": self._kind, "choices": [choice]}
 
-    def _message(self, text: str) -> dict[str, Any]:
-        return {"role": "assistant", "content": text, "refusal": None}
+    def _message(self, part: AnswerPart) -> tuple[dict[str, Any], str | None]:
+        text, calls = part.text, list[ToolCall]()
+        if self.readers:
+            text = self.readers[part.number].push(text)
+            rest, calls = self.readers[part.number].finish()
+            text += rest
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if not calls:
+            return {"message": message}, part.finish_reason
+        return {"message": {**message, "content": text or None, "tool_calls": _calls(calls)}}, "tool_calls"
 
     def _logprobs(self, tokens: Sequence[Written]) -> dict[str, Any] | None:
         if not self.job.logprobs:
@@ -323,6 +408,17 @@ class Reply:
     def _usage(self, new: int) -> dict[str, int]:
         asked = len(self.job.rows[0].prompt)
         return {"prompt_tokens": asked, "completion_tokens": new, "total_tokens": asked + new}
+
+
+def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": f"call_{uuid.uuid4().hex}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for call in calls
+    ]
 
 
 def _likely(token: Any) -> dict[str, Any]:
@@ -362,4 +458,5 @@ def prepare(
     )
     prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
     head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": speaker.name}
-    return Reply(request, job, head)
+    may_call = isinstance(request, ChatRequest) and request.may_call
+    return Reply(request, job, head, [ToolReader() for _ in rows] if may_call else [])

@@ -269,7 +269,8 @@ class _Waiting(Response):
 
     def deliver(self, event: Event) -> None:
         """Called in the thread of the model."""
-        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        if not self._loop.is_closed():  # as after a second Ctrl-C
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer until the answer ends, its time is over, or its client leaves."""

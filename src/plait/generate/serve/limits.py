@@ -17,7 +17,7 @@ class Limits:
     """Answers that are written at the same time."""
     waiting: int = 256
     """Requests that wait for a place in the batch."""
-    connections: int = 1024
+    connections: int = 512
     """Open at the same time."""
     max_new_tokens: int = 1024
     """Of one answer."""

@@ -20,6 +20,8 @@ from plait.generate.speaker import Speaker
 
 BACKLOG = 2048
 """Connections that the system accepts before the server comes to look at them."""
+LINGER_S = 2.0
+"""For a client that is turned away to read why."""
 
 
 class Server:
@@ -136,6 +138,13 @@ class _Protocol(H11Protocol):
         elif self._patience is None:
             self._wait()
 
+    def on_response_complete(self) -> None:
+        """Read no further what is left of a body that nobody wants."""
+        super().on_response_complete()
+        refused = self.cycle.response_complete and self.cycle.more_body  # else it is the next request already
+        if refused and self._patience is None:
+            self._patience = self.loop.call_later(LINGER_S, self.transport.close)
+
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP."""
         if self.cycle is None or self.cycle.response_complete:
@@ -152,7 +161,7 @@ class _Protocol(H11Protocol):
             self._patience = None
 
     def _too_late(self) -> None:
-        if self._turned_away or self.transport.is_closing():
+        if self.transport.is_closing():
             self.transport.abort()
         elif self.cycle is None:
             message = f"the header of the request did not come within {self._limits.header_s:g} seconds"
@@ -169,4 +178,4 @@ class _Protocol(H11Protocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._wait_no_longer()
-        self._wait()
+        self._patience = self.loop.call_later(LINGER_S, self.transport.abort)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,10 +157,39 @@ class OfTokenizer(Template):
         """All of it, and the beginning of the assistant's turn."""
         return self._encode(self._text(messages, asks=True))
 
+    def prompt_with_tools(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Like `prompt`, of messages that may have `tool_calls`, with the tools that may be called."""
+        return self._encode(self._rendered(messages, asks=True, tools=list(tools) or None))
+
+    def written_call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
+        """How an assistant's tool call is written down; None where the template leaves out something of it."""
+        function = {"name": name, "description": "d7351", "parameters": {"type": "object", "properties": {}}}
+        tools: list[Mapping[str, Any]] = [{"type": "function", "function": function}]
+        called = {"id": "call0", "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "u7351"},
+            {"role": "assistant", "content": "", "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": "call0", "name": name, "content": "r7351"},
+        ]
+        try:
+            asked = self._rendered(messages[:1], asks=False, tools=tools)
+            whole = self._rendered(messages, asks=False, tools=tools)
+        except DataError:  # it knows no tools, or others
+            return None
+        _, begun, behind = whole.partition("u7351")
+        call, answered, _ = behind.partition("r7351")
+        return call if "d7351" in asked and begun and answered else None
+
     def _text(self, messages: Sequence[Message], *, asks: bool) -> str:
-        plain = [{"role": message.role, "content": message.content} for message in messages]
+        return self._rendered([{"role": each.role, "content": each.content} for each in messages], asks=asks)
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], *, asks: bool, tools: list[Mapping[str, Any]] | None = None
+    ) -> str:
         try:  # in a sandbox of `transformers`: a template reads messages, and reaches nothing else
-            text: str = self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=asks)
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=asks
+            )
         except Exception as error:  # whatever a template of its author's raises, on purpose or not
             reason = f"{type(error).__name__}: {error}"
             raise DataError(f"the chat template in {self._folder} does not take this conversation: {reason}") from error
