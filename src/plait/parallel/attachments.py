@@ -38,7 +38,7 @@ def give_attributes(model: nn.Module, attributes: Attributes) -> None:
 
 def gradient_hooks(model: nn.Module) -> dict[str, str]:
     """The parameters with gradient hooks, each with the name of its first hook."""
-    found = {}
+    found: dict[str, str] = {}
     for name, param in model.named_parameters():
         for hooks in (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)):
             for hook in (hooks or {}).values():

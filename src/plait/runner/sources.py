@@ -47,7 +47,8 @@ def batch_of(config: RunConfig, data_parallel: int, given: Any, *, split: int = 
 
 def refuse_second_shift(model: nn.Module, config: RunConfig) -> None:
     """Refuse labels that a model would shift once more: it would learn the token after the next."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # what `peft` has wrapped
+    peft: Any = model
+    inner = peft.get_base_model() if hasattr(model, "get_base_model") else model
     if not is_transformers_model(inner) or hasattr(inner, "block_classes"):
         return
     for role in ("data", "val_data", "test_data"):

@@ -133,7 +133,7 @@ class WholeSequence(Style):
                     f"{self.site.name!r} was given {self._rows} rows of {self._tokens} tokens and answered with shape "
                     f"{tuple(x.shape)}, of which no dimension is the tokens; set {SEQUENCE_KEY}: false"
                 )
-            x = x.unflatten(0, (self._rows, self._tokens))
+            x = x.view(self._rows, self._tokens, *x.shape[1:])
         return moves.cut(x, 1, self.site.group)
 
 
