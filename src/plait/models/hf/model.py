@@ -180,8 +180,8 @@ class CausalLM(Adapter):
         if mixer is not None:
             raise ModelError(
                 f"{type(self).__name__} has {mixer}, which no mask keeps from running on into the next document of a "
-                "packed row; set data.document_mask: false to train on rows as they are, or sft.packing: false for rows "
-                "of one example each"
+                "packed row; set data.document_mask: false to train on rows as they are, or sft.packing: false for one "
+                "example in each row"
             )
         if getattr(config, "output_router_logits", False):
             raise ModelError(
