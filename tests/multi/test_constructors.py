@@ -299,6 +299,17 @@ def test_a_model_that_must_be_built_for_real_is_said_to_be(build: type[Net], rea
     assert reason in message
 
 
+@pytest.mark.parametrize("strategy", [{}, {"offload": {"optimizer": "cpu"}}, {"offload": {"params": "cpu"}, "zero": 3}])
+def test_attributes_are_there_whatever_is_offloaded(strategy: dict[str, Any]) -> None:
+    before, trace, _ = train(0, 1, Attributes, strategy)
+    check(before, trace, Attributes)
+
+
+def test_an_initializer_sees_the_marks_on_parameters() -> None:
+    before, _, _ = train(0, 1, Spared, {})
+    torch.testing.assert_close(before["model.first.bias"], torch.full((DIM,), 0.5))
+
+
 def test_attributes_stay_on_the_sharded_parameters(two_ranks: RankPool) -> None:
     for zero in (0, 3):
         assert two_ranks.run(_attributes, {"zero": zero}) == [(3.0, True)] * 2

@@ -95,6 +95,14 @@ def test_packing_is_refused_where_no_mask_parts_documents(name: str) -> None:
         model(**{key: value.to("meta") for key, value in batch.items()})
 
 
+@pytest.mark.parametrize("key", ["attention_chunk_size", "sliding_window"])
+def test_packing_is_refused_where_rows_are_longer_than_what_attention_reaches(key: str) -> None:
+    with torch.device("meta"):
+        model = built("llama4_text" if key == "attention_chunk_size" else "mistral", {**SMALL, key: 8})
+    with pytest.raises(ModelError, match=r"8 tokens.*rows of 16"):
+        model(**{name: value.to("meta") for name, value in packed(2).items()})
+
+
 def test_rows_of_one_document_are_taken() -> None:
     model = built("qwen3_5_text", RECURRENT["qwen3_5_text"]).eval()
     with torch.no_grad():

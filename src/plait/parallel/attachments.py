@@ -58,14 +58,14 @@ def why_not_on_meta(model: nn.Module) -> str | None:
     return None
 
 
-def memory_in_common(model: nn.Module) -> tuple[str, str] | None:
-    """Two tensors of a model, one of them a parameter, or both buffers, that lie in one storage without being one."""
+def memory_in_common(model: nn.Module, *, buffers: bool = True) -> tuple[str, str] | None:
+    """Two tensors of a model that lie in one storage without being one; with `buffers`, also where both are buffers."""
     owners: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor) or type(tensor) not in (Tensor, nn.Parameter):
             continue
         first, owner = owners.setdefault(tensor.untyped_storage()._cdata, (name, tensor))
-        if owner is not tensor:
+        if owner is not tensor and (buffers or isinstance(owner, nn.Parameter)):  # parameters come first
             return first, name
     return None
 

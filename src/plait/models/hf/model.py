@@ -172,7 +172,10 @@ class CausalLM(Adapter):
 
     def _require(self, parameter: str, given: str) -> None:
         if parameter not in self.accepts:
-            raise ModelError(f"{type(self).__name__} takes no {parameter}, so it cannot be given {given}")
+            raise ModelError(
+                f"{type(self).__name__} takes no {parameter}, so it cannot be given {given}; set data.document_mask: "
+                "false to train on rows as they are"
+            )
 
     def _document_mask(self, document_ids: Tensor) -> Tensor:
         config: Any = self.config
@@ -180,20 +183,22 @@ class CausalLM(Adapter):
         if mixer is not None:
             raise ModelError(
                 f"{type(self).__name__} has {mixer}, which no mask keeps from running on into the next document of a "
-                "packed row; set data.document_mask: false to train on rows as they are, or give rows of one document "
-                "each without document_ids"
+                "packed row; set data.document_mask: false to train on rows as they are, or sft.packing: false for one "
+                "example in each row"
             )
         if getattr(config, "output_router_logits", False):
             raise ModelError(
                 "document_ids with output_router_logits: the balance loss of transformers cannot read such a "
                 "mask; set output_router_logits: false or pack without document ids"
             )
-        window = getattr(config, "sliding_window", None)
-        if window is not None and document_ids.shape[1] > window:
-            raise ModelError(
-                f"document_ids with a sliding window of {window} tokens: {type(self).__name__} cannot combine "
-                f"both for rows of {document_ids.shape[1]}; shorten the rows or pack without document ids"
-            )
+        text = config.get_text_config()
+        for key, what in (("sliding_window", "a sliding window"), ("attention_chunk_size", "attention in chunks")):
+            length = getattr(text, key, None)
+            if length is not None and document_ids.shape[1] > length:
+                raise ModelError(
+                    f"document_ids with {what} of {length} tokens: {type(self).__name__} cannot combine "
+                    f"both for rows of {document_ids.shape[1]}; shorten the rows or pack without document ids"
+                )
         mask = document_mask(document_ids)
         if attn_implementation(config) == "sdpa":
             return mask

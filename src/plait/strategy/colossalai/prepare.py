@@ -32,7 +32,7 @@ def prepare_colossalai(
 ) -> ColossalEngine:
     """Make a model ready to train with ColossalAI, as `config` says; `example` is what other engines look at."""
     colossalai = load_colossalai(world)
-    built = build_whole(config, world, model)
+    built = build_whole(config, world, model, accumulation=accumulation, say=say)
     booster = colossalai.booster.Booster(plugin=make_plugin(config))
     boosted, wrapper = _boost(booster, built, config, world)
     seed_everything(config.seed, world.rank)

@@ -43,7 +43,7 @@ def prepare_deepspeed(
         message = f"DeepSpeed has no fp16 on this {world.device.type}"
         raise ConfigError(Problem("precision.compute", message, "Write `bf16`, or use `engine: native`."))
     _check_files(deepspeed, described)
-    built = build_whole(config, world, model)
+    built = build_whole(config, world, model, accumulation=accumulation, say=say)
     if DTYPES[config.precision.compute].itemsize < 4:
         widen_norms(built.module)
     theirs = _initialize(deepspeed, built, described, config)

@@ -19,11 +19,11 @@ from plait.parallel.attachments import why_not_on_meta
 from plait.parallel.initializer import Initializer, find_initializer
 from plait.parallel.recording import Record
 from plait.spec import Note
+from plait.strategy.native.forward import Say
 from plait.torch_internals import has_values
 from plait.world import is_sharded, seed_everything
 
 ModelSource = nn.Module | Callable[[], nn.Module] | None
-Say = Callable[[str], None]
 
 
 def build_module(

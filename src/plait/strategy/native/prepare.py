@@ -59,6 +59,7 @@ from plait.strategy.native.spread import (
     joined,
     rebound,
     refuse_exchange,
+    refuse_hooks,
     shard_part,
     split_stages,
     spread_axes,
@@ -120,7 +121,8 @@ def prepare_native(
 
     # ---- 1. build
     module, initializer = build_module(config, model, say=say)
-    refuse_exchange(config, world, module, accumulation=accumulation if whole_steps else 1)
+    refuse_hooks(config, world, module, accumulation=accumulation if whole_steps else 1)
+    refuse_exchange(config, world, module)
     attributes = attributes_of(module)
     warn_of_smaller_range(config, module, say)
     if initializer is None and world.everyone is not None:

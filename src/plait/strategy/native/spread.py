@@ -38,36 +38,40 @@ _ONE_MESSAGE = 25 << 20
 """Bytes: as much as DistributedDataParallel sends at once."""
 
 
-def refuse_exchange(config: RunConfig, world: World, module: nn.Module, *, accumulation: int) -> None:
-    """Refuse a model with something on its parameters that this layout cannot honour.
+def refuse_hooks(config: RunConfig, world: World, module: nn.Module, *, accumulation: int) -> None:
+    """Refuse gradient hooks where they would not see the gradient of a step.
 
     [Note: what a gradient hook may see] A hook gets what one backward pass gives on one rank. Only where that is the
     step's gradient, divided by the step's number of targets, does the hook do the same as in a plain loop.
     """
-    strategy = config.strategy
-    ranks, on_host = world.size, strategy.offload.on
-    if ranks > 1 or accumulation > 1 or on_host or strategy.graphs is True:
-        for name, hook in gradient_hooks(module).items():
-            where = (
-                f"{ranks} ranks sum their gradients"
-                if ranks > 1
-                else f"{accumulation} micro-batches are summed (batch.accumulation)"
-                if accumulation > 1
-                else "strategy.offload moves the parameter"
-                if on_host
-                else "strategy.graphs replays the backward pass without Python"
-            )
-            raise ModelError(
-                f"the parameter {name!r} has a gradient hook ({hook}), which would not see the step's whole gradient: "
-                f"{where}. Write what it does into the forward pass (`weight * mask + (weight * (1 - mask)).detach()` "
-                "for a mask), or train on one process with one micro-batch per step, without offload and graphs"
-            )
-    exchanged = (strategy.stage > 0 and ranks > 1) or world.layout.tp * world.layout.ep * world.layout.pp > 1 or on_host
+    if world.size > 1:
+        reason = f"{world.size} ranks sum their gradients"
+    elif accumulation > 1:
+        reason = f"{accumulation} micro-batches are summed (batch.accumulation)"
+    elif config.strategy.offload.on:
+        reason = "strategy.offload moves the parameter"
+    elif config.strategy.graphs is True:
+        reason = "strategy.graphs replays the backward pass without Python"
+    else:
+        return
+    for name, hook in gradient_hooks(module).items():
+        raise ModelError(
+            f"the parameter {name!r} has a gradient hook ({hook}), which would not see the step's whole gradient: "
+            f"{reason}. Write what it does into the forward pass (`weight * mask + (weight * (1 - mask)).detach()` for "
+            "a mask), or train on one process with one micro-batch per step, without offload and graphs"
+        )
+
+
+def refuse_exchange(config: RunConfig, world: World, module: nn.Module) -> None:
+    """Refuse a model that would keep the parameters from before they are exchanged for others."""
+    layout, strategy = world.layout, config.strategy
+    sharded = strategy.stage > 0 and world.size > 1
+    exchanged = sharded or layout.tp * layout.ep * layout.pp > 1 or strategy.offload.on
     if exchanged:
         _refuse_references(module)
     rounds = make_policy(config.precision).mixed
     if exchanged or rounds or any(param.device != world.device for param in module.parameters()):
-        shared = memory_in_common(module)
+        shared = memory_in_common(module, buffers=False)
         if shared is not None:
             raise ModelError(
                 f"{shared[0]!r} and {shared[1]!r} share their memory without being one tensor, and would become two: "
