@@ -22,6 +22,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    from tests.real import require
+
+    require(item)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--draw", type=int, metavar="SEED", help="draw the random inputs of a test that printed this")
 
