@@ -34,6 +34,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    from tests.real import require
+
+    require(item)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fresh", action="store_true", help="draw random inputs anew, and run the long versions of tests")
     parser.addoption("--draw", type=int, metavar="SEED", help="draw the random inputs of a session that printed this")

@@ -40,6 +40,12 @@ class Hosts:
     def unplug(self, number: int) -> None:
         run("ip", "link", "set", f"{self.prefix}{number}", "down")
 
+    def crash(self, number: int) -> None:
+        """What runs there ends without a word, as does its network; nobody on the other side is told."""
+        self.unplug(number)
+        inside = subprocess.run(["ip", "netns", "pids", self.names[number]], capture_output=True, text=True, check=True)
+        subprocess.run(["kill", "-9", *inside.stdout.split()], check=False, capture_output=True)
+
     def plug_in(self, number: int) -> None:
         run("ip", "link", "set", f"{self.prefix}{number}", "up")
 

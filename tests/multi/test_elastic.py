@@ -113,7 +113,7 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 150.0)
         time.sleep(0.1)
 
 
-@pytest.mark.skipif(rig.missing() is not None, reason=rig.missing() or "")
+@pytest.mark.real("sshd")
 def test_a_host_that_is_cut_off_is_done_without_until_it_is_back(tmp_path: Path) -> None:
     work_dir = tmp_path / "run"
     with rig.hosts(2, tmp_path / "rig") as two:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,8 +17,7 @@ import pytest
 from tests.multi import hosts as rig
 from tests.multi.hosts import Hosts
 
-REASON = rig.missing()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = pytest.mark.real("sshd")
 PLAIT = [sys.executable, "-m", "plait", "launch"]
 
 SUM = """
@@ -142,7 +140,7 @@ def test_hosts_may_have_ipv6_addresses(three: Hosts, work: Path) -> None:
     assert json.loads((work / "out" / "1").read_text())["total"] == 3.0
 
 
-@pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
+@pytest.mark.real("pdsh")
 def test_pdsh_starts_them_too(three: Hosts, work: Path) -> None:
     env = environment(PDSH_SSH_ARGS_APPEND=f"-F {three.config}")
     words = ["--launcher", "pdsh", "--no_ssh_check", "-H", three.hostfile(1, 1, 1), "--num_nodes", "2"]
@@ -153,7 +151,7 @@ def test_pdsh_starts_them_too(three: Hosts, work: Path) -> None:
         assert (about["total"], about["argv"]) == (3.0, ["50%"])
 
 
-@pytest.mark.skipif(shutil.which("mpirun.openmpi") is None, reason="OpenMPI is not installed")
+@pytest.mark.real("mpirun.openmpi")
 def test_openmpi_starts_them_too(three: Hosts, work: Path) -> None:
     arguments = f"--allow-run-as-root --mca plm_rsh_args '-F {three.config}'"
     words = ["--launcher", "openmpi", "--no_ssh_check", "-H", three.hostfile(2, 1, 1), "--launcher_args", arguments]
@@ -212,7 +210,7 @@ def test_however_the_launcher_ends_no_rank_stays(three: Hosts, work: Path, numbe
     assert gone(found)
 
 
-@pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
+@pytest.mark.real("pdsh")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nor_where_pdsh_started_them(three: Hosts, work: Path, number: int) -> None:
     env = environment(PDSH_SSH_ARGS_APPEND=f"-F {three.config}")

@@ -15,8 +15,7 @@ import pytest
 
 from tests.multi import slurm as rig
 
-REASON = rig.missing()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = pytest.mark.real("slurm")
 PLAIT = [sys.executable, "-m", "plait", "launch", "--launcher", "slurm"]
 
 SUM = """

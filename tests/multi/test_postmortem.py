@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -116,15 +115,9 @@ def memory_group(limit: int) -> Iterator[Path]:
     name = f"plait{random.SystemRandom().randrange(10**9)}"
     second = (root / "cgroup.controllers").exists()
     folder = root / name if second else root / "memory" / name
+    folder.mkdir()
     try:
-        folder.mkdir()
-    except OSError as error:
-        pytest.skip(f"no control groups here: {error}")
-    try:
-        file = folder / ("memory.max" if second else "memory.limit_in_bytes")
-        if not file.exists():
-            pytest.skip("the memory controller is not given to this control group")
-        file.write_text(str(limit))
+        (folder / ("memory.max" if second else "memory.limit_in_bytes")).write_text(str(limit))
         for swap in ("memory.swap.max", "memory.memsw.limit_in_bytes"):
             if (folder / swap).exists():
                 (folder / swap).write_text("0" if second else str(limit))
@@ -133,6 +126,7 @@ def memory_group(limit: int) -> Iterator[Path]:
         folder.rmdir()
 
 
+@pytest.mark.real("cgroup")
 def test_memory_that_the_host_does_not_have_is_told_from_other_kills(tmp_path: Path) -> None:
     with memory_group(1200 << 20) as group:
         code, page = run(tmp_path / "run", "eat", group=group)
@@ -143,6 +137,7 @@ def test_memory_that_the_host_does_not_have_is_told_from_other_kills(tmp_path: P
     assert re.search(r"host memory +[\d.]+ GiB, peak [\d.]+ GiB, limit 1.17 GiB; \+[\d.]+ GiB in the last", page), page
 
 
+@pytest.mark.real("cgroup")
 def test_a_kill_that_was_another_process_s_is_not_taken_for_the_ranks(tmp_path: Path) -> None:
     with memory_group(1200 << 20) as group:
         code, page = run(tmp_path / "run", "stranger", "--max_restarts", "0", group=group)
@@ -150,6 +145,7 @@ def test_a_kill_that_was_another_process_s_is_not_taken_for_the_ranks(tmp_path: 
     assert blamed(page).startswith("rank 1 was ended by SIGKILL, and not for want of memory"), page
 
 
+@pytest.mark.real("cgroup")
 def test_memory_that_grows_from_step_to_step_is_named_and_nothing_is_split(tmp_path: Path) -> None:
     with memory_group(1200 << 20) as group:
         code, page = run(tmp_path / "run", "leak!", "--max_restarts", "1", group=group, steps=2000)
@@ -211,17 +207,17 @@ def test_a_script_that_is_not_of_plait_is_explained_too(tmp_path: Path) -> None:
     assert "Last lines of rank 1:\n  so long" in page
 
 
-def test_ranks_that_mpi_started_are_explained_too(tmp_path: Path) -> None:
-    if shutil.which("mpirun.openmpi") is None or shutil.which("mpiexec.hydra") is None:
-        pytest.skip("OpenMPI and MPICH are not both installed")
-    openmpi = ["--launcher", "openmpi", "--launcher_args", "--allow-run-as-root --oversubscribe"]
-    with ThreadPoolExecutor() as pool:
-        killed = pool.submit(run, tmp_path / "killed", "SIGKILL", "--launcher", "mpich")
-        asleep = pool.submit(run, tmp_path / "asleep", "sleep", *openmpi, timeout=15.0)
-    code, page = killed.result()
+@pytest.mark.real("mpiexec.hydra")
+def test_a_killed_rank_of_mpich_is_explained_too(tmp_path: Path) -> None:
+    code, page = run(tmp_path / "killed", "SIGKILL", "--launcher", "mpich")
     assert code == 128 + signal.SIGKILL
     assert re.search(r"^rank 1 was ended by SIGKILL, and not for want of memory", page, re.M), page
-    code, page = asleep.result()
+
+
+@pytest.mark.real("mpirun.openmpi")
+def test_ranks_of_openmpi_that_hang_are_explained_too(tmp_path: Path) -> None:
+    openmpi = ["--launcher", "openmpi", "--launcher_args", "--allow-run-as-root --oversubscribe"]
+    code, page = run(tmp_path / "asleep", "sleep", *openmpi, timeout=15.0)
     assert code != 0
     assert "rank 1 did not come to" in page
     assert "Stack of rank 1" in page

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, PlaitError
 from plait.world import Channel
 
 
 def attempt(action: Callable[[], Any]) -> str | None:
-    """Do something; the reason if it fails."""
+    """Do something; the reason if it fails, with its traceback where it is neither the disk's nor the user's doing."""
     try:
         action()
-    except Exception as error:
+    except (OSError, PlaitError) as error:
         return f"{type(error).__name__}: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
     return None
 
 

@@ -17,10 +17,12 @@ _TORCHRUNS = ("nnodes", "node_rank", "nproc_per_node", "rdzv_backend", "rdzv_end
 
 def with_variables(options: Options) -> Options:
     """The flags, and what the environment says where they say nothing."""
+    if options.standalone:  # a meeting place of its own
+        return options
     found: dict[str, Any] = {}
     for name in _TORCHRUNS:
         text = os.environ.get(f"PET_{name.upper()}")
-        if text and getattr(options, name) is None and options.hostfile is None and not options.standalone:
+        if text and getattr(options, name) is None and options.hostfile is None:
             found[name] = _number(f"PET_{name.upper()}", text) if name == "node_rank" else text
     if options.num_gpus is not None:
         found.pop("nproc_per_node", None)
@@ -35,9 +37,9 @@ def check_address(address: str | None) -> None:
     """Ranks of this host alone cannot meet on another one."""
     if address is not None and not is_this_host(address):
         raise WorldError(
-            f"MASTER_ADDR={address} is not this host, and ranks are to start on this host only; unset it, or say which "
-            "of how many hosts this one is: plait launch --nnodes N --node_rank I … (a described run: --no_python "
-            "plait train run.yaml)"
+            f"--master_addr or MASTER_ADDR is {address}, which is not this host, and ranks are to start on this host "
+            "only; leave it out, or say which of how many hosts this one is: plait launch --nnodes N --node_rank I … "
+            "(a described run: --no_python plait train run.yaml)"
         )
 
 

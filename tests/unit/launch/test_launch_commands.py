@@ -222,7 +222,7 @@ def test_an_exported_port_is_taken_and_a_flag_goes_before_it(monkeypatch: pytest
     assert setup("-H", "hosts", "--master_port", "31111", "t.py").job.port == 31111
     monkeypatch.setenv("MASTER_ADDR", "203.0.113.7")
     assert setup("-H", "hosts", "t.py").job.address == "203.0.113.7"
-    with pytest.raises(WorldError, match=r"MASTER_ADDR=203\.0\.113\.7 is not this host"):
+    with pytest.raises(WorldError, match=r"MASTER_ADDR is 203\.0\.113\.7, which is not this host"):
         setup("--nproc_per_node", "2", "t.py")
     monkeypatch.setenv("MASTER_PORT", "many")
     with pytest.raises(WorldError, match="MASTER_PORT is 'many'"):
