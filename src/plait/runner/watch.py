@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from plait.errors import DataError, ModelError
 from plait.runner.signals import STOPPED
@@ -156,7 +156,8 @@ class StepWatch:
 
 def tell_of_lengths(runner: Runner) -> None:
     """Say before the first step what is too large or too long for this run to have its effect."""
-    dataset, batch = getattr(runner.loader, "dataset", None), runner.batch.total
+    dataset: Any = getattr(runner.loader, "dataset", None)
+    batch = runner.batch.total
     if runner.steps_per_epoch == 1 and hasattr(dataset, "__len__") and len(dataset) < batch:
         runner.warn(
             f"batch.total is {batch}, and an epoch has {len(dataset)} samples: every step is over {len(dataset)}. "
