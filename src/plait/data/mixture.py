@@ -77,6 +77,11 @@ class Mixture(Dataset[Any]):
         self._first("vocab_size")
         return max(int(source.vocab_size) for source in self.sources if hasattr(source, "vocab_size"))
 
+    @property
+    def tokenizer_digest(self) -> str:
+        """That of the sources, which share a tokenizer, where they are text."""
+        return str(self._first("tokenizer_digest"))
+
     def _first(self, name: str) -> Any:
         for source in self.sources:
             if hasattr(source, name):

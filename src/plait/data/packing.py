@@ -70,6 +70,11 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         """Size of the vocabulary that the tokens come from: a model needs at least as many embeddings."""
         return self.tokens.meta.vocab_size
 
+    @property
+    def tokenizer_digest(self) -> str:
+        """Hash of the tokenizer that made the tokens; empty where it is not known."""
+        return self.tokens.meta.tokenizer
+
     def __len__(self) -> int:
         return self._length
 

@@ -34,11 +34,8 @@ if TYPE_CHECKING:
     from plait.runner.saving import Saver
 
 _SHOWN = 8
-_ORDER = (
-    "seed",
-    *(f"data.{key}" for key in ("type", "path", "split", "val_fraction", "seq_len", "limit_mb", "shuffle")),
-)
-"""Settings that decide which samples there are, and in which order they come."""
+_NOT_ORDER = frozenset({"workers", "pin_memory", "drop_last", "cache", "tokenizer", "document_mask", "augment"})
+"""Keys of `data` that decide neither which samples there are nor in which order they come."""
 _SAME_STATE = frozenset({"AdamW", "AdamW8bit"})
 """Optimizers that find in a checkpoint what they need, whichever of them wrote it."""
 
@@ -89,6 +86,7 @@ def _take_up(runner: Runner, saver: Saver, checkpoint: Checkpoint, fetch: Fetch)
     if "engine" in state:
         with _taken_from(checkpoint, "engine"):
             engine.restore(state["engine"])
+    _refuse_another_tokenizer(runner, checkpoint, patterns)
     with _taken_from(checkpoint, "step_in_epoch and batch_total"):
         _set_position(runner, state)
     _tell_another_order(runner, checkpoint)
@@ -197,12 +195,44 @@ def _tell_another_order(runner: Runner, checkpoint: Checkpoint) -> None:
     if runner.step_in_epoch in (0, runner.steps_per_epoch):
         return
     before, now = checkpoint.manifest.state.get("config") or {}, to_dict(runner.config)
-    changed = [f"{key}: {show(_at(before, key))}" for key in _ORDER if _at(before, key) != _at(now, key)]
+    sections: list[Mapping[str, Any]] = [each.get("data") or {} for each in (before, now)]
+    keys = ["seed", *(f"data.{key}" for key in dict.fromkeys((*sections[0], *sections[1])) if key not in _NOT_ORDER)]
+    changed = [f"{key}: {show(_at(before, key))}" for key in keys if _at(before, key) != _at(now, key)]
+    samples = _at(checkpoint.manifest.state, "data.samples")
+    if samples is not None and samples != data_facts(runner)["samples"]:
+        changed.append(f"{samples} samples, and not {data_facts(runner)['samples']}")
     if changed:
         runner.warn(
             f"{checkpoint.folder.name} stands within an epoch of a run with {listed(changed)}, which may mean "
             "another order of samples: in the rest of this epoch some may come a second time, and others not at all"
         )
+
+
+def data_facts(runner: Runner) -> dict[str, Any]:
+    """What a checkpoint knows of the training data beside their description: the files themselves may change."""
+    dataset = getattr(runner.loader, "dataset", None)
+    known = runner.steps_per_epoch is not None and hasattr(dataset, "__len__")
+    return {
+        "samples": len(dataset) if known and dataset is not None else None,
+        "tokenizer": getattr(dataset, "tokenizer_digest", "") or None,
+    }
+
+
+def _refuse_another_tokenizer(runner: Runner, checkpoint: Checkpoint, patterns: tuple[str, ...]) -> None:
+    """A tokenizer that is trained on the text is another one where the text has changed: every token means another."""
+    before, now = _at(checkpoint.manifest.state, "data.tokenizer"), data_facts(runner)["tokenizer"]
+    if before is None or now is None or before == now:
+        return
+    message = (
+        f"{checkpoint.folder} was trained on tokens of another tokenizer ({before[:12]}) than the one of `data` "
+        f"({now[:12]}), so its embeddings mean other words"
+    )
+    if not patterns:
+        raise CheckpointError(
+            f"{message}. The text or data.vocab_size has changed: write `data.tokenizer` with the tokenizer.json of "
+            "that run; to go on all the same, name what is new in `checkpoint.partial`"
+        )
+    runner.warn(message)
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:

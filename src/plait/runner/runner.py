@@ -29,7 +29,7 @@ from plait.runner.saving import Saver
 from plait.runner.signals import STOPPED, StopSignals
 from plait.runner.sources import batch_of, is_section, make_loader, refuse_second_shift
 from plait.runner.suspects import whose
-from plait.runner.watch import StepWatch
+from plait.runner.watch import StepWatch, tell_of_lengths
 from plait.spec import Event, EventKind, Note, Phase
 from plait.strategy import Engine, Length, prepare_engine
 from plait.world import World, detect_ranks, on_main, open_world
@@ -278,6 +278,7 @@ class Runner:
         self.stop_reason = self.watch = None
         self.emit(EventKind.RUN_START, **describe_run(self))
         self.foresight.tell()
+        tell_of_lengths(self)
         start, first, reason = time.perf_counter(), engine.steps, "failed"
         measured: dict[str, Any] = {}
         try:

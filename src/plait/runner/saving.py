@@ -16,7 +16,7 @@ from plait.runner.best import Best
 from plait.runner.frozen import FrozenPart
 from plait.runner.hooks import Hook
 from plait.runner.place import try_to_write
-from plait.runner.resuming import go_back, resume
+from plait.runner.resuming import data_facts, go_back, resume
 from plait.spec import EventKind, Phase
 from plait.spec.later import Entry
 from plait.world import on_main, rng_state
@@ -231,6 +231,7 @@ class Saver:
             "best": None if self.best is None else self.best.value,
             "hooks": {name: hook.state() for name, hook in runner.hooks.named().items()},
             "config": to_dict(runner.config),
+            "data": data_facts(runner),
         }
         if self._config.trainable_only:
             state["frozen"] = self.frozen.state()

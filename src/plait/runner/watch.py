@@ -6,9 +6,9 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from plait.errors import DataError
+from plait.errors import DataError, ModelError
 from plait.runner.signals import STOPPED
 from plait.runner.suspects import note
 from plait.spec import EventKind
@@ -62,7 +62,7 @@ class StepWatch:
         self.steps = 0
         self.skipped = 0
         self._empty = self._empty_in_a_row = 0
-        self._highest_rate = 0.0
+        self._highest_rate = self._highest_norm = 0.0
         self._skips_before = runner.engine.skips.total
 
     def add(self, result: StepResult) -> None:
@@ -80,9 +80,15 @@ class StepWatch:
         result = seen.result
         if result.skipped:
             self.skipped += 1
+        elif result.targets < 0:
+            raise ModelError(
+                f"step {seen.step} had {result.targets:g} targets: the count of a LossTerm is 0 or more, and a smaller "
+                "one turns every gradient around"
+            )
         elif result.targets == 0:
             self._count_empty(seen)
         else:
+            self._highest_norm = max(self._highest_norm, result.grad_norm)
             self._empty_in_a_row = 0
             if self._threshold is not None:
                 self._compare(seen, self._threshold)
@@ -141,8 +147,31 @@ class StepWatch:
                 runner.emit(EventKind.MESSAGE, level="info", text=text)
         if self._empty:
             runner.warn(f"{self._empty} of {self.steps} steps had no targets, and nothing to learn from")
+        elif self._highest_norm == 0.0 and self.skipped < self.steps:
+            text = f"the gradient norm was 0 at all {self.steps} steps: nothing was learned"
+            runner.warn(f"{text}. Does the loss depend on the parameters that are trained?")
         if self._highest_rate == 0.0:
             runner.warn(f"the learning rate was 0 at all {self.steps} steps: nothing was learned; see `schedule`")
+
+
+def tell_of_lengths(runner: Runner) -> None:
+    """Say before the first step what is too large or too long for this run to have its effect."""
+    dataset: Any = getattr(runner.loader, "dataset", None)
+    batch = runner.batch.total
+    if runner.steps_per_epoch == 1 and hasattr(dataset, "__len__") and len(dataset) < batch:
+        runner.warn(
+            f"batch.total is {batch}, and an epoch has {len(dataset)} samples: every step is over {len(dataset)}. "
+            "Write a smaller batch.total"
+        )
+    schedule, total = runner.config.schedule, runner.total_steps
+    warmup = getattr(schedule, "warmup", 0)
+    if warmup and getattr(schedule, "by", "step") == "epoch":
+        warmup *= runner.steps_per_epoch or 0
+    if total is not None and warmup >= total:
+        runner.warn(
+            f"schedule.warmup takes {warmup} steps, and the run ends at step {total}: the learning rate never comes to "
+            "optim.lr. Write a shorter warmup"
+        )
 
 
 _NO_TARGETS = "their count of targets is 0. Are all texts empty, all labels -100, or all answers skipped?"

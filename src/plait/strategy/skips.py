@@ -38,7 +38,8 @@ class Skips:
         if self.in_a_row >= self._guard.max_skips:
             raise self._error(f"{self.in_a_row} steps in a row", "train.guard.max_skips sets how many are accepted")
         if len(self._recent) > self._guard.max_share * self._guard.window:
-            raise self._error(f"{len(self._recent)} of the last {self._guard.window} steps", self._share())
+            known = min(step + 1, self._guard.window)
+            raise self._error(f"{len(self._recent)} of the last {known} steps", self._share())
 
     def end_of_run(self, skipped: int, steps: int) -> None:
         """Refuse to call a run of `steps` steps finished of which so many were skipped, however short it was."""

@@ -103,6 +103,9 @@ def test_plugins_say_what_a_file_would() -> None:
             "bf16.enabled",
         ),
         ({"mixed_precision": "bf16", "deepspeed_plugin": DeepSpeedPlugin({"bf16": {}})}, "bf16.enabled"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0"),
+        ({"gradient_accumulation_steps": -1}, "gradient_accumulation_steps: -1"),
+        ({"gradient_accumulation_steps": 2.5}, "gradient_accumulation_steps: 2.5"),
     ],
 )
 def test_what_it_cannot_do_is_an_error_with_a_remedy(options: dict[str, Any], words: str) -> None:
@@ -414,3 +417,15 @@ def test_states_travel_without_pickle() -> None:
     assert (back["n"], back["t"]) == (None, True)
     with pytest.raises(CheckpointError, match=r"state\.f is a function"):
         pack({"f": pack}, {}, "state")
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
+def test_gradients_are_clipped_to_something_above_zero(limit: float) -> None:
+    accelerator = Accelerator(cpu=True)
+    net = torch.nn.Linear(2, 1)
+    model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises(TrainingError, match="max_norm"):
+        accelerator.clip_grad_norm_(model.parameters(), limit)
+    with pytest.raises(TrainingError, match="clip_value"):
+        accelerator.clip_grad_value_(model.parameters(), limit)

@@ -329,3 +329,48 @@ def test_a_folder_that_takes_no_checkpoints_is_refused_before_the_first_step(tmp
 def test_a_work_dir_that_cannot_be_written_to_is_named() -> None:
     with pytest.raises(ConfigError, match=r"work_dir: '/sys/kernel' cannot be written to: Permission denied"):
         fit(0, 1, {"work_dir": "/sys/kernel"})
+
+
+def _text_run(folder: Path, **sections: Any) -> None:
+    settings: dict[str, Any] = {
+        "model": {"type": "gpt", "vocab_size": 300, "dim": 8, "layers": 1, "heads": 1, "seq_len": 16},
+        "data": {
+            "type": "text",
+            "path": str(folder / "texts"),
+            "vocab_size": 280,
+            "seq_len": 16,
+            "cache": str(folder / "cache"),
+        },
+        "batch": {"total": 4},
+        "work_dir": folder / "run",
+        "log": {"console": "none", "sinks": ["jsonl"]},
+        "plan": "off",
+        "device": "cpu",
+    }
+    with Runner(**{**settings, **sections}) as runner:
+        runner.train()
+
+
+def test_a_tokenizer_that_was_trained_anew_on_changed_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("the cat sat on the mat. " * 60, encoding="utf-8")
+    _text_run(tmp_path, train={"max_steps": 2})
+    going_on: dict[str, Any] = {"train": {"max_steps": 4}, "checkpoint": {"resume": "auto"}}
+    (tmp_path / "texts" / "b.txt").write_text("quick foxes jump over lazy dogs! " * 90, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"another tokenizer.*data\.tokenizer"):
+        _text_run(tmp_path, **going_on)
+    partial = {"resume": "auto", "partial": ["model.*"]}
+    _text_run(tmp_path, **{**going_on, "checkpoint": partial})  # said, and done
+
+
+def test_another_number_of_samples_within_an_epoch_is_told(tmp_path: Path) -> None:
+    def run(samples: int, **sections: Any) -> None:
+        settings: dict[str, Any] = {"work_dir": tmp_path, "log": {"console": "none", "sinks": ["jsonl"]}}
+        settings |= {"batch": {"total": 4}, "device": "cpu"}
+        with Runner(model=Classifier, data=Points(samples), **{**settings, **sections}) as runner:
+            runner.train()
+
+    run(24, train={"max_epochs": 2, "stop_after": 2})
+    run(28, train={"max_epochs": 2}, checkpoint={"resume": "auto"})
+    events = (tmp_path / "events-rank0.jsonl").read_text(encoding="utf-8")
+    assert "24 samples, and not 28" in events

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plait import LossTerm, Runner
-from plait.errors import DataError, NonFiniteError
+from plait.errors import DataError, ModelError, NonFiniteError
 
 Losses = list[float]
 
@@ -66,7 +66,7 @@ NAN = math.nan
 @pytest.mark.parametrize("late", [False, True])
 def test_a_run_whose_steps_are_nearly_all_skipped_fails_though_never_many_in_a_row(tmp_path: Path, late: bool) -> None:
     losses = [1.0 if step % 12 == 11 else NAN for step in range(45)]
-    with pytest.raises(NonFiniteError, match=r"21 of the last 40 steps.*first seen in the output of.*max_share"):
+    with pytest.raises(NonFiniteError, match=r"21 of the last 22 steps.*first seen in the output of.*max_share"):
         run(tmp_path, losses, late=late)
     assert "NonFiniteError" in report(tmp_path)["reason"]
     assert report(tmp_path)["skipped"] >= 20
@@ -160,3 +160,34 @@ def test_validation_without_targets_is_refused(tmp_path: Path) -> None:
     data = [(torch.tensor(0.0), torch.tensor(0.0))] * 3
     with pytest.raises(DataError, match="val_data"):
         run(tmp_path, [1.0] * 3, val_data=torch.utils.data.DataLoader(data, batch_size=1))
+
+
+class Apart(Told):
+    """Its loss has a graph, and no parameter in it."""
+
+    def forward(self, loss: Tensor, count: Tensor) -> LossTerm:
+        return LossTerm(loss.sum().requires_grad_(), count.sum())
+
+
+def test_a_loss_that_no_parameter_has_a_part_in_is_told_of(tmp_path: Path) -> None:
+    run(tmp_path, [1.0] * 3, model=Apart)
+    assert any("gradient norm was 0 at all 3 steps" in text for text in messages(tmp_path))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_negative_count_of_targets_is_refused(tmp_path: Path, late: bool) -> None:
+    with pytest.raises(ModelError, match="-3 targets"):
+        run(tmp_path, [1.0] * 3, counts=[-3.0] * 3, late=late)
+
+
+def test_a_warmup_longer_than_the_run_is_told_of(tmp_path: Path) -> None:
+    run(tmp_path / "long", [1.0] * 3, schedule={"type": "CosineAnnealingLR", "warmup": 3})
+    run(tmp_path / "short", [1.0] * 3, schedule={"type": "CosineAnnealingLR", "warmup": 2})
+    assert any("schedule.warmup takes 3 steps" in text for text in messages(tmp_path / "long"))
+    assert messages(tmp_path / "short") == []
+
+
+def test_a_batch_larger_than_the_data_is_told_of(tmp_path: Path) -> None:
+    data = torch.utils.data.TensorDataset(torch.ones(3), torch.ones(3))
+    run(tmp_path, [1.0], data=data, batch={"total": 8})
+    assert any("batch.total is 8, and an epoch has 3 samples" in text for text in messages(tmp_path))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from plait.errors import TrainingError
 from plait.frontends.accelerate.engine import LoopEngine, backward
+from plait.frontends.accelerate.gradients import step_count
 from plait.frontends.accelerate.keeping import Keeping
 from plait.frontends.accelerate.plugins import AutocastKwargs
 from plait.frontends.accelerate.profiling import ProfileKwargs
@@ -118,7 +119,7 @@ class Accelerator(Keeping):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, count: int) -> None:
-        self.gradient_state.num_steps = count
+        self.gradient_state.num_steps = step_count(count)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

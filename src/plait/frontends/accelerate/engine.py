@@ -14,6 +14,7 @@ from plait.errors import TrainingError
 from plait.frontends.accelerate.cutting import with_plan
 from plait.strategy import ManualEngine, StepResult, prepare_native
 from plait.strategy.native.forward import Say
+from plait.strategy.native.manual import clip_limit
 from plait.torch_internals import foreach_add_
 from plait.world import World, restore_rng_state, rng_state
 
@@ -71,7 +72,7 @@ class LoopEngine(ManualEngine):
 
     def clip_grad_value(self, value: float) -> None:
         """Clip each element in the `step` that follows."""
-        self.updater.clip_value = value
+        self.updater.clip_value = clip_limit("clip_value", value)
 
     def step(self) -> StepResult:
         """Update the weights with the gradients of all backward passes since the last step."""

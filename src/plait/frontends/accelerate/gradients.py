@@ -5,8 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from plait.errors import ConfigError, Problem
+
 if TYPE_CHECKING:
     from plait.frontends.accelerate.loader import PreparedLoader
+
+
+def step_count(steps: Any) -> int:
+    """How many micro-batches a step has; anything but a whole number from 1 on would never step, or always."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        message = f"{steps!r} is not a number of micro-batches"
+        raise ConfigError(Problem("gradient_accumulation_steps", message, "Write a whole number, 1 or more."))
+    return steps
 
 
 @dataclass

@@ -17,7 +17,7 @@ from plait.errors import ConfigError, ModelError, Problem
 from plait.frontends.accelerate.dummies import DummyOptim, DummyScheduler, make_optimizer, make_scheduler, refuse_two
 from plait.frontends.accelerate.engine import Joint, build_engine
 from plait.frontends.accelerate.gather import Gatherer
-from plait.frontends.accelerate.gradients import GradientState
+from plait.frontends.accelerate.gradients import GradientState, step_count
 from plait.frontends.accelerate.loader import PreparedLoader, choose_delivery, seed_sampler
 from plait.frontends.accelerate.plugins import (
     AutocastKwargs,
@@ -302,7 +302,7 @@ def _gradient_state(steps: int, plugin: GradientAccumulationPlugin | None, confi
         problem = f"{plugin.num_steps} here, and {configured} in the DeepSpeed configuration"
         raise ConfigError(Problem("gradient_accumulation_steps", problem, "Give it in one place, or the same twice."))
     return GradientState(
-        num_steps=configured or plugin.num_steps,
+        num_steps=configured or step_count(plugin.num_steps),
         adjust_scheduler=plugin.adjust_scheduler,
         sync_with_dataloader=plugin.sync_with_dataloader,
         sync_each_batch=plugin.sync_each_batch,

@@ -120,8 +120,8 @@ class ManualEngine(NativeEngine):
 
         A number on the device, as torch's own function gives it. Whoever prints it waits for it, the step does not.
         """
+        self.updater.clip_norm = clip_limit("max_norm", max_norm)
         self._finish_gradients()
-        self.updater.clip_norm = max_norm
         return self.updater.measure_norm()
 
     def step(self) -> StepResult:
@@ -158,6 +158,13 @@ class ManualEngine(NativeEngine):
             return super()._again()
         args, kwargs = self._last_call
         return lambda: self._forward.call(args, kwargs)
+
+
+def clip_limit(name: str, limit: float) -> float:
+    """What gradients are cut down to: torch would turn them around at a negative limit, and erase them at 0 or NaN."""
+    if not limit > 0.0:
+        raise TrainingError(f"{name}={limit!r}: gradients are clipped to a number above 0; leave the call out for none")
+    return float(limit)
 
 
 def prepare_manual(

@@ -25,8 +25,9 @@ class BaseOptimWrapper:
     def __init__(
         self, optimizer: Optimizer, accumulative_counts: int = 1, clip_grad: Mapping[str, Any] | None = None
     ) -> None:
-        if accumulative_counts < 1:
-            message = f"{accumulative_counts} is no number of batches"
+        whole = isinstance(accumulative_counts, int) and not isinstance(accumulative_counts, bool)
+        if not whole or accumulative_counts < 1:
+            message = f"{accumulative_counts!r} is no number of batches"
             raise ConfigError(Problem("optim_wrapper.accumulative_counts", message, "Write 1 or more."))
         self.optimizer = optimizer
         self.clip = read_clip(clip_grad)
@@ -178,7 +179,10 @@ def read_clip(clip_grad: Mapping[str, Any] | None) -> dict[str, float]:
     theirs, ours = names[kind]
     if theirs not in options:
         raise ConfigError(Problem(path, f"{dict(clip_grad)} has no `{theirs}`", f"Write dict({theirs}=1.0)."))
-    limit = float(options.pop(theirs))
+    limit = options.pop(theirs)
+    if isinstance(limit, bool) or not isinstance(limit, float | int) or not limit > 0.0:
+        message = f"{limit!r}: gradients are clipped to a number above 0"
+        raise ConfigError(Problem(f"{path}.{theirs}", message, f"Write dict({theirs}=1.0), or leave clip_grad out."))
     if float(options.pop("norm_type", 2)) != 2.0:
         message = f"{clip_grad['norm_type']!r}: gradients are measured by their 2-norm"
         raise ConfigError(Problem(f"{path}.norm_type", message, "Leave it out."))
@@ -187,7 +191,7 @@ def read_clip(clip_grad: Mapping[str, Any] | None) -> dict[str, float]:
     if options:
         unknown = ", ".join(options)
         raise ConfigError(Problem(path, f"unknown keys: {unknown}", f"Write dict(type={kind!r}, {theirs}=1.0)."))
-    return {ours: limit}
+    return {ours: float(limit)}
 
 
 def read_scale(loss_scale: str | float | Mapping[str, Any]) -> dict[str, Any]:
@@ -197,7 +201,7 @@ def read_scale(loss_scale: str | float | Mapping[str, Any]) -> dict[str, Any]:
     usual: dict[str, Any] = {"initial_power": 16, "window": 2000, "hysteresis": 1, "minimum": 2.0**-24}
     if loss_scale == "dynamic":
         return usual
-    if isinstance(loss_scale, float | int):
+    if isinstance(loss_scale, float | int) and not isinstance(loss_scale, bool):
         return {"static": float(loss_scale)}
     if not isinstance(loss_scale, Mapping):
         raise ConfigError(Problem(path, f"{loss_scale!r}", "Write 'dynamic', a number or a dict."))
