@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 COMPILED := $(VENV)/.compiled
 
-.PHONY: demo test test-all lint format setup clean
+.PHONY: demo test test-all matrix lint format setup clean
 
 setup: $(STAMP)
 
@@ -44,9 +44,13 @@ test-all: $(STAMP)
 	@$(MAKE) --no-print-directory --jobs 2 lint $(COMPILED)
 	$(TESTS) --fresh
 
+# Part of the tests with every release of torch, transformers and Python that is promised; the table: docs/versions.md.
+matrix: $(STAMP)
+	$(BIN)/python tests/matrix.py
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) runs .matrix .mypy_cache .ruff_cache .pytest_cache

@@ -523,9 +523,9 @@ def split_products_around_collectives(group_name: str) -> None:
 
 def dtensor_of(local: Tensor, whole: Any) -> Any:
     """A local tensor as part of a whole that is spread like another, left on the device where it is."""
-    spec = _find("torch.distributed.tensor._dtensor_spec")
-    meta = spec.TensorMeta(whole.shape, whole.stride(), local.dtype)
-    spread = spec.DTensorSpec(whole.device_mesh, whole.placements, meta)
+    spec = "torch.distributed.tensor._dtensor_spec"
+    meta = _find(f"{spec}.TensorMeta")(whole.shape, whole.stride(), local.dtype)
+    spread = _find(f"{spec}.DTensorSpec")(whole.device_mesh, whole.placements, meta)
     return _find("torch.distributed.tensor.DTensor")(local, spread, requires_grad=False)
 
 
@@ -919,6 +919,7 @@ ATTRIBUTES = (
     Internal("torch._C._current_autograd_node", "which module computes in the backward pass, in a profile"),
     Internal("torch._C._current_graph_task_id", "whether a plan sees a backward pass"),
     Internal("torch.autograd._get_sequence_nr", "which module computes in the backward pass, in a profile"),
+    Internal("torch.autograd.graph.Node._sequence_nr", "which module computes in the backward pass, in a profile"),
     Internal("torch._C._profiler._ExperimentalConfig", "profiles of all threads"),
     Internal("torch.library.Library._destroy", "CUDA where there is none"),
     Internal("torch.cuda._lazy_init", "CUDA where there is none"),
@@ -991,7 +992,12 @@ ATTRIBUTES = (
 
 def missing_internals() -> list[Internal]:
     """Those that this torch does not have, and that every release in `CHECKED` has."""
-    return [each for each in (*NAMES.values(), *ATTRIBUTES) if not each.versions and not _is_there(each.path)]
+    return [each for each in needed_internals() if not _is_there(each.path)]
+
+
+def needed_internals() -> list[Internal]:
+    """Those that every release in `CHECKED` has."""
+    return [each for each in (*NAMES.values(), *ATTRIBUTES) if not each.versions]
 
 
 def _is_there(path: str) -> bool:

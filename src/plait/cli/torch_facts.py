@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from plait.torch_internals import missing_internals, needed_internals
+
 _ENGINES = ("deepspeed", "colossalai")
 
 
@@ -21,6 +23,8 @@ def facts() -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "internals": len(needed_internals()),
+        "missing": [each._asdict() for each in missing_internals()],
         "gloo": _gloo(),
         "nccl": _nccl(),
         "mpi": distributed.is_mpi_available(),

@@ -70,6 +70,17 @@ def _software(facts: Mapping[str, Any]) -> Iterable[Line]:
     else:
         cuda = f", CUDA {facts['cuda']}" if facts["cuda"] else ", built without CUDA"
         yield Line("torch", facts["torch"] + cuda)
+        yield _internals(facts)
+
+
+def _internals(facts: Mapping[str, Any]) -> Line:
+    """The private names of torch that Plait uses; see `plait/torch_internals.py`."""
+    missing, count = facts["missing"], facts["internals"]
+    if not missing:
+        return Line("torch internals", f"all {count} found")
+    named = "; ".join(f"{each['path']}, for {each['purpose']}" for each in missing)
+    remedy = "install a torch that docs/versions.md lists; what needs these names will be refused"
+    return Line("torch internals", f"{len(missing)} of {count} missing: {named}", "bad", remedy)
 
 
 def _collectives(facts: Mapping[str, Any]) -> Iterable[Line]:

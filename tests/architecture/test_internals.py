@@ -1,0 +1,156 @@
+"""What is private of torch and transformers stands in one adapter each, and each adapter says all that it touches."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from plait import torch_internals, transformers_internals
+
+ROOT = Path(__file__).parents[2] / "src" / "plait"
+ADAPTERS = {"torch_internals.py", "transformers_internals.py"}
+SOURCES = [path for path in sorted(ROOT.rglob("*.py")) if path.name not in ADAPTERS]
+PACKAGES = {"torch", "transformers"}
+OF_EVERY_MODULE = {"_parameters", "_buffers", "_modules"}
+OF_OTHERS = {
+    *("_asdict", "_fields", "_replace"),  # named tuples
+    *("_actions", "_ArgumentGroup"),  # argparse
+    "_exit",  # os
+    "_getframe",  # sys
+    "_hp_mapping",  # DeepSpeed's parameters
+    "_z3_leaf",  # DeepSpeed's modules
+}
+
+
+def is_private(name: str) -> bool:
+    return re.match(r"_[a-zA-Z]", name) is not None and name not in OF_EVERY_MODULE
+
+
+def touched() -> set[str]:
+    """The private names that the adapters touch."""
+    paths = [each.path for each in (*torch_internals.NAMES.values(), *torch_internals.ATTRIBUTES)]
+    names = {path.rpartition(".")[2] for path in (*paths, *transformers_internals.ATTRIBUTES)}
+    return {name for name in names if is_private(name)}
+
+
+def defined(trees: list[ast.AST]) -> set[str]:
+    """Private names that Plait itself gives to something."""
+    found: set[str] = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id == "self":
+                found.add(node.attr)
+    return found
+
+
+def root_of(node: ast.expr) -> str:
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """Line, full path and local name of what is imported from torch and transformers."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
+            for each in node.names:
+                yield node.lineno, f"{node.module}.{each.name}", each.asname or each.name
+        elif isinstance(node, ast.Import):
+            for each in node.names:
+                if each.name.split(".")[0] in PACKAGES:
+                    yield node.lineno, each.name, each.asname or each.name.split(".")[0]
+
+
+def private_uses(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
+    roots = set()
+    for line, path, name in imports(tree):
+        roots.add(name)
+        if any(map(is_private, path.split("."))):
+            yield line, path
+    strangers = touched()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in OF_OTHERS:
+            ours = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            theirs = root_of(node) in roots or node.attr in strangers or node.attr not in own
+            if theirs and not ours:
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in strangers:
+            yield node.lineno, repr(node.value)
+
+
+def test_nothing_private_of_torch_or_transformers_is_used_outside_of_the_adapters() -> None:
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+    own = defined([*trees.values()])
+    offenders = [
+        f"{path.relative_to(ROOT)}:{line}: {what}"
+        for path, tree in trees.items()
+        for line, what in private_uses(tree, own)
+    ]
+    assert offenders == [], "put it into plait/torch_internals.py or plait/transformers_internals.py"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch.utils._pytree import tree_map",
+        "from torch.nn.modules.batchnorm import _BatchNorm",
+        "import torch._inductor.config as inductor",
+        "import torch\ntorch._foreach_add_([], [])",
+        "import torch\naten = torch.ops.aten\naten._to_copy",
+        "from torch import nn\nnn.Module._apply",
+        "def f(state): state._state_ctx.all_states",
+        "def f(module): getattr(module, '_compiled_call_impl')",
+        "def f(tensor): return tensor.untyped_storage()._cdata",
+        "def f(tensor): return tensor._version",
+        "from transformers.trainer import _is_peft_model",
+        "def f(model): return model._no_split_modules",
+        "def f(thing): return thing._nobody_defines_this",
+    ],
+)
+def test_the_rule_finds(source: str) -> None:
+    assert list(private_uses(ast.parse(source), own={"_version", "_apply"}))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.optim.AdamW",
+        "def f(module): return module._parameters",
+        "def f(pair): return pair._asdict()",
+        "class A:\n    def f(self, other): return self._x, other._x",
+        "def f(module): return module.__class__",
+    ],
+)
+def test_the_rule_leaves_alone(source: str) -> None:
+    assert not list(private_uses(ast.parse(source), own={"_x"}))
+
+
+def test_the_adapter_lists_what_it_touches() -> None:
+    """Names that reach torch as strings: through `_find`, `_of`, `_put`, `_put_meanwhile`."""
+    tree = ast.parse((ROOT / "torch_internals.py").read_text(encoding="utf-8"))
+    listed = touched() | {each.path for each in torch_internals.ATTRIBUTES}
+    missing = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        for word in node.args:
+            if not isinstance(word, ast.Constant) or not isinstance(word.value, str):
+                continue
+            last = word.value.rpartition(".")[2]
+            if node.func.id in ("_find", "_of", "_put", "_put_meanwhile") and is_private(last) and last not in listed:
+                missing.append(f"{node.lineno}: {word.value}")
+    assert missing == []
+
+
+def test_the_releases_that_the_adapters_and_the_pages_name_are_the_same() -> None:
+    page = (ROOT.parents[1] / "docs" / "versions.md").read_text(encoding="utf-8")
+    assert all(f"| {release}" in page for release in torch_internals.CHECKED)
+    assert all(f"| {release}" in page for release in transformers_internals.CHECKED)
