@@ -401,6 +401,12 @@ def is_hooked(module: nn.Module) -> bool:
     return any(_of(module, name) for name in names)
 
 
+def gradient_hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
+    """The functions that get a tensor's gradient, by `register_hook` and `register_post_accumulate_grad_hook`."""
+    registered = (_of(tensor, "_backward_hooks"), _of(tensor, "_post_accumulate_grad_hooks"))
+    return [hook for hooks in registered for hook in (hooks or {}).values()]
+
+
 def any_global_hook() -> bool:
     """Whether somebody looks at the passes of all modules."""
     return bool(_find("torch.nn.modules.module._has_any_global_hook")())
@@ -700,6 +706,19 @@ def fsdp_whole(param: Any) -> Tensor | None:
     return whole
 
 
+def fsdp_after_gathering(param: Any, then: Callable[[Tensor, nn.Parameter], None]) -> None:
+    """Call `then` with this rank's part and the whole parameter, each time that the whole has been made."""
+    gather = param.init_unsharded_param
+
+    def gather_and_tell() -> None:
+        gather()
+        whole = fsdp_whole(param)
+        assert isinstance(whole, nn.Parameter)
+        then(param.sharded_param, whole)
+
+    param.init_unsharded_param = gather_and_tell
+
+
 def fsdp_shown(param: Any) -> Any:
     """What a module has in a parameter's place: the part, or the whole."""
     info = _of(param, "_module_info")
@@ -932,6 +951,8 @@ ATTRIBUTES = (
     Internal(f"{_MODULE}._forward_hooks", "layers that may be taken together"),
     Internal(f"{_MODULE}._backward_pre_hooks", "layers that may be taken together"),
     Internal(f"{_MODULE}._backward_hooks", "layers that may be taken together"),
+    Internal("torch.Tensor._backward_hooks", "gradient hooks that a constructor has put on parameters"),
+    Internal("torch.Tensor._post_accumulate_grad_hooks", "gradient hooks that a constructor has put on parameters"),
     Internal("torch.nn.modules.module._has_any_global_hook", "layers that may be taken together"),
     Internal(f"{_MODULE}._compiled_call_impl", "compiling that is undone"),
     Internal(f"{_MODULE}._non_persistent_buffers_set", "buffers that are not saved"),

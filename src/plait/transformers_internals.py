@@ -21,6 +21,7 @@ CHECKED = ("5.0", "5.12", "5.23")
 
 ATTRIBUTES = {
     "transformers.PreTrainedModel._no_split_modules": "the repeated units of a model",
+    "transformers.PreTrainedModel._is_stateful": "models that carry a state along the sequence",
     "transformers.PreTrainedModel._tp_plan": "tensor parallelism",
     "transformers.PreTrainedModel._init_weights": "initial values, module by module",
     "transformers.PreTrainedModel._keys_to_ignore_on_load_missing": "weights that a file may lack",
@@ -52,6 +53,11 @@ def no_split_modules(model: nn.Module) -> set[str]:
 def tp_plan(model: nn.Module) -> dict[str, str]:
     """How each layer is spread over tensor-parallel ranks, by the pattern of its name."""
     return dict(_of(model, "_tp_plan") or {})
+
+
+def is_stateful(module: nn.Module) -> bool:
+    """Whether a model keeps a recurrent state from token to token, as it says itself."""
+    return bool(getattr(module, "_is_stateful", False))
 
 
 def attn_implementation(config: Any) -> str:

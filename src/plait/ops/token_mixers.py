@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from plait.transformers_internals import is_stateful, no_split_modules
+
 _BY_MASK = frozenset({"full_attention", "sliding_attention", "chunked_attention", "window_attention"})
 """What `transformers` calls layers whose tokens reach each other by way of a mask alone."""
 _NOT_MIXING = frozenset({"moe", "sparse", "dense", "mlp"})
@@ -26,14 +28,14 @@ def mixer_without_mask(model: nn.Module) -> str | None:
         kinds = {str(kind) for kind in getattr(getattr(module, "config", None), "layer_types", None) or ()}
         if other := sorted(kinds - _BY_MASK - _NOT_MIXING):
             return f"layers of type {', '.join(map(repr, other))}"
-        if getattr(module, "_is_stateful", False):
+        if is_stateful(module):
             return "a recurrent state"
     return None
 
 
 def blocks_without_registry(model: Any) -> Iterator[str]:
     """The names of a model's layers in which nothing looks its attention up in the registry of `transformers`."""
-    classes = set(getattr(model, "_no_split_modules", None) or ())
+    classes = no_split_modules(model)
     for name, block in model.named_modules():
         listed = type(block).__name__ in classes and name.rpartition(".")[2].isdigit()
         if listed and not any(_asks_the_registry(type(part)) for part in block.modules()):
@@ -51,7 +53,7 @@ def attends_both_ways(model: Any) -> bool:
     if getattr(text, "is_decoder", None) is not False or getattr(text, "is_encoder_decoder", False):
         return False
     causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
-    from transformers import AutoModelForMaskedLM
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
-    learns_to_fill_in = type(model.config) in AutoModelForMaskedLM._model_mapping
+    learns_to_fill_in = type(model.config) in MODEL_FOR_MASKED_LM_MAPPING
     return not any(causal) and (bool(causal) or learns_to_fill_in)

@@ -18,6 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from plait.torch_internals import gradient_hooks_of, storage_key
+
 Attributes = Mapping[str, Mapping[str, Any]]
 """Of each parameter, by name."""
 _OF_A_MODULE = frozenset({"_parameters", "_buffers", "_modules"})
@@ -40,9 +42,8 @@ def gradient_hooks(model: nn.Module) -> dict[str, str]:
     """The parameters with gradient hooks, each with the name of its first hook."""
     found: dict[str, str] = {}
     for name, param in model.named_parameters():
-        for hooks in (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)):
-            for hook in (hooks or {}).values():
-                found.setdefault(name, getattr(hook, "__qualname__", type(hook).__qualname__))
+        for hook in gradient_hooks_of(param):
+            found.setdefault(name, getattr(hook, "__qualname__", type(hook).__qualname__))
     return found
 
 
@@ -64,7 +65,7 @@ def memory_in_common(model: nn.Module, *, buffers: bool = True) -> tuple[str, st
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor) or type(tensor) not in (Tensor, nn.Parameter):
             continue
-        first, owner = owners.setdefault(tensor.untyped_storage()._cdata, (name, tensor))
+        first, owner = owners.setdefault(storage_key(tensor), (name, tensor))
         if owner is not tensor and (buffers or isinstance(owner, nn.Parameter)):  # parameters come first
             return first, name
     return None

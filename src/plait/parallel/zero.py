@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -26,7 +26,7 @@ from plait.parallel.units import Unit
 from plait.parallel.viewless import return_no_views
 from plait.parallel.within import allow_passes_within
 from plait.precision import FP32_MODULES, Policy
-from plait.torch_internals import fsdp_group, fsdp_sums_any_formats, fsdp_whole
+from plait.torch_internals import fsdp_after_gathering, fsdp_group, fsdp_sums_any_formats, fsdp_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,22 +135,15 @@ def shard(
 
 def carry_attributes(model: nn.Module, names: AbstractSet[str]) -> None:
     """Give whole parameters, once they are gathered, these attributes of the sharded ones."""
+
+    def give(part: Tensor, whole: nn.Parameter) -> None:
+        own = vars(part)
+        vars(whole).update({name: own[name] for name in names if name in own})
+
     for module in model.modules():
-        state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-        if state is not None and state._fsdp_param_group is not None:
-            for param in state._fsdp_param_group.fsdp_params:
-                param.init_unsharded_param = _with_attributes(param, names)
-
-
-def _with_attributes(param: Any, names: AbstractSet[str]) -> Callable[[], None]:
-    init_unsharded_param = param.init_unsharded_param
-
-    def gathered() -> None:
-        init_unsharded_param()
-        own = vars(param.sharded_param)
-        vars(param._unsharded_param).update({name: own[name] for name in names if name in own})
-
-    return gathered
+        group = fsdp_group(module)
+        for param in () if group is None else group.fsdp_params:
+            fsdp_after_gathering(param, give)
 
 
 def _shard_fp32_modules(model: nn.Module, common: dict[str, Any], policy: Policy) -> None:
