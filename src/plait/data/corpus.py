@@ -63,8 +63,9 @@ def prepare_corpus(config: TextData | JsonlData, tokenizer: str | Path | None = 
         made.save(corpus.tokenizer)
         if write_documents(corpus.tokens, source.documents(), made, masked=source.has_prompts) == 0:
             raise DataError(f"{config.path} has no text in it; give a file or folder that has")
-        if source.has_prompts and not any(text for _, text in source.documents()):
-            raise DataError(f"{config.path}: every completion is empty, so there is nothing to learn")
+        if not any(text for _, text in source.documents()):
+            what = "completion" if source.has_prompts else "text"
+            raise DataError(f"{config.path}: every {what} is empty, so there is nothing to learn")
 
     return Corpus(cached(cache_root(config.cache), name, build))
 

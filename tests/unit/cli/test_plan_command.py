@@ -110,7 +110,7 @@ def test_a_search_for_what_fits_that_has_no_time_left_says_so(
     words = ("model.dim=4096", "model.layers=20", "strategy.zero=2", "strategy.recompute=full")
     assert planned(tmp_path, monkeypatch, *words, "--gpus", "8", "--gpu", "v100-16g") == 1
     said = capsys.readouterr().out
-    assert "strategy.zero=3: not simulated: the search's 40 s were over" in said
+    assert "strategy.zero=3: not simulated: 40 s of computing for this search were over" in said
     assert re.search(r"The 40 s .* were over .*`strategy\.zero=3`, .* may still make it fit", said)
     assert "None of this makes it fit" not in said
 

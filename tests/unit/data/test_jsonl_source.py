@@ -78,6 +78,9 @@ def test_empty_completions_alone_are_refused(tmp_path: Path) -> None:
     empty = lines(tmp_path / "a.jsonl", {"p": "ask", "c": ""}, {"p": "and", "c": ""})
     with pytest.raises(DataError, match="every completion is empty"):
         prepare_corpus(JsonlData(path=empty, **keys))
+    texts = lines(tmp_path / "texts.jsonl", {"t": ""}, {"t": ""})
+    with pytest.raises(DataError, match="every text is empty"):
+        prepare_corpus(JsonlData(path=texts, text_key="t", vocab_size=257, cache=str(tmp_path / "cache")))
     prepare_corpus(JsonlData(path=lines(tmp_path / "b.jsonl", {"p": "ask", "c": ""}, {"p": "and", "c": "x"}), **keys))
 
 
