@@ -99,7 +99,11 @@ ROWS = (
         Row(f"torch {release}", pins={"torch": f"=={release}.*"})
         for release in ("2.11", "2.12", "2.13", "2.14", "2.15")
     ),
-    *(Row(f"transformers {release}", pins={"transformers": f"=={release}.*"}) for release in ("5.0", "5.12")),
+    # A release of transformers says which tokenizers it takes.
+    *(
+        Row(f"transformers {release}", pins={"transformers": f"=={release}.*", "tokenizers": ""})
+        for release in ("5.0", "5.12")
+    ),
     Row("Python 3.12", python="3.12"),
     Row("Python 3.13", python="3.13"),
     Row("pip install plait", constrained=False),
