@@ -18,13 +18,18 @@ from plait.checkpoint.convert import (
     without_padding,
 )
 from plait.config import parse
-from plait.config.data import texts
+from plait.config.data import texts as text_sources
+from plait.config.posttrain import PosttrainConfig
 from plait.data import load_tokenizer, tokenizer_path
 from plait.errors import CheckpointError, ConfigError, DataError, ModelError, PlaitError, Problem
 from plait.models.portable import from_transformers, to_transformers
-from plait.posttrain.data.tokenizer import read_tokenizer
+from plait.posttrain.data.prepare import tokenizer_beside
+from plait.posttrain.data.template import CHAT_TEMPLATE, template_of_run
+from plait.posttrain.data.tokenizer import SETTINGS, read_settings, read_tokenizer
 from plait.posttrain.lora.merged import has_adapters, merged
 
+TEMPLATES = (CHAT_TEMPLATE, "chat_template.json")
+"""Where folders of `transformers` keep a chat template, beside the tokenizer's settings."""
 FAMILIES = ("gpt", "llama", "moe")
 """Models of Plait's own that weights of `transformers` fit."""
 
@@ -84,7 +89,8 @@ def _for_transformers(source: Source, model: str | None) -> tuple[Source, Descri
         description = portable.description if model is None else _description(Path(model))
         if source.kind == "megatron":
             source = without_padding(source, description["vocab_size"])
-        return source, _with_tokenizer(description, folder, source.state["config"].get("data"), source.path)
+        described = _with_tokenizer(description, folder, source.state["config"].get("data"), source.path)
+        return source, _with_template(described, source.state["config"], folder, source.path)
     if model is None and source.kind != "hf":
         raise ConfigError(
             Problem(
@@ -135,6 +141,23 @@ def _with_tokenizer(description: Mapping[str, Any], folder: Path | None, data: A
     )
 
 
+def _with_template(description: Description, config: Mapping[str, Any], folder: Path | None, run: Path) -> Description:
+    """The template of a phase is the one that the model has learned, whichever one its first tokenizer came with."""
+    kept = tokenizer_beside(run)
+    if config.get("phase") is None or kept is None:
+        return description
+    section = parse({"posttrain": config.get("posttrain") or {}}).config.posttrain or PosttrainConfig()
+    named = [Path(section.tokenizer)] if section.tokenizer is not None else []
+    places = [kept.parent, *named, *([] if folder is None else [folder])]
+    text = template_of_run(section.template, read_tokenizer(kept), places).jinja
+    files = {name: path for name, path in description.files.items() if name not in TEMPLATES}
+    texts = {**description.texts, CHAT_TEMPLATE: text}
+    if SETTINGS in files:  # older folders have it in there
+        settings = {key: value for key, value in read_settings(files.pop(SETTINGS)).items() if key != "chat_template"}
+        texts[SETTINGS] = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    return Description(description.config, files, texts)
+
+
 def _tokens(file: Path) -> str:
     """What a tokenizer is made of. A run writes its own anew, so files may differ where tokenizers do not."""
     from tokenizers import Tokenizer
@@ -146,7 +169,7 @@ def _tokens(file: Path) -> str:
 
 
 def _tokenizer(data: Any) -> Path | None:
-    tokenized = texts("data", data)
+    tokenized = text_sources("data", data)
     if not tokenized:
         return None
     data = tokenized[0][1]

@@ -87,7 +87,10 @@ def generate(
 def _prompt(speaker: Speaker, question: Question, *, chat: bool) -> list[int]:
     if not chat:
         return speaker.encode(question.text)
-    return speaker.ask([Turn(message.role, message.content) for message in question.messages]).tokens
+    asked = speaker.ask([Turn(message.role, message.content) for message in question.messages])
+    if asked.left_out:
+        typer.echo(f"({asked.left_out} earliest turns of {question.text[:40]!r} have no room)", err=True)
+    return asked.tokens
 
 
 def _mean(rewards: Sequence[float]) -> tuple[str, str]:
@@ -130,4 +133,4 @@ def _read(file: Path) -> str:
 
 def _expect(speaker: Speaker, text: str) -> Perplexity:
     window = speaker.generator.context or _WINDOW
-    return measure_perplexity(speaker.generator.model, [speaker.tokenizer.encode(text)], window=window)
+    return measure_perplexity(speaker.generator.model, [speaker.encode(text)], window=window)

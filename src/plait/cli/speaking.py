@@ -16,7 +16,7 @@ from plait.checkpoint.convert import kind_of, open_source, read_description
 from plait.cli.here import import_from_here
 from plait.config import RunConfig, parse
 from plait.config.model import HFConfig, ModelConfig
-from plait.config.posttrain import PosttrainConfig, TemplateConfig
+from plait.config.posttrain import PosttrainConfig
 from plait.data import tokenizer_path
 from plait.errors import ConfigError, GenerateError, ModelError, Problem
 from plait.generate.generator import Generator, context_of
@@ -25,7 +25,7 @@ from plait.models import build_model
 from plait.models.portable import from_transformers
 from plait.parallel.buffers import persistent_buffers
 from plait.posttrain.data.records import Message
-from plait.posttrain.data.template import make_template
+from plait.posttrain.data.template import UnwritableError, chat_template_in, template_of_run, tokenizer_folder
 from plait.posttrain.data.tokenizer import NAME, ChatTokenizer, read_tokenizer
 from plait.posttrain.lora.adapter import read_adapter
 from plait.posttrain.lora.attach import AdapterSpec, attach
@@ -74,7 +74,8 @@ def open_speaker(path: str, opening: Opening | None = None) -> Speaker:
         if config.phase == "reward":
             raise ModelError(f"{path} holds a reward model, which judges texts and writes none; open the tuned model")
         place, described = found, config.model
-    tokenizer = read_tokenizer(_tokenizer(Path(path), place, config, opening))
+    lies = _tokenizer(Path(path), place, config, opening)
+    tokenizer = read_tokenizer(lies)
     away = opening.offload is not None
     if away:
         model = _load_streamed(place, config, opening)
@@ -82,10 +83,11 @@ def open_speaker(path: str, opening: Opening | None = None) -> Speaker:
         model = _load_trained_part(place, config, opening)
     else:
         model = _load(str(place), described, opening)
-    write_down, stop = _manner(tokenizer, config, opening, place)
+    write_down, stop = _manner(tokenizer, config, opening, place, lies)
     context = _context(model, config)
     generator = Generator(model, decode=tokenizer.decode, context=context, max_rows=MAX_ROWS, graphs=not away)
-    return Speaker(Path(path).resolve().name, generator, tokenizer, write_down, stop)
+    begin = () if config is not None and config.phase is None else tokenizer.begin  # rows of `plait train` have none
+    return Speaker(Path(path).resolve().name, generator, tokenizer, write_down, stop, begin)
 
 
 def _described(folder: Path) -> ModelConfig:
@@ -191,31 +193,26 @@ def _tokenizer(asked: Path, place: Path, config: RunConfig | None, opening: Open
 
 
 def _manner(
-    tokenizer: ChatTokenizer, config: RunConfig | None, opening: Opening, place: Path
+    tokenizer: ChatTokenizer, config: RunConfig | None, opening: Opening, place: Path, lies: Path
 ) -> tuple[Callable[[Sequence[Turn]], list[int]], tuple[int | str, ...]]:
-    """How conversations are written down, and what ends an answer."""
+    """How conversations are written down, and what ends an answer. The tokenizer `lies` there."""
     section = (config.posttrain if config is not None else None) or PosttrainConfig()
-    folders = (
-        opening.tokenizer,
-        section.tokenizer,
-        getattr(config.model, "path", None) if config else None,
-        str(place),
-    )
+    named = (section.tokenizer, getattr(config.model, "path", None) if config else None, str(place))
+    places = [lies, *(Path(each) for each in named if each is not None)]
+    if config is None or config.phase is None:  # nothing was written down in any way, so the model's own it is
+        places = [*(each for each in places if chat_template_in(tokenizer_folder(each)) is not None), *places]
+    template = template_of_run(section.template, tokenizer, places)
+    folders = (opening.tokenizer, *named)
     folder = next((Path(each) for each in folders if each is not None and Path(each).is_dir()), place)
-    words = section.template
-    if (config is None or config.phase is None) and _has_template(folder):
-        words = TemplateConfig(kind="tokenizer")
-    template = make_template(words, tokenizer, folder)
     ends = dict.fromkeys((*template.ends, *_ends(folder)))
 
     def write_down(turns: Sequence[Turn]) -> list[int]:
-        return template.prompt([Message(turn.role, turn.content) for turn in turns])
+        try:
+            return template.prompt([Message(turn.role, turn.content) for turn in turns])
+        except UnwritableError as error:
+            raise GenerateError(str(error)) from error
 
     return write_down, tuple(ends)
-
-
-def _has_template(folder: Path) -> bool:
-    return (folder / "chat_template.jinja").is_file() or "chat_template" in _json(folder / "tokenizer_config.json")
 
 
 def _ends(folder: Path) -> list[int]:

@@ -42,6 +42,8 @@ class TextTokenizer:
             )
         backend.no_truncation()
         backend.no_padding()
+        self.begin: tuple[int, ...] = _begin_of(backend)
+        """What the tokenizer itself puts before a text: the token for its beginning, where it has one."""
         # A text that happens to contain "<|endoftext|>" must not end a document.
         backend.encode_special_tokens = True
         self._backend = backend
@@ -81,6 +83,13 @@ class TextTokenizer:
     def save(self, path: str | Path) -> None:
         """Write a `tokenizer.json`."""
         self._backend.save(str(path))
+
+
+def _begin_of(backend: Any) -> tuple[int, ...]:
+    """What is put before a text when special tokens are asked for."""
+    plain, whole = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+    places = (at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain)
+    return tuple(whole[: next(places, 0)]) if plain else ()
 
 
 def load_tokenizer(path: str | Path) -> TextTokenizer:

@@ -52,10 +52,12 @@ class Speaker:
     """From a conversation to the prompt that an answer follows."""
     stop: tuple[int | str, ...]
     """What ends an answer in any case."""
+    begin: tuple[int, ...] = ()
+    """What a text that is no conversation begins with, where the model was trained on rows that do."""
 
     def encode(self, text: str) -> list[int]:
         """A text as a prompt; an empty one is the beginning of a document."""
-        return self.tokenizer.encode(text) or [self.tokenizer.end]
+        return [*self.begin, *self.tokenizer.encode(text)] or [self.tokenizer.end]
 
     def ask(self, turns: Sequence[Turn]) -> Asked:
         """A conversation as a prompt. Where it is longer than the model sees, its earliest turns are left out.
@@ -68,7 +70,9 @@ class Speaker:
             raise GenerateError(f"{wrong}; leave it out")
         system = [turn for turn in turns[:1] if turn.role == "system"]
         rest, context = list(turns[len(system) :]), self.generator.context
-        for left_out in range(max(len(rest), 1)):
+        # A conversation goes on from what a user says: templates refuse one that begins with an answer.
+        begins = [at for at, turn in enumerate(rest) if at == 0 or turn.role == "user"] or [0]
+        for left_out in begins:
             tokens = self.write_down([*system, *rest[left_out:]])
             if not tokens:
                 raise GenerateError("nothing of that is known to the tokenizer of this model; say it in its own words")

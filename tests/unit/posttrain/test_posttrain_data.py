@@ -328,3 +328,56 @@ def test_school_maths_gives_answers_and_pairs_of_graded_solutions(tmp_path: Path
                 verdicts = {v["solution"]: v["is_correct"] for v in row.values() if isinstance(v, dict)}
                 assert verdicts[example.messages[-1].content]
                 assert not verdicts[str(example.rejected)]
+
+
+def test_prompts_that_repeat_are_all_asked_and_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{index % 57}", "answer": str(index), "id": index} for index in range(80)]
+    data = load(rows, tmp_path, phase="grpo")
+    assert len(data.train) == data.account.rows == data.account.kept == 80
+    assert len(data.account.prompts) == 57
+    assert sorted(prompt.right for prompt in data.train) == sorted(str(index) for index in range(80))
+    said = str(data.account)
+    assert "80 rows: 57 distinct prompts, 80 examples kept" in said
+    assert "keys not used: 'id' in 80 rows" in said
+    again = load([*rows, *rows[:5]], tmp_path)
+    assert (len(again.train), again.account.rows) == (85, 85)
+    assert "5 of them repeat another one" in str(again.account)
+
+
+def test_prompts_that_leave_little_room_for_an_answer_are_counted(tmp_path: Path) -> None:
+    account = load([{"prompt": "q"}, {"prompt": "q" * 60}], tmp_path, phase="grpo", max_len=64).account
+    assert account.kept == 2
+    assert "2 prompts leave less room than rollout.max_new_tokens within max_len" in str(account)
+    assert account.is_unusual
+
+
+def test_weights_of_rows_and_turns_are_what_is_learned(tmp_path: Path) -> None:
+    talk = [
+        {"role": "user", "content": "a?"},
+        {"role": "assistant", "content": "bad", "weight": 0},
+        {"role": "user", "content": "b?"},
+        {"role": "assistant", "content": "good", "weight": 1},
+    ]
+    rows = [{"messages": talk}, {"prompt": "q", "response": "a", "weight": 0}, {"messages": talk[:2]}]
+    data = load(rows, tmp_path)
+    assert [learned(data, index) for index in range(len(data.train))] == ["good"]
+    assert data.tokenizer.decode(data.train[0]["input_ids"].tolist()) == "a?badb?good"
+    assert data.account.left_out == {"not to be learned": 2}
+    with pytest.raises(DataError, match=r"line 1: incomplete .*'weight' is 0\.5"):
+        load([{"prompt": "q", "response": "a", "weight": 0.5}], tmp_path)
+
+
+def test_answers_without_a_token_to_learn_are_counted(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    backend = Tokenizer(models.BPE(vocab={"</s>": 0, "q": 1, "a": 2}, merges=[]))  # and nothing for other characters
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(tmp_path / "small.json"))
+    given: dict[str, Any] = {"tokenizer": str(tmp_path / "small.json"), "template": {"end_token": False}}
+    data = load([{"prompt": "q", "response": "a"}, {"prompt": "q", "response": "x"}], tmp_path, **given)
+    assert (data.account.kept, data.account.left_out) == (1, {"empty": 1})
+    assert "1 with characters that the tokenizer does not know, first" in str(data.account)
+    assert "'x'" in str(data.account)
+    pair = {"prompt": "q", "chosen": "ax", "rejected": "ay"}
+    with pytest.raises(DataError, match=r"line 1: empty .*the same tokens"):
+        load([pair], tmp_path, phase="dpo", empty="error", **given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,6 +36,33 @@ class ChatTokenizer(TextTokenizer):
         found: int | None = self._backend.token_to_id(text)
         return found
 
+    @property
+    def controls(self) -> tuple[str, ...]:
+        """The texts of control tokens, which are no such tokens where somebody writes them."""
+        return tuple(token.content for token in self._backend.get_added_tokens_decoder().values() if token.special)
+
+    def unknown_in(self, text: str) -> str | None:
+        """The first character of a text that no token stands for, or only the one for what is unknown; spaces aside."""
+        if self._knows_all:
+            return None
+        encoding, known = self._backend.encode(text, add_special_tokens=False), set[int]()
+        unknown = self.token_id(getattr(self._backend.model, "unk_token", None) or "")
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            known.update(range(start, end) if token != unknown else ())
+        return next((c for at, c in enumerate(text) if at not in known and not c.isspace()), None)
+
+    @cached_property
+    def _knows_all(self) -> bool:
+        """Whether it has a token for every byte."""
+        strange = "\u6f22\u0378\U0001f9ff"
+        return self.decode(super().encode(strange)).strip() == strange
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token with its number."""
+        found: dict[str, int] = self._backend.get_vocab()
+        return found
+
 
 def read_tokenizer(path: str | Path) -> ChatTokenizer:
     """Read a `tokenizer.json`, given itself or the folder that it lies in."""
@@ -51,19 +79,31 @@ def read_tokenizer(path: str | Path) -> ChatTokenizer:
     return ChatTokenizer(backend, str(file), _named_end(file.with_name(SETTINGS)))
 
 
+def read_settings(file: Path) -> dict[str, Any]:
+    """The settings of a tokenizer; none where the file is not there."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{file} is not the JSON object of a tokenizer's settings: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{file} is not the JSON object of a tokenizer's settings: it is a {type(found).__name__}")
+    return found
+
+
 def _named_end(settings: Path) -> str | None:
     """The end token of a tokenizer's settings: a text, or an object with it."""
-    if not settings.is_file():
-        return None
-    try:
-        found = json.loads(settings.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise DataError(f"{settings} is not the JSON object of a tokenizer's settings: {error}") from error
+    found = read_settings(settings).get("eos_token")
     return found.get("content") if isinstance(found, dict) else found
 
 
 class CharacterTokenizer(ChatTokenizer):
     """One token a character. A character that it does not know is an error; the library would leave it out."""
+
+    def unknown_in(self, text: str) -> str | None:
+        """None: it is an error as soon as it is encoded."""
+        return None
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, nothing added."""
