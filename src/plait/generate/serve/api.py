@@ -113,7 +113,13 @@ class ChatRequest(_Request):
 
     def prompt(self, speaker: Speaker) -> list[int]:
         """What the model is given."""
-        return speaker.ask([message.turn() for message in self.messages]).tokens
+        asked = speaker.ask([message.turn() for message in self.messages])
+        if asked.left_out:
+            raise ContextError(
+                f"messages: the conversation does not fit into the {speaker.generator.context} tokens that the model "
+                f"sees; leave out the first {asked.left_out} of those that are not the system's"
+            )
+        return asked.tokens
 
 
 class TextRequest(_Request):
