@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from plait.errors import DataError
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.randrange(2**32))
     for name, size in [("cat/1.png", (40, 30)), ("cat/2.jpg", (16, 50)), ("ant/x.PNG", (9, 9))]:
         path = tmp_path / "pictures" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +81,7 @@ def test_a_broken_or_missing_picture_is_named(folder: Path, tmp_path: Path) -> N
 
 def cifar(root: Path, form: str) -> tuple[np.ndarray, np.ndarray]:
     """A small CIFAR-10 of random pictures, 4 to a batch."""
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.randrange(2**32))
     labels, pixels = rng.integers(0, 10, 24), rng.integers(0, 256, (24, 3072), dtype=np.uint8)
     root.mkdir(parents=True, exist_ok=True)
     for number, name in enumerate([f"data_batch_{n}" for n in range(1, 6)] + ["test_batch"]):
