@@ -61,10 +61,19 @@ class JsonlSource:
         return _string(record, self.prompt_key, where), _string(record, self.completion_key, where)
 
 
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; one key twice is an error, where Python keeps the last value and forgets the others."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice in an object")
+    return found
+
+
 def read_object(line: bytes) -> dict[str, Any] | str:
     """The JSON object of a line, or what is wrong with it."""
     try:
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=without_repeats)
     except UnicodeDecodeError:
         return f"not UTF-8 text: {as_utf8(line)}"
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -91,6 +92,8 @@ class Speaker:
         """
         sampling = self._with_stops(sampling)
         found = self.generator.generate(prompts, sampling, between=between)
+        for each in found:
+            _refuse_no_numbers(each)
         return [(cut(self.tokenizer.decode(each.tokens), sampling.stop_texts), each) for each in found]
 
     def tell(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[Piece]:
@@ -98,6 +101,7 @@ class Speaker:
         sampling, told = self._with_stops(sampling), 0
         so_far: Completion | None = None
         for so_far in self.generator.stream(prompt, sampling):
+            _refuse_no_numbers(so_far)
             text = cut(self.tokenizer.decode(so_far.tokens), sampling.stop_texts)
             ready = len(text.rstrip(_HALF)) - _held(text, sampling.stop_texts)
             if ready > told:
@@ -109,6 +113,15 @@ class Speaker:
 
     def _with_stops(self, sampling: Sampling) -> Sampling:
         return replace(sampling, stop=tuple(dict.fromkeys((*sampling.stop, *self.stop))))
+
+
+def _refuse_no_numbers(found: Completion) -> None:
+    """Weights that diverged give tokens all the same, and no number says how likely they are."""
+    if any(math.isnan(value) for value in found.logprobs[-1:]):
+        raise GenerateError(
+            "the model gives numbers that are not finite: its weights are damaged or diverged in training; open an "
+            "earlier checkpoint, or another --dtype where fp16 overflows"
+        )
 
 
 def cut(text: str, stops: Sequence[str]) -> str:

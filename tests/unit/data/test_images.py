@@ -153,3 +153,16 @@ def test_a_pickle_cannot_run_code(tmp_path: Path) -> None:
     (tmp_path / "test_batch").write_bytes(b"garbage")
     with pytest.raises(DataError, match="test_batch is not a batch"):
         Cifar10(tmp_path, split="test", augment=False)
+
+
+def test_every_image_of_a_class_counts_and_a_class_without_one_is_named(folder: Path) -> None:
+    before = len(ImageFolder(folder, size=8, augment=False))
+    (folder / "cat" / "more").mkdir()
+    picture = Image.fromarray(np.zeros((9, 9, 3), dtype=np.uint8))
+    for name in ("cat/more/3.webp", "cat/4.bmp", "cat/._5.png"):
+        picture.save(folder / name)
+    found = ImageFolder(folder, size=8, augment=False)
+    assert len(found) == before + 2
+    (folder / "dog").mkdir()
+    with pytest.raises(DataError, match="the class dog has no image"):
+        ImageFolder(folder, size=8, augment=False)

@@ -170,3 +170,36 @@ def test_several_right_solutions_of_a_question_are_one_prompt() -> None:
     row, config = {"question": "q", **solutions}, Gsm8kData(path="rows.jsonl")
     assert len(list(examples_in(row, config, "row 1", pairs=False))) == 2
     assert len(list(examples_in(row, config, "row 1", pairs=False, answered=False))) == 1
+
+
+def test_a_key_that_stands_twice_is_no_row(tmp_path: Path) -> None:
+    twice = '{"prompt": "q", "response": "a", "prompt": "r"}'
+    (tmp_path / "rows.jsonl").write_text(twice, encoding="utf-8")
+    ((_, reason),) = read_rows(str(tmp_path / "rows.jsonl"))
+    assert "the key 'prompt' stands twice" in str(reason)
+    (tmp_path / "rows.json").write_text(f"[{twice}]", encoding="utf-8")
+    with pytest.raises(DataError, match=r"rows\.json .*the key 'prompt' stands twice"):
+        list(read_rows(str(tmp_path / "rows.json")))
+
+
+def test_a_folder_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    row = '{"prompt": "q", "response": "a"}\n'
+    hidden = tmp_path / ".ipynb_checkpoints"
+    hidden.mkdir()
+    for file in (tmp_path / "train-0.jsonl", tmp_path / "train-1.jsonl", hidden / "train-0.jsonl"):
+        file.write_text(row, encoding="utf-8")
+    assert len(list(read_rows(str(tmp_path)))) == 2
+    for name, message in (("train-2.jsonl.gz", r"train-2\.jsonl\.gz"), ("test-0.jsonl", r"test-0.* and train-1")):
+        (tmp_path / name).write_text(row, encoding="utf-8")
+        with pytest.raises(DataError, match=message):
+            list(read_rows(str(tmp_path)))
+        (tmp_path / name).unlink()
+
+
+def test_splits_of_a_saved_data_set_are_named_one_by_one(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    part = datasets.Dataset.from_list([{"prompt": "q", "response": "a"}])
+    datasets.DatasetDict({"train": part, "test": part}).save_to_disk(str(tmp_path / "both"))
+    with pytest.raises(DataError, match="the splits train, test"):
+        list(read_rows(str(tmp_path / "both")))
+    assert len(list(read_rows(str(tmp_path / "both" / "train")))) == 1
