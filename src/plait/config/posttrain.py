@@ -85,8 +85,8 @@ class TemplateConfig(Section):
 class PosttrainConfig(Section):
     """What the phases have in common: examples, their split, tokens, and the weights to begin with."""
 
-    data: Many[ExampleData] = (TaskData(),)
-    """Sources, one after another."""
+    data: Many[ExampleData] = ()
+    """Sources, one after another. A phase needs at least one."""
     val_data: Many[ExampleData] = ()
     """Sources to validate on. Absent: `val_fraction` of `data`."""
     data_split: Many[NonNegativeInt] | str | None = None

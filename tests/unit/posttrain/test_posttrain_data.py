@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.config import parse
+from plait.config import check, parse
 from plait.config.posttrain import FileData, TaskData, TemplateConfig
 from plait.errors import ConfigError, DataError
 from plait.posttrain.data import Message, PhaseData, make_task, make_template, prepare_data
@@ -24,7 +24,7 @@ MODEL = {"type": "llama", "vocab_size": 400, "dim": 16, "layers": 1, "heads": 2,
 
 def load(rows: list[Any] | None, tmp_path: Path, phase: str = "sft", **changes: Any) -> PhaseData:
     """The data of a phase, from rows of JSON lines or from the made-up task."""
-    section: dict[str, Any] = {"val_fraction": 0.0, **changes}
+    section: dict[str, Any] = {"val_fraction": 0.0, "data": [{"type": "task"}], **changes}
     if rows is not None:
         file = tmp_path / "rows.jsonl"
         file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
@@ -216,6 +216,14 @@ def test_the_template_of_a_tokenizer_is_used_where_it_is_asked_for(tmp_path: Pat
     assert tokenizer.decode(found.ids, keep_special=True).startswith("[user]q[assistant]one")
     with pytest.raises(DataError, match="needs the folder"):
         make_template(TemplateConfig(kind="tokenizer"), tokenizer, None)
+
+
+@pytest.mark.parametrize("phase", ["sft", "dpo", "grpo"])
+def test_nothing_is_trained_on_that_nobody_named(phase: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"posttrain\.data: there is none"):
+        load(None, tmp_path, phase=phase, data=[])
+    with pytest.raises(ConfigError, match=r"posttrain\.data: there is none"):
+        check(parse({"phase": phase, "model": MODEL}).config, has_val=True, require_length=False)
 
 
 def test_packed_examples_stay_whole_and_do_not_see_each_other(tmp_path: Path) -> None:

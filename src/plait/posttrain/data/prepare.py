@@ -14,6 +14,7 @@ from plait.checkpoint.convert import read_description
 from plait.config.model import HFConfig
 from plait.config.online import ONLINE, RolloutConfig
 from plait.config.posttrain import ExampleData, PosttrainConfig, SftConfig, TaskData
+from plait.config.rules.posttrain import no_examples
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, DataError, Problem
 from plait.posttrain.data.datasets import AnswerRows, PadAnswers, PadPairs, PairRows, Row
@@ -112,6 +113,8 @@ def prepare_data(config: RunConfig) -> PhaseData:
     """Read, split and tokenize the examples of `config.phase`."""
     section, phase = config.posttrain or PosttrainConfig(), config.phase
     assert phase is not None
+    if not section.data:
+        raise ConfigError(no_examples())
     account = Account()
     pairs, online = phase in ("reward", "dpo"), phase in ONLINE
     wanted = {"pairs": pairs, "answered": not online}
