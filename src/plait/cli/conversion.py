@@ -30,6 +30,7 @@ from plait.posttrain.lora.merged import has_adapters, merged
 
 TEMPLATES = (CHAT_TEMPLATE, "chat_template.json")
 """Where folders of `transformers` keep a chat template, beside the tokenizer's settings."""
+GENERATION = "generation_config.json"
 FAMILIES = ("gpt", "llama", "moe")
 """Models of Plait's own that weights of `transformers` fit."""
 
@@ -133,7 +134,7 @@ def _with_tokenizer(description: Mapping[str, Any], folder: Path | None, data: A
     known = json.loads(found.read_text(encoding="utf-8")).get("added_tokens", [])
     words = [token["content"] for token in known if token["id"] == end]
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": words[0]} if words else {})}
-    others = {name: path for name, path in files.items() if name == "generation_config.json"}
+    others = {name: path for name, path in files.items() if name == GENERATION}
     return Description(
         {**description, "bos_token_id": end, "eos_token_id": end},
         {**others, "tokenizer.json": found},
@@ -149,9 +150,15 @@ def _with_template(description: Description, config: Mapping[str, Any], folder: 
     section = parse({"posttrain": config.get("posttrain") or {}}).config.posttrain or PosttrainConfig()
     named = [Path(section.tokenizer)] if section.tokenizer is not None else []
     places = [kept.parent, *named, *([] if folder is None else [folder])]
-    text = template_of_run(section.template, read_tokenizer(kept), places).jinja
+    template = template_of_run(section.template, read_tokenizer(kept), places)
     files = {name: path for name, path in description.files.items() if name not in TEMPLATES}
-    texts = {**description.texts, CHAT_TEMPLATE: text}
+    texts = {**description.texts, CHAT_TEMPLATE: template.jinja}
+    generation = {} if GENERATION not in files else json.loads(files[GENERATION].read_text(encoding="utf-8"))
+    told = generation.get("eos_token_id", description.config.get("eos_token_id"))
+    ends = [*([told] if isinstance(told, int) else told or []), *(end for end in template.ends if isinstance(end, int))]
+    if len(ends := list(dict.fromkeys(ends))) > 1:  # an answer ends where the template ends it, too
+        files.pop(GENERATION, None)
+        texts[GENERATION] = json.dumps({**generation, "eos_token_id": ends}, indent=2) + "\n"
     if SETTINGS in files:  # older folders have it in there
         settings = {key: value for key, value in read_settings(files.pop(SETTINGS)).items() if key != "chat_template"}
         texts[SETTINGS] = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"

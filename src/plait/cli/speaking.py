@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import typer
 from torch import nn
 
 from plait.checkpoint import CheckpointFolder, load_into, open_checkpoint
@@ -123,6 +124,8 @@ def _load(path: str, described: ModelConfig, opening: Opening) -> nn.Module:
     if opening.adapter is not None:
         adapter = read_adapter(opening.adapter, model)
         attach(model, adapter.spec, adapter.layers)
+        if (strange := adapter.strange_base(path)) is not None:
+            typer.echo(f"--adapter: {strange}", err=True)
     start = open_start(path, described, adapter, model)
     assert start is not None, "there is a path, so there are weights"
     fill_all(model, start)

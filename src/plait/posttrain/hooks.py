@@ -16,7 +16,7 @@ from plait.posttrain.data.datasets import PairRows
 from plait.posttrain.data.prepare import PhaseData
 from plait.posttrain.data.template import CHAT_TEMPLATE, OfTokenizer, tokenizer_folder
 from plait.posttrain.data.tokenizer import NAME, SETTINGS
-from plait.posttrain.lora.adapter import has_transposed, save_adapter
+from plait.posttrain.lora.adapter import has_transposed, read_adapter, save_adapter
 from plait.posttrain.lora.attach import AdapterSpec, lora_layers
 from plait.posttrain.parts import ValueHead
 from plait.runner.hooks import Hook
@@ -78,8 +78,12 @@ class AdapterFiles(Hook):
         self._written: int | None = None
 
     def before_run(self, runner: Runner) -> None:
-        """Say where the adapter will not be all that was learned."""
+        """Say where the first adapter is of another model, and where the last one will not be all that was learned."""
         lora = runner.config.lora
+        if lora is not None and lora.adapter is not None:
+            strange = read_adapter(lora.adapter).strange_base(self._base)
+            if strange is not None:
+                runner.warn(f"lora.adapter: {strange}")
         if lora is not None and (lora.also or not lora.only):
             key = "lora.also" if lora.also else "lora.only: false"
             runner.warn(

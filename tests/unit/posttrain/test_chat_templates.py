@@ -13,7 +13,7 @@ from plait.cli.main import app
 from plait.cli.speaking import open_speaker
 from plait.config import parse
 from plait.config.posttrain import TemplateConfig
-from plait.errors import DataError
+from plait.errors import ConfigError, DataError
 from plait.generate.speaker import Turn
 from plait.posttrain.data import Message, PhaseData, make_template, prepare_data
 from plait.posttrain.data.template import OfTokenizer, Plain, UnwritableError, template_of_run
@@ -204,8 +204,12 @@ def test_a_run_keeps_the_template_that_it_used_and_whoever_opens_it_has_the_same
         "batch": {"total": 1},
         "log": {"console": "none"},
     }
-    for kind, expected in (("auto", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"), ("plain", "hi")):
-        description["posttrain"]["template"] = {"kind": kind}
+    for kind, words, expected in (
+        ("auto", {}, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
+        ("plain", {}, "hi"),
+        ("marked", {"end": "<bos>"}, "<|im_start|>user\nhi<bos>\n<|im_start|>assistant\n"),
+    ):
+        description["posttrain"]["template"] = {"kind": kind, **words}
         description["work_dir"] = str(tmp_path / kind)
         (tmp_path / kind).mkdir()
         (tmp_path / kind / "chat_template.jinja").write_text("of an earlier run", encoding="utf-8")
@@ -221,6 +225,9 @@ def test_a_run_keeps_the_template_that_it_used_and_whoever_opens_it_has_the_same
         exported = transformers.AutoTokenizer.from_pretrained(str(tmp_path / f"{kind}-hf"))
         asked = [{"role": "user", "content": "hi"}]
         assert exported.apply_chat_template(asked, tokenize=False, add_generation_prompt=True) == expected
+        if kind == "marked":  # its end is not the tokenizer's
+            ends = transformers.GenerationConfig.from_pretrained(str(tmp_path / f"{kind}-hf")).eos_token_id
+            assert ends == [exported.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<bos>")]
         folder_of(tmp_path / "tok")
 
 
@@ -238,3 +245,43 @@ def test_another_tokenizer_than_that_of_the_weights_is_refused(tmp_path: Path) -
                 data_of(tmp_path, rows, **given)
         else:
             assert data_of(tmp_path, rows, **given).account.kept == 1
+
+
+def test_a_reward_model_reads_conversations_as_it_learned_to(tmp_path: Path) -> None:
+    folder_of(tmp_path / "tok")
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "q", "chosen": "yes", "rejected": "no"}), encoding="utf-8")
+    description: dict[str, Any] = {
+        "device": "cpu",
+        "model": MODEL,
+        "posttrain": {"data": [{"type": "file", "path": str(file)}], "tokenizer": str(tmp_path / "tok")},
+        "plan": "off",
+        "train": {"max_steps": 1},
+        "batch": {"total": 1},
+        "log": {"console": "none"},
+    }
+    judge = str(tmp_path / "judge")
+    with phase_runner("reward", {**description, "work_dir": judge}) as runner:
+        runner.train()
+    online = {**description, "rollout": {"prompts": 1, "max_new_tokens": 4}, "ppo": {"reward_model": judge}}
+    for kind, message in (
+        ("plain", r"ppo\.reward_model.*its template .tokenizer. .*this run's .plain."),
+        ("auto", None),
+    ):
+        online["posttrain"] = {**description["posttrain"], "template": {"kind": kind}}
+        with phase_runner("ppo", {**online, "work_dir": str(tmp_path / kind)}) as runner:
+            if message is None:
+                runner.train()
+            else:
+                with pytest.raises(ConfigError, match=message):
+                    runner.train()
+    other = tmp_path / "other"
+    other.mkdir()
+    trained_tokenizer(["a conversation about nothing"], 296, ("<x>", *MARKS)).save(other / "tokenizer.json")
+    critic = {"reward": "operator:itemgetter", "critic_start": judge}
+    strange = {**online, "ppo": critic, "posttrain": {**description["posttrain"], "tokenizer": str(other)}}
+    with (
+        phase_runner("ppo", {**strange, "work_dir": str(tmp_path / "strange")}) as runner,
+        pytest.raises(DataError, match=r"ppo\.critic_start: the weights know the token"),
+    ):
+        runner.train()

@@ -389,3 +389,15 @@ def test_answers_without_a_token_to_learn_are_counted(tmp_path: Path) -> None:
     pair = {"prompt": "q", "chosen": "ax", "rejected": "ay"}
     with pytest.raises(DataError, match=r"line 1: empty .*the same tokens"):
         load([pair], tmp_path, phase="dpo", empty="error", **given)
+
+
+def test_prompts_that_are_both_trained_on_and_validated_on_are_counted(tmp_path: Path) -> None:
+    held = tmp_path / "held.jsonl"
+    held.write_text("\n".join(json.dumps({"prompt": f"q{index}", "response": "a"}) for index in range(2, 6)))
+    rows = [{"prompt": f"q{index}", "response": "a"} for index in range(4)]
+    changes = {"val_data": [{"type": "file", "path": str(held)}]}
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    section = {"data": [{"type": "file", "path": str(tmp_path / "rows.jsonl")}], **changes}
+    account = prepare_data(parse({"phase": "sft", "model": MODEL, "posttrain": section}).config).account
+    assert account.noted == {"prompts of posttrain.val_data are trained on": 2}
+    assert "held.jsonl, line 1" in str(account)

@@ -124,7 +124,11 @@ def prepare_data(config: RunConfig) -> PhaseData:
     held = 0.0 if section.val_data else section.val_fraction
     parts = split(examples, phase, data_split=section.data_split, val_fraction=held)
     if section.val_data:
+        trained = {example.prompt_text for example in parts[0]}
         parts = parts[0], list(_examples(section.val_data, section, account, **wanted))
+        for example in parts[1]:
+            if example.prompt_text in trained:
+                account.note("prompts of posttrain.val_data are trained on", example.where)
     folder = _folder(config, section)
     tokenizer = _tokenizer(config, section, folder, examples)
     _check_vocabulary(config, tokenizer)
