@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,32 @@ class TextTokenizer:
         """The tokens of many texts, on all cores."""
         for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False):
             yield encoding.ids
+
+    def unknown_in(self, text: str) -> str | None:
+        """The first character of a text that no token stands for, or only the one for what is unknown; spaces aside."""
+        if self._knows_all:
+            return None
+        encoding, known = self._backend.encode(text, add_special_tokens=False), set[int]()
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            known.update(range(start, end) if token not in self._unknown else ())
+        return next((c for at, c in enumerate(text) if at not in known and not c.isspace()), None)
+
+    def lost_in(self, text: str) -> str | None:
+        """The first character of a text that leaves no trace in its tokens."""
+        return None if self._unknown else self.unknown_in(text)
+
+    @cached_property
+    def _unknown(self) -> frozenset[int]:
+        """The token for what is unknown, where there is one."""
+        names = (getattr(self._backend.model, "unk_token", None) or "<unk>", "<unk>", "[UNK]")
+        return frozenset(token for name in names if (token := self._backend.token_to_id(name)) is not None)
+
+    @cached_property
+    def _knows_all(self) -> bool:
+        """Whether it has a token for every byte."""
+        strange = "\u6f22\u0378\U0001f9ff"
+        found = self._backend.encode(strange, add_special_tokens=False).ids
+        return self.decode(found).strip() == strange
 
     def decode(self, tokens: Sequence[int], *, keep_special: bool = False) -> str:
         """The text of some tokens."""

@@ -401,3 +401,23 @@ def test_prompts_that_are_both_trained_on_and_validated_on_are_counted(tmp_path:
     account = prepare_data(parse({"phase": "sft", "model": MODEL, "posttrain": section}).config).account
     assert account.noted == {"prompts of posttrain.val_data are trained on": 2}
     assert "held.jsonl, line 1" in str(account)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        ({"vocab_size": 12, "max_position_embeddings": 32}, ConfigError, r"posttrain\.max_len: 40 is longer .*32"),
+        ({"vocab_size": 12, "n_ctx": 32}, ConfigError, r"posttrain\.max_len: 40 is longer .*32"),
+        ({"vocab_size": 9, "max_position_embeddings": 64}, DataError, "12 tokens, and the model .* for 9"),
+        ({"text_config": {"vocab_size": 9}, "n_positions": 64}, DataError, "12 tokens, and the model .* for 9"),
+    ],
+)
+def test_a_model_of_transformers_is_asked_for_its_own_sizes(
+    sizes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}), encoding="utf-8")
+    model = {"type": "hf", "path": str(tmp_path)}
+    load(None, tmp_path).tokenizer.save(tmp_path / "tokenizer.json")
+    section = {"data": [{"type": "task"}], "max_len": 40}
+    with pytest.raises(error, match=message):
+        prepare_data(parse({"phase": "sft", "model": model, "posttrain": section}).config)

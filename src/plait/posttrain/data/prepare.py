@@ -17,6 +17,7 @@ from plait.config.posttrain import ExampleData, PosttrainConfig, SftConfig, Task
 from plait.config.rules.posttrain import no_examples
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, DataError, Problem
+from plait.generate.generator import CONTEXT_KEYS
 from plait.posttrain.data.datasets import AnswerRows, PadAnswers, PadPairs, PairRows, Row
 from plait.posttrain.data.prompts import Prompt
 from plait.posttrain.data.records import EmptyError, Example, IncompleteError, UnlearnedError, examples_in
@@ -310,6 +311,11 @@ def longest(config: RunConfig) -> int:
     if section.max_len is not None and known is not None and section.max_len > known:
         message = f"{section.max_len} is longer than `model.seq_len`, {known}"
         raise ConfigError(Problem("posttrain.max_len", message, "Make it shorter, or the model's sequences longer."))
+    if section.max_len is not None and isinstance(described, HFConfig):
+        declared = next((found for key in CONTEXT_KEYS if (found := _description(described).get(key))), None)
+        if declared is not None and section.max_len > declared:
+            message = f"{section.max_len} is longer than the model is made for, {declared} (its config.json)"
+            raise ConfigError(Problem("posttrain.max_len", message, f"Write {declared} or less."))
     found = section.max_len or known
     assert found is not None
     return int(found)
@@ -372,11 +378,16 @@ def check_same_tokens(key: str, file: Path, tokenizer: ChatTokenizer) -> None:
             )
 
 
+def _description(model: HFConfig) -> dict[str, Any]:
+    """What `transformers` is told of a model, as far as it can be read here."""
+    folder = None if model.path is None else Path(model.path)
+    inner = (read_description(folder) if folder is not None and folder.is_dir() else None) or {}
+    return {**inner, **inner.get("text_config", {}), **(model.config or {})}
+
+
 def _vocabulary(config: RunConfig) -> int | None:
     described: Any = config.model
-    inner = getattr(described, "config", None) or {}
-    if isinstance(described, HFConfig) and described.path is not None and Path(described.path).is_dir():
-        inner = {**(read_description(Path(described.path)) or {}), **inner}
+    inner = _description(described) if isinstance(described, HFConfig) else {}
     size = getattr(described, "vocab_size", inner.get("vocab_size"))
     return size if isinstance(size, int) else None
 
@@ -384,10 +395,11 @@ def _vocabulary(config: RunConfig) -> int | None:
 def _check_vocabulary(config: RunConfig, tokenizer: ChatTokenizer) -> None:
     known = _vocabulary(config)
     if known is not None and tokenizer.vocab_size > known:
-        if isinstance(config.model, HFConfig):
+        if isinstance(config.model, HFConfig) and config.model.path is not None:
             raise DataError(
                 f"posttrain.tokenizer: the tokenizer has {tokenizer.vocab_size} tokens, and the model in "
                 f"{config.model.path} has embeddings for {known}; name the tokenizer that the model was trained with"
             )
         message = f"{known}, but the tokenizer has {tokenizer.vocab_size} tokens"
-        raise ConfigError(Problem("model.vocab_size", message, f"Write `model.vocab_size: {tokenizer.vocab_size}`."))
+        key = "model.config.vocab_size" if isinstance(config.model, HFConfig) else "model.vocab_size"
+        raise ConfigError(Problem(key, message, f"Write `{key}: {tokenizer.vocab_size}`."))

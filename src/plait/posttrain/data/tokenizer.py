@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,22 +39,6 @@ class ChatTokenizer(TextTokenizer):
     def controls(self) -> tuple[str, ...]:
         """The texts of control tokens, which are no such tokens where somebody writes them."""
         return tuple(token.content for token in self._backend.get_added_tokens_decoder().values() if token.special)
-
-    def unknown_in(self, text: str) -> str | None:
-        """The first character of a text that no token stands for, or only the one for what is unknown; spaces aside."""
-        if self._knows_all:
-            return None
-        encoding, known = self._backend.encode(text, add_special_tokens=False), set[int]()
-        unknown = self.token_id(getattr(self._backend.model, "unk_token", None) or "")
-        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            known.update(range(start, end) if token != unknown else ())
-        return next((c for at, c in enumerate(text) if at not in known and not c.isspace()), None)
-
-    @cached_property
-    def _knows_all(self) -> bool:
-        """Whether it has a token for every byte."""
-        strange = "\u6f22\u0378\U0001f9ff"
-        return self.decode(super().encode(strange)).strip() == strange
 
     @property
     def vocabulary(self) -> dict[str, int]:
