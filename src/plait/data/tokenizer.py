@@ -29,6 +29,10 @@ def half_character(text: str) -> str | None:
     return None
 
 
+_SPACE = "\u2581"
+"""What many tokenizers write for a space, and put before a text."""
+
+
 class TextTokenizer:
     """A `tokenizers` tokenizer with what training and sampling need of it."""
 
@@ -48,6 +52,8 @@ class TextTokenizer:
         # A text that happens to contain "<|endoftext|>" must not end a document.
         backend.encode_special_tokens = True
         self._backend = backend
+        self._characters: dict[str, bool] = {}
+        """Those that were met, and whether a token stands for them."""
         self.end: int = end
         """The token that ends a document."""
 
@@ -80,10 +86,18 @@ class TextTokenizer:
         """The first character of a text that no token stands for, or only the one for what is unknown; spaces aside."""
         if self._knows_all:
             return None
-        encoding, known = self._backend.encode(text, add_special_tokens=False), set[int]()
-        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            known.update(range(start, end) if token not in self._unknown else ())
-        return next((c for at, c in enumerate(text) if at not in known and not c.isspace()), None)
+        if type(self._backend.model).__name__ not in ("BPE", "Unigram"):  # others know words
+            encoding = self._backend.encode(text, add_special_tokens=False)
+            found = (
+                at for token, (at, _) in zip(encoding.ids, encoding.offsets, strict=True) if token in self._unknown
+            )
+            return next((text[at] for at in found), None)
+        # One by one: where a character is dropped, the library gives those behind it the wrong places.
+        for character in set(text) - self._characters.keys():
+            found = self._backend.encode(character, add_special_tokens=False)
+            told = (text for token, text in zip(found.ids, found.tokens, strict=True) if token not in self._unknown)
+            self._characters[character] = character.isspace() or any(text.strip(_SPACE) for text in told)
+        return next((character for character in text if not self._characters[character]), None)
 
     def lost_in(self, text: str) -> str | None:
         """The first character of a text that leaves no trace in its tokens."""
