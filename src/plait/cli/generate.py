@@ -21,6 +21,8 @@ from plait.posttrain.data.records import Message
 from plait.posttrain.judge import Question, open_judge, run_behind
 from plait.posttrain.judge import held_out as kept_back
 
+_MORE = ("messages", "system", "history", "instruction", "input", "tools")
+"""What a prompt of a file may have beside its text, and cannot have here."""
 _WINDOW = 1024
 """Tokens at once for a perplexity, where a model does not say how many it sees."""
 
@@ -116,6 +118,8 @@ def read_prompts(file: Path) -> list[str]:
         except ValueError as error:
             raise DataError(f"{file}, line {number} is not JSON: {error}") from error
         prompt = row.get("prompt", row.get("text")) if isinstance(row, dict) else row
+        if more := [key for key in _MORE if isinstance(row, dict) and row.get(key)]:
+            raise DataError(f"{file}, line {number} has {more[0]!r}, which would be left out: put all into `prompt`")
         if not isinstance(prompt, str):
             raise DataError(f"{file}, line {number} has no text as `prompt` or `text`")
         prompts.append(prompt)

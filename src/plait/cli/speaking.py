@@ -84,11 +84,11 @@ def open_speaker(path: str, opening: Opening | None = None) -> Speaker:
         model = _load_trained_part(place, config, opening)
     else:
         model = _load(str(place), described, opening)
-    write_down, stop = _manner(tokenizer, config, opening, place, lies)
+    write_down, stop, template = _manner(tokenizer, config, opening, place, lies)
     context = _context(model, config)
     generator = Generator(model, decode=tokenizer.decode, context=context, max_rows=MAX_ROWS, graphs=not away)
     begin = () if config is not None and config.phase is None else tokenizer.begin  # rows of `plait train` have none
-    return Speaker(Path(path).resolve().name, generator, tokenizer, write_down, stop, begin)
+    return Speaker(Path(path).resolve().name, generator, tokenizer, write_down, stop, begin, template)
 
 
 def _described(folder: Path) -> ModelConfig:
@@ -197,8 +197,8 @@ def _tokenizer(asked: Path, place: Path, config: RunConfig | None, opening: Open
 
 def _manner(
     tokenizer: ChatTokenizer, config: RunConfig | None, opening: Opening, place: Path, lies: Path
-) -> tuple[Callable[[Sequence[Turn]], list[int]], tuple[int | str, ...]]:
-    """How conversations are written down, and what ends an answer. The tokenizer `lies` there."""
+) -> tuple[Callable[[Sequence[Turn]], list[int]], tuple[int | str, ...], str]:
+    """How conversations are written down, what ends an answer, and the kind of template; the tokenizer `lies` there."""
     section = (config.posttrain if config is not None else None) or PosttrainConfig()
     named = (section.tokenizer, getattr(config.model, "path", None) if config else None, str(place))
     places = [lies, *(Path(each) for each in named if each is not None)]
@@ -215,7 +215,7 @@ def _manner(
         except UnwritableError as error:
             raise GenerateError(str(error)) from error
 
-    return write_down, tuple(ends)
+    return write_down, tuple(ends), template.kind
 
 
 def _ends(folder: Path) -> list[int]:

@@ -55,6 +55,8 @@ class Speaker:
     """What ends an answer in any case."""
     begin: tuple[int, ...] = ()
     """What a text that is no conversation begins with, where the model was trained on rows that do."""
+    template: str = "own"
+    """Which way of writing conversations down it is, for people."""
 
     def encode(self, text: str) -> list[int]:
         """A text as a prompt; an empty one is the beginning of a document."""

@@ -181,6 +181,8 @@ def test_answers_are_checked_by_the_data_they_belong_to() -> None:
     partly = [task_reward(sources)("ba=", text, "") for text in ("ab", "aa", "ba", "abb")]
     assert partly == pytest.approx([1.0, 0.25, 0.0, 0.5 * 2 / 3])
     assert final_number("so 3 + 4 = 7\n#### 1,234") == "1234"
+    written = ("72.50", "72.5", "72.00", "100", "0.0")
+    assert [final_number(text) for text in written] == ["72.5", "72.5", "72", "100", "0"]
     assert gsm8k_reward("", "It is 72.", "… #### 72") == 1.0
     assert gsm8k_reward("", "no idea", "… #### 72") == 0.0
     assert gsm8k_reward("", "It is 72.", "unknown") is None
