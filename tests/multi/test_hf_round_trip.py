@@ -101,7 +101,7 @@ def saved_by_transformers(folder: Path, config: dict[str, Any], seed: int) -> Pa
 
 
 def some_seed() -> int:
-    seed = random.SystemRandom().randrange(2**31)
+    seed = random.randrange(2**31)
     print(f"seed {seed}")
     return seed
 

@@ -55,7 +55,7 @@ def run_tiers(
 
 
 def ten_steps(micro_batches: int) -> list[list[Any]]:
-    seed = random.SystemRandom().randrange(2**31)
+    seed = random.randrange(2**31)
     print(f"seed {seed}")
     return token_batches(seed, micro_batches) + token_batches(seed + 1, micro_batches)
 

@@ -24,8 +24,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 def lengths() -> tuple[int, int]:
     """A training and a validation set whose last batches are, mostly, uneven."""
-    chosen = random.SystemRandom()
-    found = chosen.randint(9, 30), chosen.randint(1, 21)
+    found = random.randint(9, 30), random.randint(1, 21)
     print(f"{found[0]} training and {found[1]} validation samples")
     return found
 
@@ -93,7 +92,7 @@ def test_every_sample_is_measured_exactly_once(
     request: pytest.FixtureRequest, tmp_path: Path, ranks: str, strategy: str
 ) -> None:
     pool: RankPool = request.getfixturevalue(ranks)
-    counts = sorted(random.SystemRandom().sample(range(1, 40), 5))
+    counts = sorted(random.sample(range(1, 40), 5))
     print(f"lengths {counts}")
     expected = measure(0, 1, str(tmp_path), "single", counts)
     for part in pool.run(measure, str(tmp_path), strategy, counts):

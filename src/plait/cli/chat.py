@@ -24,7 +24,7 @@ def chat(path: str, sampling: Sampling, opening: Opening, *, system: str | None 
     first = [Turn("system", system)] if system else []
     turns, shows = list(first), sys.stdin.isatty()
     if shows:
-        typer.secho(f"{printable(speaker.name)}: {HELP}", dim=True)
+        typer.secho(f"{printable(speaker.name)} (template {speaker.template!r}): {HELP}", dim=True)
     while (said := _ask(shows)) is not None:
         if said in ("/quit", "/exit"):
             break

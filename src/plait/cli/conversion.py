@@ -18,14 +18,20 @@ from plait.checkpoint.convert import (
     without_padding,
 )
 from plait.config import parse_stored
-from plait.config.data import texts
+from plait.config.data import texts as text_sources
 from plait.config.files import read_json_object
+from plait.config.posttrain import PosttrainConfig
 from plait.data import load_tokenizer, tokenizer_path
 from plait.errors import CheckpointError, ConfigError, DataError, ModelError, PlaitError, Problem
 from plait.models.portable import from_transformers, to_transformers
-from plait.posttrain.data.tokenizer import read_tokenizer
+from plait.posttrain.data.prepare import tokenizer_beside
+from plait.posttrain.data.template import CHAT_TEMPLATE, template_of_run
+from plait.posttrain.data.tokenizer import SETTINGS, read_settings, read_tokenizer
 from plait.posttrain.lora.merged import has_adapters, merged
 
+TEMPLATES = (CHAT_TEMPLATE, "chat_template.json")
+"""Where folders of `transformers` keep a chat template, beside the tokenizer's settings."""
+GENERATION = "generation_config.json"
 FAMILIES = ("gpt", "llama", "moe")
 """Models of Plait's own that weights of `transformers` fit."""
 
@@ -87,7 +93,7 @@ def _for_transformers(source: Source, model: str | None, trust_code: bool) -> tu
         description = portable.description if model is None else _description(Path(model))
         if source.kind == "megatron":
             source = without_padding(source, description["vocab_size"])
-        return source, _with_tokenizer(description, folder, source)
+        return source, _with_template(_with_tokenizer(description, folder, source), folder, source, trust_code)
     if model is None and source.kind != "hf":
         raise ConfigError(
             Problem(
@@ -131,12 +137,35 @@ def _with_tokenizer(description: Mapping[str, Any], folder: Path | None, source:
     known = read_json_object(found, DataError).get("added_tokens") or []
     words = [token["content"] for token in known if token["id"] == end]  # the tokenizer above was made of them
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": words[0]} if words else {})}
-    others = {name: path for name, path in files.items() if name == "generation_config.json"}
+    others = {name: path for name, path in files.items() if name == GENERATION}
     return Description(
         {**description, "bos_token_id": end, "eos_token_id": end},
         {**others, "tokenizer.json": found},
         {"tokenizer_config.json": json.dumps(settings, indent=2) + "\n"},
     )
+
+
+def _with_template(description: Description, folder: Path | None, source: Source, trust_code: bool) -> Description:
+    """The template of a phase is the one that the model has learned, whichever one its first tokenizer came with."""
+    config, kept = source.state["config"], tokenizer_beside(source.path)
+    if config.get("phase") is None or kept is None:
+        return description
+    section = _parsed("posttrain", config.get("posttrain") or {}, source) or PosttrainConfig()
+    named = [Path(section.tokenizer)] if section.tokenizer is not None else []
+    places = [kept.parent, *named, *([] if folder is None else [folder])]
+    template = template_of_run(section.template, read_tokenizer(kept), places, trust_code=trust_code)
+    files = {name: path for name, path in description.files.items() if name not in TEMPLATES}
+    texts = {**description.texts, CHAT_TEMPLATE: template.jinja}
+    generation = {} if GENERATION not in files else read_json_object(files[GENERATION], DataError)
+    told = generation.get("eos_token_id", description.config.get("eos_token_id"))
+    ends = [*([told] if isinstance(told, int) else told or []), *(end for end in template.ends if isinstance(end, int))]
+    if len(ends := list(dict.fromkeys(ends))) > 1:  # an answer ends where the template ends it, too
+        files.pop(GENERATION, None)
+        texts[GENERATION] = json.dumps({**generation, "eos_token_id": ends}, indent=2) + "\n"
+    if SETTINGS in files:  # older folders have it in there
+        settings = {key: value for key, value in read_settings(files.pop(SETTINGS)).items() if key != "chat_template"}
+        texts[SETTINGS] = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    return Description(description.config, files, texts)
 
 
 def _tokens(file: Path) -> str:
@@ -150,7 +179,7 @@ def _tokens(file: Path) -> str:
 
 
 def _tokenizer(data: Any) -> Path | None:
-    tokenized = texts("data", data)
+    tokenized = text_sources("data", data)
     if not tokenized:
         return None
     data = tokenized[0][1]

@@ -24,6 +24,8 @@ from plait.posttrain.data.records import Message
 from plait.posttrain.judge import Question, open_judge, run_behind
 from plait.posttrain.judge import held_out as kept_back
 
+_MORE = ("messages", "system", "history", "instruction", "input", "tools")
+"""What a prompt of a file may have beside its text, and cannot have here."""
 _WINDOW = 1024
 """Tokens at once for a perplexity, where a model does not say how many it sees."""
 
@@ -95,7 +97,10 @@ def generate(
 def _prompt(speaker: Speaker, question: Question, *, chat: bool) -> list[int]:
     if not chat:
         return speaker.encode(question.text)
-    return speaker.ask([Turn(message.role, message.content) for message in question.messages]).tokens
+    asked = speaker.ask([Turn(message.role, message.content) for message in question.messages])
+    if asked.left_out:
+        typer.echo(f"({asked.left_out} earliest turns of {question.text[:40]!r} have no room)", err=True)
+    return asked.tokens
 
 
 def _mean(rewards: Sequence[float]) -> tuple[str, str]:
@@ -121,6 +126,8 @@ def read_prompts(file: Path) -> list[str]:
         except ValueError as error:
             raise DataError(f"{file}, line {number} is not JSON: {error}") from error
         prompt = row.get("prompt", row.get("text")) if isinstance(row, dict) else row
+        if more := [key for key in _MORE if isinstance(row, dict) and row.get(key)]:
+            raise DataError(f"{file}, line {number} has {more[0]!r}, which would be left out: put all into `prompt`")
         if not isinstance(prompt, str):
             raise DataError(f"{file}, line {number} has no text as `prompt` or `text`")
         prompts.append(prompt)
@@ -138,4 +145,4 @@ def _read(file: Path) -> str:
 
 def _expect(speaker: Speaker, text: str) -> Perplexity:
     window = speaker.generator.context or _WINDOW
-    return measure_perplexity(speaker.generator.model, [speaker.tokenizer.encode(text)], window=window)
+    return measure_perplexity(speaker.generator.model, [speaker.encode(text)], window=window)

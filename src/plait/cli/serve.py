@@ -27,6 +27,7 @@ def serve(
         raise GenerateError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
     shown = "" if token is None else f"/#token={token}" if token_file is None else "/ (token from the file)"
     typer.echo(f"{printable(speaker.name)}: {server.url}{shown}")
+    typer.echo(f"conversations are written with the template {speaker.template!r}")
     typer.echo(f"OpenAI-compatible: {server.url}/v1 (chat/completions, completions, models)")
     server.run()
     typer.echo("stopped")

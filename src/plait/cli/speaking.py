@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import typer
 from torch import nn
 
 from plait.checkpoint import CheckpointFolder, load_into, open_checkpoint
@@ -16,7 +17,7 @@ from plait.checkpoint.manifest import NAME as MANIFEST
 from plait.config import RunConfig, parse, parse_stored
 from plait.config.files import read_json_object
 from plait.config.model import HFConfig, ModelConfig
-from plait.config.posttrain import PosttrainConfig, TemplateConfig
+from plait.config.posttrain import PosttrainConfig
 from plait.data import tokenizer_path
 from plait.errors import ConfigError, DataError, GenerateError, ModelError, Problem
 from plait.generate.generator import Generator, context_of
@@ -26,7 +27,14 @@ from plait.models import build_model
 from plait.models.portable import from_transformers
 from plait.parallel.buffers import persistent_buffers
 from plait.posttrain.data.records import Message
-from plait.posttrain.data.template import OfTokenizer, Template, make_template
+from plait.posttrain.data.template import (
+    OfTokenizer,
+    Template,
+    UnwritableError,
+    chat_template_in,
+    template_of_run,
+    tokenizer_folder,
+)
 from plait.posttrain.data.tokenizer import NAME, ChatTokenizer, read_tokenizer
 from plait.posttrain.lora.adapter import read_adapter
 from plait.posttrain.lora.attach import AdapterSpec, attach
@@ -78,7 +86,8 @@ def open_speaker(path: str, opening: Opening | None = None) -> Speaker:
         if config.phase == "reward":
             raise ModelError(f"{path} holds a reward model, which judges texts and writes none; open the tuned model")
         place, described = found, config.model
-    tokenizer = read_tokenizer(_tokenizer(Path(path), place, config, opening))
+    lies = _tokenizer(Path(path), place, config, opening)
+    tokenizer = read_tokenizer(lies)
     away = opening.offload is not None
     if away:
         model = _load_streamed(place, config, opening)
@@ -86,15 +95,26 @@ def open_speaker(path: str, opening: Opening | None = None) -> Speaker:
         model = _load_trained_part(place, config, opening)
     else:
         model = _load(str(place), described, opening)
-    template, stop = _manner(tokenizer, config, opening, place)
+    template, stop = _manner(tokenizer, config, opening, place, lies)
 
     def write_down(turns: Sequence[Turn]) -> list[int]:
-        return template.prompt([Message(turn.role, turn.content) for turn in turns])
+        try:
+            return template.prompt([Message(turn.role, turn.content) for turn in turns])
+        except UnwritableError as error:
+            raise GenerateError(str(error)) from error
 
     context = _context(model, config)
     generator = Generator(model, decode=tokenizer.decode, context=context, max_rows=MAX_ROWS, graphs=not away)
-    with_tools = _with_tools(template, tokenizer)
-    return Speaker(Path(path).resolve().name, generator, tokenizer, write_down, stop, with_tools)
+    return Speaker(
+        Path(path).resolve().name,
+        generator,
+        tokenizer,
+        write_down,
+        stop,
+        _with_tools(template, tokenizer),
+        begin=() if config is not None and config.phase is None else tokenizer.begin,  # rows of `plait train` have none
+        template=template.kind,
+    )
 
 
 def _described(folder: Path) -> ModelConfig:
@@ -129,6 +149,8 @@ def _load(path: str, described: ModelConfig, opening: Opening) -> nn.Module:
     if opening.adapter is not None:
         adapter = read_adapter(opening.adapter, model)
         attach(model, adapter.spec, adapter.layers)
+        if (strange := adapter.strange_base(path)) is not None:
+            typer.echo(f"--adapter: {strange}", err=True)
     start = open_start(path, described, adapter, model)
     assert start is not None, "there is a path, so there are weights"
     fill_all(model, start)
@@ -198,21 +220,17 @@ def _tokenizer(asked: Path, place: Path, config: RunConfig | None, opening: Open
 
 
 def _manner(
-    tokenizer: ChatTokenizer, config: RunConfig | None, opening: Opening, place: Path
+    tokenizer: ChatTokenizer, config: RunConfig | None, opening: Opening, place: Path, lies: Path
 ) -> tuple[Template, tuple[int | str, ...]]:
-    """How conversations are written down, and what ends an answer."""
+    """How conversations are written down, and what ends an answer; the tokenizer `lies` there."""
     section = (config.posttrain if config is not None else None) or PosttrainConfig()
-    folders = (
-        opening.tokenizer,
-        section.tokenizer,
-        getattr(config.model, "path", None) if config else None,
-        str(place),
-    )
+    named = (section.tokenizer, getattr(config.model, "path", None) if config else None, str(place))
+    places = [lies, *(Path(each) for each in named if each is not None)]
+    if config is None or config.phase is None:  # nothing was written down in any way, so the model's own it is
+        places = [*(each for each in places if chat_template_in(tokenizer_folder(each)) is not None), *places]
+    template = template_of_run(section.template, tokenizer, places, trust_code=opening.trust_code)
+    folders = (opening.tokenizer, *named)
     folder = next((Path(each) for each in folders if each is not None and Path(each).is_dir()), place)
-    words = section.template
-    if (config is None or config.phase is None) and _has_template(folder):
-        words = TemplateConfig(kind="tokenizer")
-    template = make_template(words, tokenizer, folder, trust_code=opening.trust_code)
     ends = dict.fromkeys((*template.ends, *_ends(folder)))
 
     return template, tuple(ends)
@@ -238,10 +256,6 @@ def _with_tools(
         return template.prompt_with_tools(messages, tools)
 
     return write_with_tools
-
-
-def _has_template(folder: Path) -> bool:
-    return (folder / "chat_template.jinja").is_file() or "chat_template" in _json(folder / "tokenizer_config.json")
 
 
 def _ends(folder: Path) -> list[int]:

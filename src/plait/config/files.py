@@ -15,11 +15,12 @@ from plait.errors import PlaitError
 def parse_json(text: str | bytes, *, half_characters: bool = False) -> Any:
     """The value in `text`. Raises `ValueError` for all that cannot be read or would not survive its readers.
 
-    Python's own parser ends in a `RecursionError` where brackets are nested deeply, and it takes halves of
-    characters, which no file and no terminal can be given; these are let through with `half_characters`.
+    Python's own parser ends in a `RecursionError` where brackets are nested deeply, it keeps the last of two values
+    for one key and forgets the other, and it takes halves of characters, which no file and no terminal can be given;
+    these are let through with `half_characters`.
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_without_repeats)
     except RecursionError:
         raise ValueError(f"lists and objects are nested more than {DEEPEST} deep") from None
     if depth_of(value) > DEEPEST:
@@ -29,6 +30,14 @@ def parse_json(text: str | bytes, *, half_characters: bool = False) -> Any:
     if not half_characters and escaped and (wrong := half_character(json.dumps(value, ensure_ascii=False))):
         raise ValueError(wrong)
     return value
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice in an object")
+    return found
 
 
 def read_json_object(path: Path, error: Callable[[str], PlaitError], remedy: str = "copy it again") -> dict[str, Any]:

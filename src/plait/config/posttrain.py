@@ -64,9 +64,10 @@ ExampleData = Annotated[TaskData | FileData | Gsm8kData, Field(discriminator="ty
 class TemplateConfig(Section):
     """How a conversation becomes one row of tokens. Only what the assistant says is learned."""
 
-    kind: Literal["plain", "marked", "tokenizer"] = "plain"
+    kind: Literal["auto", "plain", "marked", "tokenizer"] = "auto"
     """`plain`: prompt and answer one after the other, an end token after each answer. `marked`: every turn between
-    `start` and `end`, its role first. `tokenizer`: the chat template of a Hugging Face tokenizer."""
+    `start` and `end`, its role first. `tokenizer`: the chat template of a Hugging Face tokenizer. `auto`: `tokenizer`
+    where the tokenizer has a chat template, else `plain`."""
     start: str = "<|im_start|>"
     """Of `marked`: what begins a turn; one token where the tokenizer has it, else text."""
     end: str = "<|im_end|>"
@@ -84,8 +85,8 @@ class TemplateConfig(Section):
 class PosttrainConfig(Section):
     """What the phases have in common: examples, their split, tokens, and the weights to begin with."""
 
-    data: Many[ExampleData] = (TaskData(),)
-    """Sources, one after another."""
+    data: Many[ExampleData] = ()
+    """Sources, one after another. A phase needs at least one."""
     val_data: Many[ExampleData] = ()
     """Sources to validate on. Absent: `val_fraction` of `data`."""
     data_split: Many[NonNegativeInt] | str | None = None

@@ -61,7 +61,8 @@ def prepare_corpus(config: TextData | JsonlData, tokenizer: str | Path | None = 
         else:
             made = load_tokenizer(given)
         made.save(corpus.tokenizer)
-        if write_documents(corpus.tokens, source.documents(), made, masked=source.has_prompts) == 0:
+        documents = _whole(source.documents(), made, config.path)
+        if write_documents(corpus.tokens, documents, made, masked=source.has_prompts) == 0:
             raise DataError(f"{config.path} has no text in it; give a file or folder that has")
         if not any(text for _, text in source.documents()):
             what = "completion" if source.has_prompts else "text"
@@ -83,6 +84,17 @@ def write_documents(path: Path, documents: Iterable[Document], tokenizer: TextTo
                     [0] * len(prompt) + [1] * (len(text) + 1) if masked else None,
                 )
     return writer.documents
+
+
+def _whole(documents: Iterable[Document], tokenizer: TextTokenizer, path: str) -> Iterator[Document]:
+    """The documents; one with a character that would vanish between two tokens is an error."""
+    for number, document in enumerate(documents, start=1):
+        for lost in filter(None, map(tokenizer.lost_in, document)):
+            raise DataError(
+                f"{path}, document {number}: the tokenizer has no token for {lost!r} and would leave it out; give one "
+                "that knows every byte, or one with a token for what is unknown"
+            )
+        yield document
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -18,8 +18,9 @@ from plait.errors import DataError, MissingExtraError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
-FORMATS = ("PNG", "JPEG")
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp"})
+"""Those that torchvision takes for images."""
+FORMATS = ("PNG", "JPEG", "PPM", "BMP", "TIFF", "WEBP")
 """Pillow goes by content, not by the ending, and would hand PostScript to Ghostscript, which runs it."""
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -43,7 +44,7 @@ class AugmentedImages(Dataset[dict[str, Tensor]]):
 
 
 class ImageFolder(AugmentedImages):
-    """`root/class_name/*.png|jpg`: classes are numbered in the order of their names.
+    """`root/class_name/**/*.png|jpg|…`: classes are numbered in the order of their names.
 
     Training images are cut out at random (a part of 8 % to 100 %, up to 4:3 or 3:4) and mirrored half of the
     time; others are scaled and cut from the middle. Items are `image` (float32, 3 × size × size,
@@ -59,14 +60,13 @@ class ImageFolder(AugmentedImages):
             raise DataError(f"image folder {root} does not exist; give a folder with one folder a class")
         self.classes = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
         try:
-            self._files = [
-                (path, label)
-                for label, name in enumerate(self.classes)
-                for path in sorted((folder / name).iterdir())
-                if path.suffix.lower() in SUFFIXES
-            ]
+            found = [_images_below(folder / name) for name in self.classes]
         except OSError as error:
             raise DataError(f"image folder {error.filename} cannot be read: {error.strerror}") from error
+        self._files = [(path, label) for label, paths in enumerate(found) for path in paths]
+        empty = [name for name, paths in zip(self.classes, found, strict=True) if not paths]
+        if empty and self._files:
+            raise DataError(f"image folder {root}: the class {empty[0]} has no image; add some, or remove its folder")
         if not self._files:
             raise DataError(
                 f"image folder {root} has {len(self.classes)} class folders and no image in them; "
@@ -91,6 +91,12 @@ class ImageFolder(AugmentedImages):
             "image": normalise(pixels, IMAGENET_MEAN, IMAGENET_STD),
             "label": torch.tensor(label, dtype=torch.int64),
         }
+
+
+def _images_below(folder: Path) -> list[Path]:
+    """Its images and those of the folders in it, less what is hidden."""
+    below = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    return sorted(path for path in below if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 
 def normalise(pixels: NDArray[np.uint8], mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:

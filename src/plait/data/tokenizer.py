@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ END = "<|endoftext|>"
 
 KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 """End tokens of tokenizers that are given, in the order in which they are looked for."""
+
+
+_SPACE = "\u2581"
+"""What many tokenizers write for a space, and put before a text."""
 
 
 class TextTokenizer:
@@ -32,9 +37,13 @@ class TextTokenizer:
             )
         backend.no_truncation()
         backend.no_padding()
+        self.begin: tuple[int, ...] = _begin_of(backend)
+        """What the tokenizer itself puts before a text: the token for its beginning, where it has one."""
         # A text that happens to contain "<|endoftext|>" must not end a document.
         backend.encode_special_tokens = True
         self._backend = backend
+        self._characters: dict[str, bool] = {}
+        """Those that were met, and whether a token stands for them."""
         self.end: int = end
         """The token that ends a document."""
 
@@ -63,6 +72,40 @@ class TextTokenizer:
         for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False):
             yield encoding.ids
 
+    def unknown_in(self, text: str) -> str | None:
+        """The first character of a text that no token stands for, or only the one for what is unknown; spaces aside."""
+        if self._knows_all:
+            return None
+        if type(self._backend.model).__name__ not in ("BPE", "Unigram"):  # others know words
+            encoding = self._backend.encode(text, add_special_tokens=False)
+            found = (
+                at for token, (at, _) in zip(encoding.ids, encoding.offsets, strict=True) if token in self._unknown
+            )
+            return next((text[at] for at in found), None)
+        # One by one: where a character is dropped, the library gives those behind it the wrong places.
+        for character in set(text) - self._characters.keys():
+            found = self._backend.encode(character, add_special_tokens=False)
+            told = (text for token, text in zip(found.ids, found.tokens, strict=True) if token not in self._unknown)
+            self._characters[character] = character.isspace() or any(text.strip(_SPACE) for text in told)
+        return next((character for character in text if not self._characters[character]), None)
+
+    def lost_in(self, text: str) -> str | None:
+        """The first character of a text that leaves no trace in its tokens."""
+        return None if self._unknown else self.unknown_in(text)
+
+    @cached_property
+    def _unknown(self) -> frozenset[int]:
+        """The token for what is unknown, where there is one."""
+        names = (getattr(self._backend.model, "unk_token", None) or "<unk>", "<unk>", "[UNK]")
+        return frozenset(token for name in names if (token := self._backend.token_to_id(name)) is not None)
+
+    @cached_property
+    def _knows_all(self) -> bool:
+        """Whether it has a token for every byte."""
+        strange = "\u6f22\u0378\U0001f9ff"
+        found = self._backend.encode(strange, add_special_tokens=False).ids
+        return self.decode(found).strip() == strange
+
     def decode(self, tokens: Sequence[int], *, keep_special: bool = False) -> str:
         """The text of some tokens."""
         text: str = self._backend.decode(list(tokens), skip_special_tokens=not keep_special)
@@ -76,6 +119,13 @@ class TextTokenizer:
     def save(self, path: str | Path) -> None:
         """Write a `tokenizer.json`."""
         self._backend.save(str(path))
+
+
+def _begin_of(backend: Any) -> tuple[int, ...]:
+    """What is put before a text when special tokens are asked for."""
+    plain, whole = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+    places = (at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain)
+    return tuple(whole[: next(places, 0)]) if plain else ()
 
 
 def load_tokenizer(path: str | Path) -> TextTokenizer:

@@ -18,6 +18,9 @@ from plait.generate.hf import TransformersDecoder, accepts
 from plait.generate.options import Completion, Sampling, check_prompts
 from plait.models.common.attention import Attention
 
+CONTEXT_KEYS = ("seq_len", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
+"""What models call the number of tokens that they are made for."""
+
 
 class Generator:
     """A model that writes. It is in evaluation mode while it does, and as before afterwards."""
@@ -186,14 +189,16 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 def context_of(model: nn.Module) -> int | None:
     """How many tokens a model is made for; None where it does not say."""
-    config: Any = getattr(model, "config", None)
-    named = ("seq_len", "max_position_embeddings", "n_positions")
-    return next((int(found) for name in named if (found := getattr(config, name, None))), None)
+    configs = [getattr(model, "config", None)]
+    configs.append(getattr(configs[0], "text_config", None))  # of a model that also sees or hears
+    found = (getattr(config, name, None) for config in configs for name in CONTEXT_KEYS)
+    return next((int(length) for length in found if length), None)
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
     """How many tokens a model knows; None where it does not say."""
-    found = getattr(getattr(model, "config", None), "vocab_size", None)
+    config: Any = getattr(model, "config", None)
+    found = getattr(config, "vocab_size", getattr(getattr(config, "text_config", None), "vocab_size", None))
     return None if found is None else int(found)
 
 

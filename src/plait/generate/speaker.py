@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -61,10 +62,14 @@ class Speaker:
     """What ends an answer in any case."""
     write_with_tools: Callable[[Sequence[Turn], Sequence[Mapping[str, Any]]], list[int]] | None = None
     """Like `write_down`, with tools that may be called as in `generate.tools`; None where the template has none."""
+    begin: tuple[int, ...] = ()
+    """What a text that is no conversation begins with, where the model was trained on rows that do."""
+    template: str = "own"
+    """Which way of writing conversations down it is, for people."""
 
     def encode(self, text: str) -> list[int]:
         """A text as a prompt; an empty one is the beginning of a document."""
-        return self.tokenizer.encode(text) or [self.tokenizer.end]
+        return [*self.begin, *self.tokenizer.encode(text)] or [self.tokenizer.end]
 
     def ask(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> Asked:
         """A conversation as a prompt. Where it is longer than the model sees, its earliest turns are left out.
@@ -123,6 +128,8 @@ class Speaker:
         """An answer to each prompt, as text without what ended it, and as tokens."""
         sampling = self._with_stops(sampling)
         found = self.generator.generate(prompts, sampling)
+        for each in found:
+            _refuse_no_numbers(each.logprobs[-1:])
         return [(cut(self.tokenizer.decode(each.tokens), sampling.stop_texts), each) for each in found]
 
     def tell(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[Piece]:
@@ -131,6 +138,7 @@ class Speaker:
         with self.generator.continuous() as batch:
             (token,) = batch.add([row])
             for number in range(1, row.room + 1):
+                _refuse_no_numbers([token.logprob])
                 if new := text.push(token.id):
                     yield Piece(new, None)
                 if text.stopped or number == row.room:
@@ -152,6 +160,15 @@ class Speaker:
         # The text of a special token never shows in an answer: the token itself is waited for.
         special = (self.tokenizer.special_token(stop) for stop in stops if isinstance(stop, str))
         return replace(sampling, stop=tuple(dict.fromkeys((*stops, *(each for each in special if each is not None)))))
+
+
+def _refuse_no_numbers(logprobs: Sequence[float]) -> None:
+    """Weights that diverged give tokens all the same, and no number says how likely they are."""
+    if any(map(math.isnan, logprobs)):
+        raise GenerateError(
+            "the model gives numbers that are not finite: its weights are damaged or diverged in training; open an "
+            "earlier checkpoint, or another --dtype where fp16 overflows"
+        )
 
 
 def cut(text: str, stops: Sequence[str]) -> str:

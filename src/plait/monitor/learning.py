@@ -42,6 +42,7 @@ MEASURES = (
     Measure("chosen", "Chosen answers", "mean score", signed=True),
     Measure("rejected", "Rejected answers", "mean score", signed=True),
     Measure("calibration_error", "Calibration error", "", percent),
+    Measure("zero_std_groups", "Groups with equal rewards", "share of prompts", percent),
     Measure("skipped_answers", "Answers left out", "", lambda value: f"{value:g}"),
 )
 """In the order of their charts."""

@@ -6,6 +6,7 @@ is known of the answer: it takes no part in its group, and teaches nothing.
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -42,6 +43,9 @@ def group_advantages(
     known = groups.isfinite()
     count = known.sum(1, keepdim=True)
     kept = torch.where(known, groups, 0.0)
+    # Compared as they are: the mean of equal rewards may be off by a rounding, which would then be learned.
+    highest, lowest = groups.where(known, -math.inf).amax(1), groups.where(known, math.inf).amin(1)
+    alike = (highest <= lowest)[:, None]
     mean = kept.sum(1, keepdim=True) / count.clamp(min=1)
     if baseline == "others":
         mean = (kept.sum(1, keepdim=True) - kept) / (count - 1).clamp(min=1)
@@ -50,7 +54,7 @@ def group_advantages(
     variance = torch.where(known, (kept - center) ** 2, 0.0).sum(1, keepdim=True) / (count - 1).clamp(min=1)
     if spread == "group":
         ahead = ahead / (variance.sqrt() + eps)
-    return Judged(ahead.flatten(), known.flatten(), ((variance == 0.0) & (count > 1)).sum())
+    return Judged(torch.where(alike, 0.0, ahead).flatten(), known.flatten(), (alike & (count > 1)).sum())
 
 
 class GrpoLoss(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,9 @@ from plait.data.collate import Collate
 from plait.errors import TrainingError
 from plait.posttrain.data.datasets import PairRows
 from plait.posttrain.data.prepare import PhaseData
-from plait.posttrain.data.tokenizer import NAME
-from plait.posttrain.lora.adapter import has_transposed, save_adapter
+from plait.posttrain.data.template import CHAT_TEMPLATE, OfTokenizer, tokenizer_folder
+from plait.posttrain.data.tokenizer import NAME, SETTINGS
+from plait.posttrain.lora.adapter import has_transposed, read_adapter, save_adapter
 from plait.posttrain.lora.attach import AdapterSpec, lora_layers
 from plait.posttrain.parts import ValueHead
 from plait.runner.hooks import Hook
@@ -24,9 +26,11 @@ from plait.world import is_sharded, on_main
 if TYPE_CHECKING:
     from plait.runner import Runner
 
+_MORE_SETTINGS = ("special_tokens_map.json", "added_tokens.json")
+
 
 class TellData(Hook):
-    """Says how many examples there are and why some were left out; keeps the tokenizer beside the run."""
+    """Says what the rows were like and which template writes them; keeps the tokenizer, with its template if used."""
 
     name = "posttrain_data"
     priority = 10
@@ -36,10 +40,29 @@ class TellData(Hook):
 
     def before_run(self, runner: Runner) -> None:
         """Once, before the first step."""
-        account = self._data.account
-        level = "warning" if account.left_out else "info"
-        runner.emit(EventKind.MESSAGE, level=level, text=f"{runner.config.phase}: {account}")
-        on_main(runner.world, lambda: self._data.tokenizer.save(Path(runner.config.work_dir) / NAME))
+        data, phase = self._data, runner.config.phase
+        level = "warning" if data.account.is_unusual else "info"
+        runner.emit(EventKind.MESSAGE, level=level, text=f"{phase}: {data.account}")
+        where = f" of {data.folder}" if isinstance(data.template, OfTokenizer) else ""
+        runner.emit(EventKind.MESSAGE, level="info", text=f"{phase}: template {data.template.kind}{where}")
+        on_main(runner.world, lambda: keep_tokenizer(data, Path(runner.config.work_dir)))
+
+
+def keep_tokenizer(data: PhaseData, folder: Path) -> None:
+    """Write the tokenizer into the run's folder; beside it the chat template of the tokenizer, where that was used.
+
+    Whoever opens the run finds the same template by it, so one that another run left there is removed.
+    """
+    source = tokenizer_folder(data.folder) if isinstance(data.template, OfTokenizer) else None
+    if source is not None and source.resolve() == folder.resolve():
+        return
+    for name in (SETTINGS, CHAT_TEMPLATE, *_MORE_SETTINGS):
+        (folder / name).unlink(missing_ok=True)
+    data.tokenizer.save(folder / NAME)
+    if source is not None:
+        for name in (SETTINGS, CHAT_TEMPLATE, *_MORE_SETTINGS):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
 
 
 class AdapterFiles(Hook):
@@ -55,8 +78,12 @@ class AdapterFiles(Hook):
         self._written: int | None = None
 
     def before_run(self, runner: Runner) -> None:
-        """Say where the adapter will not be all that was learned."""
+        """Say where the first adapter is of another model, and where the last one will not be all that was learned."""
         lora = runner.config.lora
+        if lora is not None and lora.adapter is not None:
+            strange = read_adapter(lora.adapter).strange_base(self._base)
+            if strange is not None:
+                runner.warn(f"lora.adapter: {strange}")
         if lora is not None and (lora.also or not lora.only):
             key = "lora.also" if lora.also else "lora.only: false"
             runner.warn(

@@ -17,15 +17,15 @@ from plait.config.posttrain import PosttrainConfig, TaskData, TemplateConfig
 from plait.errors import ConfigError, DataError, ModelError, Problem
 from plait.posttrain.build import make_value_model
 from plait.posttrain.data.datasets import Row, stack
-from plait.posttrain.data.prepare import prepare_data
+from plait.posttrain.data.prepare import prepare_data, tokenizer_beside
 from plait.posttrain.data.prompts import Check
 from plait.posttrain.data.records import Message
-from plait.posttrain.data.template import Template, make_template
-from plait.posttrain.data.tokenizer import NAME, read_tokenizer
+from plait.posttrain.data.template import Template, template_of_run
+from plait.posttrain.data.tokenizer import read_tokenizer
 from plait.posttrain.extend import head_name
 from plait.posttrain.online.cast import described_in
 from plait.posttrain.online.critic import Judging
-from plait.posttrain.online.scoring import find_function
+from plait.posttrain.online.scoring import as_reward, find_function
 from plait.world import open_world
 
 _ROWS = 16
@@ -64,7 +64,7 @@ class FunctionJudge(Judge):
             self._function(question.text, answer, question.right)
             for question, answer in zip(questions, answers, strict=True)
         ]
-        return [math.nan if reward is None else float(reward) for reward in found]
+        return [math.nan if reward is None else as_reward(reward) for reward in found]
 
 
 class ModelJudge(Judge):
@@ -133,13 +133,15 @@ def _open_model(path: str, trust_code: bool) -> Judge:
             raise ModelError(f"{path} has no value head, as models of `plait reward` have: it cannot judge")
     section = (config.posttrain if config is not None else None) or PosttrainConfig()
     place = Path(path).absolute()
-    near = [Path(section.tokenizer)] if section.tokenizer else [place, *place.parents[:2]]
-    folder = next((each for each in near if each.is_file() or (each / NAME).is_file()), place)
-    tokenizer = read_tokenizer(folder)
+    # The tokenizer that the run kept: the one that it names may have changed since.
+    kept = tokenizer_beside(path)
+    named = [Path(each) for each in (section.tokenizer, getattr(described, "path", None)) if each is not None]
+    places = [*([] if kept is None else [kept.parent]), *named, place]
+    tokenizer = read_tokenizer(places[0])
     words = section.template if config is not None else TemplateConfig()
     context = getattr(described, "seq_len", None)
     model.eval().requires_grad_(False)
-    template = make_template(words, tokenizer, folder, trust_code=trust_code)
+    template = template_of_run(words, tokenizer, places, trust_code=trust_code)
     return ModelJudge(model, template, tokenizer.end, context=context)
 
 

@@ -57,3 +57,10 @@ def test_files_in_gbk_are_recognised_and_a_mark_at_the_start_is_no_text(tmp_path
         read_file(file, "--file")
     file.write_bytes(f"{HAN}\n".encode("utf-8-sig"))
     assert (read_prompts(file), read_file(file, "--file")) == ([HAN], f"{HAN}\n")
+
+
+def test_a_prompt_with_more_than_its_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "hi", "id": 3}\n{"prompt": "hi", "system": "be short"}\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"line 2 has 'system'"):
+        read_prompts(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from plait.errors import DataError
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.randrange(2**32))
     for name, size in [("cat/1.png", (40, 30)), ("cat/2.jpg", (16, 50)), ("ant/x.PNG", (9, 9))]:
         path = tmp_path / "pictures" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +89,7 @@ def test_a_broken_or_missing_picture_is_named(folder: Path, tmp_path: Path) -> N
 
 def cifar(root: Path, form: str) -> tuple[np.ndarray, np.ndarray]:
     """A small CIFAR-10 of random pictures, 4 to a batch."""
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.randrange(2**32))
     labels, pixels = rng.integers(0, 10, 24), rng.integers(0, 256, (24, 3072), dtype=np.uint8)
     root.mkdir(parents=True, exist_ok=True)
     for number, name in enumerate([f"data_batch_{n}" for n in range(1, 6)] + ["test_batch"]):
@@ -171,3 +172,16 @@ def test_an_image_that_a_decoder_refuses_is_named(folder: Path, monkeypatch: pyt
         path.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(40) if content == "garbage" else path.read_bytes()[:60])
     with pytest.raises(DataError, match=r"ant/x\.PNG cannot be read as an image"):
         ImageFolder(folder, size=24, augment=False)[0]
+
+
+def test_every_image_of_a_class_counts_and_a_class_without_one_is_named(folder: Path) -> None:
+    before = len(ImageFolder(folder, size=8, augment=False))
+    (folder / "cat" / "more").mkdir()
+    picture = Image.fromarray(np.zeros((9, 9, 3), dtype=np.uint8))
+    for name in ("cat/more/3.webp", "cat/4.bmp", "cat/._5.png"):
+        picture.save(folder / name)
+    found = ImageFolder(folder, size=8, augment=False)
+    assert len(found) == before + 2
+    (folder / "dog").mkdir()
+    with pytest.raises(DataError, match="the class dog has no image"):
+        ImageFolder(folder, size=8, augment=False)

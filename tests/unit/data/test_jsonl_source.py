@@ -111,3 +111,22 @@ def test_gsm8k_becomes_questions_that_are_given_and_answers_that_are_learned(tmp
     assert len(train) > len(val) > 0
     learned = train[0]["labels"]
     assert 0 < (learned != -100).sum() < 256
+
+
+@pytest.mark.parametrize("unknown", [None, "<unk>"])
+def test_a_character_that_would_vanish_is_named(unknown: str | None, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    vocabulary = {"</s>": 0, "a": 1, "b": 2, **({} if unknown is None else {unknown: 3})}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=unknown))
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    path = lines(tmp_path / "a.jsonl", {"t": "ab a"}, {"t": "abc"})
+    config = JsonlData(
+        path=path, text_key="t", tokenizer=str(tmp_path / "tokenizer.json"), cache=str(tmp_path / "cache"), seq_len=2
+    )
+    if unknown is None:
+        with pytest.raises(DataError, match=r"a\.jsonl, document 2: the tokenizer has no token for 'c'"):
+            prepare_corpus(config)
+    else:
+        assert TokenFile(prepare_corpus(config).tokens).document(1).tolist() == [1, 2, 3, 0]

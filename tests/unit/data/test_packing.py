@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_given_tokens_are_never_labels(tmp_path: Path) -> None:
 
 
 def test_packing_agrees_with_a_token_by_token_account(tmp_path: Path) -> None:
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.randrange(2**32))
     documents = [rng.integers(0, 50, rng.integers(1, 40)).tolist() for _ in range(60)]
     masks = [rng.integers(0, 2, len(document)).tolist() for document in documents]
     length = int(rng.integers(1, 50))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -55,7 +57,7 @@ def test_without_shuffle_samples_come_in_their_own_order() -> None:
 
 @pytest.mark.parametrize("length", [101, 4096, 50_000])
 def test_the_order_is_well_mixed(length: int) -> None:
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.randrange(2**32))
     seed = int(rng.integers(2**31))
     found = SampleOrder(length, seed).indices(0, 0, length).astype(float)
     sigma = 1 / np.sqrt(length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ def write(path: Path, documents: list[list[int]], vocab_size: int = 1000) -> Tok
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(300, "uint16"), (65536, "uint16"), (65537, "uint32")])
 def test_documents_come_back_as_they_were_written(tmp_path: Path, vocab_size: int, dtype: str) -> None:
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.randrange(2**32))
     documents = [rng.integers(0, vocab_size, size).tolist() for size in (5, 1, 700, 3)]
     documents[0][0] = vocab_size - 1
     found = write(tmp_path / "corpus", documents, vocab_size)

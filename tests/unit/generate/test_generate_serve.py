@@ -15,9 +15,11 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 from tests.unit.generate.browser import Browser
 
+from plait.errors import GenerateError
 from plait.generate.options import Sampling
 from plait.generate.serve import Limits, Server
 from plait.generate.speaker import Speaker, Turn, cut
@@ -645,3 +647,28 @@ def test_the_page_talks_in_a_real_browser(speaker: Speaker, tmp_path: Path) -> N
             assert "token" in browser.value(texts)[-1][1]
     finally:
         browser.close()
+
+
+def test_a_conversation_that_does_not_fit_is_refused_and_not_cut(speaker: Speaker) -> None:
+    said = {"role": "user", "content": "the quick brown fox " * 20}, {"role": "assistant", "content": "yes"}
+    talk = [{"role": "system", "content": "be short"}, *said, *said, {"role": "user", "content": "and then?"}]
+    with serving(speaker) as server:
+        status, _, body = ask(server, "POST", CHAT, {**HELLO, "messages": talk})
+        error = json.loads(body)["error"]
+        assert (status, error["type"]) == (400, "context_length_exceeded")
+        assert "256 tokens" in error["message"]
+        assert "leave out the first 2" in error["message"]
+        assert ask(server, "POST", CHAT, {**HELLO, "messages": [talk[0], talk[-1]]})[0] == 200
+    turns = [Turn(turn["role"], turn["content"]) for turn in talk]
+    assert speaker.ask(turns).left_out == 2  # and not 1: what is left begins with what a user said
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_without_finite_numbers_says_so(speaker: Speaker, temperature: float) -> None:
+    with torch.no_grad():
+        speaker.generator.model.head.weight.fill_(float("nan"))  # type: ignore[operator, union-attr]
+    prompt, sampling = speaker.encode("hello"), Sampling(4, temperature)
+    with pytest.raises(GenerateError, match="not finite"):
+        speaker.write([prompt], sampling)
+    with pytest.raises(GenerateError, match="not finite"):
+        list(speaker.tell(prompt, sampling))

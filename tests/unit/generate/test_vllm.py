@@ -141,7 +141,7 @@ def describe(**changes: Any) -> dict[str, Any]:
     return {
         "phase": "grpo",
         "model": LLAMA,
-        "posttrain": {},
+        "posttrain": {"data": [{"type": "task"}]},
         "batch": {"total": 8},
         "train": {"max_steps": 1},
         **changes,

@@ -146,22 +146,24 @@ def fragile(prompt: str, text: str, right: str) -> Any:
     """A reward function with every fault that one can have."""
     if text == "raise":
         raise ValueError("cannot judge this")
-    return {"nan": math.nan, "none": None, "text": "1.5"}.get(text, 1.0)
+    return {"nan": math.nan, "none": None, "text": "1.5", "true": True}.get(text, 1.0)
 
 
 def test_rewards_that_are_no_numbers_are_counted_out_or_stop_the_run() -> None:
     world = open_world(parse({"device": "cpu"}).config)
-    answers = [answer(text) for text in ("raise", "nan", "none", "text", "fine")]
+    answers = [answer(text) for text in ("raise", "nan", "none", "text", "fine", "true")]
     said: list[str] = []
     kind = FunctionScorer("fragile", fragile, world, bad="skip", say=said.append)
     for _ in range(2):
-        assert kind.judge(answers) == pytest.approx([math.nan, math.nan, math.nan, 1.5, 1.0], nan_ok=True)
+        assert kind.judge(answers) == pytest.approx([*[math.nan] * 4, 1.0, 1.0], nan_ok=True)
     assert len(said) == 1  # the first time
-    assert re.search(r"fragile raised ValueError: cannot judge this .*of 5 answers 2 went wrong", said[0])
+    assert re.search(r"fragile raised ValueError: cannot judge this .*of 6 answers 3 went wrong", said[0])
     strict = FunctionScorer("fragile", fragile, world, bad="error")
-    with pytest.raises(TrainingError, match=r"fragile raised ValueError: cannot judge this .*'ba='.*of 5 answers 2"):
+    with pytest.raises(TrainingError, match=r"fragile raised ValueError: cannot judge this .*'ba='.*of 6 answers 3"):
         strict.judge(answers)
-    assert strict.judge(answers[2:]) == pytest.approx([math.nan, 1.5, 1.0], nan_ok=True)  # None says: unknown
+    with pytest.raises(TrainingError, match=r"'1\.5' is of type str, expected a number"):
+        strict.judge(answers[3:])
+    assert strict.judge([answers[2], answers[4]]) == pytest.approx([math.nan, 1.0], nan_ok=True)  # None says: unknown
 
 
 def test_empty_and_unfinished_answers_may_have_a_set_reward() -> None:
@@ -179,6 +181,8 @@ def test_answers_are_checked_by_the_data_they_belong_to() -> None:
     partly = [task_reward(sources)("ba=", text, "") for text in ("ab", "aa", "ba", "abb")]
     assert partly == pytest.approx([1.0, 0.25, 0.0, 0.5 * 2 / 3])
     assert final_number("so 3 + 4 = 7\n#### 1,234") == "1234"
+    written = ("72.50", "72.5", "72.00", "100", "0.0")
+    assert [final_number(text) for text in written] == ["72.5", "72.5", "72", "100", "0"]
     assert gsm8k_reward("", "It is 72.", "… #### 72") == 1.0
     assert gsm8k_reward("", "no idea", "… #### 72") == 0.0
     assert gsm8k_reward("", "It is 72.", "unknown") is None
@@ -213,3 +217,12 @@ def test_reward_functions_are_found_by_name_or_by_the_data() -> None:
     unknown = settings(posttrain={"data": [{"type": "file", "path": "x.jsonl"}]})
     with pytest.raises(ConfigError, match="the data cannot be checked"):
         find_function(unknown)
+
+
+def test_equal_rewards_of_a_group_teach_nothing_and_are_counted() -> None:
+    rewards = torch.tensor([0.1, 0.1, 0.1, 0.1, 0.3, 0.1, math.nan, math.nan, math.nan, 0.7, math.nan, math.nan])
+    mask = torch.ones(12, 2, dtype=torch.bool)
+    for baseline in ("mean", "others"):
+        found = of_grpo(GrpoConfig(group=3, baseline=baseline), rewards, mask)
+        assert found.zero_std_groups == 0.75
+        assert found.advantages[:, 0].nonzero().flatten().tolist() == [3, 4, 5]

@@ -235,3 +235,20 @@ def test_the_examples_of_the_three_steps_are_runs(phase: str) -> None:
     shown = CliRunner().invoke(app, [phase, str(path), "--dry-run"])
     assert shown.exit_code == 0, shown.exception
     assert parse(path, [f"phase={phase}"]).config.work_dir == f"runs/rlhf/{phase}"
+
+
+def alike(prompt: str, text: str, right: str) -> float:
+    return 0.1
+
+
+def test_rewards_that_are_all_the_same_are_said_to_teach_nothing(tmp_path: Path) -> None:
+    changes = {"grpo": {"reward": f"{__name__}:alike", "group": 4, "reference": "none"}}
+    run("grpo", describe(tmp_path, **changes, rollout={"prompts": 2}))
+    said = [event["data"]["text"] for event in events(tmp_path, "message")]
+    idle = [text for text in said if "teaches nothing" in text]
+    assert len(idle) == 1  # the first of several in a row
+    assert "rollout 0" in idle[0]
+    assert {event["data"]["zero_std_groups"] for event in events(tmp_path, "train")} == {1.0}
+    (account,) = [text for text in said if text.startswith("grpo: 60 rows")]
+    assert "60 distinct prompts" in account
+    assert any("template plain" in text for text in said)

@@ -133,10 +133,15 @@ def test_an_adapter_is_written_alone_goes_on_and_is_merged_by_the_next_phase(tun
     with pytest.raises(CheckpointError, match=r"holds only what was trained(.|\n)*lora\.adapter"):
         run("dpo", describe(tmp_path / "no", posttrain={"start": str(tmp_path / "a")}))
     more = {**lora, "adapter": str(tmp_path / "a" / "adapter")}
+    assert adapter.base == str(tuned)
+    assert adapter.strange_base(str(Path("moved") / tuned.name)) is None
+    named = tmp_path / "a" / "adapter" / "adapter_config.json"
+    named.write_text(json.dumps({**json.loads(named.read_text()), "base_model_name_or_path": "another/model"}))
     with phase_runner("sft", describe(tmp_path / "b", posttrain=start, lora=more)) as runner:
         continued = dict(runner.engine.model.named_parameters())
         assert all(torch.equal(continued[name], tensor) for name, tensor in adapter.tensors.items())
         runner.train()
+    assert "trained on 'another/model'" in (tmp_path / "b" / "events-rank0.jsonl").read_text()
     # A whole checkpoint with an adapter begins the next phase merged.
     saved = weights(tmp_path / "b")
     with phase_runner("dpo", describe(tmp_path / "c", posttrain={"start": str(tmp_path / "b")})) as runner:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -342,7 +343,11 @@ def test_numbers_alone_are_the_three_steps_of_a_model_in_a_folder(tmp_path: Path
     model.save_pretrained(tmp_path / "model")
     words = f"--actor-model {tmp_path / 'model'} --reward-zero-stage 2 --output-dir {tmp_path / 'out'}"
     steps = read_steps(words.split())
-    found = checked(with_words(from_words(steps), steps, ["actor_model", "reward_zero_stage", "output_dir"]))
+    wanted = with_words(from_words(steps), steps, ["actor_model", "reward_zero_stage", "output_dir"])
+    with pytest.raises(ConfigError, match=r"posttrain\.data .*step sft.*: there is none"):
+        checked(wanted)
+    given = [replace(each, settings=(*each.settings, 'posttrain.data=[{"type": "task"}]')) for each in wanted.steps]
+    found = checked(replace(wanted, steps=tuple(given)))
     assert [step.phase for step in found] == ["sft", "reward", "ppo"]
     assert [step.config.strategy.stage for step in found] == [0, 2, 0]
     assert found[2].config.ppo is not None

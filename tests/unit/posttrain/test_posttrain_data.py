@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.config import parse
+from plait.config import check, parse
 from plait.config.posttrain import FileData, TaskData, TemplateConfig
 from plait.errors import ConfigError, DataError
 from plait.posttrain.data import Message, PhaseData, make_task, make_template, prepare_data
@@ -27,7 +27,7 @@ MODEL = {"type": "llama", "vocab_size": 400, "dim": 16, "layers": 1, "heads": 2,
 
 def load(rows: list[Any] | None, tmp_path: Path, phase: str = "sft", **changes: Any) -> PhaseData:
     """The data of a phase, from rows of JSON lines or from the made-up task."""
-    section: dict[str, Any] = {"val_fraction": 0.0, **changes}
+    section: dict[str, Any] = {"val_fraction": 0.0, "data": [{"type": "task"}], **changes}
     if rows is not None:
         file = tmp_path / "rows.jsonl"
         file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
@@ -245,6 +245,14 @@ def test_the_template_of_a_tokenizer_is_used_where_it_is_asked_for(tmp_path: Pat
         make_template(TemplateConfig(kind="tokenizer"), tokenizer, None)
 
 
+@pytest.mark.parametrize("phase", ["sft", "dpo", "grpo"])
+def test_nothing_is_trained_on_that_nobody_named(phase: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"posttrain\.data: there is none"):
+        load(None, tmp_path, phase=phase, data=[])
+    with pytest.raises(ConfigError, match=r"posttrain\.data: there is none"):
+        check(parse({"phase": phase, "model": MODEL}).config, has_val=True, require_length=False)
+
+
 def test_packed_examples_stay_whole_and_do_not_see_each_other(tmp_path: Path) -> None:
     packed, single = (load(None, tmp_path, packing=packing, max_len=40) for packing in (True, False))
     assert len(packed.train) < len(single.train) / 3
@@ -356,3 +364,88 @@ def test_school_maths_gives_answers_and_pairs_of_graded_solutions(tmp_path: Path
                 verdicts = {v["solution"]: v["is_correct"] for v in row.values() if isinstance(v, dict)}
                 assert verdicts[example.messages[-1].content]
                 assert not verdicts[str(example.rejected)]
+
+
+def test_prompts_that_repeat_are_all_asked_and_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{index % 57}", "answer": str(index), "id": index} for index in range(80)]
+    data = load(rows, tmp_path, phase="grpo")
+    assert len(data.train) == data.account.rows == data.account.kept == 80
+    assert len(data.account.prompts) == 57
+    assert sorted(prompt.right for prompt in data.train) == sorted(str(index) for index in range(80))
+    said = str(data.account)
+    assert "80 rows: 57 distinct prompts, 80 examples kept" in said
+    assert "keys not used: 'id' in 80 rows" in said
+    again = load([*rows, *rows[:5]], tmp_path)
+    assert (len(again.train), again.account.rows) == (85, 85)
+    assert "5 of them repeat another one" in str(again.account)
+
+
+def test_prompts_that_leave_little_room_for_an_answer_are_counted(tmp_path: Path) -> None:
+    account = load([{"prompt": "q"}, {"prompt": "q" * 60}], tmp_path, phase="grpo", max_len=64).account
+    assert account.kept == 2
+    assert "2 prompts leave less room than rollout.max_new_tokens within max_len" in str(account)
+    assert account.is_unusual
+
+
+def test_weights_of_rows_and_turns_are_what_is_learned(tmp_path: Path) -> None:
+    talk = [
+        {"role": "user", "content": "a?"},
+        {"role": "assistant", "content": "bad", "weight": 0},
+        {"role": "user", "content": "b?"},
+        {"role": "assistant", "content": "good", "weight": 1},
+    ]
+    rows = [{"messages": talk}, {"prompt": "q", "response": "a", "weight": 0}, {"messages": talk[:2]}]
+    data = load(rows, tmp_path)
+    assert [learned(data, index) for index in range(len(data.train))] == ["good"]
+    assert data.tokenizer.decode(data.train[0]["input_ids"].tolist()) == "a?badb?good"
+    assert data.account.left_out == {"not to be learned": 2}
+    with pytest.raises(DataError, match=r"line 1: incomplete .*'weight' is 0\.5"):
+        load([{"prompt": "q", "response": "a", "weight": 0.5}], tmp_path)
+
+
+def test_answers_without_a_token_to_learn_are_counted(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    backend = Tokenizer(models.BPE(vocab={"</s>": 0, "q": 1, "a": 2}, merges=[]))  # and nothing for other characters
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(tmp_path / "small.json"))
+    given: dict[str, Any] = {"tokenizer": str(tmp_path / "small.json"), "template": {"end_token": False}}
+    data = load([{"prompt": "q", "response": "a"}, {"prompt": "q", "response": "x"}], tmp_path, **given)
+    assert (data.account.kept, data.account.left_out) == (1, {"empty": 1})
+    assert "1 with characters that the tokenizer does not know, first" in str(data.account)
+    assert "'x'" in str(data.account)
+    pair = {"prompt": "q", "chosen": "ax", "rejected": "ay"}
+    with pytest.raises(DataError, match=r"line 1: empty .*the same tokens"):
+        load([pair], tmp_path, phase="dpo", empty="error", **given)
+
+
+def test_prompts_that_are_both_trained_on_and_validated_on_are_counted(tmp_path: Path) -> None:
+    held = tmp_path / "held.jsonl"
+    held.write_text("\n".join(json.dumps({"prompt": f"q{index}", "response": "a"}) for index in range(2, 6)))
+    rows = [{"prompt": f"q{index}", "response": "a"} for index in range(4)]
+    changes = {"val_data": [{"type": "file", "path": str(held)}]}
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    section = {"data": [{"type": "file", "path": str(tmp_path / "rows.jsonl")}], **changes}
+    account = prepare_data(parse({"phase": "sft", "model": MODEL, "posttrain": section}).config).account
+    assert account.noted == {"prompts of posttrain.val_data are trained on": 2}
+    assert "held.jsonl, line 1" in str(account)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        ({"vocab_size": 12, "max_position_embeddings": 32}, ConfigError, r"posttrain\.max_len: 40 is longer .*32"),
+        ({"vocab_size": 12, "n_ctx": 32}, ConfigError, r"posttrain\.max_len: 40 is longer .*32"),
+        ({"vocab_size": 9, "max_position_embeddings": 64}, DataError, "12 tokens, and the model .* for 9"),
+        ({"text_config": {"vocab_size": 9}, "n_positions": 64}, DataError, "12 tokens, and the model .* for 9"),
+    ],
+)
+def test_a_model_of_transformers_is_asked_for_its_own_sizes(
+    sizes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}), encoding="utf-8")
+    model = {"type": "hf", "path": str(tmp_path)}
+    load(None, tmp_path).tokenizer.save(tmp_path / "tokenizer.json")
+    section = {"data": [{"type": "task"}], "max_len": 40}
+    with pytest.raises(error, match=message):
+        prepare_data(parse({"phase": "sft", "model": model, "posttrain": section}).config)

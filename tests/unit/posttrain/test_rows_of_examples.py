@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from plait.config.posttrain import FileData
+from plait.config.posttrain import FileData, Gsm8kData
 from plait.errors import DataError
-from plait.posttrain.data.records import IncompleteError, examples_in
+from plait.posttrain.data.records import IncompleteError, UnlearnedError, examples_in
 from plait.posttrain.data.rows import read_rows
 
 
@@ -86,3 +86,120 @@ def test_lines_in_gbk_come_with_the_way_to_utf8(tmp_path: Path) -> None:
     ((where, reason),) = read_rows(str(tmp_path / "rows.jsonl"))
     assert where.endswith("line 1")
     assert "iconv -f GB18030 -t UTF-8" in reason
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": [USER, {**BOT, "weight": 0}, *LATER]}, [False, True]),
+        ({"messages": [USER, {**BOT, "weight": 1}, LATER[0], {**LATER[1], "weight": 0.0}]}, [True, False]),
+        ({"messages": [{**USER, "train": False}, {**BOT, "train": False}, *LATER]}, [False, True]),
+        ({"messages": [USER, {**BOT, "loss": False}, LATER[0], {**LATER[1], "loss": True}]}, [False, True]),
+        ({"messages": [USER, {**BOT, "weight": None}, *LATER]}, [True, True]),
+        ({"weight": 1, "prompt": "q", "response": "a"}, [True]),
+    ],
+)
+def test_answers_are_learned_as_their_turns_say(row: dict[str, Any], expected: list[bool]) -> None:
+    (found,) = examples_in(row, FileData(path="rows.jsonl"), "row 1", pairs=False)
+    assert [message.learned for message in found.messages if message.role == "assistant"] == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"weight": 0, "prompt": "q", "response": "a"}, "the row has weight 0"),
+        ({"train": False, "prompt": "q", "response": "a"}, "the row has weight 0"),
+        ({"messages": [USER, {**BOT, "weight": 0}]}, "every answer of the row has weight 0"),
+    ],
+)
+def test_what_is_not_to_be_learned_is_no_example(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnlearnedError, match=message):
+        list(examples_in(row, FileData(path="rows.jsonl"), "row 1", pairs=False))
+
+
+@pytest.mark.parametrize(
+    ("row", "pairs", "message"),
+    [
+        ({"weight": 0.5, "prompt": "q", "response": "a"}, False, r"'weight' is 0\.5"),
+        ({"messages": [USER, {**BOT, "weight": "0"}]}, False, "'weight' is '0'"),
+        ({"messages": [USER, {**BOT, "train": 2}]}, False, "'train' is 2"),
+        ({"messages": [{**USER, "train": True}, BOT]}, False, "a turn of the user learned .'train'"),
+        ({"messages": [{**USER, "reasoning_content": "h"}, BOT]}, False, "'reasoning_content' on a turn of the user"),
+        ({"messages": [USER, {**BOT, "train_detail": [{}]}]}, False, "train_detail"),
+        ({"messages": [USER, {"role": "tool", "content": "7"}, BOT]}, False, "the role 'tool'"),
+        ({"prompt": "q", "response": "a", "images": ["x.png"]}, False, "'images'"),
+        ({"prompt": "q", "completion": "a", "label": False}, False, "'label'"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": 0.5}, True, "'margin'"),
+        ({"prompt": "q", "chosen": [{**BOT, "weight": 0}], "rejected": "b"}, True, "weight 0"),
+        ({"system": "s", "messages": [turn("system", "t"), USER, BOT]}, False, "'system' says something else"),
+        ({"instruction": "q", "history": ["x"], "output": "a"}, False, "'history' holds 'x'"),
+    ],
+)
+def test_keys_that_mean_what_cannot_be_done_are_refused(row: dict[str, Any], pairs: bool, message: str) -> None:
+    with pytest.raises(IncompleteError, match=message):
+        list(examples_in(row, FileData(path="rows.jsonl"), "row 1", pairs=pairs))
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (
+            {"system": "s", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            "ss uq aa",
+        ),
+        ({"system": "s", "instruction": "q", "output": "a", "history": [["x", "y"]]}, "ss ux ay uq aa"),
+        ({"messages": [turn("developer", "s"), USER, BOT]}, "ss uq aa"),
+    ],
+)
+def test_what_other_libraries_put_beside_a_conversation_is_part_of_it(row: dict[str, Any], expected: str) -> None:
+    (found,) = examples_in(row, FileData(path="rows.jsonl"), "row 1", pairs=False)
+    assert " ".join(message.role[0] + message.content for message in found.messages) == expected
+
+
+def test_keys_that_nothing_reads_are_named() -> None:
+    row = {"prompt": "q", "id": 7, "answer": "a", "completion": "b", "nothing": None}
+    (found,) = examples_in(row, FileData(path="rows.jsonl"), "row 1", pairs=False)
+    assert found.unread == ("id", "completion")
+    talk = {"messages": [{**USER, "name": "Ann"}, {**BOT, "stars": 5}], "source": "here"}
+    (found,) = examples_in(talk, FileData(path="rows.jsonl"), "row 1", pairs=False)
+    assert found.unread == ("source", "messages[].name", "messages[].stars")
+
+
+def test_several_right_solutions_of_a_question_are_one_prompt() -> None:
+    solutions = {f"model {i}": {"solution": f"s{i}", "is_correct": i > 0} for i in range(3)}
+    row, config = {"question": "q", **solutions}, Gsm8kData(path="rows.jsonl")
+    assert len(list(examples_in(row, config, "row 1", pairs=False))) == 2
+    assert len(list(examples_in(row, config, "row 1", pairs=False, answered=False))) == 1
+
+
+def test_a_key_that_stands_twice_is_no_row(tmp_path: Path) -> None:
+    twice = '{"prompt": "q", "response": "a", "prompt": "r"}'
+    (tmp_path / "rows.jsonl").write_text(twice, encoding="utf-8")
+    ((_, reason),) = read_rows(str(tmp_path / "rows.jsonl"))
+    assert "the key 'prompt' stands twice" in str(reason)
+    (tmp_path / "rows.json").write_text(f"[{twice}]", encoding="utf-8")
+    with pytest.raises(DataError, match=r"rows\.json .*the key 'prompt' stands twice"):
+        list(read_rows(str(tmp_path / "rows.json")))
+
+
+def test_a_folder_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    row = '{"prompt": "q", "response": "a"}\n'
+    hidden = tmp_path / ".ipynb_checkpoints"
+    hidden.mkdir()
+    for file in (tmp_path / "train-0.jsonl", tmp_path / "train-1.jsonl", hidden / "train-0.jsonl"):
+        file.write_text(row, encoding="utf-8")
+    assert len(list(read_rows(str(tmp_path)))) == 2
+    for name, message in (("train-2.jsonl.gz", r"train-2\.jsonl\.gz"), ("test-0.jsonl", r"test-0.* and train-1")):
+        (tmp_path / name).write_text(row, encoding="utf-8")
+        with pytest.raises(DataError, match=message):
+            list(read_rows(str(tmp_path)))
+        (tmp_path / name).unlink()
+
+
+def test_splits_of_a_saved_data_set_are_named_one_by_one(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    part = datasets.Dataset.from_list([{"prompt": "q", "response": "a"}])
+    datasets.DatasetDict({"train": part, "test": part}).save_to_disk(str(tmp_path / "both"))
+    with pytest.raises(DataError, match="the splits train, test"):
+        list(read_rows(str(tmp_path / "both")))
+    assert len(list(read_rows(str(tmp_path / "both" / "train")))) == 1

@@ -28,6 +28,19 @@ def a_phase_has_its_own_data(facts: Facts) -> Iterator[Problem]:
             yield Problem(name, f"has no effect in phase {facts.config.phase}", "Write `posttrain.data` instead.")
 
 
+def examples_are_named(facts: Facts) -> Iterator[Problem]:
+    """Nothing is trained on that nobody asked for."""
+    posttrain = facts.config.posttrain
+    if facts.config.phase is not None and (posttrain is None or not posttrain.data):
+        yield no_examples()
+
+
+def no_examples() -> Problem:
+    """What is said where a phase has no examples."""
+    remedy = "Write `posttrain.data: [{type: file, path: rows.jsonl}]`, or `{type: task}` for made-up questions."
+    return Problem("posttrain.data", "there is none", remedy)
+
+
 def answers_stay_on_one_rank(facts: Facts) -> Iterator[Problem]:
     """A pair, a reward or the next token is of a whole answer; ranks that have parts of it cannot compute it."""
     layout = facts.config.strategy.layout
@@ -108,6 +121,7 @@ RULES = (
     a_phase_says_how_it_is_spread,
     sections_belong_to_a_phase,
     a_phase_has_its_own_data,
+    examples_are_named,
     answers_stay_on_one_rank,
     language_models_answer,
     reference_without_adapter_needs_one,

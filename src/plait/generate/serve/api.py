@@ -273,7 +273,13 @@ class ChatRequest(_Request):
         told = json.dumps([tools, [turn.more for turn in turns]], ensure_ascii=False)
         if wrong := half_character(told):
             raise invalid(f"tools: {wrong}; leave it out")
-        return speaker.ask(turns, tools if self.may_call else ()).tokens
+        asked = speaker.ask(turns, tools if self.may_call else ())
+        if asked.left_out:
+            raise ContextError(
+                f"messages: the conversation does not fit into the {speaker.generator.context} tokens that the model "
+                f"sees; leave out the first {asked.left_out} of those that are not the system's"
+            )
+        return asked.tokens
 
 
 class TextRequest(_Request):

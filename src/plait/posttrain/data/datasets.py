@@ -46,6 +46,11 @@ class Row:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def has_targets(self) -> bool:
+        """Whether there is anything to learn."""
+        return bool((self.labels != IGNORE).any())
+
 
 class AnswerRows(Dataset[dict[str, Tensor]]):
     """Answers to learn: an example a row, or as many as fit into `seq_len` tokens.

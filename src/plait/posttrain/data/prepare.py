@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from plait.checkpoint.convert import read_description
 from plait.config.model import HFConfig
-from plait.config.online import ONLINE
+from plait.config.online import ONLINE, RolloutConfig
 from plait.config.posttrain import ExampleData, PosttrainConfig, SftConfig, TaskData
+from plait.config.rules.posttrain import no_examples
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, DataError, Problem
+from plait.generate.generator import CONTEXT_KEYS
 from plait.posttrain.data.datasets import AnswerRows, PadAnswers, PadPairs, PairRows, Row
 from plait.posttrain.data.prompts import Prompt
-from plait.posttrain.data.records import EmptyError, Example, IncompleteError, examples_in
+from plait.posttrain.data.records import EmptyError, Example, IncompleteError, UnlearnedError, examples_in
 from plait.posttrain.data.rows import read_rows
 from plait.posttrain.data.split import split
 from plait.posttrain.data.tasks import make_task
-from plait.posttrain.data.template import Template, Tokens, make_template
+from plait.posttrain.data.template import Template, Tokens, UnwritableError, make_template
 from plait.posttrain.data.tokenizer import (
     NAME,
     ChatTokenizer,
@@ -34,12 +39,21 @@ _TRAINED_SIZE = 4096
 
 @dataclass
 class Account:
-    """How many examples there were, and why some were left out."""
+    """What the rows were like: how many are used, why others were left out, and what is unusual about them."""
 
+    rows: int = 0
     kept: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
+    noted: Counter[str] = field(default_factory=Counter)
+    """What is said of rows that are used all the same."""
     first: dict[str, str] = field(default_factory=dict)
     """For each reason, the first place where it was met."""
+    unread: Counter[str] = field(default_factory=Counter)
+    """Keys that nothing reads, and in how many rows they are."""
+    prompts: Counter[int] = field(default_factory=Counter)
+    """How often each prompt comes, by the hash of its text."""
+    examples: Counter[int] = field(default_factory=Counter)
+    """The same of whole examples."""
 
     def leave_out(self, reason: str, where: str, *, refuse: bool, key: str, detail: str = "") -> None:
         """Count one, or refuse it."""
@@ -49,10 +63,34 @@ class Account:
         self.left_out[reason] += 1
         self.first.setdefault(reason, f"{where}{f': {detail}' if detail else ''}")
 
+    def note(self, what: str, where: str) -> None:
+        """Count one that is used, and of which something is to be said."""
+        self.noted[what] += 1
+        self.first.setdefault(what, where)
+
+    def meet(self, example: Example) -> None:
+        """Count an example before it is known whether it can be used."""
+        self.prompts[hash(example.prompt_text)] += 1
+        answers = tuple(message.content for message in example.messages if message.role == "assistant")
+        self.examples[hash((example.prompt_text, answers, example.rejected))] += 1
+        self.unread.update(example.unread)
+
+    @property
+    def is_unusual(self) -> bool:
+        """Whether something happened that is easily overlooked."""
+        return bool(self.left_out or self.noted or any("[]" in key for key in self.unread))
+
     def __str__(self) -> str:
-        lost = sum(self.left_out.values())
-        reasons = [f"{count} {why}, first {self.first[why]}" for why, count in sorted(self.left_out.items())]
-        return f"{self.kept} examples" + (f", {lost} left out: {'; '.join(reasons)}" if lost else "")
+        lost, twice = sum(self.left_out.values()), sum(count - 1 for count in self.examples.values())
+        found = [f"{self.rows} rows: {len(self.prompts)} distinct prompts, {self.kept} examples kept"]
+        found += [f"{twice} of them repeat another one"] if twice else []
+        found += [f"{lost} left out: {self._said(self.left_out)}"] if lost else []
+        found += [self._said(self.noted)] if self.noted else []
+        keys = ", ".join(f"{key!r} in {count} rows" for key, count in self.unread.items())
+        return "; ".join([*found, *([f"keys not used: {keys}"] if keys else [])])
+
+    def _said(self, counts: Counter[str]) -> str:
+        return "; ".join(f"{count} {why}, first {self.first[why]}" for why, count in sorted(counts.items()))
 
 
 @dataclass(frozen=True)
@@ -65,6 +103,8 @@ class PhaseData:
     collate: Any
     tokenizer: ChatTokenizer
     template: Template
+    folder: Path | None
+    """Where the tokenizer came from, if it was not made here."""
     account: Account
     examples: tuple[Sequence[Example], Sequence[Example]]
     """Those for training and for validation, before any was left out for its length."""
@@ -74,6 +114,8 @@ def prepare_data(config: RunConfig) -> PhaseData:
     """Read, split and tokenize the examples of `config.phase`."""
     section, phase = config.posttrain or PosttrainConfig(), config.phase
     assert phase is not None
+    if not section.data:
+        raise ConfigError(no_examples())
     account = Account()
     pairs, online = phase in ("reward", "dpo"), phase in ONLINE
     wanted = {"pairs": pairs, "answered": not online}
@@ -83,16 +125,23 @@ def prepare_data(config: RunConfig) -> PhaseData:
     held = 0.0 if section.val_data else section.val_fraction
     parts = split(examples, phase, data_split=section.data_split, val_fraction=held)
     if section.val_data:
+        trained = {example.prompt_text for example in parts[0]}
         parts = parts[0], list(_examples(section.val_data, section, account, **wanted))
+        for example in parts[1]:
+            if example.prompt_text in trained:
+                account.note("prompts of posttrain.val_data are trained on", example.where)
     folder = _folder(config, section)
     tokenizer = _tokenizer(config, section, folder, examples)
     _check_vocabulary(config, tokenizer)
+    _check_same_tokens(config, section, tokenizer, folder)
     template = make_template(section.template, tokenizer, folder, trust_code=config.trust_code)
     limit = longest(config)
+    _note_texts((*parts[0], *parts[1]), tokenizer, account)
     made: list[Any]
     collate: Any = None
     if online:
-        made = [list(_prompts(part, template, limit, section, account)) for part in parts]
+        room = (config.rollout or RolloutConfig()).max_new_tokens
+        made = [list(_prompts(part, template, limit, room, section, account)) for part in parts]
     elif pairs:
         judged = phase == "reward"
         made = [PairRows(list(_pairs(part, template, limit, section, account, judged=judged))) for part in parts]
@@ -105,7 +154,7 @@ def prepare_data(config: RunConfig) -> PhaseData:
     train, val = made
     if len(train) == 0:
         raise DataError(f"no example is left to train on: {account}")
-    return PhaseData(train, val if len(val) else None, collate, tokenizer, template, account, parts)
+    return PhaseData(train, val if len(val) else None, collate, tokenizer, template, folder, account, parts)
 
 
 def prepare_rows(sources: Sequence[ExampleData], config: RunConfig, data: PhaseData) -> list[Row]:
@@ -119,45 +168,76 @@ def _examples(
     sources: Sequence[ExampleData], section: PosttrainConfig, account: Account, *, pairs: bool, answered: bool
 ) -> Iterator[Example]:
     for source in sources:
-        if isinstance(source, TaskData):
-            yield from make_task(source).examples(source.samples, source.wrongs if pairs else 1)
-            continue
-        for where, row in read_rows(source.path):
-            try:
-                if isinstance(row, str):
-                    raise IncompleteError(row)
-                yield from examples_in(row, source, where, pairs=pairs, answered=answered)
-            except IncompleteError as error:
-                refuse = section.incomplete == "error"
-                account.leave_out("incomplete", where, refuse=refuse, key="incomplete", detail=str(error))
-            except EmptyError as error:
-                account.leave_out("empty", where, refuse=section.empty == "error", key="empty", detail=str(error))
+        for example in _read(source, section, account, pairs=pairs, answered=answered):
+            account.meet(example)
+            yield example
+
+
+def _read(
+    source: ExampleData, section: PosttrainConfig, account: Account, *, pairs: bool, answered: bool
+) -> Iterator[Example]:
+    if isinstance(source, TaskData):
+        account.rows += source.samples
+        yield from make_task(source).examples(source.samples, source.wrongs if pairs else 1)
+        return
+    for where, row in read_rows(source.path):
+        account.rows += 1
+        try:
+            if isinstance(row, str):
+                raise IncompleteError(row)
+            yield from examples_in(row, source, where, pairs=pairs, answered=answered)
+        except IncompleteError as error:
+            refuse = section.incomplete == "error"
+            account.leave_out("incomplete", where, refuse=refuse, key="incomplete", detail=str(error))
+        except EmptyError as error:
+            account.leave_out("empty", where, refuse=section.empty == "error", key="empty", detail=str(error))
+        except UnlearnedError as error:
+            account.leave_out("not to be learned", where, refuse=False, key="", detail=str(error))
+
+
+Written = TypeVar("Written")
+
+
+def _written(
+    examples: Sequence[Example], write: Callable[[Example], Written], section: PosttrainConfig, account: Account
+) -> Iterator[tuple[Example, Written]]:
+    """Examples as the template writes them; one that it cannot write is incomplete."""
+    for example in examples:
+        try:
+            yield example, write(example)
+        except UnwritableError as error:
+            refuse = section.incomplete == "error"
+            account.leave_out("incomplete", example.where, refuse=refuse, key="incomplete", detail=str(error))
 
 
 def _rows(
     examples: Sequence[Example], template: Template, limit: int, section: PosttrainConfig, account: Account
 ) -> Iterator[Row]:
-    for example in examples:
-        row = _fitting(template.conversation(example.messages), template, example, limit, section, account)
-        if row is not None:
-            account.kept += 1
-            yield row
+    for example, tokens in _written(examples, lambda e: template.conversation(e.messages), section, account):
+        row = _fitting(tokens, template, example, limit, section, account)
+        if row is None:
+            continue
+        if not row.has_targets:
+            refuse, detail = section.empty == "error", "no token of its answers is learned"
+            account.leave_out("empty", example.where, refuse=refuse, key="empty", detail=detail)
+            continue
+        account.kept += 1
+        yield row
 
 
 def _prompts(
-    examples: Sequence[Example], template: Template, limit: int, section: PosttrainConfig, account: Account
+    examples: Sequence[Example], template: Template, limit: int, room: int, section: PosttrainConfig, account: Account
 ) -> Iterator[Prompt]:
-    seen: set[str] = set()
-    for example in examples:
-        tokens = template.prompt(example.prompt)
+    for example, tokens in _written(examples, lambda e: template.prompt(e.prompt), section, account):
         if len(tokens) >= limit:
             detail = f"{len(tokens)} tokens, and at least one more must fit into {limit}"
             reason, refuse = "with a prompt longer than max_len", section.too_long == "error"
             account.leave_out(reason, example.where, refuse=refuse, key="too_long", detail=detail)
-        elif example.prompt_text not in seen:  # one that has several answers is asked once
-            seen.add(example.prompt_text)
-            account.kept += 1
-            yield Prompt(tuple(tokens), example.prompt, example.messages[-1].content)
+            continue
+        if len(tokens) + room > limit:
+            account.note("prompts leave less room than rollout.max_new_tokens within max_len", example.where)
+        account.kept += 1
+        yield Prompt(tuple(tokens), example.prompt, example.messages[-1].content)
 
 
 def _pairs(
@@ -169,22 +249,36 @@ def _pairs(
     *,
     judged: bool,
 ) -> Iterator[tuple[Row, Row]]:
-    for example in examples:
-        assert example.rejected is not None
-        worse = (*example.prompt, type(example.messages[-1])("assistant", example.rejected))
-        both = [template.conversation(messages) for messages in (example.messages, worse)]
+    def write(example: Example) -> list[Tokens]:
+        return [template.conversation(messages) for messages in example.pair]
+
+    make = Row.judged if judged else Row
+    for example, both in _written(examples, write, section, account):
         longer = max(both, key=lambda tokens: len(tokens.ids))
-        if _fitting(longer, template, example, limit, section, account, whole=judged) is not None:
-            account.kept += 1
-            # Of earlier answers nothing is to be preferred: only the last ones differ.
-            prompt = len(template.prompt(example.prompt))
-            make = Row.judged if judged else Row
-            chosen, rejected = (make(_only_last(tokens, prompt)) for tokens in both)
-            yield chosen, rejected
+        if _fitting(longer, template, example, limit, section, account, whole=judged) is None:
+            continue
+        chosen, rejected = (make(tokens) for tokens in both)
+        detail = None
+        if both[0].ids == both[1].ids:
+            detail = "the chosen and the rejected answer are the same tokens"
+        elif not judged and not (chosen.has_targets and rejected.has_targets):
+            detail = "no token of an answer is learned"
+        if detail is not None:
+            account.leave_out("empty", example.where, refuse=section.empty == "error", key="empty", detail=detail)
+            continue
+        account.kept += 1
+        yield chosen, rejected
 
 
-def _only_last(tokens: Tokens, prompt: int) -> Tokens:
-    return Tokens(tokens.ids, [learned and at >= prompt for at, learned in enumerate(tokens.learned)])
+def _note_texts(examples: Sequence[Example], tokenizer: ChatTokenizer, account: Account) -> None:
+    """Count the rows in which somebody wrote a control token as text, or what the tokenizer has no tokens for."""
+    controls = re.compile("|".join(map(re.escape, tokenizer.controls)) or "(?!)")
+    for example in examples:
+        texts = [*(message.content for message in example.messages), example.rejected or ""]
+        if (found := next(filter(None, map(controls.search, texts)), None)) is not None:
+            account.note("with the text of a control token, encoded as plain text", f"{example.where}: {found[0]!r}")
+        if (unknown := next(filter(None, map(tokenizer.unknown_in, texts)), None)) is not None:
+            account.note("with characters that the tokenizer does not know", f"{example.where}: {unknown!r}")
 
 
 def _fitting(
@@ -217,6 +311,11 @@ def longest(config: RunConfig) -> int:
     if section.max_len is not None and known is not None and section.max_len > known:
         message = f"{section.max_len} is longer than `model.seq_len`, {known}"
         raise ConfigError(Problem("posttrain.max_len", message, "Make it shorter, or the model's sequences longer."))
+    if section.max_len is not None and isinstance(described, HFConfig):
+        declared = next((found for key in CONTEXT_KEYS if (found := _description(described).get(key))), None)
+        if declared is not None and section.max_len > declared:
+            message = f"{section.max_len} is longer than the model is made for, {declared} (its config.json)"
+            raise ConfigError(Problem("posttrain.max_len", message, f"Write {declared} or less."))
     found = section.max_len or known
     assert found is not None
     return int(found)
@@ -248,14 +347,59 @@ def _tokenizer(
     return trained_tokenizer(texts, _vocabulary(config) or _TRAINED_SIZE, marks)
 
 
+def _check_same_tokens(
+    config: RunConfig, section: PosttrainConfig, tokenizer: ChatTokenizer, folder: Path | None
+) -> None:
+    """Refuse a tokenizer whose numbers mean other tokens than those that the weights have learned."""
+    places = {"posttrain.start": None if section.start is None else tokenizer_beside(section.start)}
+    if isinstance(config.model, HFConfig) and config.model.path is not None:
+        file = Path(config.model.path) / NAME
+        places["model.path"] = file if file.is_file() else None
+    for key, place in places.items():
+        if place is not None and (folder is None or place.parent.resolve() != folder.resolve()):
+            check_same_tokens(key, place, tokenizer)
+
+
+def tokenizer_beside(place: str | Path) -> Path | None:
+    """The `tokenizer.json` of a run, of one of its checkpoints, or of a Hugging Face folder."""
+    path = Path(place).absolute()
+    return next((folder / NAME for folder in (path, *path.parents[:2]) if (folder / NAME).is_file()), None)
+
+
+def check_same_tokens(key: str, file: Path, tokenizer: ChatTokenizer) -> None:
+    """Refuse where a token of `file`, which the weights under `key` were trained with, has another number here."""
+    known = tokenizer.vocabulary
+    for token, number in sorted(read_tokenizer(file).vocabulary.items(), key=itemgetter(1)):
+        if known.get(token) != number:
+            there = f"the number {known[token]}" if token in known else "no number"
+            raise DataError(
+                f"{key}: the weights know the token {token!r} as {number} ({file}), and it has {there} in "
+                "the tokenizer of this run; name theirs as posttrain.tokenizer, or one that only adds tokens to it"
+            )
+
+
+def _description(model: HFConfig) -> dict[str, Any]:
+    """What `transformers` is told of a model, as far as it can be read here."""
+    folder = None if model.path is None else Path(model.path)
+    inner = (read_description(folder) if folder is not None and folder.is_dir() else None) or {}
+    return {**inner, **inner.get("text_config", {}), **(model.config or {})}
+
+
 def _vocabulary(config: RunConfig) -> int | None:
     described: Any = config.model
-    size = getattr(described, "vocab_size", (getattr(described, "config", None) or {}).get("vocab_size"))
+    inner = _description(described) if isinstance(described, HFConfig) else {}
+    size = getattr(described, "vocab_size", inner.get("vocab_size"))
     return size if isinstance(size, int) else None
 
 
 def _check_vocabulary(config: RunConfig, tokenizer: ChatTokenizer) -> None:
     known = _vocabulary(config)
     if known is not None and tokenizer.vocab_size > known:
+        if isinstance(config.model, HFConfig) and config.model.path is not None:
+            raise DataError(
+                f"posttrain.tokenizer: the tokenizer has {tokenizer.vocab_size} tokens, and the model in "
+                f"{config.model.path} has embeddings for {known}; name the tokenizer that the model was trained with"
+            )
         message = f"{known}, but the tokenizer has {tokenizer.vocab_size} tokens"
-        raise ConfigError(Problem("model.vocab_size", message, f"Write `model.vocab_size: {tokenizer.vocab_size}`."))
+        key = "model.config.vocab_size" if isinstance(config.model, HFConfig) else "model.vocab_size"
+        raise ConfigError(Problem(key, message, f"Write `{key}: {tokenizer.vocab_size}`."))

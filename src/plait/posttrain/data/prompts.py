@@ -36,7 +36,10 @@ def final_number(text: str) -> str | None:
     """The number behind `####`, or the last one of a text."""
     marked = text.rpartition("####")[2]
     found = _NUMBER.findall(marked) or _NUMBER.findall(text)
-    return None if not found else found[-1].replace(",", "").removesuffix(".0").removesuffix(".00")
+    if not found:
+        return None
+    number: str = found[-1].replace(",", "")
+    return number.rstrip("0").rstrip(".") if "." in number else number
 
 
 def gsm8k_reward(prompt: str, answer: str, right: str) -> float | None:

@@ -1,19 +1,48 @@
-"""From rows of a file to examples."""
+"""From rows of a file to examples.
+
+[Note: no key of a row is passed over]
+A key is read, or it means something that cannot be done here and the row is refused, or it is counted as not used and
+the run says so when it starts (`Example.unread`). None is the same as absent: Parquet and `datasets` fill rows with it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from plait.config.posttrain import FileData, Gsm8kData
 
 ROLES = ("system", "user", "assistant")
-_ROLES_OF_SHAREGPT = {"human": "user", "gpt": "assistant"}
+_OTHER_ROLES = {"human": "user", "gpt": "assistant", "developer": "system"}
+"""The words of ShareGPT, and OpenAI's newer word for `system`."""
 ANSWER_KEYS = ("response", "answer", "completion", "output")
 """Where an answer is looked for, when nothing is said; the better one of a pair may be it too."""
 MESSAGES_KEYS = ("messages", "conversations")
 """The same of conversations."""
+
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_SWITCHES = ("train", "training", "loss")
+"""Of a turn: whether it is learned, as axolotl and ms-swift write it; `weight` is OpenAI's."""
+_REFUSED_OF_ROWS = {
+    "tools": "are described, which no template here writes down",
+    "functions": "are described, which no template here writes down",
+    "images": "belong to the row, and only text can be read",
+    "image": "belongs to the row, and only text can be read",
+    "videos": "belong to the row, and only text can be read",
+    "audios": "belong to the row, and only text can be read",
+    "chat_template_kwargs": "are given, and the chat template is used with its defaults",
+}
+"""Keys that change what a row means, and cannot be honoured."""
+_REFUSED_OF_TURNS = {
+    "tool_calls": "has calls of tools, which no template here writes down",
+    "function_call": "has calls of tools, which no template here writes down",
+    "tool_call_id": "has results of tools, which no template here writes down",
+    "images": "has images, and only text can be read",
+    "audio": "has sound, and only text can be read",
+    "refusal": "has a refusal beside its content, which no template here writes down",
+    "train_detail": "has train_detail, and a turn is learned whole or not at all",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +51,10 @@ class Message:
 
     role: str
     content: str
+    reasoning: str | None = None
+    """What the assistant thought before it answered: `reasoning_content`."""
+    learned: bool = field(default=True, compare=False)
+    """False for an answer of which the data say that it is not to be learned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +65,9 @@ class Example:
     rejected: str | None
     where: str
     """Where it came from, for messages."""
+    rejected_reasoning: str | None = None
+    unread: tuple[str, ...] = ()
+    """Keys of the row that nothing here reads; those of its turns as `messages[].key`."""
 
     @property
     def prompt(self) -> tuple[Message, ...]:
@@ -43,13 +79,81 @@ class Example:
         """All of the prompt in one piece; the same text means the same prompt."""
         return "\x1e".join(f"{message.role}\x1f{message.content}" for message in self.prompt)
 
+    @property
+    def pair(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        """The conversation with the better answer and with the worse one; earlier answers are not learned."""
+        assert self.rejected is not None
+        before = tuple(replace(message, learned=False) for message in self.prompt)
+        worse = Message("assistant", self.rejected, self.rejected_reasoning)
+        return (*before, self.messages[-1]), (*before, worse)
+
 
 class IncompleteError(Exception):
-    """A row that lacks a field, or has one of the wrong type."""
+    """A row that lacks a field, has one of the wrong type, or asks for something that cannot be honoured."""
 
 
 class EmptyError(Exception):
     """A row that has nothing to learn: no answer, or no prompt."""
+
+
+class UnlearnedError(Exception):
+    """A row of which the data say themselves that nothing is to be learned from it."""
+
+
+class _Fields:
+    """A row or a turn, and which of its keys were read."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self._read: set[str] = set()
+        self._below: dict[str, None] = {}
+        """Keys of turns that were not read."""
+
+    def has(self, key: str) -> bool:
+        """Whether there is a value."""
+        return self._values.get(key) is not None
+
+    def get(self, key: str) -> Any:
+        """A value, or None; it counts as read."""
+        self._read.add(key)
+        return self._values.get(key)
+
+    def take(self, key: str) -> Any:
+        """A value that has to be there."""
+        if not self.has(key):
+            raise IncompleteError(f"no {key!r}; it has {self.names}")
+        return self.get(key)
+
+    def text(self, key: str) -> str:
+        """A text that has to be there."""
+        value = self.take(key)
+        if not isinstance(value, str):
+            raise IncompleteError(f"{key!r} is of type {type(value).__name__}, expected text")
+        return value
+
+    def first(self, keys: Sequence[str]) -> str | None:
+        """The first of these keys that has a value."""
+        return next((key for key in keys if self.has(key)), None)
+
+    def refuse(self, refused: Mapping[str, str], name: str | None = None) -> None:
+        """Raise for a key that cannot be honoured; `name` is what a turn belongs to."""
+        for key, why in refused.items():
+            if self.get(key):
+                raise IncompleteError(f"{(name or key)!r} {why}")
+
+    def below(self, key: str, turn: _Fields) -> None:
+        """Take note of what was not read of a turn under `key`."""
+        self._below.update(dict.fromkeys(f"{key}[].{name}" for name in turn.unread))
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Keys with a value that nothing has looked at."""
+        return (*(key for key in self._values if key not in self._read and self.has(key)), *self._below)
+
+    @property
+    def names(self) -> str:
+        """All keys, for messages."""
+        return ", ".join(map(repr, self._values)) or "nothing"
 
 
 def examples_in(
@@ -60,20 +164,44 @@ def examples_in(
     Where they need not be `answered`, a row may be a prompt alone; its answer is then an empty text.
     """
     if isinstance(config, Gsm8kData):
-        yield from _of_gsm8k(row, where, pairs=pairs)
+        yield from _of_gsm8k(row, where, pairs=pairs, answered=answered)
         return
-    if row.get("tools"):
-        raise IncompleteError("'tools' are described, which no template here writes down")
-    messages = _conversation(row, config, _answer_keys(config, pairs=pairs), answered=answered)
+    fields = _Fields(row)
+    fields.refuse(_REFUSED_OF_ROWS)
+    if not _learned(fields, ("train",)):
+        raise UnlearnedError("the row has weight 0")
+    messages = _conversation(fields, config, _answer_keys(config, pairs=pairs), answered=answered)
     rejected = None
     if pairs:
-        worse = _answered(row, config.rejected_key, messages[:-1])
-        if worse[:-1] != messages[:-1]:
+        if fields.get("margin") is not None:
+            raise IncompleteError("'margin' is of this row alone; reward.margin sets one for all pairs")
+        rejected = _answered(fields, config.rejected_key, messages[:-1])
+        if rejected[:-1] != messages[:-1]:
             raise IncompleteError(f"{config.rejected_key!r} answers another conversation than the better answer")
-        rejected = worse[-1].content
-    found = Example(messages, rejected, where)
+        if not (messages[-1].learned and rejected[-1].learned):
+            raise IncompleteError("an answer of the pair has weight 0, and a pair is compared whole or left out")
+    elif answered and isinstance(row.get("label"), bool):
+        raise IncompleteError("'label' says whether the answer is good, and unpaired preferences are not read")
+    worse = None if rejected is None else rejected[-1]
+    text, thoughts = (None, None) if worse is None else (worse.content, worse.reasoning)
+    found = Example(messages, text, where, thoughts, fields.unread)
     _refuse_empty(found, answered=answered)
+    if answered and not pairs and not any(m.learned for m in messages if m.role == "assistant"):
+        raise UnlearnedError("every answer of the row has weight 0")
     yield found
+
+
+def _learned(fields: _Fields, switches: Sequence[str]) -> bool:
+    """Whether a row or a turn is to be learned, as far as it says so itself."""
+    found = True
+    for key in ("weight", *switches):
+        value = fields.get(key)
+        if value is None:
+            continue
+        if value not in (0, 1) or isinstance(value, str):
+            raise IncompleteError(f"{key!r} is {value!r}; write 1 or true (learned), or 0 or false (not learned)")
+        found = found and bool(value)
+    return found
 
 
 def _answer_keys(config: FileData, *, pairs: bool) -> tuple[str, ...]:
@@ -85,44 +213,63 @@ def _answer_keys(config: FileData, *, pairs: bool) -> tuple[str, ...]:
     return (chosen, *ANSWER_KEYS) if pairs else (*ANSWER_KEYS, chosen)
 
 
-def _conversation(
-    row: Mapping[str, Any], config: FileData, keys: Sequence[str], *, answered: bool
-) -> tuple[Message, ...]:
+def _conversation(fields: _Fields, config: FileData, keys: Sequence[str], *, answered: bool) -> tuple[Message, ...]:
     named = MESSAGES_KEYS if config.messages_key is None else (config.messages_key,)
-    if (whole := _first(row, named)) is not None:
-        messages = _messages(row[whole], whole)
+    if (whole := fields.first(named)) is not None:
+        messages = _with_system(fields, _messages(fields, whole))
         if messages and messages[-1].role != "assistant" and not answered:
             return (*messages, Message("assistant", ""))
         return _ending_with_an_answer(messages, whole)
-    key = _first(row, keys)
-    implied = key is not None and not isinstance(row[key], str)  # the prompt may be the beginning of the answer's list
-    before = _prompt(row, config, implied=implied)
+    key = fields.first(keys)
+    implied = key is not None and not isinstance(fields.get(key), str)  # the prompt may begin the answer's list
+    before = _with_system(fields, _prompt(fields, config, implied=implied))
     if key is not None:
-        return _answered(row, key, before)
+        return _answered(fields, key, before)
     if not answered:
         return (*before, Message("assistant", ""))
-    raise IncompleteError(f"no answer under {' or '.join(map(repr, keys))}; it has {_keys(row)}")
+    raise IncompleteError(f"no answer under {' or '.join(map(repr, keys))}; it has {fields.names}")
 
 
-def _prompt(row: Mapping[str, Any], config: FileData, *, implied: bool) -> tuple[Message, ...]:
+def _prompt(fields: _Fields, config: FileData, *, implied: bool) -> tuple[Message, ...]:
     """What comes before the answer: text, messages, or an instruction with its input as Alpaca has it."""
-    if config.prompt_key is None and row.get("prompt") is None:
-        if row.get("instruction") is not None:
-            parts = [_text(row, key) for key in ("instruction", "input") if row.get(key)]
-            return (Message("user", "\n\n".join(parts)),)
+    if config.prompt_key is None and not fields.has("prompt"):
+        if fields.has("instruction"):
+            parts = [fields.text("instruction"), *([fields.text("input")] if fields.get("input") else [])]
+            return (*_history(fields), Message("user", "\n\n".join(parts)))
         if implied:
             return ()
     key = config.prompt_key or "prompt"
-    prompt = _field(row, key)
-    return (Message("user", prompt),) if isinstance(prompt, str) else _messages(prompt, key)
+    prompt = fields.take(key)
+    return (Message("user", prompt),) if isinstance(prompt, str) else _messages(fields, key)
 
 
-def _answered(row: Mapping[str, Any], key: str, before: tuple[Message, ...]) -> tuple[Message, ...]:
+def _history(fields: _Fields) -> Iterator[Message]:
+    """Earlier questions with their answers, as Alpaca's `history` has them."""
+    for entry in fields.get("history") or ():
+        if not isinstance(entry, Sequence) or len(entry) != 2 or not all(isinstance(part, str) for part in entry):
+            raise IncompleteError(f"'history' holds {entry!r}, expected pairs of a question and its answer")
+        yield Message("user", entry[0])
+        yield Message("assistant", entry[1])
+
+
+def _with_system(fields: _Fields, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The conversation with what the row itself has as `system`."""
+    if not fields.get("system"):
+        return messages
+    system = Message("system", fields.text("system"))
+    if messages[:1] == (system,):
+        return messages
+    if any(message.role == "system" for message in messages):
+        raise IncompleteError("'system' says something else than the message of the system in the conversation")
+    return (system, *messages)
+
+
+def _answered(fields: _Fields, key: str, before: tuple[Message, ...]) -> tuple[Message, ...]:
     """The conversation with its answer: a text, the turns that follow, or the whole conversation once more."""
-    value = _field(row, key)
+    value = fields.take(key)
     if isinstance(value, str):
         return (*before, Message("assistant", value))
-    messages = _ending_with_an_answer(_messages(value, key), key)
+    messages = _ending_with_an_answer(_messages(fields, key), key)
     if messages[0].role == "assistant":
         return (*before, *messages)
     told = 1 if messages[0].role == "system" and before[:1] != messages[:1] else 0
@@ -137,19 +284,20 @@ def _ending_with_an_answer(messages: tuple[Message, ...], key: str) -> tuple[Mes
     return messages
 
 
-def _of_gsm8k(row: Mapping[str, Any], where: str, *, pairs: bool) -> Iterator[Example]:
-    question = Message("user", _text(row, "question"))
-    graded = [value for value in row.values() if isinstance(value, Mapping) and "is_correct" in value]
+def _of_gsm8k(row: Mapping[str, Any], where: str, *, pairs: bool, answered: bool) -> Iterator[Example]:
+    fields = _Fields(row)
+    question = Message("user", fields.text("question"))
+    graded = [_Fields(value) for value in row.values() if isinstance(value, Mapping) and "is_correct" in value]
     if not graded:
         if pairs:
-            raise IncompleteError(f"no graded solutions, which pairs are made of; it has {_keys(row)}")
-        found = Example((question, Message("assistant", _text(row, "answer"))), None, where)
+            raise IncompleteError(f"no graded solutions, which pairs are made of; it has {fields.names}")
+        found = Example((question, Message("assistant", fields.text("answer"))), None, where)
         _refuse_empty(found)
         yield found
         return
-    right = [_text(value, "solution") for value in graded if value["is_correct"] is True]
-    wrong = [_text(value, "solution") for value in graded if value["is_correct"] is False]
-    for good in right:
+    right = [value.text("solution") for value in graded if value.get("is_correct") is True]
+    wrong = [value.text("solution") for value in graded if value.get("is_correct") is False]
+    for good in right if answered else right[:1]:  # several answers are one prompt
         for bad in wrong if pairs else [None]:
             found = Example((question, Message("assistant", good)), bad, where)
             _refuse_empty(found)
@@ -157,69 +305,59 @@ def _of_gsm8k(row: Mapping[str, Any], where: str, *, pairs: bool) -> Iterator[Ex
 
 
 def _refuse_empty(example: Example, *, answered: bool = True) -> None:
-    answers = [m.content for m in example.messages if m.role == "assistant"] if answered else []
+    answers = [m.content for m in example.messages if m.role == "assistant" and m.learned] if answered else []
     answers += [] if example.rejected is None else [example.rejected]
     if not all(answer.strip() for answer in answers):
         raise EmptyError("an answer is empty")
     if not any(message.content.strip() for message in example.prompt):
         raise EmptyError("the prompt is empty")
-    if example.rejected is not None and example.rejected == example.messages[-1].content:
+    chosen = example.messages[-1]
+    if (example.rejected, example.rejected_reasoning) == (chosen.content, chosen.reasoning):
         raise EmptyError("the chosen and the rejected answer are the same")
 
 
-def _messages(value: Any, key: str) -> tuple[Message, ...]:
+def _messages(fields: _Fields, key: str) -> tuple[Message, ...]:
+    value = fields.take(key)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise IncompleteError(f"{key!r} is of type {type(value).__name__}, expected text or a list of messages")
     found = []
     for entry in value:
         if not isinstance(entry, Mapping):
             raise IncompleteError(f"{key!r} holds a {type(entry).__name__}, expected messages with role and content")
-        found.append(_message(entry, key))
+        turn = _Fields(entry)
+        found.append(_message(turn, key))
+        fields.below(key, turn)
     return tuple(found)
 
 
-def _message(entry: Mapping[str, Any], key: str) -> Message:
+def _message(turn: _Fields, key: str) -> Message:
     """One turn, with the words of OpenAI or of ShareGPT."""
-    if entry.get("tool_calls") or entry.get("function_call"):
-        raise IncompleteError(f"{key!r} has calls of tools, which no template here writes down")
-    if entry.get("role") is None and entry.get("from") is not None:
-        role, content = _text(entry, "from"), _text(entry, "value")
-        role = _ROLES_OF_SHAREGPT.get(role, role)
+    turn.refuse(_REFUSED_OF_TURNS, key)
+    if not turn.has("role") and turn.has("from"):
+        role, content = turn.text("from"), turn.text("value")
     else:
-        role, content = _text(entry, "role"), _content(entry)
+        role, content = turn.text("role"), _content(turn)
+    role = _OTHER_ROLES.get(role, role)
     if role not in ROLES:
         raise IncompleteError(f"{key!r} has the role {role!r}; there are {', '.join(ROLES)}")
-    return Message(role, content)
+    said = turn.first(("weight", *_SWITCHES))
+    learned = _learned(turn, _SWITCHES)
+    if role != "assistant" and said is not None and learned:
+        raise IncompleteError(f"{key!r} wants a turn of the {role} learned ({said!r}); only the assistant's are")
+    thoughts = turn.first(_REASONING_KEYS)
+    reasoning = None if thoughts is None else turn.text(thoughts)
+    if reasoning and role != "assistant":
+        raise IncompleteError(f"{key!r} has {thoughts!r} on a turn of the {role}; only the assistant's may have it")
+    return Message(role, content, reasoning or None, learned)
 
 
-def _content(entry: Mapping[str, Any]) -> str:
+def _content(turn: _Fields) -> str:
     """A text, or a list of parts that are texts."""
-    parts = _field(entry, "content")
+    parts = turn.take("content")
     if not isinstance(parts, Sequence) or isinstance(parts, str | bytes):
-        return _text(entry, "content")
+        return turn.text("content")
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text":
             raise IncompleteError(f"'content' has a part of type {kind!r}; only text can be read")
-    return "".join(_text(part, "text") for part in parts)
-
-
-def _first(row: Mapping[str, Any], keys: Sequence[str]) -> str | None:
-    return next((key for key in keys if row.get(key) is not None), None)
-
-
-def _field(row: Mapping[str, Any], key: str) -> Any:
-    if row.get(key) is None:
-        raise IncompleteError(f"no {key!r}; it has {_keys(row)}")
-    return row[key]
-
-
-def _text(row: Mapping[str, Any], key: str) -> str:
-    value = _field(row, key)
-    if not isinstance(value, str):
-        raise IncompleteError(f"{key!r} is of type {type(value).__name__}, expected text")
-    return value
-
-
-def _keys(row: Mapping[str, Any]) -> str:
-    return ", ".join(map(repr, row)) or "nothing"
+    return "".join(_Fields(part).text("text") for part in parts)

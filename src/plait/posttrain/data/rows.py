@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -10,8 +11,12 @@ from typing import Any
 
 from plait.config.files import parse_json
 from plait.data.jsonl import read_object
-from plait.data.text import open_file
+from plait.data.text import find_files, open_file
 from plait.errors import DataError, MissingExtraError
+
+_UNREADABLE = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".csv", ".tsv", ".arrow")
+"""Files that may hold rows, and are not read; to pass over one would lose them."""
+_SPLIT = re.compile(r"(train|test|valid|val|dev|eval)(?:ation|ing|uation)?(?![a-z])", re.IGNORECASE)
 
 Row = tuple[str, Mapping[str, Any] | str]
 """Where a row stands, and the row; or what is wrong with it."""
@@ -25,10 +30,15 @@ def read_rows(path: str) -> Iterator[Row]:
     if place.is_dir() and any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
         yield from _saved_dataset(place)
         return
-    files = sorted(place.rglob("*")) if place.is_dir() else [place]
-    known = [file for file in files if file.suffix in (".jsonl", ".json", ".ndjson", ".parquet") and file.is_file()]
+    files = find_files(path) if place.is_dir() else [place]
+    known = [file for file in files if file.suffix in (".jsonl", ".json", ".ndjson", ".parquet")]
     if not known:
         raise DataError(f"{path}: no .jsonl and no .parquet file, and no folder of datasets.save_to_disk")
+    if other := next((file for file in files if file.suffix in _UNREADABLE), None):
+        raise DataError(
+            f"{path} holds {other.name} too, which cannot be read here; unpack or convert it, or move it out"
+        )
+    _refuse_mixed_splits(path, [file.name for file in known])
     for file in known:
         yield from _parquet(file) if file.suffix == ".parquet" else _lines(file)
 
@@ -81,7 +91,18 @@ def _saved_dataset(path: Path) -> Iterator[Row]:
     except ImportError as error:
         raise MissingExtraError("datasets", f"reading the folder {path.name}", "datasets") from error
     (found,) = _read_by_library(path, lambda: [datasets.load_from_disk(str(path))])
-    parts = found.items() if hasattr(found, "items") else [("", found)]
-    for name, part in parts:
+    parts = dict(found) if hasattr(found, "items") else {"": found}
+    if len(parts) > 1:
+        raise DataError(
+            f"{path} has the splits {', '.join(parts)}: name one of them, such as {path / next(iter(parts))}"
+        )
+    for name, part in parts.items():
         for number, row in enumerate(_read_by_library(path, part.__iter__), start=1):
             yield f"{path}{f'/{name}' if name else ''}, row {number}", row
+
+
+def _refuse_mixed_splits(path: str, names: list[str]) -> None:
+    """What is kept for tests must not be learned because it lies in the same folder."""
+    splits = {match[1].lower(): name for name in names if (match := _SPLIT.match(name))}
+    if len(splits) > 1:
+        raise DataError(f"{path} holds several splits, such as {' and '.join(splits.values())}: name the files of one")

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from plait.config.posttrain import TemplateConfig
 from plait.config.trust import transformers_code
 from plait.errors import DataError, MissingExtraError, PlaitError
 from plait.posttrain.data.records import Message
-from plait.posttrain.data.tokenizer import ChatTokenizer
+from plait.posttrain.data.tokenizer import NAME, SETTINGS, ChatTokenizer, read_settings
+
+CHAT_TEMPLATE = "chat_template.jinja"
+"""Where a Hugging Face folder keeps its chat template, if not in the settings of the tokenizer."""
+
+_ESCAPES = 0xF0000
+"""The first of the private-use characters that stand for texts of control tokens while a template is rendered."""
+
+
+class UnwritableError(DataError):
+    """A conversation that a template does not write down, or not so that its answers can be found again."""
 
 
 class Tokens(NamedTuple):
@@ -29,8 +41,10 @@ class Tokens(NamedTuple):
 class Template(ABC):
     """How conversations are written down."""
 
+    kind: ClassVar[str]
     ends: tuple[int | str, ...]
     """What ends an answer: tokens, and a text where the mark of a template is none."""
+    _tokenizer: ChatTokenizer
 
     @abstractmethod
     def conversation(self, messages: Sequence[Message]) -> Tokens:
@@ -40,9 +54,27 @@ class Template(ABC):
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """What a model is given when it is to answer."""
 
+    @property
+    @abstractmethod
+    def jinja(self) -> str:
+        """The same as a chat template of `transformers`."""
+
+    def unfinished(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation whose last answer was cut off: there is no mark of an end behind it."""
+        return self.prompt(messages[:-1]) + self._tokenizer.encode(messages[-1].content)
+
+    def _refuse_reasoning(self, messages: Sequence[Message]) -> None:
+        if any(message.reasoning for message in messages):
+            raise UnwritableError(
+                f"an answer has reasoning_content, which posttrain.template.kind: {self.kind} does not write down; use "
+                "kind: tokenizer with a chat template that does, or put it into the content"
+            )
+
 
 class Plain(Template):
     """Texts one after another, an end token after each answer."""
+
+    kind = "plain"
 
     def __init__(self, tokenizer: ChatTokenizer, *, end_token: bool) -> None:
         self._tokenizer = tokenizer
@@ -51,23 +83,33 @@ class Plain(Template):
 
     def conversation(self, messages: Sequence[Message]) -> Tokens:
         """All of it."""
+        self._refuse_reasoning(messages)
         found = Tokens([], [])
+        found.extend(self._tokenizer.begin, learned=False)
         for message in messages:
             answer = message.role == "assistant"
             ids = self._tokenizer.encode(message.content)
-            found.extend(ids + self._end if answer else ids, learned=answer)
+            found.extend(ids + self._end if answer else ids, learned=answer and message.learned)
         return found
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """All of it, with nothing behind."""
         return self.conversation(messages).ids
 
+    @property
+    def jinja(self) -> str:
+        """The same as a chat template of `transformers`."""
+        end = "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}" if self._end else ""
+        return f"{_begin(self._tokenizer)}{{% for m in messages %}}{{{{ m['content'] }}}}{end}{{% endfor %}}"
+
 
 class Marked(Template):
     """Each turn between two marks, with its role first."""
 
+    kind = "marked"
+
     def __init__(self, tokenizer: ChatTokenizer, config: TemplateConfig) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._config = tokenizer, config
         self._words = {"system": config.system, "user": config.user, "assistant": config.assistant}
         self._start, self._stop = (self._mark(text) for text in (config.start, config.end))
         self._end = [tokenizer.end] if config.end_token else []
@@ -83,44 +125,77 @@ class Marked(Template):
 
     def conversation(self, messages: Sequence[Message]) -> Tokens:
         """All of it."""
+        self._refuse_reasoning(messages)
         line, found = self._tokenizer.encode("\n"), Tokens([], [])
+        found.extend(self._tokenizer.begin, learned=False)
         for message in messages:
             answer = message.role == "assistant"
             found.extend(self._opening(message.role), learned=False)
-            found.extend(self._tokenizer.encode(message.content) + self._stop, learned=answer)
+            text = self._tokenizer.encode(message.content) + self._stop
+            found.extend(text, learned=answer and message.learned)
             found.extend(line, learned=False)
-        if messages[-1].role == "assistant":
-            found.extend(self._end, learned=True)
+        last = messages[-1]
+        if last.role == "assistant":
+            found.extend(self._end, learned=last.learned)
         return found
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """All of it, and the beginning of the assistant's turn."""
         return self.conversation(messages).ids + self._opening("assistant")
 
+    @property
+    def jinja(self) -> str:
+        """The same as a chat template of `transformers`."""
+        words, marks = json.dumps(self._words), (json.dumps(self._config.start), json.dumps(self._config.end))
+        start, end = (f"{{{{ {mark} }}}}" for mark in marks)
+        behind = (
+            "{% if messages[-1]['role'] == 'assistant' and not add_generation_prompt %}{{ eos_token }}{% endif %}"
+            if self._end
+            else ""
+        )
+        return (
+            f"{{% set roles = {words} %}}{_begin(self._tokenizer)}{{% for m in messages %}}"
+            f"{start}{{{{ roles[m['role']] + '\\n' + m['content'] }}}}{end}{{{{ '\\n' }}}}{{% endfor %}}{behind}"
+            f"{{% if add_generation_prompt %}}{start}{{{{ roles['assistant'] + '\\n' }}}}{{% endif %}}"
+        )
+
+
+def _begin(tokenizer: ChatTokenizer) -> str:
+    return f"{{{{ {json.dumps(tokenizer.decode(tokenizer.begin, keep_special=True))} }}}}" if tokenizer.begin else ""
+
 
 class OfTokenizer(Template):
-    """The template that came with a Hugging Face tokenizer."""
+    """The template that came with a Hugging Face tokenizer.
 
-    def __init__(
-        self, tokenizer: ChatTokenizer, folder: str | Path, *, end_token: bool, trust_code: bool = False
-    ) -> None:
+    [Note: texts of control tokens in a conversation]
+    A template makes one text of marks and of what people wrote, and the tokenizer takes `<|im_end|>` in it for the end
+    of a turn, whoever wrote it. So texts of control tokens in contents are replaced by private-use characters before
+    the template is rendered, and encoded as plain text behind it.
+    """
+
+    kind = "tokenizer"
+
+    def __init__(self, tokenizer: ChatTokenizer, folder: Path, *, end_token: bool, trust_code: bool = False) -> None:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise MissingExtraError("transformers", "posttrain.template.kind: tokenizer", "hf") from error
-        self._folder = folder
+        self._tokenizer, self._folder = tokenizer, folder
         try:
             with transformers_code(folder, trust_code=trust_code, key="posttrain.tokenizer") as trusted:
-                self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                self._transformers: Any = AutoTokenizer.from_pretrained(
                     str(folder), local_files_only=True, trust_remote_code=trusted
                 )
         except PlaitError:
             raise
         except Exception as error:  # the library raises whatever its files made it do
             raise DataError(f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {error})") from error
-        if self._tokenizer.chat_template is None:
+        if self._transformers.chat_template is None:
             raise DataError(f"the tokenizer in {folder} has no chat template; use posttrain.template.kind: marked")
-        end = self._tokenizer.eos_token_id
+        added = self._transformers.added_tokens_decoder.values()
+        controls = {*tokenizer.controls, *(str(token) for token in added if token.special)}
+        self._controls = sorted(controls, key=lambda text: (-len(text), text))
+        end = self._transformers.eos_token_id
         self._end = [end] if end_token and end is not None else []
         self.ends = tuple(dict.fromkeys((tokenizer.end, *([] if end is None else [end]), *self._mark())))
 
@@ -128,34 +203,67 @@ class OfTokenizer(Template):
         """The token that the template puts behind an answer, where it puts one; it need not be the tokenizer's end."""
         spoken = (Message("user", "a"), Message("assistant", "7351"))  # which no mark has in it
         behind = self._text(spoken, asks=False).rpartition("7351")[2]
-        return [token for token in self._encode(behind)[:1] if token in self._tokenizer.added_tokens_decoder]
+        return [token for token in self._encode(behind)[:1] if token in self._transformers.added_tokens_decoder]
+
+    @property
+    def jinja(self) -> str:
+        """The same as a chat template of `transformers`."""
+        found = chat_template_in(self._folder)
+        assert found is not None, "a folder without one was refused"
+        return found
 
     def conversation(self, messages: Sequence[Message]) -> Tokens:
         """All of it. Where an answer begins and ends is found by writing the conversation down to there."""
         found, done, answer = Tokens([], []), "", list[int]()
         for index, message in enumerate(messages):
-            if message.role != "assistant":
+            if message.role != "assistant" or not message.learned:
                 continue
             asked = self._text(messages[:index], asks=True)
             answered = self._text(messages[: index + 1], asks=False)
-            if not (asked.startswith(done) and answered.startswith(asked)):
-                raise DataError(
-                    "the chat template of the tokenizer writes earlier turns differently once later ones follow, so "
-                    "what is learned cannot be told apart; use posttrain.template.kind: marked"
+            if not asked.startswith(done):
+                raise UnwritableError(
+                    f"the chat template of the tokenizer writes the turns before message {index} differently once it "
+                    "follows, so its earlier answers would be learned as the model never sees them; write `train: "
+                    "false` on them, or use posttrain.template.kind: marked"
                 )
-            found.extend(self._encode(asked[len(done) :]), learned=False)
-            answer = self._encode(answered[len(asked) :])
-            found.extend(answer, learned=True)
-            done = answered
-        if messages[-1].role != "assistant":
-            found.extend(self._encode(self._text(messages, asks=False)[len(done) :]), learned=False)
-        else:
+            if not answered.startswith(asked):
+                raise UnwritableError(
+                    f"the chat template of the tokenizer writes message {index} differently than it asks for an "
+                    "answer, so where the answer begins cannot be told; use posttrain.template.kind: marked"
+                )
+            _check_written(_asked(messages[:index]), self._escaped_back(asked))
+            _check_written([message], self._escaped_back(answered[len(asked) :]))
+            self._continue(found, done, asked, learned=False)
+            before = len(found.ids)
+            self._continue(found, asked, answered, learned=True)
+            answer, done = found.ids[before:], answered
+        if messages[-1].role == "assistant" and messages[-1].learned:
             found.extend([end for end in self._end if end not in answer], learned=True)
+            return found
+        whole = self._text(messages, asks=False)
+        if not whole.startswith(done):
+            raise UnwritableError(
+                "the chat template of the tokenizer writes the learned answers differently once the last message "
+                "follows; leave out what follows the last learned answer, or use posttrain.template.kind: marked"
+            )
+        self._continue(found, done, whole, learned=False)
         return found
+
+    def _continue(self, found: Tokens, done: str, text: str, *, learned: bool) -> None:
+        """Add to `found`, which is `done` as tokens, what `text` has behind it.
+
+        They are the tokens of the whole text, as a model is given it when it answers; only where those would join what
+        lies on both sides of the boundary, the two are encoded apart.
+        """
+        whole, count = self._encode(text), len(found.ids)
+        behind = whole[count:] if whole[:count] == found.ids else self._encode(text[len(done) :])
+        found.extend(behind, learned=learned)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """All of it, and the beginning of the assistant's turn."""
-        return self._encode(self._text(messages, asks=True))
+        text = self._text(messages, asks=True)
+        _check_written(_asked(messages), self._escaped_back(text))
+        return self._encode(text)
 
     def prompt_with_tools(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """Like `prompt`, of messages that may have `tool_calls`, with the tools that may be called."""
@@ -181,37 +289,127 @@ class OfTokenizer(Template):
         return call if "d7351" in asked and begun and answered else None
 
     def _text(self, messages: Sequence[Message], *, asks: bool) -> str:
-        return self._rendered([{"role": each.role, "content": each.content} for each in messages], asks=asks)
+        """The conversation as the template writes it, with texts of control tokens as private-use characters."""
+        turns = []
+        for message in messages:
+            turn = {"role": message.role, "content": message.content}
+            if message.reasoning:  # templates have no common name for it
+                turn |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), message.reasoning)
+            turns.append(turn)
+        return self._rendered(turns, asks=asks)
 
     def _rendered(
         self, messages: Sequence[Mapping[str, Any]], *, asks: bool, tools: list[Mapping[str, Any]] | None = None
     ) -> str:
+        given, told = self._escaped(list(messages)), self._escaped(tools)
         try:  # in a sandbox of `transformers`: a template reads messages, and reaches nothing else
-            text: str = self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=asks
+            text: str = self._transformers.apply_chat_template(
+                given, tools=told, tokenize=False, add_generation_prompt=asks
             )
         except Exception as error:  # whatever a template of its author's raises, on purpose or not
             reason = f"{type(error).__name__}: {error}"
-            raise DataError(f"the chat template in {self._folder} does not take this conversation: {reason}") from error
+            message = f"the chat template in {self._folder} does not take this conversation: {reason}"
+            raise UnwritableError(message) from error
         return text
 
+    def _escaped(self, content: Any) -> Any:
+        """The same with other texts in it; see [Note: texts of control tokens in a conversation]."""
+        if isinstance(content, Mapping):
+            return {key: self._escaped(value) for key, value in content.items()}
+        if isinstance(content, list):
+            return [self._escaped(each) for each in content]
+        if not isinstance(content, str):
+            return content
+        if any(_ESCAPES <= ord(character) < _ESCAPES + len(self._controls) for character in content):
+            raise UnwritableError(f"a message has private-use characters from U+{_ESCAPES:X} on; leave them out")
+        for number, control in enumerate(self._controls):
+            if control in content:
+                content = content.replace(control, chr(_ESCAPES + number))
+        return content
+
+    def _escaped_back(self, text: str) -> str:
+        return "".join(
+            self._controls[ord(c) - _ESCAPES] if 0 <= ord(c) - _ESCAPES < len(self._controls) else c for c in text
+        )
+
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        last = chr(_ESCAPES + len(self._controls))
+        parts = re.split(f"([{chr(_ESCAPES)}-{last}])", text)
+        ids: list[int] = []
+        for number, part in enumerate(parts):
+            if number % 2:
+                ids += self._tokenizer.encode(self._controls[ord(part) - _ESCAPES])
+            elif part:
+                ids += self._transformers(part, add_special_tokens=False)["input_ids"]
         return ids
 
 
-def make_template(
-    config: TemplateConfig, tokenizer: ChatTokenizer, folder: str | Path | None, *, trust_code: bool = False
+def _check_written(messages: Iterable[Message], text: str) -> None:
+    """Refuse a text that lacks some of what was said; spaces may differ."""
+    squeezed = "".join(text.split())
+    for message in messages:
+        for what, said in (("content", message.content), ("reasoning_content", message.reasoning)):
+            if said and "".join(said.split()) not in squeezed:
+                raise UnwritableError(
+                    f"the chat template of the tokenizer leaves out the {what} of the {message.role}'s message "
+                    f"{said[:40]!r}; leave it out of the data too, or use another posttrain.template.kind"
+                )
+
+
+def _asked(messages: Sequence[Message]) -> Iterator[Message]:
+    """What the others say; of earlier answers, a template may leave out the thoughts."""
+    return (message for message in messages if message.role != "assistant")
+
+
+def chat_template_in(folder: Path | None) -> str | None:
+    """The chat template of a Hugging Face tokenizer in this folder; None where it has none."""
+    if folder is None:
+        return None
+    file = folder / CHAT_TEMPLATE
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = read_settings(folder / SETTINGS).get("chat_template")
+    if isinstance(found, list):  # several, each with a name
+        found = next((entry.get("template") for entry in found if entry.get("name") == "default"), None)
+    return found or None
+
+
+def tokenizer_folder(place: str | Path | None) -> Path | None:
+    """The folder of a tokenizer that is given by its folder or by its `tokenizer.json`."""
+    if place is None:
+        return None
+    path = Path(place)
+    if path.is_dir():
+        return path
+    return path.parent if path.name == NAME and path.is_file() else None
+
+
+def template_of_run(
+    config: TemplateConfig, tokenizer: ChatTokenizer, places: Sequence[Path], *, trust_code: bool = False
 ) -> Template:
-    """The template that a section describes; `folder` is where the tokenizer lies, if it came from one.
+    """The template of a run that is over. Its tokenizer, which it kept, lies at the first of these places."""
+    place = places[0]
+    if config.kind == "tokenizer":
+        place = next((each for each in places if chat_template_in(tokenizer_folder(each)) is not None), place)
+    return make_template(config, tokenizer, place, trust_code=trust_code)
+
+
+def make_template(
+    config: TemplateConfig, tokenizer: ChatTokenizer, place: str | Path | None, *, trust_code: bool = False
+) -> Template:
+    """The template that a section describes; `place` is where the tokenizer lies, if it came from a file or folder.
 
     `trust_code`: that folder may bring classes of its own, which are then run.
     """
-    if config.kind == "plain":
+    folder = tokenizer_folder(place)
+    kind = config.kind
+    if kind == "auto":
+        kind = "plain" if chat_template_in(folder) is None else "tokenizer"
+    if kind == "plain":
         return Plain(tokenizer, end_token=config.end_token)
-    if config.kind == "marked":
+    if kind == "marked":
         return Marked(tokenizer, config)
-    if folder is None or not Path(folder).is_dir():
+    if folder is None:
         raise DataError(
             "posttrain.template.kind: tokenizer needs the folder of a Hugging Face tokenizer; name it as "
             "posttrain.tokenizer, or use kind: marked"

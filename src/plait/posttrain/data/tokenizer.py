@@ -36,6 +36,17 @@ class ChatTokenizer(TextTokenizer):
         found: int | None = self._backend.token_to_id(text)
         return found
 
+    @property
+    def controls(self) -> tuple[str, ...]:
+        """The texts of control tokens, which are no such tokens where somebody writes them."""
+        return tuple(token.content for token in self._backend.get_added_tokens_decoder().values() if token.special)
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token with its number."""
+        found: dict[str, int] = self._backend.get_vocab()
+        return found
+
 
 def read_tokenizer(path: str | Path) -> ChatTokenizer:
     """Read a `tokenizer.json`, given itself or the folder that it lies in."""
@@ -52,11 +63,14 @@ def read_tokenizer(path: str | Path) -> ChatTokenizer:
     return ChatTokenizer(backend, str(file), _named_end(file.with_name(SETTINGS)))
 
 
+def read_settings(file: Path) -> dict[str, Any]:
+    """The settings of a tokenizer; none where the file is not there."""
+    return read_json_object(file, DataError) if file.is_file() else {}
+
+
 def _named_end(settings: Path) -> str | None:
     """The end token of a tokenizer's settings: a text, or an object with it."""
-    if not settings.is_file():
-        return None
-    found = read_json_object(settings, DataError).get("eos_token")
+    found = read_settings(settings).get("eos_token")
     word = found.get("content") if isinstance(found, dict) else found
     if word is not None and not isinstance(word, str):
         raise DataError(f"{settings} has the eos_token {found!r:.80}, expected a token")
@@ -65,6 +79,10 @@ def _named_end(settings: Path) -> str | None:
 
 class CharacterTokenizer(ChatTokenizer):
     """One token a character. A character that it does not know is an error; the library would leave it out."""
+
+    def unknown_in(self, text: str) -> str | None:
+        """None: it is an error as soon as it is encoded."""
+        return None
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, nothing added."""

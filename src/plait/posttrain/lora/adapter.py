@@ -51,6 +51,17 @@ class Adapter:
     tensors: Mapping[str, Tensor]
     head: Mapping[str, Tensor] = field(default_factory=dict)
     """The value head of a reward model, by its name in the model."""
+    base: str | None = None
+    """The model that it was trained on, as its file names it."""
+
+    def strange_base(self, base: str | None) -> str | None:
+        """What is to be said where it names another base than this one; folders may have been moved."""
+        if self.base is None or base is None or Path(self.base).name == Path(base).name:
+            return None
+        return (
+            f"the adapter in {self.path} says that it was trained on {self.base!r}, and its base here is {base!r}; if "
+            "those are not the same weights, its answers will be poor"
+        )
 
     def check(self, model: nn.Module) -> None:
         """Refuse an adapter that is of other layers, or of other sizes."""
@@ -97,7 +108,7 @@ def read_adapter(path: str | Path, model: nn.Module | None = None) -> Adapter:
             raise ModelError(f"the adapter in {folder} is for {strange[0]}, which is no linear layer of this model")
     spec = _spec(folder / CONFIG, config)
     head = _read(folder / HEAD) if (folder / HEAD).is_file() else {}
-    return Adapter(folder, spec, layers, tensors, head)
+    return Adapter(folder, spec, layers, tensors, head, config.get("base_model_name_or_path"))
 
 
 def _spec(file: Path, config: Mapping[str, Any]) -> AdapterSpec:

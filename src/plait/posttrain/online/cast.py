@@ -20,8 +20,10 @@ from plait.config.run import RunConfig
 from plait.config.strategy import CompileConfig, RecomputeConfig
 from plait.errors import CheckpointError, ConfigError, DataError, Problem
 from plait.posttrain.build import make_model, make_value_model
-from plait.posttrain.data.prepare import PhaseData, longest
-from plait.posttrain.data.tokenizer import NAME, read_tokenizer
+from plait.posttrain.data.prepare import PhaseData, check_same_tokens, longest, tokenizer_beside
+from plait.posttrain.data.records import Message
+from plait.posttrain.data.template import chat_template_in, template_of_run
+from plait.posttrain.data.tokenizer import read_tokenizer
 from plait.posttrain.online.critic import Judging, valuing
 from plait.posttrain.online.settings import Online
 from plait.strategy import Length, prepare_native
@@ -50,11 +52,13 @@ def make_cast(config: RunConfig, world: World, data: PhaseData, *, length: Lengt
         ppo = online.method
         if ppo.reward_model is not None:
             described = described_in(ppo.reward_model, config)
-            check_judge(config, described, ppo.reward_model, data)
+            check_judge(config, described, ppo.reward_model, data, say)
             make = partial(
                 make_value_model, described, ppo.reward_model, lambda _: Judging, trust_code=config.trust_code
             )
             judge = _frozen(config, world, make, say)
+        if ppo.critic_start is not None and (kept := tokenizer_beside(ppo.critic_start)) is not None:
+            check_same_tokens("ppo.critic_start", kept, data.tokenizer)
         critic = prepare_native(
             critic_config(config, ppo),
             world,
@@ -119,9 +123,10 @@ def described_in(path: str, config: RunConfig) -> ModelConfig:
     return config.model
 
 
-def check_judge(config: RunConfig, described: ModelConfig, path: str, data: PhaseData) -> None:
+def check_judge(config: RunConfig, described: ModelConfig, path: str, data: PhaseData, say: Say) -> None:
     """Refuse what is no reward model, and one that reads other tokens, or fewer of them, than the policy writes."""
     with open_source(Path(path)) as source:
+        stored, file = source.state.get("config", {}).get("posttrain"), source.description
         heads = [
             entry.shape for name, entry in source.entries.items() if name.endswith(("head.weight", "score.weight"))
         ]
@@ -129,15 +134,30 @@ def check_judge(config: RunConfig, described: ModelConfig, path: str, data: Phas
         raise CheckpointError(
             f"ppo.reward_model: {path} holds no layer that gives one number; train one with `plait reward`"
         )
-    place = Path(path).absolute()
-    for folder in (place, *place.parents[:2]):
-        if (folder / NAME).is_file():
-            if read_tokenizer(folder).digest != data.tokenizer.digest:
-                raise DataError(
-                    f"the reward model in {path} was trained with another tokenizer than this run has; name the same "
-                    "one as posttrain.tokenizer"
+    kept = tokenizer_beside(path)
+    if kept is None:
+        say(f"ppo.reward_model: {path} has no tokenizer, so nothing shows whether it reads the tokens of this run")
+    elif (tokenizer := read_tokenizer(kept)).digest != data.tokenizer.digest:
+        raise DataError(
+            f"the reward model in {path} was trained with another tokenizer than this run has; name the same "
+            "one as posttrain.tokenizer"
+        )
+    elif stored is not None or chat_template_in(kept.parent) is not None:
+        section = parse_stored({"posttrain": stored or {}}, file, trust_code=config.trust_code).posttrain
+        section = section or PosttrainConfig()
+        named = [Path(each) for each in (section.tokenizer, getattr(described, "path", None)) if each is not None]
+        theirs = template_of_run(section.template, tokenizer, [kept.parent, *named], trust_code=config.trust_code)
+        text = data.examples[0][0].prompt[-1].content  # which the tokenizer knows, whatever it is of
+        said = (Message("user", text), Message("assistant", text))
+        if theirs.conversation(said) != data.template.conversation(said):
+            raise ConfigError(
+                Problem(
+                    "ppo.reward_model",
+                    f"{path} was trained on conversations that its template ({theirs.kind}) writes differently than "
+                    f"this run's ({data.template.kind})",
+                    "Write the same posttrain.template for both, or train the reward model with this one.",
                 )
-            break
+            )
     known, wanted = getattr(described, "seq_len", None), longest(config)
     if isinstance(known, int) and known < wanted:
         message = f"sees {known} tokens, and answers here come with up to {wanted}"

@@ -17,7 +17,7 @@ from plait.posttrain.online.asking import ask
 from plait.posttrain.online.cast import Cast
 from plait.posttrain.online.experience import Experience
 from plait.posttrain.online.settings import Online
-from plait.posttrain.online.worth import divergence, of_grpo, of_ppo
+from plait.posttrain.online.worth import Worth, divergence, of_grpo, of_ppo
 from plait.posttrain.online.writing import Writer, Written
 from plait.posttrain.ppo_math import AdaptiveKl, FixedKl
 from plait.strategy.native.engine import NativeEngine
@@ -49,7 +49,8 @@ class Roller:
         self._actor, self._cast, self._sampling, self._rows = actor, cast, sampling, rows
         self._order = SampleOrder(len(prompts), sampling.seed)
         self._verified: int | None = None
-        self._told_flat = False
+        self._idle: str | None = None
+        """Why the latest rollout taught nothing."""
         self.clock = writer.clock
         self._folder, self._say = folder, say
 
@@ -75,8 +76,11 @@ class Roller:
         with self.clock.count("asking"):
             entropies = self._look()
         answered = experience.mask
-        self._weigh(written.rewards)
+        idle = self._weigh(written.rewards).zero_std_groups
         self.figures = self._measure(written, answered, entropies)
+        if isinstance(online.method, GrpoConfig):
+            self.figures["zero_std_groups"] = idle
+        self._tell_idle(number, written.rewards, idle)
         self._keep(written, step)
 
     def _look(self) -> Tensor:
@@ -98,29 +102,30 @@ class Roller:
             experience.values.copy_(values["values"])
         return found["entropy"]
 
-    def _weigh(self, rewards: Tensor) -> None:
+    def _tell_idle(self, number: int, rewards: Tensor, groups: float) -> None:
+        """Say it where a rollout teaches nothing, the first of several in a row."""
+        idle = None
+        if not bool(rewards.isfinite().any()):
+            idle = "none of its answers has a reward"
+        elif groups == 1.0:
+            idle = "all answers to the same prompt have the same reward, so that no answer is better than another"
+        if idle is not None and self._idle is None:
+            self._say(f"rollout {number} teaches nothing: {idle}. Look at the reward, the prompts and the temperature")
+        self._idle = idle
+
+    def _weigh(self, rewards: Tensor) -> Worth:
         """Turn rewards into advantages. Answers without one teach nothing."""
         experience, method, controller = self.experience, self._online.method, self.controller
         experience.forget(~rewards.isfinite())
         mask = experience.mask
         if isinstance(method, GrpoConfig):
             worth = of_grpo(method, rewards, mask)
-            self._look_at_spread(worth.advantages, mask)
         else:
             held = (experience.old, experience.reference, experience.values)
             worth = of_ppo(method, rewards.nan_to_num(0.0), *held, mask, controller.beta)
         experience.advantages.copy_(worth.advantages)
         experience.returns.copy_(worth.returns)
-
-    def _look_at_spread(self, advantages: Tensor, mask: Tensor) -> None:
-        """Say it the first time that the answers to every prompt got equal rewards: compared, they teach nothing."""
-        flat = bool(mask.any()) and not bool(advantages[mask].any())
-        if flat and not self._told_flat:
-            self._say(
-                f"in rollout {self.experience.number + 1} all answers to the same prompt got the same reward, so "
-                "nothing is learned from them. Look at the reward function, or raise the group or the temperature"
-            )
-            self._told_flat = True
+        return worth
 
     def _measure(self, written: Written, answered: Tensor, entropies: Tensor) -> dict[str, float]:
         experience, rewards = self.experience, written.rewards

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from plait.config.posttrain import ExampleData, Gsm8kData, PosttrainConfig, Task
 from plait.config.run import RunConfig
 from plait.config.trust import load_code
 from plait.errors import ConfigError, Problem, TrainingError
-from plait.posttrain.data.datasets import Row, stack
+from plait.posttrain.data.datasets import stack
 from plait.posttrain.data.prompts import Check, Prompt, gsm8k_reward, task_reward
 from plait.posttrain.data.records import Message
 from plait.posttrain.data.template import Template
@@ -82,12 +82,19 @@ class FunctionScorer(Scorer):
             found = self._function(answer.prompt.text, answer.text, answer.prompt.right)
             if found is None:  # it says itself that it does not know
                 return NONE, None
-            reward = float(found)
+            reward = as_reward(found)
         except Exception as error:  # whatever a user's function raises must not leave other ranks waiting
             return NONE, f"raised {type(error).__name__}: {error} {where}"
         if not math.isfinite(reward):
             return NONE, f"gave {found!r} {where}"
         return reward, None
+
+
+def as_reward(found: Any) -> float:
+    """What a reward function returned as a number. A text is none, even of digits; True and False are 1 and 0."""
+    if isinstance(found, str | bytes):
+        raise TypeError(f"{found!r} is of type {type(found).__name__}, expected a number")
+    return float(found)
 
 
 class ModelScorer(Scorer):
@@ -100,6 +107,9 @@ class ModelScorer(Scorer):
     def judge(self, answers: Sequence[Answer]) -> list[float]:
         """The number at the end of each answer."""
         rows = [self._row(answer) for answer in answers]
+        # Text may become more tokens than it was written with, and one without its end is another answer.
+        fits = [len(row) <= self._longest for row in rows]
+        rows = [row[: self._longest] for row in rows]
         lengths = torch.tensor([len(row) for row in rows])
         found = ask(
             self._engine,
@@ -111,12 +121,14 @@ class ModelScorer(Scorer):
             {"scores": ()},
             rows=self._rows,
         )
-        return [score if math.isfinite(score) else NONE for score in found["scores"].tolist()]
+        scores = found["scores"].tolist()
+        return [score if fit and math.isfinite(score) else NONE for score, fit in zip(scores, fits, strict=True)]
 
     def _row(self, answer: Answer) -> torch.Tensor:
-        written = self._template.conversation((*answer.prompt.messages, Message("assistant", answer.text)))
-        row = Row.judged(written) if answer.finished else Row(written)  # one that was cut off has no end to see
-        return torch.from_numpy(row.ids).long()[: self._longest]
+        said = (*answer.prompt.messages, Message("assistant", answer.text))
+        if answer.finished:
+            return torch.tensor(self._template.conversation(said).ids)
+        return torch.tensor(self._template.unfinished(said)[: self._longest])  # it has no end to see
 
 
 class Rules(Scorer):

@@ -19,6 +19,8 @@ class Worth(NamedTuple):
     advantages: Tensor
     returns: Tensor
     """What the critic learns; zeros where there is none."""
+    zero_std_groups: float = 0.0
+    """Share of the groups in which no answer was better than another, and which so teach nothing."""
 
 
 def of_ppo(
@@ -38,7 +40,8 @@ def of_grpo(grpo: GrpoConfig, rewards: Tensor, mask: Tensor) -> Worth:
     """How much better each answer is than the others to the same prompt, the same for all of its tokens."""
     judged = group_advantages(rewards, grpo.group, baseline=grpo.baseline, spread=grpo.spread)
     advantages = judged.advantages[:, None].expand(mask.shape).to(torch.float32)
-    return Worth(advantages.contiguous(), torch.zeros_like(advantages))
+    idle = ~(judged.advantages.view(-1, grpo.group) != 0).any(1)
+    return Worth(advantages.contiguous(), torch.zeros_like(advantages), float(idle.double().mean()))
 
 
 def divergence(logprobs: Tensor, reference: Tensor, mask: Tensor) -> float:

@@ -19,7 +19,7 @@ from plait.errors import ConfigError, DataError, ModelError, PlaitError, Problem
 from plait.models import build_model
 from plait.posttrain.build import make_model
 from plait.posttrain.data.prepare import longest
-from plait.posttrain.data.records import EmptyError, IncompleteError, examples_in
+from plait.posttrain.data.records import EmptyError, IncompleteError, UnlearnedError, examples_in
 from plait.posttrain.data.rows import read_rows
 from plait.posttrain.data.tasks import make_task
 from plait.posttrain.data.tokenizer import NAME, read_tokenizer
@@ -117,7 +117,7 @@ def _look_into(source: ExampleData, section: PosttrainConfig, phase: str) -> Non
     except IncompleteError as error:
         if section.incomplete == "error":
             raise DataError(f"{where}: {error}") from error
-    except EmptyError:  # counted when the step runs
+    except (EmptyError, UnlearnedError):  # counted when the step runs
         pass
 
 
@@ -169,6 +169,10 @@ def _judge_fits(step: Step) -> None:
     if isinstance(known, int) and known < wanted:
         message = f"sees {known} tokens, and answers here come with up to {wanted}"
         raise ConfigError(Problem("ppo.reward_model", message, f"Write `posttrain.max_len: {known}` here."))
+    words = [(each.config.posttrain or PosttrainConfig()).template for each in (step, judge)]
+    if words[0] != words[1] and not any(each.kind == "auto" for each in words):  # what that is shows when they run
+        message = f"is trained on conversations that step {judge.number}, reward, writes in another template"
+        raise ConfigError(Problem("posttrain.template", message, "Write the same one for both."))
     models = [each.config.model for each in (step, judge)]
     folders = [Path(model.path) for model in models if isinstance(model, HFConfig) and model.path is not None]
     digests = {read_tokenizer(folder).digest for folder in folders if (folder / NAME).is_file()}
