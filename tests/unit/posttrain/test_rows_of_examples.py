@@ -86,3 +86,18 @@ def test_lines_in_gbk_come_with_the_way_to_utf8(tmp_path: Path) -> None:
     ((where, reason),) = read_rows(str(tmp_path / "rows.jsonl"))
     assert where.endswith("line 1")
     assert "iconv -f GB18030 -t UTF-8" in reason
+
+
+def test_whatever_a_library_raises_of_a_file_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ParquetFile:
+        def __init__(self, path: Path) -> None:
+            raise OSError("Parquet magic bytes not found in footer")
+
+    monkeypatch.setattr(
+        "plait.posttrain.data.rows.import_module", lambda _: type("P", (), {"ParquetFile": ParquetFile})
+    )
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r"rows\.parquet cannot be read .*magic bytes"):
+        list(read_rows(str(tmp_path / "rows.parquet")))
