@@ -129,7 +129,7 @@ class Speaker:
         sampling = self._with_stops(sampling)
         found = self.generator.generate(prompts, sampling)
         for each in found:
-            _refuse_no_numbers(each.logprobs[-1:])
+            refuse_no_numbers(each.logprobs[-1:])
         return [(cut(self.tokenizer.decode(each.tokens), sampling.stop_texts), each) for each in found]
 
     def tell(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[Piece]:
@@ -138,7 +138,7 @@ class Speaker:
         with self.generator.continuous() as batch:
             (token,) = batch.add([row])
             for number in range(1, row.room + 1):
-                _refuse_no_numbers([token.logprob])
+                refuse_no_numbers([token.logprob])
                 if new := text.push(token.id):
                     yield Piece(new, None)
                 if text.stopped or number == row.room:
@@ -162,7 +162,7 @@ class Speaker:
         return replace(sampling, stop=tuple(dict.fromkeys((*stops, *(each for each in special if each is not None)))))
 
 
-def _refuse_no_numbers(logprobs: Sequence[float]) -> None:
+def refuse_no_numbers(logprobs: Sequence[float]) -> None:
     """Weights that diverged give tokens all the same, and no number says how likely they are."""
     if any(map(math.isnan, logprobs)):
         raise GenerateError(

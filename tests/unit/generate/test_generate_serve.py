@@ -672,3 +672,7 @@ def test_a_model_without_finite_numbers_says_so(speaker: Speaker, temperature: f
         speaker.write([prompt], sampling)
     with pytest.raises(GenerateError, match="not finite"):
         list(speaker.tell(prompt, sampling))
+    with serving(speaker) as server:
+        status, _, body = ask(server, "POST", CHAT, HELLO)
+    assert status == 500
+    assert "not finite" in json.loads(body)["error"]["message"]

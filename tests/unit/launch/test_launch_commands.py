@@ -178,7 +178,7 @@ def test_hosts_of_torchs_agent_may_fail_down_to_the_least() -> None:
         (["--nnodes", "2:4", "t.py"], "name it with --rdzv_endpoint"),
         (["--launcher", "ssh", "t.py"], "needs hosts; name a file with --hostfile"),
         (["-H", "hosts", "--launcher", "local", "t.py"], "on this host only"),
-        (["-H", "absent", "t.py"], "'absent' cannot be read"),
+        (["-H", "absent", "t.py"], "absent cannot be read"),
         (["--launcher", "slurm", "-H", "hosts", "t.py"], "hosts come from Slurm"),
         (["--launcher", "mpich", "--elastic_training", "t.py"], "elastic training goes with ssh"),
         (["--launcher", "pdsh", "--elastic_training", "t.py"], "elastic training goes with ssh"),

@@ -203,3 +203,18 @@ def test_splits_of_a_saved_data_set_are_named_one_by_one(tmp_path: Path) -> None
     with pytest.raises(DataError, match="the splits train, test"):
         list(read_rows(str(tmp_path / "both")))
     assert len(list(read_rows(str(tmp_path / "both" / "train")))) == 1
+
+
+def test_whatever_a_library_raises_of_a_file_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ParquetFile:
+        def __init__(self, path: Path) -> None:
+            raise OSError("Parquet magic bytes not found in footer")
+
+    monkeypatch.setattr(
+        "plait.posttrain.data.rows.import_module", lambda _: type("P", (), {"ParquetFile": ParquetFile})
+    )
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r"rows\.parquet cannot be read .*magic bytes"):
+        list(read_rows(str(tmp_path / "rows.parquet")))

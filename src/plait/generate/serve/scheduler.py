@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from plait.errors import GenerateError
 from plait.generate.continuous import ContinuousBatch, Row, Token
 from plait.generate.serve.metrics import ServerMetrics
-from plait.generate.speaker import AnswerText, Speaker
+from plait.generate.speaker import AnswerText, Speaker, refuse_no_numbers
 
 IMPOSSIBLE = -9999.0
 
@@ -275,6 +276,12 @@ class Scheduler:
         self._metrics.generation_tokens.inc(len(tokens))
         for answer, token in zip(answers, tokens, strict=True):
             if answer.job.left:
+                continue
+            try:
+                refuse_no_numbers([token.logprob])
+            except GenerateError as error:
+                answer.job.deliver(error)
+                answer.job.left = True
                 continue
             answer.take(token, self._speaker.tokenizer.decode)
             if answer.over:
