@@ -21,6 +21,7 @@ import pytest
 from tests.multi import hosts as rig
 from tests.multi.test_elastic import PLAIT, clean, wait_until
 
+pytestmark = pytest.mark.timeout(900)  # each kill costs a start of all ranks
 PAUSE_S = 0.02
 RUN = """
 import json, os, pathlib, sys, time
@@ -102,7 +103,7 @@ class Run:
         self.launcher = self.start()
 
     def finish(self) -> None:
-        assert self.launcher.wait(timeout=200) == 0, self.told()
+        assert self.launcher.wait(timeout=600) == 0, self.told()
 
     def check(self, expected: dict[int, float]) -> None:
         """Each loss is the undisturbed one, no step is left out, and the last one is reached."""
