@@ -533,9 +533,9 @@ def test_twenty_thousand_turns_are_refused_or_answered_at_once(speaker: Speaker)
     body = json.dumps({**HELLO, "messages": [*turns, *HELLO["messages"]]}).encode()
     for most, status in ((2048, 400), (30_000, 200)):
         with serving(speaker, messages=most, body_bytes=2 * len(body)) as server:
-            began = time.monotonic()
+            began = time.process_time()  # of all threads, the server's too: a busy machine does not count
             assert ask(server, "POST", CHAT, body)[0] == status
-            assert time.monotonic() - began < 5  # two on a machine of its own
+            assert time.process_time() - began < 6  # 2 on a quiet machine; for each turn anew it were minutes
             assert ask(server, "GET", "/health")[0] == 200
 
 
