@@ -64,7 +64,9 @@ def test_a_module_without_the_attribute_is_refused() -> None:
         torch_internals.is_hooked(layer)
 
 
-@pytest.mark.parametrize("groups", [{"_fsdp_param_group": "one"}, {"_fsdp_param_groups": ["one"]}], ids=["2.11", "2.12"])
+@pytest.mark.parametrize(
+    "groups", [{"_fsdp_param_group": "one"}, {"_fsdp_param_groups": ["one"]}], ids=["2.11", "2.12"]
+)
 def test_the_groups_of_a_sharded_module_are_found_in_every_release(groups: dict[str, Any]) -> None:
     assert torch_internals.fsdp_groups(SimpleNamespace(**groups)) == ["one"]
 
