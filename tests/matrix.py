@@ -72,7 +72,7 @@ COLUMNS: Mapping[str, Sequence[str]] = {
         f"{_TECHNIQUES}::test_compiled_blocks_under_sharding",
         "tests/unit/parallel/test_compiling.py",
     ),
-    "transformers": (
+    "hf models": (
         "tests/unit/models/test_hf_models.py",
         *(
             f"{_LAYOUT}::test_unedited_transformers_models_equal_one_process[{word}]"
@@ -183,9 +183,11 @@ def run(row: Row, *, keep: bool) -> dict[str, Any]:
     if python is None:
         return {"not run": f"no Python {row.python} on this machine"}
     try:
-        if not keep or not folder.exists():
+        ready = folder / "ready"
+        if not keep or not ready.exists():
             shutil.rmtree(folder, ignore_errors=True)
             install(row, python, folder)
+            ready.touch()
         own = folder / "bin" / "python"
         found: dict[str, Any] = {"versions": versions(own), "columns": {}}
         print(row.name, found["versions"], flush=True)
@@ -230,6 +232,7 @@ CHINESE = {
     "checkpoint": "检查点",
     "plan": "规划",
     "compile": "编译",
+    "hf models": "hf 模型",
 }
 
 

@@ -463,6 +463,8 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 def schedule_steps(schedule: Any) -> int | None:
     """How often a schedule of torch has stepped; None for another library's."""
+    if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler):
+        return int(_of(schedule, "_step_count"))
     steps: int | None = getattr(schedule, "_step_count", None)
     return steps
 
@@ -696,6 +698,19 @@ def fsdp_shard_data(param: Any) -> Tensor:
     """The flat memory of this rank's part of a parameter, with its padding."""
     data: Tensor = _of(param, "_sharded_param_data")
     return data
+
+
+def fsdp_keep_part(param: Any) -> None:
+    """Have torch not look, before a parameter's first use, whether its part is still the tensor that was cut."""
+    _put(param, "reset_sharded_param", lambda: None)
+
+
+def fsdp_copy_in_stream(group: Any) -> Any:
+    """The stream on which the parts of a group are read to be gathered; None before the first forward pass."""
+    name = "all_gather_copy_in_stream"
+    if not _mentions(type(group.comm_ctx), name):
+        raise _refusal(f"{type(group.comm_ctx).__module__}.{type(group.comm_ctx).__qualname__}.{name}")
+    return getattr(group.comm_ctx, name, None)
 
 
 def fsdp_whole(param: Any) -> Tensor | None:
@@ -999,6 +1014,8 @@ ATTRIBUTES = (
     Internal(f"{_PARAM}._module_info", "weights that stay gathered"),
     Internal(f"{_PARAM}._setattr_on_modules", "weights that stay gathered"),
     Internal(f"{_PARAM}._sharded_param_data", "offloaded weights"),
+    Internal(f"{_PARAM}.reset_sharded_param", "offloaded weights"),
+    Internal(f"{_FSDP}._fsdp_param_group.FSDPCommContext.all_gather_copy_in_stream", "offloaded weights"),
     Internal(f"{_PARAM}._unsharded_param", "gradients of unused weights"),
     Internal("torch.distributed.fsdp.wrap.ModuleWrapPolicy._module_classes", "MMEngine's FSDP strategy"),
     Internal("torch.distributed.fsdp.FullyShardedDataParallel._flat_param", "ColossalAI's torch_fsdp"),
@@ -1034,6 +1051,7 @@ def _is_there(path: str) -> bool:
     return True
 
 
+@cache
 def _mentions(kind: type, name: str) -> bool:
     """Whether a class has an attribute, or its methods, or those of its module, give one to its objects."""
     if hasattr(kind, name):

@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -88,6 +90,8 @@ def init_weights(owner: Any, module: nn.Module) -> None:
 @contextmanager
 def taken_for_initialized(tensors: Iterable[Tensor]) -> Iterator[None]:
     """The rules for initial values leave these tensors alone until the block ends."""
+    if "_is_hf_initialized" not in inspect.getsource(import_module("transformers.initialization")):
+        raise _refusal("transformers.initialization._is_hf_initialized")
     tensors = list(tensors)
     for tensor in tensors:
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from plait.parallel.gradients import Gradients
 from plait.parallel.listening import listen
 from plait.parallel.offload.outbox import Outbox
-from plait.torch_internals import fsdp_group, fsdp_reduced_in_order
+from plait.torch_internals import fsdp_copy_in_stream, fsdp_group, fsdp_reduced_in_order
 from plait.world import is_sharded, settled_part
 
 
@@ -98,7 +98,7 @@ def listen_to_shards(model: nn.Module, index_of: dict[int, int], receive: Callab
 def gathering_stream(module: nn.Module) -> Any:
     """The stream on which `fully_shard` reads the shards of a module; None for one that is not sharded, or not yet."""
     group = fsdp_group(module)
-    return None if group is None else getattr(group.comm_ctx, "all_gather_copy_in_stream", None)
+    return None if group is None else fsdp_copy_in_stream(group)
 
 
 def _hook_of(group: Any, index_of: dict[int, int], receive: Callable[[int, Tensor], None]) -> Callable[[Tensor], None]:

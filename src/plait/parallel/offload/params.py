@@ -24,7 +24,7 @@ from plait.ops.host import host_empty
 from plait.parallel.offload.buckets import Bucket
 from plait.parallel.offload.lanes import Lanes
 from plait.parallel.offload.shelf import Shelf
-from plait.torch_internals import fsdp_gathers, fsdp_group, fsdp_shard_data
+from plait.torch_internals import fsdp_copy_in_stream, fsdp_gathers, fsdp_group, fsdp_keep_part, fsdp_shard_data
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class ParamStream:
                 else:
                     mine.shelf.put((position, "param"), shard.cpu()).wait()
                 # Before its first use torch looks whether this is still the tensor that was sharded. It is.
-                member.reset_sharded_param = _nothing
+                fsdp_keep_part(member)
         self._places |= {param: (len(self._groups), position) for position, param in enumerate(mine.params)}
         self._groups.append(mine)
         self._surround(group, len(self._groups) - 1)
@@ -143,7 +143,7 @@ class ParamStream:
             self._wait(bucket)
         self._bring(mine)
         if mine.arrived is not None:
-            for stream in (group.comm_ctx.all_gather_copy_in_stream, torch.cuda.current_stream(self.lanes.device)):
+            for stream in (fsdp_copy_in_stream(group), torch.cuda.current_stream(self.lanes.device)):
                 stream.wait_event(mine.arrived)
                 for shard in mine.shards:
                     shard.record_stream(stream)
@@ -250,7 +250,3 @@ class ParamStream:
             group.copies[position][: values.numel()].view(values.shape).copy_(values)
         elif values.numel():
             group.shelf.put((position, "param"), values.contiguous()).wait()
-
-
-def _nothing() -> None:
-    """There is nothing to look at."""
