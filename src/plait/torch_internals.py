@@ -708,7 +708,7 @@ def fsdp_keep_part(param: Any) -> None:
 def fsdp_copy_in_stream(group: Any) -> Any:
     """The stream on which the parts of a group are read to be gathered; None before the first forward pass."""
     name = "all_gather_copy_in_stream"
-    if not _mentions(type(group.comm_ctx), name):
+    if not _mentions(group.comm_ctx.__class__, name):
         raise _refusal(f"{type(group.comm_ctx).__module__}.{type(group.comm_ctx).__qualname__}.{name}")
     return getattr(group.comm_ctx, name, None)
 
@@ -716,7 +716,7 @@ def fsdp_copy_in_stream(group: Any) -> Any:
 def fsdp_whole(param: Any) -> Tensor | None:
     """The gathered parameter; None before it is gathered for the first time, when torch has no such attribute."""
     whole: Tensor | None = getattr(param, "_unsharded_param", None)
-    if whole is None and not _mentions(type(param), "_unsharded_param"):
+    if whole is None and not _mentions(param.__class__, "_unsharded_param"):
         raise _refusal(f"{type(param).__module__}.{type(param).__qualname__}._unsharded_param")
     return whole
 
