@@ -6,7 +6,7 @@ import os
 import re
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -101,6 +101,9 @@ class Section(BaseModel):
 
     Strict, so `true` is no number and `"4"` no count; a class is built at its first use, so importing is cheap.
     """
+
+    builds: ClassVar[str] = ""
+    """`package.module:name` of what makes the part that the section describes; see `plait.plugins`."""
 
     model_config = ConfigDict(
         extra="forbid",

@@ -29,8 +29,10 @@ def origin_of(path: str, origins: Mapping[str, str]) -> str:
 def _plain(value: Any) -> Any:
     """A copy that can be changed; a section becomes the keys that were set in it."""
     if isinstance(value, Section):
-        names = [name for name in type(value).model_fields if name == "type" or name in value.model_fields_set]
-        return {name: _plain(getattr(value, name)) for name in names}
+        settings = tree.settings(value)
+        return {
+            name: _plain(each) for name, each in settings.items() if name == "type" or name in value.model_fields_set
+        }
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     if type(value) in (list, tuple):

@@ -12,6 +12,7 @@ from plait.config import tree
 from plait.config.base import RefusedError, Section, Shorthand
 from plait.config.draft import Draft, dotted, origin_of
 from plait.config.foreign import plait_key
+from plait.config.part import PART_TAG, Part, choose_type
 from plait.config.run import RunConfig
 from plait.config.words import choose, listed, nearest, show
 from plait.errors import Problem
@@ -89,6 +90,11 @@ def _located(raw: Any, root: type[Section]) -> _Error:
             keys, annotation = (*keys, part), info.annotation if info else None
         elif part in choices:
             annotation = choices[part]
+        elif part == PART_TAG and (opened := tree.open_part(annotation)) is not None:
+            annotation = owner = opened
+        elif isinstance(annotation, type) and issubclass(annotation, Part):
+            owner, info = annotation, annotation.model_fields.get(part)
+            keys, annotation = (*keys, part), info.annotation if info else None
         elif isinstance(part, int) and tree.items(annotation):
             keys, annotation = (*keys, part), tree.item(annotation, part)
     context = raw.get("ctx", {})
@@ -136,11 +142,13 @@ def _unknown_key(error: _Error) -> tuple[str, str]:
 
 
 def _wrong_tag(error: _Error) -> tuple[str, str]:
-    tags = list(tree.sections(error.annotation))
+    tags, part = list(tree.sections(error.annotation)), tree.open_part(error.annotation)
     if error.kind == "union_tag_not_found":
-        return "it is missing", f"Write one of {listed(tags, 'or')}."
+        own = ", or package.module:name for one of your own" if part else ""
+        return "it is missing", f"Write one of {listed(tags, 'or')}{own}."
     tag = error.value.get("type") if isinstance(error.value, Mapping) else error.value
-    return f"unknown type {show(tag)}", choose(tag, tags, "type")
+    remedy = choose_type(part.kind, tag, tags) if part else choose(tag, tags, "type")
+    return f"unknown type {show(tag)}", remedy
 
 
 def _wrong_type(error: _Error, expected: list[str]) -> tuple[str, str]:

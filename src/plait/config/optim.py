@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, Strict
+from pydantic import Discriminator, Field, NonNegativeFloat, PositiveFloat, Strict, Tag
 
 from plait.config.base import Many, Pair, PositiveInt, Section
+from plait.config.part import OWN_TAG, PART_TAG, Part, own_or_part
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -123,15 +124,32 @@ class MuonConfig(_Optim):
     """Matrices that go to AdamW all the same."""
 
 
+class OptimPart(_Optim, Part):
+    """An optimizer of one's own, called with parameter groups, `lr` and the further keys."""
+
+    kind = "optimizer"
+
+    elementwise: bool | None = None
+    """Whether each number is updated by itself, so that a part of a parameter is enough. Absent: as the class says in
+    an attribute `elementwise`, known of torch's own; false for others, which see whole parameters."""
+
+
 OptimConfig = Annotated[
-    AdamWConfig
-    | AdamConfig
-    | AdamW8bitConfig
-    | SGDConfig
-    | AdagradConfig
-    | LionConfig
-    | LambConfig
-    | AdafactorConfig
-    | MuonConfig,
-    Field(discriminator="type"),
+    Annotated[
+        Annotated[
+            AdamWConfig
+            | AdamConfig
+            | AdamW8bitConfig
+            | SGDConfig
+            | AdagradConfig
+            | LionConfig
+            | LambConfig
+            | AdafactorConfig
+            | MuonConfig,
+            Field(discriminator="type"),
+        ],
+        Tag(OWN_TAG),
+    ]
+    | Annotated[OptimPart, Tag(PART_TAG)],
+    Discriminator(own_or_part(OptimPart)),
 ]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from plait.config.draft import Draft
+from plait.config.draft import Draft, origin_of
 from plait.config.explain import explain
 from plait.config.fit import fitted
 from plait.config.override import split_override
+from plait.config.part import lost_objects
 from plait.config.read import read
 from plait.config.run import RunConfig
 from plait.config.show import rows
@@ -50,7 +51,7 @@ def parse(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (),
             draft.problems.extend(error.problems)
         else:
             draft.put(keys, value, "override")
-    parsed = _finished(draft, stored_in)
+    parsed = _with_objects(_finished(draft, stored_in))
     if stored_in is None:
         return parsed
     names = [(path, value) for path, value in rows(parsed.config) if isinstance(value, StoredName)]
@@ -89,7 +90,14 @@ def parse_sections(**sections: Any) -> Parsed:
     for key, value in sections.items():
         if value is not None:
             draft.put((key,), value, "keyword")
-    return _finished(draft)
+    return _with_objects(_finished(draft))
+
+
+def _with_objects(parsed: Parsed) -> Parsed:
+    """The same, unless it names an object of another process."""
+    if lost := lost_objects(rows(parsed.config)):
+        raise ConfigError([replace(each, origin=origin_of(each.path, parsed.origins)) for each in lost])
+    return parsed
 
 
 def _finished(draft: Draft, stored_in: str | None = None) -> Parsed:

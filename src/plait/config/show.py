@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from plait.config import tree
 from plait.config.base import Section
 from plait.config.rules import violations
 from plait.config.run import RunConfig
@@ -29,8 +30,7 @@ def rows(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _settings(section: Section) -> list[tuple[str, Any]]:
     """The keys and values of a section; its `type`, which says what the others mean, first."""
-    names = sorted(type(section).model_fields, key=lambda name: name != "type")
-    return [(name, getattr(section, name)) for name in names]
+    return sorted(tree.settings(section).items(), key=lambda setting: setting[0] != "type")
 
 
 def describe(parsed: Parsed) -> list[tuple[str, Any, str]]:
@@ -73,6 +73,8 @@ def _plain(value: Any) -> Any:
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, str):
+        return str(value)  # a name that carries something is text in a file
+    if value is None or isinstance(value, (bool, int, float)):
         return value
     return os.fspath(value) if isinstance(value, os.PathLike) else repr(value)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from plait.config.base import Section
+from plait.config.part import Part, is_part
 
 
 def members(annotation: Any) -> Iterator[Any]:
@@ -24,27 +25,43 @@ def members(annotation: Any) -> Iterator[Any]:
 
 
 def sections(annotation: Any) -> dict[str, type[Section]]:
-    """The sections that may stand here, by their `type`; one that has no `type` is under the empty name."""
+    """The sections that may stand here, by their `type`; one that has no `type` is under the empty name.
+
+    A part of the user's own has no `type` of its own: see `open_part`.
+    """
     found = {}
     for member in members(annotation):
-        if isinstance(member, type) and issubclass(member, Section):
+        if isinstance(member, type) and issubclass(member, Section) and not issubclass(member, Part):
             tag = member.model_fields.get("type")
             found[tag.default if tag else ""] = member
     return found
 
 
+def open_part(annotation: Any) -> type[Part] | None:
+    """What describes a part of the user's own here, where one may stand."""
+    return next((m for m in members(annotation) if isinstance(m, type) and issubclass(m, Part)), None)
+
+
 def section(annotation: Any, value: Any) -> type[Section] | None:
     """The section that `value` is written for, where that can be told."""
-    choices = sections(annotation)
+    choices, part = sections(annotation), open_part(annotation)
     if "" in choices:
         return choices[""]
+    if part is not None and not isinstance(value, Mapping):
+        return None if isinstance(value, str) and value in literals(annotation) else part
     tag = value.get("type") if isinstance(value, Mapping) else None
-    return choices.get(tag) if isinstance(tag, str) else None
+    return choices.get(tag, part if part and is_part(part, tag) else None) if isinstance(tag, str) else None
 
 
 def keys(value: Any) -> tuple[str, ...]:
     """The keys of a section object; none of anything else."""
     return tuple(type(value).model_fields) if isinstance(value, Section) else ()
+
+
+def settings(value: Section) -> dict[str, Any]:
+    """The keys and values of a section; of a part of the user's own also those that are its arguments."""
+    further = value.arguments if isinstance(value, Part) else {}
+    return {name: getattr(value, name) for name in type(value).model_fields} | further
 
 
 def field(annotation: Any, value: Any, key: Any) -> FieldInfo | None:

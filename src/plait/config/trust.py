@@ -15,7 +15,9 @@ import json
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,34 @@ def keep_origin(value: Any, check: ValidatorFunctionWrapHandler, info: Validatio
     name: str = check(value)
     stored_in = value.stored_in if isinstance(value, StoredName) else (info.context or {}).get(STORED_IN)
     return name if stored_in is None or ":" not in name else StoredName(name, stored_in)
+
+
+@cache
+def entry_points_of(kind: str) -> Mapping[str, tuple[EntryPoint, ...]]:
+    """The installed plug-ins of a kind by name, read from what their packages declare. Imports none of them."""
+    found: dict[str, tuple[EntryPoint, ...]] = {}
+    for each in entry_points(group=f"plait.{kind}"):
+        found[each.name] = (*found.get(each.name, ()), each)
+    return found
+
+
+def load_plugin(kind: str, name: str, *, key: str) -> Any:
+    """What an installed plug-in brings. Raises `ConfigError` as `load_code` does, and where two have this name."""
+    if isinstance(name, StoredName):
+        raise refusal(key, name, name.stored_in)
+    several = entry_points_of(kind)[name]
+    if len(several) > 1:
+        packages = ", ".join(f"{each.dist.name if each.dist else '?'} ({each.value})" for each in several)
+        message = f"{len(several)} installed packages bring a plug-in of kind {kind} named {name!r}: {packages}"
+        raise ConfigError(Problem(key, message, f"Write the one you want as package.module:name: {several[0].value}."))
+    found = several[0]
+    package = f"{found.dist.name} {found.dist.version}" if found.dist else "an unknown package"
+    try:
+        return load_code(found.value, key=key)
+    except ConfigError as error:
+        problem = error.problems[0]
+        message = f"the plug-in {name!r} of {package} cannot be loaded: {problem.message}"
+        raise ConfigError(Problem(key, message, f"Update or remove {package.partition(' ')[0]}.")) from error
 
 
 def load_code(name: str, *, key: str) -> Any:

@@ -25,12 +25,14 @@ from plait.config.optim import (
     LambConfig,
     LionConfig,
     OptimConfig,
+    OptimPart,
     SGDConfig,
 )
 from plait.errors import ConfigError, ModelError, Problem
 from plait.ops.triton import has_kernels
 from plait.optim.lion import Lion
 from plait.optim.one_pass import OnePassAdam, takes_one_pass
+from plait.plugins import build
 from plait.world import is_sharded
 from plait.world.patch import replaced
 
@@ -188,6 +190,9 @@ def _build(config: OptimConfig, groups: Sequence[ViewGroup]) -> Optimizer:
                 clip_threshold=config.clip_threshold,
                 **common,
             )
+        case OptimPart():
+            made: Optimizer = build(config, "optim", params, lr=config.lr, accepts=Optimizer)
+            return made
         case _:
             from plait.optim.muon import Muon
 

@@ -1,0 +1,163 @@
+"""Parts of one's own, as a run description names them.
+
+[Note: one way in]
+Wherever a section is open, `type` may be one of Plait's own words, `package.module:name`, or the name of an installed
+plug-in (an entry point of the group `plait.<kind>`); from Python it may also be the object itself, or whatever makes
+one. Every other key of such a section is an argument of that part. Nothing is imported here: a part is loaded by
+`plait.plugins`, in the processes that train.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator, field_validator
+
+from plait.config.base import RefusedError, Section, Shorthand
+from plait.config.trust import STORED_IN, StoredName, entry_points_of
+from plait.config.words import choose, show
+from plait.errors import Problem
+
+Kind = Literal[
+    "optimizer",
+    "schedule",
+    "model",
+    "data",
+    "collate",
+    "loss",
+    "hook",
+    "metric",
+    "sink",
+    "engine",
+    "precision",
+    "recompute",
+    "pipeline_schedule",
+    "tensor_plan",
+    "launcher",
+    "storage",
+    "converter",
+    "reward",
+    "algorithm",
+    "environment",
+]
+"""What a plug-in may bring. Its entry-point group is `plait.<kind>`."""
+
+
+_FORM = "Write one of your own as package.module:name."
+
+
+class GivenName(str):
+    """The name of a part that a script gave as an object; it carries the object.
+
+    A copy in another process has the name alone: an object does not travel.
+    """
+
+    given: Any
+
+    def __new__(cls, given: Any) -> GivenName:
+        """The name is `module:name` where that leads to the object again, else its class in angle brackets."""
+        made = super().__new__(cls, _name_of(given))
+        made.given = given
+        return made
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+    def __copy__(self) -> GivenName:
+        return self
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> GivenName:
+        return self
+
+
+def _name_of(given: Any) -> str:
+    module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", None)
+    if isinstance(module, str) and isinstance(name, str) and module != "__main__":
+        found: Any = sys.modules.get(module)
+        for attribute in name.split("."):
+            found = getattr(found, attribute, None)
+        if found is given:
+            return f"{module}:{name}"
+    return f"<{module}.{name}>" if name else f"<{type(given).__module__}.{type(given).__qualname__}>"
+
+
+def _keep_given(value: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> str:
+    if isinstance(value, GivenName):
+        return value
+    name: str = check(value)
+    stored_in = value.stored_in if isinstance(value, StoredName) else (info.context or {}).get(STORED_IN)
+    return name if stored_in is None else StoredName(name, stored_in)
+
+
+class Part(Shorthand):
+    """A part of one's own: its name, and its arguments as further keys."""
+
+    model_config = ConfigDict(extra="allow")
+
+    kind: ClassVar[Kind]
+    own: ClassVar[tuple[str, ...]] = ()
+    """The words for Plait's own parts of this kind, where these are not sections themselves."""
+
+    type: Annotated[str, WrapValidator(_keep_given)]
+
+    @field_validator("type")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if is_part(cls, name):
+            return name
+        raise RefusedError(f"unknown {cls.kind.replace('_', ' ')} {show(name)}", choose_type(cls.kind, name, cls.own))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keys that belong to the part itself."""
+        return dict(self.__pydantic_extra__ or {})
+
+    @property
+    def given(self) -> Any:
+        """The object that a script gave; None where the part was named."""
+        return self.type.given if isinstance(self.type, GivenName) else None
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        """A word is the `type`, and so is an object that is not a section."""
+        if value is None or isinstance(value, (Mapping, Section, bool, int, float, list, tuple)):
+            return value
+        return {"type": value if isinstance(value, str) else GivenName(value)}
+
+
+def is_part(part: type[Part], name: Any) -> bool:
+    """Whether a `type` names a part of somebody's own, and not one of Plait's. Imports nothing."""
+    if not isinstance(name, str):
+        return False
+    return isinstance(name, GivenName) or ":" in name or name.startswith("<") or name in entry_points_of(part.kind)
+
+
+def lost_objects(names: Iterable[tuple[str, Any]]) -> list[Problem]:
+    """Of paths and values, those that name what a script gave as an object, without the object."""
+    return [
+        Problem(path, f"{name} was an object of a script, and no name leads to it", "Give it again from Python.")
+        for path, name in names
+        if path.endswith("type") and isinstance(name, str) and name[:1] == "<" and not isinstance(name, GivenName)
+    ]
+
+
+def choose_type(kind: Kind, name: Any, own: Iterable[str]) -> str:
+    """The remedy for a name that nothing of this kind has."""
+    known = [*own, *entry_points_of(kind)]
+    return f"{choose(name, known, 'type')} One of your own is package.module:name." if known else _FORM
+
+
+OWN_TAG, PART_TAG = "own", "part"
+"""Of the two sides of a union: Plait's own sections, and parts of the user's."""
+
+
+def own_or_part(part: type[Part]) -> Callable[[Any], str]:
+    """For a `Discriminator` between sections of Plait's (`OWN_TAG`) and `part` (`PART_TAG`)."""
+
+    def tag(value: Any) -> str:
+        name = value.get("type") if isinstance(value, Mapping) else None
+        return PART_TAG if isinstance(value, part) or is_part(part, name) else OWN_TAG
+
+    return tag
