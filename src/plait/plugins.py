@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from plait.config.base import Section
 from plait.config.part import Kind, Part
-from plait.config.trust import StoredName, entry_points_of, load_code, load_plugin
+from plait.config.run import RunConfig
+from plait.config.tree import own_words
+from plait.config.trust import StoredName, entry_points_of, load_code, load_plugin, plugin_kinds
 from plait.config.words import choose
 from plait.errors import ConfigError, PlaitError, Problem
 
@@ -120,7 +122,7 @@ def _check_arguments(
 class Plugin:
     """A part that an installed package declares."""
 
-    kind: Kind
+    kind: str
     name: str
     target: str
     """`package.module:name`."""
@@ -128,16 +130,29 @@ class Plugin:
     """Name and version."""
     folder: str
     """Where the package lies."""
+    problem: str = ""
+    """Why its name cannot be used."""
 
 
 def installed() -> list[Plugin]:
-    """Every plug-in of every installed package. Imports none of them."""
+    """Every plug-in of every installed package, with what is wrong with its declaration. Imports none of them."""
+    own = own_words(RunConfig)
     return [
-        Plugin(kind, each.name, each.value, *_origin(each.dist))
-        for kind in get_args(Kind)
+        Plugin(kind, each.name, each.value, *_origin(each.dist), _problem(kind, each.name, several, own))
+        for kind in plugin_kinds()
         for several in entry_points_of(kind).values()
         for each in several
     ]
+
+
+def _problem(kind: str, name: str, several: Sequence[Any], own: Mapping[str, frozenset[str]]) -> str:
+    if kind not in get_args(Kind):
+        return f"plait.{kind} is not a kind of part. {choose(kind, get_args(Kind), 'kind')}"
+    if name in own.get(kind, ()):
+        return f"Plait's own {name} comes first: write {several[0].value} in a run description"
+    if len(several) > 1:
+        return "several packages bring this name: write the one you want as package.module:name"
+    return ""
 
 
 def _origin(distribution: Any) -> tuple[str, str]:

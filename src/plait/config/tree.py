@@ -70,6 +70,20 @@ def field(annotation: Any, value: Any, key: Any) -> FieldInfo | None:
     return owner.model_fields.get(key) if owner and isinstance(key, str) else None
 
 
+def own_words(annotation: Any) -> dict[str, frozenset[str]]:
+    """For each kind of part that may be the user's own, somewhere in there, the words for Plait's own."""
+    found: dict[str, frozenset[str]] = {}
+    part = open_part(annotation)
+    if part is not None:
+        words = {*sections(annotation), *map(str, literals(annotation)), *part.own}
+        found[part.kind] = found.get(part.kind, frozenset()) | words
+    inner = [info.annotation for owner in sections(annotation).values() for info in owner.model_fields.values()]
+    for each in [*inner, *items(annotation)]:
+        for kind, words in own_words(each).items():
+            found[kind] = found.get(kind, frozenset()) | words
+    return found
+
+
 def items(annotation: Any) -> tuple[Any, ...]:
     """The annotations of the entries of a list: one for any number of them, or one each."""
     for member in members(annotation):

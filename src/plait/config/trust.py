@@ -69,6 +69,11 @@ def entry_points_of(kind: str) -> Mapping[str, tuple[EntryPoint, ...]]:
     return found
 
 
+def plugin_kinds() -> list[str]:
+    """Every kind for which an installed package declares a plug-in, by the names of their groups."""
+    return sorted(group.removeprefix("plait.") for group in entry_points().groups if group.startswith("plait."))
+
+
 def load_plugin(kind: str, name: str, *, key: str) -> Any:
     """What an installed plug-in brings. Raises `ConfigError` as `load_code` does, and where two have this name."""
     if isinstance(name, StoredName):
