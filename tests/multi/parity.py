@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from plait.config import parse_sections
 from plait.spec import MicroBatch
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import World, open_world
 
 STEPS = 5
@@ -65,7 +65,7 @@ def run_steps(
     if model is not None:
         sections.pop("model")
     config = parse_sections(**sections).config
-    engine = prepare_native(config, world or open_world(config), model=model, loss_function=loss_fn)
+    engine = prepare_native(Preparation(config, world or open_world(config), model=model, loss_function=loss_fn))
     trace = Trace([], [], [], {})
     for step in steps:
         mine = step[rank::size]

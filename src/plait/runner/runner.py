@@ -31,7 +31,7 @@ from plait.runner.sources import batch_of, is_section, make_loader, refuse_secon
 from plait.runner.suspects import whose
 from plait.runner.watch import StepWatch, tell_of_lengths
 from plait.spec import Event, EventKind, Note, Phase
-from plait.strategy import Engine, Length, prepare_engine
+from plait.strategy import Engine, Length, Preparation, prepare_engine
 from plait.world import World, detect_ranks, on_main, open_world
 
 
@@ -221,14 +221,16 @@ class Runner:
 
     def _prepare(self) -> Engine:
         return prepare_engine(
-            self.config,
-            self.world,
-            model=self._model,
-            loss_function=self._loss_fn,
-            length=Length(self.total_steps, self.steps_per_epoch),
-            accumulation=self.batch.accumulation,
-            example=self._example(),
-            say=self._say,
+            Preparation(
+                self.config,
+                self.world,
+                model=self._model,
+                loss_function=self._loss_fn,
+                length=Length(self.total_steps, self.steps_per_epoch),
+                accumulation=self.batch.accumulation,
+                example=self._example(),
+                say=self._say,
+            )
         )
 
     def _example(self) -> Any:

@@ -3,7 +3,8 @@
 from plait.strategy.base import Engine, Evaluation, StepResult
 from plait.strategy.factory import prepare_engine
 from plait.strategy.native.manual import ManualEngine, prepare_manual
-from plait.strategy.native.prepare import Length, prepare_native
+from plait.strategy.native.prepare import prepare_native
+from plait.strategy.preparation import Length, Preparation
 from plait.strategy.prepare import prepare
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Evaluation",
     "Length",
     "ManualEngine",
+    "Preparation",
     "StepResult",
     "prepare",
     "prepare_engine",

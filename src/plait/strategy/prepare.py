@@ -11,7 +11,7 @@ from plait.config import check, parse_sections, resolve_batch
 from plait.strategy.base import Engine
 from plait.strategy.factory import prepare_engine
 from plait.strategy.native.loss import LossFunction
-from plait.strategy.native.prepare import Length
+from plait.strategy.preparation import Length, Preparation
 from plait.world import World, open_world
 
 
@@ -54,15 +54,17 @@ def prepare(
     config = parsed.config
     check(config, has_val=False, require_length=False)
     world = world or open_world(config)
-    return prepare_engine(
+    batch = resolve_batch(
+        config.batch, world.layout.data_parallel, micro_batches=config.strategy.pipeline.micro_batches
+    )
+    given = Preparation(
         config,
         world,
         model=model,
         loss_function=loss_fn,
         length=Length(total_steps, steps_per_epoch),
-        accumulation=resolve_batch(
-            config.batch, world.layout.data_parallel, micro_batches=config.strategy.pipeline.micro_batches
-        ).accumulation,
+        accumulation=batch.accumulation,
         example=example,
         say=print if world.is_main else lambda _text: None,
     )
+    return prepare_engine(given)

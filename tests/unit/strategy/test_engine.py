@@ -13,7 +13,7 @@ import plait
 from plait.config import parse_sections
 from plait.errors import ConfigError, ModelError, NonFiniteError, TrainingError
 from plait.spec import LossTerm, MicroBatch
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.strategy.native.engine import NativeEngine
 from plait.world import open_world
 
@@ -42,7 +42,7 @@ def engine_of(model: Any = None, said: list[str] | None = None, loss_fn: Any = N
     sections = {"optim": {"type": "SGD", "lr": 0.1}, "device": "cpu", **sections}
     config = parse_sections(**sections).config
     say = said.append if said is not None else lambda _text: None
-    return prepare_native(config, open_world(config), model=model or Net(), loss_function=loss_fn, say=say)
+    return prepare_native(Preparation(config, open_world(config), model=model or Net(), loss_function=loss_fn, say=say))
 
 
 def weights(engine: NativeEngine) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from plait.config.run import RunConfig
 from plait.errors import TrainingError
 from plait.frontends.accelerate.cutting import with_plan
-from plait.strategy import ManualEngine, StepResult, prepare_native
+from plait.strategy import ManualEngine, Preparation, StepResult, prepare_native
 from plait.strategy.native.forward import Say
 from plait.strategy.native.manual import clip_limit
 from plait.torch_internals import foreach_add_
@@ -119,8 +119,7 @@ def build_engine(
     """
     state = rng_state(world.device)
     config = with_plan(config, model, whole_vocabulary=whole_vocabulary)
-    engine = prepare_native(config, world, model=model, optimizer=optimizer, engine=LoopEngine, say=say)
-    assert isinstance(engine, LoopEngine)
+    engine = prepare_native(Preparation(config, world, model=model, optimizer=optimizer, say=say), LoopEngine)
     if config.strategy.stage < 3:
         engine.keep_wholes()  # as replicas have them: the main process may save or ask the model by itself
     restore_rng_state(state, world.device)

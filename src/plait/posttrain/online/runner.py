@@ -30,7 +30,7 @@ from plait.posttrain.online.writing import Stop, Writer
 from plait.posttrain.run import PhaseRunner
 from plait.runner.hooks import Hook
 from plait.spec import Phase
-from plait.strategy import Engine, Length, ManualEngine, prepare_manual
+from plait.strategy import Engine, Length, ManualEngine, Preparation, prepare_manual
 
 
 class OnlineRunner(PhaseRunner):
@@ -53,14 +53,16 @@ class OnlineRunner(PhaseRunner):
         self.foresight = OnlineForesight(self)
 
     def _prepare(self) -> Engine:
-        config, world = self.config, self.world
-        length = Length(self.total_steps, self.steps_per_epoch)
-        engine = prepare_manual(
-            config, world, model=self._model, length=length, accumulation=self.batch.accumulation, say=self.warn
+        given = Preparation(
+            self.config,
+            self.world,
+            model=self._model,
+            length=Length(self.total_steps, self.steps_per_epoch),
+            accumulation=self.batch.accumulation,
+            say=self.warn,
         )
-        self.cast = make_cast(
-            config, world, self.phase_data, length=length, accumulation=self.batch.accumulation, say=self.warn
-        )
+        engine = prepare_manual(given)
+        self.cast = make_cast(given, self.phase_data)
         self._assemble(engine)
         return engine
 
