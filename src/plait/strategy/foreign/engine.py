@@ -53,6 +53,7 @@ class ForeignEngine(SteppingEngine):
         """
         self.model = built.module
         self.world = world
+        self.config = config
         self.steps = 0
         self.accumulation = accumulation
         self.optimizer = states.optimizer
@@ -149,7 +150,7 @@ class ForeignEngine(SteppingEngine):
         if self._peers is not None:
             average_buffers(self.model, self._peers, self.world.size)
 
-    def evaluate(self, batch: Any) -> Evaluation:
+    def evaluate_micro_batch(self, batch: Any) -> Evaluation:
         """Forward one micro-batch without gradients, in evaluation mode."""
         inputs, samples = inputs_and_samples(batch)
         inputs = self._forward.ready(inputs)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from plait.config.run import RunConfig
 from plait.errors import ModelError, TrainingError
 from plait.parallel.gradients import Gradients
 from plait.parallel.replicate import average_buffers
@@ -51,6 +52,7 @@ class NativeEngine(SteppingEngine):
         self,
         model: nn.Module,
         world: World,
+        config: RunConfig,
         *,
         policy: Policy,
         gradients: Gradients | None,
@@ -68,6 +70,7 @@ class NativeEngine(SteppingEngine):
         """`recording`: when both passes of a step are recorded and repeated; see `recorded`."""
         self.model = model
         self.world = world
+        self.config = config
         self.steps = 0
         self.accumulation = accumulation
         self.views = views
@@ -287,7 +290,7 @@ class NativeEngine(SteppingEngine):
         if self._peers is not None:
             average_buffers(self.model, self._peers, self.world.layout.replicas)
 
-    def evaluate(self, batch: Any) -> Evaluation:
+    def evaluate_micro_batch(self, batch: Any) -> Evaluation:
         """Forward one micro-batch without gradients, in evaluation mode."""
         inputs, samples = inputs_and_samples(batch)
         inputs = self._forward.ready(inputs)

@@ -227,6 +227,7 @@ def prepare_native(
     return engine(
         whole,
         world,
+        config,
         policy=policy,
         gradients=gradients,
         views=views,
