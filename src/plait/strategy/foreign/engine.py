@@ -23,6 +23,7 @@ from plait.strategy.foreign.build import Built, named_parameters
 from plait.strategy.foreign.loss import EvenNormalizer
 from plait.strategy.foreign.states import States
 from plait.strategy.foreign.wholes import as_share, share_of
+from plait.strategy.native.fields import select_inputs
 from plait.strategy.native.forward import Forward, Say
 from plait.strategy.native.loss import LossFunction, LossNormalizer, WeightedLoss, read_loss
 from plait.strategy.skips import Skips
@@ -70,7 +71,9 @@ class ForeignEngine(SteppingEngine):
         self._say = say
         self._normalizer = normalizer(world.everyone, world.device)
         policy = make_policy(config.precision)
-        self._forward = Forward(_Row.around(called, built.module), world.device, policy, compiled=(), say=say)
+        select = select_inputs(built.module, config.model_inputs, has_loss=loss_function is not None)
+        called = _Row.around(called, built.module)
+        self._forward = Forward(called, world.device, policy, compiled=(), select=select, say=say)
         self._mesh = world.submesh("dp_replicate", "dp_shard")
         self._peers = world.group("dp_replicate", "dp_shard")
         # What was handed out last and may be written to, as long as somebody holds it; see [Note: states by way of

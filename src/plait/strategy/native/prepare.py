@@ -45,6 +45,7 @@ from plait.precision import Fp8Linear, LossScaler, Policy, make_policy, scale_by
 from plait.strategy.native.building import ModelSource, build_module, load_pretrained_into, warn_of_smaller_range
 from plait.strategy.native.casting import cast_parameters
 from plait.strategy.native.engine import NativeEngine
+from plait.strategy.native.fields import select_inputs
 from plait.strategy.native.forward import Say
 from plait.strategy.native.fusing import use_fp8, use_fp8_at_the_head, use_kernels
 from plait.strategy.native.loss import LossFunction
@@ -123,6 +124,9 @@ def prepare_native(
     module, initializer = build_module(config, model, say=say)
     refuse_hooks(config, world, module, accumulation=accumulation if whole_steps else 1)
     refuse_exchange(config, world, module)
+    select = select_inputs(module, config.model_inputs, has_loss=loss_function is not None)
+    if select is not None and example is not None:
+        example = select(example)
     attributes = attributes_of(module)
     warn_of_smaller_range(config, module, say)
     if initializer is None and world.everyone is not None:
@@ -239,6 +243,7 @@ def prepare_native(
         staged=staged,
         scales=scale_by_earlier_steps(eight, config.precision.fp8, device),
         recording=_recording(config, world, views, say, by_itself=by_itself),
+        select=select,
         say=say,
     )
 
