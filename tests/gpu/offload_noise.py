@@ -79,7 +79,7 @@ def train(config: RunConfig, *, steps: int = 8, change: Change | None = None) ->
             batches = [{"input_ids": each[:, :-1], "labels": each[:, 1:]} for each in ids]
             losses.append(float(engine.train_step(batches[: 1 + step % 2]).loss))
         peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-        found = engine.evaluate(batches[0])
+        found = engine.evaluate_micro_batch(batches[0])
         losses.append(found.loss_sum / found.loss_count)
         with torch.no_grad():
             state = {name: local_part(tensor).cpu().clone() for name, tensor in engine.state_tensors().items()}

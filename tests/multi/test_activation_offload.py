@@ -146,4 +146,4 @@ def test_evaluation_moves_nothing() -> None:
     engine = prepare_native(Preparation(config, open_world(config)))
     plain = parse_sections(model=MODEL, seed=3).config
     reference = prepare_native(Preparation(plain, open_world(plain)))
-    assert engine.evaluate(STEPS[0][0]).loss_sum == reference.evaluate(STEPS[0][0]).loss_sum
+    assert engine.evaluate_micro_batch(STEPS[0][0]).loss_sum == reference.evaluate_micro_batch(STEPS[0][0]).loss_sum

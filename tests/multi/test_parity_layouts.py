@@ -175,7 +175,7 @@ def answers_to_a_mean(rank: int, size: int, sections: dict[str, Any], batch: Any
     config = parse_sections(**sections).config
     engine = prepare_native(Preparation(config, open_world(config), loss_function=mean_of))
     told = []
-    for call in (lambda: engine.train_step([batch]), lambda: engine.evaluate(batch)):
+    for call in (lambda: engine.train_step([batch]), lambda: engine.evaluate_micro_batch(batch)):
         with pytest.raises(ModelError) as caught:
             call()
         told.append(str(caught.value))

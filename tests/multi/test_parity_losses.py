@@ -271,7 +271,7 @@ def train_beside_evaluations(rank: int, size: int, strategy: dict[str, Any]) -> 
                 part.mul_(factor)
             engine.weights_changed()
             if factor < 1.0:
-                engine.evaluate(step[0])
+                engine.evaluate_micro_batch(step[0])
         losses.append(engine.train_step(step[rank::size]).loss)
     return losses
 

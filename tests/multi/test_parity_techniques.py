@@ -81,13 +81,13 @@ def look_aside(rank: int, size: int, strategy: dict[str, Any]) -> tuple[list[flo
     engine = prepare_native(Preparation(config, open_world(config)))
     evaluated, trained = [], []
     for step in STEPS:
-        evaluated.append(engine.evaluate(STEPS[0][0]).loss_sum)
+        evaluated.append(engine.evaluate_micro_batch(STEPS[0][0]).loss_sum)
         trained.append(engine.train_step(step[rank::size]).loss)
-    evaluated.append(engine.evaluate(STEPS[0][0]).loss_sum)
+    evaluated.append(engine.evaluate_micro_batch(STEPS[0][0]).loss_sum)
     for part in engine.weights().values():
         part.mul_(0.5)
     engine.weights_changed()
-    evaluated.append(engine.evaluate(STEPS[0][0]).loss_sum)
+    evaluated.append(engine.evaluate_micro_batch(STEPS[0][0]).loss_sum)
     for part in engine.weights().values():
         part.mul_(2.0)
     engine.weights_changed()

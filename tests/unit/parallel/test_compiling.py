@@ -38,7 +38,7 @@ def train(strategy: dict[str, Any], **sections: Any) -> tuple[list[float], dict[
     config = parse_sections(model=MODEL, strategy=strategy, seed=1, device="cpu", **sections).config
     engine = prepare_native(Preparation(config, open_world(config), say=said.append))
     losses = [engine.train_step([batch]).loss for batch in batches()]
-    losses.append(engine.evaluate(batches()[0]).loss_sum)
+    losses.append(engine.evaluate_micro_batch(batches()[0]).loss_sum)
     return losses, engine.state_tensors(), said
 
 

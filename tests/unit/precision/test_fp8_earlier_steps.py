@@ -77,7 +77,7 @@ def test_evaluation_finds_its_scales_at_once_and_keeps_nothing() -> None:
     now, earlier = engine_with(0, scales="now"), engine_with(2)
     assert losses(now, steps) == losses(earlier, steps)
     before = earlier.state()
-    assert earlier.evaluate(other).loss_sum == now.evaluate(other).loss_sum
+    assert earlier.evaluate_micro_batch(other).loss_sum == now.evaluate_micro_batch(other).loss_sum
     earlier.train_step(steps[0])
     after = peaks(earlier)
     assert torch.equal(after[..., 0], torch.tensor(list(before["fp8"]["peaks"].values()))[..., 1])

@@ -144,7 +144,7 @@ def test_a_row_of_layers_is_given_the_first_part_as_in_a_pipeline() -> None:
     engine = engine_of(row, optim={"type": "SGD", "lr": 1e-12}, loss_fn=of_pair)
     for inputs in ((x, y), [x, y], {"x": x, "y": y}):
         assert engine.train_step([inputs]).loss == pytest.approx(expected)
-        assert engine.evaluate(inputs).loss_sum == pytest.approx(expected)
+        assert engine.evaluate_micro_batch(inputs).loss_sum == pytest.approx(expected)
 
 
 def test_a_model_without_anything_to_train_is_refused() -> None:
@@ -410,13 +410,13 @@ def test_evaluation_sees_no_dropout_trains_nothing_and_leaves_the_mode() -> None
     engine = engine_of(Noisy())
     before = weights(engine)
     part = batch(8)
-    answers = [engine.evaluate(MicroBatch(part, 8)) for _ in range(2)]
+    answers = [engine.evaluate_micro_batch(MicroBatch(part, 8)) for _ in range(2)]
     assert answers[0].loss_sum == answers[1].loss_sum
     assert answers[0].loss_count == 8
     assert not answers[0].outputs.sum.requires_grad
     assert engine.model.training
     assert same(weights(engine), before)
-    assert engine.evaluate(MicroBatch(part, 0)).loss_count == 0
+    assert engine.evaluate_micro_batch(MicroBatch(part, 0)).loss_count == 0
 
 
 def test_prepare_refuses_contradictions_as_a_run_does() -> None:

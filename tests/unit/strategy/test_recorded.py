@@ -208,7 +208,7 @@ def test_evaluating_in_between_changes_nothing(made: list[Tape]) -> None:
     for _ in range(STEPS):
         batch = {"x": torch.randn(6, 4)}
         assert repeated.train_step([batch]).loss == plain.train_step([batch]).loss
-        assert repeated.evaluate(batch).loss_sum == plain.evaluate(batch).loss_sum
+        assert repeated.evaluate_micro_batch(batch).loss_sum == plain.evaluate_micro_batch(batch).loss_sum
     assert_same(plain, repeated)
     assert len(made) == 1
 

@@ -20,6 +20,7 @@ from plait.strategy.foreign.build import Built, named_parameters
 from plait.strategy.foreign.loss import EvenNormalizer
 from plait.strategy.foreign.states import States
 from plait.strategy.foreign.wholes import as_share, share_of
+from plait.strategy.native.fields import select_inputs
 from plait.strategy.native.forward import Forward
 from plait.strategy.native.loss import LossNormalizer, WeightedLoss, read_loss
 from plait.strategy.preparation import Preparation
@@ -47,6 +48,7 @@ class ForeignEngine(SteppingEngine):
         config, world = given.config, given.world
         self.model = built.module
         self.world = world
+        self.config = config
         self.steps = 0
         self.accumulation = given.accumulation
         self.optimizer = states.optimizer
@@ -62,8 +64,9 @@ class ForeignEngine(SteppingEngine):
         self._loss_function = given.loss_function
         self._say = given.say
         self._normalizer = normalizer(world.everyone, world.device)
+        select = select_inputs(built.module, config.model_inputs, has_loss=given.loss_function is not None)
         row = _Row.around(called, built.module)
-        self._forward = Forward(row, world.device, given.policy, compiled=(), say=given.say)
+        self._forward = Forward(row, world.device, given.policy, compiled=(), select=select, say=given.say)
         self._mesh = world.submesh("dp_replicate", "dp_shard")
         self._peers = world.group("dp_replicate", "dp_shard")
         # What was handed out last and may be written to, as long as somebody holds it; see [Note: states by way of
@@ -143,7 +146,7 @@ class ForeignEngine(SteppingEngine):
         if self._peers is not None:
             average_buffers(self.model, self._peers, self.world.size)
 
-    def evaluate(self, batch: Any) -> Evaluation:
+    def evaluate_micro_batch(self, batch: Any) -> Evaluation:
         """Forward one micro-batch without gradients, in evaluation mode."""
         inputs, samples = inputs_and_samples(batch)
         inputs = self._forward.ready(inputs)

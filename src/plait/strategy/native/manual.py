@@ -44,6 +44,12 @@ class ManualEngine(NativeEngine):
         return self.updater.optimizer
 
     @property
+    def optimizer_type(self) -> str:
+        """The class of a user's own optimizer; else as `config.optim` says."""
+        kind = type(self.optimizer)
+        return super().optimizer_type if kind.__module__.startswith("plait.") else kind.__name__
+
+    @property
     def scaler(self) -> LossScaler | None:
         """The loss scaler; None except in fp16."""
         return self.updater.scaler

@@ -43,6 +43,7 @@ from plait.precision import Fp8Linear, LossScaler, scale_by_earlier_steps
 from plait.strategy.native.building import build_module, load_pretrained_into, warn_of_smaller_range
 from plait.strategy.native.casting import cast_parameters
 from plait.strategy.native.engine import NativeEngine
+from plait.strategy.native.fields import Select, select_inputs
 from plait.strategy.native.fusing import use_fp8, use_fp8_at_the_head, use_kernels
 from plait.strategy.native.norms import weigh_norms
 from plait.strategy.native.offloaded import OffloadedUpdater, OffloadedViews
@@ -104,6 +105,8 @@ class Assembly:
     """The whole model, whose names and shapes a folder of pretrained weights is compared with."""
     counted: WholeModel | None
     """What the whole model keeps for its backward pass, where `recompute: auto` needs to know."""
+    select: Select | None
+    """What picks the model's fields of a micro-batch."""
 
     # ---- from step 2, 3 and 4 on
     stages: Stages = ()
@@ -166,6 +169,9 @@ def _build(given: Preparation, *, whole_steps: bool) -> Assembly:
     module, initializer = build_module(config, given.model, say=given.say)
     refuse_hooks(given, module, whole_steps=whole_steps)
     refuse_exchange(given, module)
+    select = select_inputs(module, config.model_inputs, has_loss=given.loss_function is not None)
+    if select is not None and given.example is not None:
+        given = replace(given, example=select(given.example))
     attributes = attributes_of(module)
     warn_of_smaller_range(given, module)
     if initializer is None and world.everyone is not None:
@@ -176,7 +182,7 @@ def _build(given: Preparation, *, whole_steps: bool) -> Assembly:
     skeleton = copy.deepcopy(module) if world.layout.pp > 1 and initializer is not None else module
     use_fp8_at_the_head(module, config)  # of the whole model: one stage of several has it
     counted = count_whole(given, module)
-    return Assembly(given, whole_steps, module, initializer, attributes, adopted, specs, skeleton, counted)
+    return Assembly(given, whole_steps, module, initializer, attributes, adopted, specs, skeleton, counted, select)
 
 
 def _split_into_stages(model: Assembly) -> Assembly:
@@ -311,6 +317,7 @@ def _finish(model: Assembly, views: Views, engine: type[NativeEngine]) -> Native
     return engine(
         model.module,
         world,
+        config,
         policy=given.policy,
         gradients=model.gradients,
         views=views,
@@ -322,6 +329,7 @@ def _finish(model: Assembly, views: Views, engine: type[NativeEngine]) -> Native
         staged=staged,
         scales=scale_by_earlier_steps(model.fp8_layers, config.precision.fp8, given.device),
         recording=_recording(model, views),
+        select=model.select,
         say=given.say,
     )
 
