@@ -2,6 +2,7 @@
 
 from plait.strategy.base import Engine, Evaluation, StepResult
 from plait.strategy.factory import prepare_engine
+from plait.strategy.native.looping import LoopEngine
 from plait.strategy.native.manual import ManualEngine, prepare_manual
 from plait.strategy.native.prepare import prepare_native
 from plait.strategy.preparation import Length, Preparation
@@ -11,6 +12,7 @@ __all__ = [
     "Engine",
     "Evaluation",
     "Length",
+    "LoopEngine",
     "ManualEngine",
     "Preparation",
     "StepResult",
