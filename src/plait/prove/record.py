@@ -39,6 +39,7 @@ def run(job: Job) -> None:
 
 def _record(job: Job, folder: Path, against: Path | None, *, nudge: float) -> None:
     with Runner.from_config({**job.config, "work_dir": str(folder)}) as runner:
+        runner.setup()
         engine, world = runner.engine, runner.world
         trace = Trace(device=_device(world.device), versions=f"torch {torch.__version__}")
         switch = Switch(engine.model)

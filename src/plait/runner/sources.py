@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.data import DataLoader
@@ -17,6 +18,24 @@ from plait.data.collate import stack
 from plait.errors import ConfigError, Problem
 from plait.parallel.hf import is_transformers_model
 from plait.world import World, on_main
+
+if TYPE_CHECKING:
+    from plait.runner.hooks import Hook
+    from plait.runner.metrics import Metric
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenObjects:
+    """What a run is given as objects, beside its description."""
+
+    model: nn.Module | Callable[[], nn.Module] | None = None
+    data: Any = None
+    val_data: Any = None
+    test_data: Any = None
+    loss_fn: Any = None
+    collate_fn: Any = None
+    hooks: Sequence[Hook] = ()
+    metrics: Sequence[Metric] = ()
 
 
 def is_section(value: Any) -> bool:

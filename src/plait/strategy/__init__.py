@@ -4,6 +4,7 @@ from plait.strategy.base import Engine, Evaluation, StepResult
 from plait.strategy.evaluating import evaluate
 from plait.strategy.factory import prepare_engine
 from plait.strategy.frozen import FrozenPart
+from plait.strategy.native.looping import LoopEngine
 from plait.strategy.native.manual import ManualEngine, prepare_manual
 from plait.strategy.native.prepare import prepare_native
 from plait.strategy.preparation import Length, Preparation
@@ -15,6 +16,7 @@ __all__ = [
     "Evaluation",
     "FrozenPart",
     "Length",
+    "LoopEngine",
     "ManualEngine",
     "Preparation",
     "StepResult",
