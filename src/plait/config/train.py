@@ -168,7 +168,7 @@ class ImportedHook(Imported):
 
 
 class HookPart(Part):
-    """A hook of one's own: a class derived from `plait.runner.Hook`, or what makes one; its arguments are further keys."""
+    """A hook of one's own: a class derived from `plait.runner.Hook`, or what makes one, called with further keys."""
 
     kind = "hook"
 
