@@ -23,6 +23,7 @@ ALLOWED = {
     ("cli/torch_facts.py", "import_module"): "packages from a table beside it, for `plait doctor`",
     ("models/hf/model.py", "find_spec"): "a module of transformers, by a model type that transformers has",
     ("frontends/accelerate/utils/imports.py", "find_spec"): "whether packages that are written there are installed",
+    ("testing/loaded.py", "import_module"): "modules of torch and of Plait, from a list in that file",
     ("launch/probe.py", "find_spec"): "where the file of a top-level module is; finding it runs nothing",
     ("frontends/mmengine/config/files.py", "exec"): OWN_FILE,
     ("frontends/mmengine/config/files.py", "compile"): OWN_FILE,

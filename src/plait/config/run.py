@@ -18,7 +18,7 @@ from plait.config.precision import PrecisionConfig
 from plait.config.profile import ProfileConfig
 from plait.config.schedule import ScheduleConfig
 from plait.config.strategy import StrategyConfig
-from plait.config.train import BatchConfig, CheckpointConfig, HookConfig, LogConfig, TrainConfig
+from plait.config.train import BatchConfig, CheckpointConfig, HookConfig, LogConfig, MetricConfig, TrainConfig
 
 
 class RunConfig(Shorthand):
@@ -55,6 +55,8 @@ class RunConfig(Shorthand):
     """Run code that files of others name: `auto_map` in a Hugging Face folder, the model in a checkpoint that is opened
     beside this run, all of a `config.yaml` that a run left. What this description names itself runs anyway."""
     hooks: Many[HookConfig] = ()
+    metrics: Many[MetricConfig] = ()
+    """What validation and test measure besides the loss."""
     phase: Phase | None = None
     """Set by `plait sft`, `plait reward`, `plait dpo`, `plait ppo` and `plait grpo`; absent: plain training."""
     posttrain: PosttrainConfig | None = None

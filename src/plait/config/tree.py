@@ -50,7 +50,8 @@ def section(annotation: Any, value: Any) -> type[Section] | None:
     if part is not None and not isinstance(value, Mapping):
         return None if isinstance(value, str) and value in literals(annotation) else part
     tag = value.get("type") if isinstance(value, Mapping) else None
-    return choices.get(tag, part if part and is_part(part, tag) else None) if isinstance(tag, str) else None
+    own = choices.get(tag) if isinstance(tag, str) else None
+    return own or (part if part and is_part(part, tag) else None)
 
 
 def keys(value: Any) -> tuple[str, ...]:

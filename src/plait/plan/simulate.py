@@ -34,6 +34,7 @@ from plait.plan.timing import Timing
 from plait.spec.phase import Phase
 from plait.strategy import Length, Preparation, prepare_native
 from plait.strategy.native.engine import NativeEngine
+from plait.strategy.native.loss import described_loss
 from plait.strategy.native.offloaded import OffloadedViews
 from plait.world.fake import fake_world
 
@@ -113,7 +114,7 @@ def simulate(
                 config,
                 world,
                 model=model,
-                loss_function=loss_function,
+                loss_function=loss_function or described_loss(config),
                 length=_SOME_LENGTH,
                 accumulation=batch.accumulation,
                 example=make_example(config, batch.micro),

@@ -12,7 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.utils.data import DataLoader
+
 from plait.config import Parsed, RunConfig, check, parse, parse_sections
+from plait.config.data import DataPart
+from plait.config.model import ModelPart
 from plait.errors import ConfigError, PlaitError, Problem, TrainingError, in_one_line
 from plait.launch import StepMemory
 from plait.monitor import Monitor, build_monitor, report_progress
@@ -23,7 +28,7 @@ from plait.runner.evaluate import evaluate
 from plait.runner.forecast import Foresight
 from plait.runner.hooks import Hook, HookTable, build_hooks
 from plait.runner.loop import train_loop
-from plait.runner.metrics import Metric
+from plait.runner.metrics import Metric, build_metrics
 from plait.runner.place import WorkDir
 from plait.runner.saving import Saver
 from plait.runner.signals import STOPPED, StopSignals
@@ -32,6 +37,7 @@ from plait.runner.suspects import whose
 from plait.runner.watch import StepWatch, tell_of_lengths
 from plait.spec import Event, EventKind, Note, Phase
 from plait.strategy import Engine, Length, Preparation, prepare_engine
+from plait.strategy.native.loss import described_loss
 from plait.world import World, detect_ranks, on_main, open_world
 
 _NOT_YET = "the Runner has no {} yet: call runner.setup(), as train(), validate() and test() do"
@@ -41,8 +47,9 @@ class Runner:
     """Trains, validates and tests one model, as one run description says.
 
     `model` is a module, a function that makes one, or a section; the data are torch data sets, DataLoaders,
-    iterables, or sections. Everything else is a section of the run description: `optim`, `schedule`,
-    `precision`, `strategy`, `batch`, `train`, `checkpoint`, `log`, `work_dir`, `seed`, `device` and so on.
+    iterables, or sections. `hooks` and `metrics` are objects, sections and names side by side. Everything else
+    is a section of the run description: `optim`, `schedule`, `precision`, `strategy`, `batch`, `train`,
+    `checkpoint`, `log`, `work_dir`, `seed`, `device` and so on.
     """
 
     def __init__(
@@ -52,10 +59,10 @@ class Runner:
         *,
         val_data: Any = None,
         test_data: Any = None,
-        metrics: Sequence[Metric] = (),
+        metrics: Sequence[Any] = (),
         loss_fn: Any = None,
         collate_fn: Any = None,
-        hooks: Sequence[Hook | Mapping[str, Any]] = (),
+        hooks: Sequence[Any] = (),
         **sections: Any,
     ) -> None:
         given = {"data": data, "val_data": val_data, "test_data": test_data}
@@ -63,15 +70,21 @@ class Runner:
         if is_section(model):
             described["model"] = model
             model = None
-        own_hooks = [hook for hook in hooks if isinstance(hook, Hook)]
-        if described_hooks := [hook for hook in hooks if not isinstance(hook, Hook)]:
-            sections["hooks"] = described_hooks
+        made_hooks = [hook for hook in hooks if isinstance(hook, Hook)]
+        made_metrics = [metric for metric in metrics if isinstance(metric, Metric)]
+        sections["hooks"] = [hook for hook in hooks if not isinstance(hook, Hook)] or None
+        sections["metrics"] = [metric for metric in metrics if not isinstance(metric, Metric)] or None
         parsed = parse_sections(**sections, **described)
         objects = {role: value for role, value in given.items() if role not in described}
         self.begin(
             parsed,
             GivenObjects(
-                model=model, **objects, loss_fn=loss_fn, collate_fn=collate_fn, hooks=own_hooks, metrics=metrics
+                model=model,
+                **objects,
+                loss_fn=loss_fn,
+                collate_fn=collate_fn,
+                hooks=made_hooks,
+                metrics=made_metrics,
             ),
         )
 
@@ -94,9 +107,13 @@ class Runner:
 
         Nothing is built here: see `setup`.
         """
+        parsed, given = _with_given(parsed, given)
         self.parsed = parsed
         self.config: RunConfig = parsed.config
-        self.given = given
+        if given.loss_fn is not None and self.config.train.loss is not None:
+            message = "`loss_fn` was given from Python as well"
+            raise ConfigError(Problem("train.loss", message, "Leave out one of the two."))
+        self.given = replace(given, loss_fn=given.loss_fn or described_loss(self.config))
         """What was given as objects."""
         if self.config.strategy.auto:
             message = "`auto` is resolved by `plait train` before the ranks start, and this run is not"
@@ -112,7 +129,7 @@ class Runner:
             message = f"a {type(given.model).__name__} is no model"
             raise ConfigError(Problem("model", message, "Give a module, a function that makes one, or a section."))
         self._work_dir = WorkDir(self.config.work_dir)
-        self.metrics = list(given.metrics)
+        self.metrics = [*build_metrics(self.config.metrics), *given.metrics]
         self.hooks = HookTable([*build_hooks(self.config.hooks, self.config.profile), *given.hooks])
         self.saver = Saver(self)
         self.foresight = Foresight(self)
@@ -469,3 +486,23 @@ class Runner:
         """Move the progress bar."""
         assert self._monitor is not None
         self._monitor.tick(step)
+
+
+def _with_given(parsed: Parsed, given: GivenObjects) -> tuple[Parsed, GivenObjects]:
+    """A module or DataLoader that stands in a section, as if it had been given beside the description."""
+    described = parsed.config.model
+    moved: dict[str, Any] = {}
+    if isinstance(described, ModelPart) and isinstance(described.given, nn.Module) and not described.arguments:
+        moved["model"] = described.given
+    for role in ("data", "val_data", "test_data"):
+        section = getattr(parsed.config, role)
+        if isinstance(section, DataPart) and isinstance(section.given, DataLoader):
+            if section.model_fields_set != {"type"}:
+                name = next(iter(section.model_fields_set - {"type"}))
+                message = "a DataLoader says itself how it loads, and takes no arguments"
+                raise ConfigError(Problem(f"{role}.{name}", message, "Say it where the DataLoader is made."))
+            moved[role] = section.given
+    if not moved:
+        return parsed, given
+    left = parsed.config.model_copy(update=dict.fromkeys(moved))
+    return replace(parsed, config=left), replace(given, **moved)

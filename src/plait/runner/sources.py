@@ -11,12 +11,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from plait.config import ResolvedBatch, RunConfig, resolve_batch
+from plait.config.base import Section
 from plait.config.data import DataConfig, JsonlData, TextData, TokensData, leaves, texts
+from plait.config.model import GptConfig, HFConfig, LlamaConfig
 from plait.config.train import BatchConfig
 from plait.data import Loader, adopt, build_dataset, is_stream, prepare, tokenizer_path
 from plait.data.collate import stack
 from plait.errors import ConfigError, Problem
 from plait.parallel.hf import is_transformers_model
+from plait.plugins import function
 from plait.world import World, on_main
 
 if TYPE_CHECKING:
@@ -39,8 +42,8 @@ class GivenObjects:
 
 
 def is_section(value: Any) -> bool:
-    """Whether data or a model were described (`{type: …}`) rather than given."""
-    return isinstance(value, Mapping) and "type" in value
+    """Whether data or a model were described (`{type: …}`, or a name alone) rather than given."""
+    return isinstance(value, (str, Section)) or (isinstance(value, Mapping) and "type" in value)
 
 
 def batch_of(config: RunConfig, data_parallel: int, given: Any, *, split: int = 1) -> ResolvedBatch:
@@ -99,6 +102,11 @@ def make_loader(
         "batch": batch,
     }
     if section is not None:
+        if section.collate is not None:
+            if collate is not None:
+                message, remedy = "`collate_fn` was given from Python as well", "Leave out one of the two."
+                raise ConfigError(Problem(f"{role}.collate", message, remedy))
+            collate = function(section.collate, f"{role}.collate", "samples")
         dataset = _described(role, section, config, world)
         pinned = section.pin_memory if section.pin_memory is not None else world.device.type == "cuda"
         return Loader(
@@ -163,6 +171,7 @@ def _prepare(role: str, section: DataConfig, config: RunConfig) -> Path | None:
 
 def _vocabulary(config: RunConfig) -> int | None:
     """How many tokens the described model knows, where its description says so."""
-    described = getattr(config.model, "config", None) or {}
-    size = getattr(config.model, "vocab_size", described.get("vocab_size"))
+    if isinstance(config.model, (GptConfig, LlamaConfig)):
+        return config.model.vocab_size
+    size = (config.model.config or {}).get("vocab_size") if isinstance(config.model, HFConfig) else None
     return size if isinstance(size, int) else None

@@ -113,9 +113,11 @@ def assert_same_after_resume(
             (resumed, {"last": False, "resume": str(work / "saved" / "checkpoints")}, None),
         ):
             where = "saved" if end else "resumed"
-            train = {"train": {**run.train, "stop_after": end}} if end else {}
             section, _ = strategy_of(strategy)
-            parts.append(run.on(ranks, where, strategy=section, checkpoint=checkpoint, **train))
+            changes: dict[str, Any] = {"strategy": section, "checkpoint": checkpoint}
+            if end:
+                changes["train"] = {**run.train, "stop_after": end}
+            parts.append(run.on(ranks, where, **changes))
         before, after = parts
         what = f"{_name(resumed[0])} on {resumed[1]} ranks, resumed from {_name(saved[0])} on {saved[1]} at step {at},"
         _compare_loaded(what, before.states[-1], after.states[0])

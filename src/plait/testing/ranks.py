@@ -160,7 +160,7 @@ def _unpack(message: bytes) -> Any:
 def _serve(rank: int, size: int, meeting: Path, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     # A rank may have children, as a loader's workers are; it still ends with the tests, being a daemon to them.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.current_process().daemon = False
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=size)
     while True:

@@ -31,8 +31,8 @@ def names(config: Any) -> dict[str, str]:
         "data.sources.1.target": config.data.sources[1].target,
         "val_data.target": config.val_data.target,
         "hooks.0.target": config.hooks[0].target,
-        "grpo.reward": config.grpo.reward,
-        "ppo.reward": config.ppo.reward,
+        "grpo.reward.type": config.grpo.reward.type,
+        "ppo.reward.type": config.ppo.reward.type,
     }
 
 
@@ -91,7 +91,7 @@ def test_copies_of_a_stored_name_are_stored_names() -> None:
         parse(config.model_dump()).config,
         parse({"model": config.model, "grpo": config.grpo, "hooks": config.hooks}).config,
     ):
-        for found in (made.model.target, made.grpo.reward, made.hooks[0].target):
+        for found in (made.model.target, made.grpo.reward.type, made.hooks[0].target):
             assert isinstance(found, StoredName)
             assert found.stored_in == "file"
 

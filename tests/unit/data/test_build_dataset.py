@@ -38,8 +38,8 @@ def test_preparing_does_the_work_that_building_then_finds_done(tmp_path: Path) -
 
 
 def test_a_data_set_of_the_users_own_is_imported_and_called() -> None:
-    dataset = build_dataset(ImportedData(target="fractions:Fraction", args={"numerator": 3}), training=True, seed=0)
-    assert dataset == 3
+    dataset = build_dataset(ImportedData(target="collections:Counter", args={"x": 3}), training=True, seed=0)
+    assert dataset["x"] == 3
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ def test_a_reward_model_reads_conversations_as_it_learned_to(tmp_path: Path) -> 
     other = tmp_path / "other"
     other.mkdir()
     trained_tokenizer(["a conversation about nothing"], 296, ("<x>", *MARKS)).save(other / "tokenizer.json")
-    critic = {"reward": "operator:itemgetter", "critic_start": judge}
+    critic = {"reward": "operator:setitem", "critic_start": judge}
     strange = {**online, "ppo": critic, "posttrain": {**description["posttrain"], "tokenizer": str(other)}}
     with (
         phase_runner("ppo", {**strange, "work_dir": str(tmp_path / "strange")}) as runner,

@@ -209,10 +209,10 @@ def test_what_cannot_work_is_refused_before_anything_starts(phase: Any, changes:
 
 def test_reward_functions_are_found_by_name_or_by_the_data() -> None:
     assert find_function(settings())[0] == "task"
-    assert find_function(settings(grpo={"reward": "operator:eq"}))[0] == "operator:eq"
-    with pytest.raises(ConfigError, match=r"grpo\.reward: 'nowhere:f'"):
+    assert find_function(settings(grpo={"reward": "operator:setitem"}))[0] == "operator:setitem"
+    with pytest.raises(ConfigError, match=r"grpo\.reward\.type: 'nowhere:f'"):
         find_function(settings(grpo={"reward": "nowhere:f"}))
-    with pytest.raises(ConfigError, match=r"grpo.reward: 'math:pi' is a float"):
+    with pytest.raises(ConfigError, match=r"grpo\.reward\.type: 'math:pi' is a float"):
         find_function(settings(grpo={"reward": "math:pi"}))
     unknown = settings(posttrain={"data": [{"type": "file", "path": "x.jsonl"}]})
     with pytest.raises(ConfigError, match="the data cannot be checked"):

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from plait.config.files import read_json_object
+from plait.config.model import OWN_MODEL, HFConfig
 from plait.config.run import RunConfig
-from plait.errors import ModelError
+from plait.errors import ConfigError, ModelError
 from plait.models import build_model
 from plait.parallel import materialize
 from plait.parallel.attachments import why_not_on_meta
@@ -51,7 +52,7 @@ def _build(config: RunConfig, model: ModelSource, say: Say) -> tuple[nn.Module, 
     seed_everything(config.seed, 0)  # whatever the constructor draws, the seed decides
     module = model()
     # Plait's own models start from the same values wherever they are built.
-    own = described is not None and described.type != "import"
+    own = described is not None and not isinstance(described, OWN_MODEL)
     return module, getattr(module, "init_weights") if own else None  # noqa: B009
 
 
@@ -60,7 +61,11 @@ def _build_on_meta(model: Callable[[], nn.Module]) -> tuple[tuple[nn.Module, Ini
     try:
         with torch.device("meta"), Record() as built:
             module = model()
-    except (RuntimeError, NotImplementedError) as error:  # a constructor that looks at values; if not, it fails again
+    except (RuntimeError, NotImplementedError, ConfigError) as raised:
+        error = raised.__cause__ if isinstance(raised, ConfigError) else raised
+        if not isinstance(error, (RuntimeError, NotImplementedError)):
+            raise
+        # A constructor that looks at values; if not, it fails again.
         return None, f"its constructor raised {type(error).__name__} there: {str(error).partition(chr(10))[0]}"
     initializer = find_initializer(module, built)
     if initializer is None:
@@ -144,7 +149,7 @@ def warn_of_smaller_range(given: Preparation, module: nn.Module) -> None:
 def _pretrained(config: RunConfig) -> str | None:
     """The folder of `transformers` that the weights come from; None where they come from nowhere."""
     described = config.model
-    if described is None or described.type != "hf" or not described.pretrained:
+    if not isinstance(described, HFConfig) or not described.pretrained:
         return None
     return described.path
 
