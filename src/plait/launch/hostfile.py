@@ -13,6 +13,10 @@ from plait.errors import WorldError
 Pool = dict[str, tuple[int, ...]]
 """Host → the numbers of its slots, in the order in which ranks are given out."""
 
+_NAME = re.compile(r"(?!-)[\w.:%@+~-]+")
+"""A name, an address, or one of them behind `user@`. What begins with a dash would be an option of ssh."""
+_MOST_SLOTS = 65_536
+"""More than any host has; a slip must not fill memory with numbers."""
 _LINE = re.compile(r"(?P<host>\S+)(?:\s+slots\s*=\s*(?P<slots>\S+))?(?:\s+max[_-]slots\s*=\s*\d+)?\s*")
 
 
@@ -38,9 +42,14 @@ def _entry(text: str, where: str) -> tuple[str, int]:
         raise WorldError(f"{where}: cannot read {text!r}; write a host and its slots: `worker-0 slots=4`")
     if found["slots"] is None:
         raise WorldError(f"{where}: {text!r} says no slots; write how many ranks it takes: `{found['host']} slots=4`")
-    if not found["slots"].isdecimal() or int(found["slots"]) == 0:
+    if re.fullmatch(r"0*[1-9]\d*", found["slots"], re.ASCII) is None:
         raise WorldError(f"{where}: slots={found['slots']} is no number from 1; write `{found['host']} slots=4`")
-    return _without_brackets(found["host"]), int(found["slots"])
+    if len(found["slots"]) > len(str(_MOST_SLOTS)) or int(found["slots"]) > _MOST_SLOTS:
+        raise WorldError(f"{where}: slots={found['slots']:.20} is more than the {_MOST_SLOTS} that a host may have")
+    host = _without_brackets(found["host"])
+    if _NAME.fullmatch(host) is None:
+        raise WorldError(f"{where}: {host!r} is no name or address of a host; write it like `worker-0 slots=4`")
+    return host, int(found["slots"])
 
 
 def _without_brackets(host: str) -> str:

@@ -41,6 +41,12 @@ fe80::1%eth0 slots=1
         ("a slots=1 b slots=2\n", r"hosts:1: cannot read 'a slots=1 b slots=2'"),
         ("a slots=1\na slots=2\n", r"hosts:2: 'a' is there twice"),
         ("# nobody\n", r"names no host"),
+        ("a slots=99999999999\n", r"hosts:1: slots=99999999999 is more than the 65536"),
+        (f"a slots={'9' * 5000}\n", r"hosts:1: slots=9{20} is more than"),
+        ("a slots=٣\n", r"hosts:1: slots=٣ is no number from 1"),
+        ("a slots=1\n-oProxyCommand=touch${IFS}ran slots=1\n", r"hosts:2: '-oProxyCommand=.* is no name or address"),
+        ("a;id slots=1\n", r"hosts:1: 'a;id' is no name or address"),
+        ("a,b slots=1\n", r"hosts:1: 'a,b' is no name or address"),
     ],
 )
 def test_a_wrong_line_is_named_by_its_number(tmp_path: Path, text: str, message: str) -> None:
