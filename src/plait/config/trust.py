@@ -11,6 +11,7 @@ A stored `trust_code` counts for nothing: nobody vouches for himself.
 
 from __future__ import annotations
 
+import inspect
 import json
 import traceback
 from collections.abc import Iterator, Mapping
@@ -78,6 +79,27 @@ def load_code(name: str, *, key: str) -> Any:
             raise ConfigError(Problem(key, f"{name!r}: {module_name!r} has no {attribute!r}", remedy)) from error
         found = getattr(found, attribute)
     return found
+
+
+def call_code(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
+    """What `name` stands for, called. `key` is that of the name, such as `model.target`; `args` stands beside it.
+
+    Raises `ConfigError` as `load_code` does, and where the arguments do not fit. What is raised within is not caught.
+    """
+    function = load_code(name, key=key)
+    if not callable(function):
+        raise ConfigError(Problem(key, f"{str(name)!r} is a {type(function).__name__}", "Name a class or a function."))
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-ins have none; calling them is the only test
+        return function(**arguments)
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        above, dot, _ = key.rpartition(".")
+        message = f"{dict(arguments)} do not fit {name}{signature}: {error}"
+        raise ConfigError(Problem(f"{above}{dot}args", message, "Write the arguments that it takes.")) from error
+    return function(**arguments)
 
 
 def load_module(module_name: str, *, key: str, name: str | None = None) -> Any:

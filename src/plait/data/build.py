@@ -16,10 +16,11 @@ from plait.config.data import (
     TokensData,
     texts,
 )
-from plait.config.trust import load_code
+from plait.config.trust import call_code
 from plait.data.corpus import prepare_corpus
 from plait.data.packing import PackedTokens
 from plait.data.tokens import TokenFile
+from plait.errors import ConfigError, Problem
 
 
 def build_dataset(
@@ -47,7 +48,7 @@ def build_dataset(
             augment = training if config.augment is None else config.augment
             return Cifar10(config.path, split=config.split, augment=augment, seed=seed)
         case ImportedData():
-            return load_code(config.target, key=f"{role}.target")(**config.args)
+            return _imported(config, f"{role}.target")
         case MixtureData():
             from plait.data.mixture import Mixture
 
@@ -57,6 +58,14 @@ def build_dataset(
                 for index, each in enumerate(config.sources)
             ]
             return Mixture(sources, config.weights, config.samples, seed=seed, shuffle=training)
+
+
+def _imported(config: ImportedData, key: str) -> Any:
+    made = call_code(config.target, config.args, key=key)
+    if isinstance(made, str | bytes) or not (hasattr(made, "__getitem__") or hasattr(made, "__iter__")):
+        message = f"{config.target!r} made a {type(made).__name__}"
+        raise ConfigError(Problem(key, message, "Name what makes a data set, a list of samples or a DataLoader."))
+    return made
 
 
 def prepare(config: DataConfig, *, tokenizer: str | Path | None = None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from plait.config import parse, parse_stored
-from plait.config.trust import StoredName, load_code, load_module, transformers_code
+from plait.config.trust import StoredName, call_code, load_code, load_module, transformers_code
 from plait.errors import ConfigError
 
 EVIL = {"type": "import", "target": "os:system", "args": {"command": "true"}}
@@ -147,3 +147,24 @@ def test_code_of_an_inner_model_is_refused_before_transformers_asks(tmp_path: Pa
             pass
         with transformers_code(source, trust_code=True, key="model.path") as trusted:
             assert trusted is True
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "key"),
+    [
+        ("pathlib:Path.cwd", {"width": 3}, "hooks.0.args"),
+        ("json:loads", {}, "hooks.0.args"),
+        ("string:digits", {}, "hooks.0.target"),
+        (StoredName("pathlib:Path", "file"), {}, "hooks.0.target"),
+    ],
+)
+def test_a_call_that_does_not_fit_names_its_key(name: str, arguments: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        call_code(name, arguments, key="hooks.0.target")
+    assert [problem.path for problem in refused.value.problems] == [key]
+
+
+def test_what_a_called_function_raises_is_its_own() -> None:
+    with pytest.raises(json.JSONDecodeError):
+        call_code("json:loads", {"s": "{"}, key="hooks.0.target")
+    assert call_code("builtins:dict", {"a": 1}, key="hooks.0.target") == {"a": 1}

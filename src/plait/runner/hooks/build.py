@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from plait.config.profile import ProfileConfig
 from plait.config.train import EarlyStopConfig, EmaConfig, HookConfig, ImportedHook, RollbackConfig
-from plait.config.trust import load_code
+from plait.config.trust import call_code
 from plait.errors import ConfigError, Problem
 from plait.runner.hooks.base import Hook
 from plait.runner.hooks.early_stop import EarlyStop
@@ -34,13 +34,7 @@ def build_hooks(configs: Sequence[HookConfig], profile: ProfileConfig | None = N
 
 
 def _import(config: ImportedHook, path: str) -> Hook:
-    make = load_code(config.target, key=path)
-    try:
-        hook = make(**config.args)
-    except TypeError as error:
-        raise ConfigError(
-            Problem(path, f"{config.target!r} cannot be used: {error}", "Write it as package.module:HookClass.")
-        ) from error
+    hook = call_code(config.target, config.args, key=path)
     if not isinstance(hook, Hook):
         raise ConfigError(
             Problem(path, f"{config.target!r} made a {type(hook).__name__}", "Derive it from plait.runner.Hook.")
