@@ -172,7 +172,7 @@ def _check(src: str | None, dst: str | None, options: Options) -> tuple[int, lis
             problems.append(Problem(key, "not given", f"Say what to write: {', '.join(choices)}."))
         elif value not in choices:
             problems.append(Problem(key, f"{value!r} is not known", choose(value, choices, "choice")))
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", options.shard_size.upper())
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?I?)B?", options.shard_size.upper())
     shard_size = int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
     if shard_size <= 0:
         problems.append(Problem("--shard-size", f"{options.shard_size!r} is no size", "Write 5GB or 500MiB."))

@@ -10,7 +10,7 @@ from plait.config import Parsed, describe, parse, resolve_batch, resolve_layout
 from plait.config.complete import check_complete
 from plait.config.graphs import check_graphs
 from plait.config.train import OWN_HOOK, AccuracyConfig, EarlyStopConfig, MetricPart
-from plait.config.words import listed, show
+from plait.config.words import listed, show, whole_number
 from plait.errors import ConfigError, Problem
 from plait.launch import Machines, gpu_count, launched_rank, launched_size, run_here, run_share
 from plait.monitor import report_progress
@@ -120,9 +120,9 @@ def _count(nproc: str) -> int:
         if count := gpu_count():
             return count
         raise ConfigError(Problem("--nproc", "'gpu', but no GPU can be seen here", "Write a number from 1."))
-    if nproc.isdecimal() and int(nproc) > 0:
-        return int(nproc)
-    raise ConfigError(Problem("--nproc", f"{nproc!r} is no number of processes", "Write a number from 1, or gpu."))
+    if wanted := whole_number(nproc):
+        return wanted
+    raise ConfigError(Problem("--nproc", f"{show(nproc)} is no number of processes", "Write a number from 1, or gpu."))
 
 
 def _check(parsed: Parsed, ranks: int) -> None:

@@ -66,7 +66,7 @@ def build_dataset(
     if isinstance(made, DataLoader):
         message = f"{name!r} made a DataLoader; batches, order and workers are said in `{role}`"
         raise ConfigError(Problem(key, message, "Return its data set, or give the DataLoader from Python."))
-    if isinstance(made, type) or not isinstance(made, (Iterable, Indexed)):
+    if isinstance(made, (type, str, bytes)) or not isinstance(made, (Iterable, Indexed)):
         message = f"{name!r} made a {type(made).__name__}, which has no `__getitem__` and no `__iter__`"
         raise ConfigError(Problem(key, message, "Return a torch Dataset, or any iterable."))
     return made
