@@ -161,3 +161,14 @@ def own_or_part(part: type[Part]) -> Callable[[Any], str]:
         return PART_TAG if isinstance(value, part) or is_part(part, name) else OWN_TAG
 
     return tag
+
+
+def word_or_part(part: type[Part]) -> Callable[[Any], str]:
+    """The same between words of Plait's (`OWN_TAG`) and `part` (`PART_TAG`)."""
+
+    def tag(value: Any) -> str:
+        if isinstance(value, (str, bool, int, float, list, tuple)) or value is None:
+            return PART_TAG if is_part(part, value) else OWN_TAG
+        return PART_TAG
+
+    return tag

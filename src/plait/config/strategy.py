@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat
 
 from plait.config.base import Many, NonNegativeInt, PositiveInt, RefusedError, Section, Shorthand
-from plait.config.engine import EngineWord, PluginWord, engine_stage, usual_stage, with_file_read
+from plait.config.engine import EngineChoice, EnginePart, PluginWord, engine_stage, usual_stage, with_file_read
 from plait.config.offload import OffloadConfig
 from plait.config.words import choose
 
@@ -145,8 +145,9 @@ class StrategyConfig(Shorthand):
 
     auto: bool = False
     """`plait train` looks for the fastest way to spread the run that fits, and trains with that."""
-    engine: EngineWord = "native"
-    """`native`, or the real library of that name behind the same interface; see engines.md."""
+    engine: EngineChoice = "native"
+    """`native`, or the real library of that name behind the same interface; see engines.md. Or an engine of one's own;
+    see write-your-own.md."""
     config: dict[str, Any] | None = None
     """For `engine: deepspeed` a ds_config, the file or its keys; for `colossalai` the plugin's own options."""
     plugin: PluginWord | None = None
@@ -202,6 +203,11 @@ class StrategyConfig(Shorthand):
         if word not in SHORTHANDS:
             raise RefusedError(f"unknown strategy {value!r}", choose(value, SHORTHANDS, "word"))
         return SHORTHANDS[word]
+
+    @property
+    def engine_name(self) -> str:
+        """The engine in a word."""
+        return str(self.engine.type) if isinstance(self.engine, EnginePart) else self.engine
 
     @property
     def stage(self) -> int:

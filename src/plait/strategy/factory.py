@@ -6,10 +6,11 @@ from typing import Any
 
 from plait.config.run import RunConfig
 from plait.strategy.base import Engine
+from plait.strategy.engines import make_engine
 from plait.strategy.native.building import ModelSource
 from plait.strategy.native.forward import Say
 from plait.strategy.native.loss import LossFunction
-from plait.strategy.native.prepare import Length, prepare_native
+from plait.strategy.native.prepare import Length
 from plait.world import World
 
 
@@ -25,22 +26,13 @@ def prepare_engine(
     say: Say = print,
 ) -> Engine:
     """Make a model ready to train with `strategy.engine`; see `prepare_native`. No other library is loaded."""
-    given: dict[str, Any] = {
-        "model": model,
-        "loss_function": loss_function,
-        "length": length,
-        "accumulation": accumulation,
-        "example": example,
-        "say": say,
-    }
-    match config.strategy.engine:
-        case "deepspeed":
-            from plait.strategy.deepspeed import prepare_deepspeed
-
-            return prepare_deepspeed(config, world, **given)
-        case "colossalai":
-            from plait.strategy.colossalai import prepare_colossalai
-
-            return prepare_colossalai(config, world, **given)
-        case _:
-            return prepare_native(config, world, **given)
+    return make_engine(
+        config,
+        world,
+        model=model,
+        loss_function=loss_function,
+        length=length,
+        accumulation=accumulation,
+        example=example,
+        say=say,
+    )
