@@ -50,7 +50,7 @@ def build(section: Section, key: str, *args: Any, accepts: type | tuple[type, ..
     if not isinstance(section, Part):
         return made(*args, section, **given)
     arguments = section.arguments
-    if accepts and isinstance(made, accepts):
+    if accepts and not isinstance(made, type) and isinstance(made, accepts):
         if arguments:
             message = f"a {type(made).__name__} that is made already takes no arguments"
             raise ConfigError(Problem(f"{key}.{next(iter(arguments))}", message, "Give them where it is made."))

@@ -12,7 +12,7 @@ from plait.config import tree
 from plait.config.base import RefusedError, Section, Shorthand
 from plait.config.draft import Draft, dotted, origin_of
 from plait.config.foreign import plait_key
-from plait.config.part import PART_TAG, Part, choose_type
+from plait.config.part import OWN_TAG, PART_TAG, Part, choose_type
 from plait.config.run import RunConfig
 from plait.config.words import choose, listed, nearest, show
 from plait.errors import Problem
@@ -90,6 +90,8 @@ def _located(raw: Any, root: type[Section]) -> _Error:
             keys, annotation = (*keys, part), info.annotation if info else None
         elif part in choices:
             annotation = choices[part]
+        elif part == OWN_TAG and len(choices) == 1:  # one section alone is known by no tag of its own
+            annotation = next(iter(choices.values()))
         elif part == PART_TAG and (opened := tree.open_part(annotation)) is not None:
             annotation = owner = opened
         elif isinstance(annotation, type) and issubclass(annotation, Part):
