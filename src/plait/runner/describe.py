@@ -92,7 +92,7 @@ _AXES = {
 
 def _axes(strategy: StrategyConfig, layout: Layout) -> list[str]:
     details = {
-        "pp": strategy.pipeline.schedule,
+        "pp": str(strategy.pipeline.schedule),
         "ep": "",
         "cp": strategy.context.kind,
         "tp": " (with the sequence)" if strategy.tensor.sequence_parallel else "",

@@ -46,7 +46,7 @@ from plait.strategy.native.building import ModelSource, build_module, load_pretr
 from plait.strategy.native.casting import cast_parameters
 from plait.strategy.native.engine import NativeEngine
 from plait.strategy.native.forward import Say
-from plait.strategy.native.fusing import use_fp8, use_fp8_at_the_head, use_kernels
+from plait.strategy.native.fusing import use_fp8, use_fp8_at_the_head, use_kernels, use_recipe
 from plait.strategy.native.loss import LossFunction
 from plait.strategy.native.norms import weigh_norms
 from plait.strategy.native.offloaded import OffloadedUpdater, OffloadedViews
@@ -145,6 +145,7 @@ def prepare_native(
     eight: dict[str, Fp8Linear] = {}
     for part, units in zip(parts, all_units, strict=True):
         eight |= use_fp8(part, units, config, device, say)
+        use_recipe(part, units, config, device, say)
         use_kernels(part, config, device, say)
     # Loops of other kinds may look at gradients, and sum as many of them as they like.
     leaves = whole_steps and adopted is None and accumulation == 1 and not stages
