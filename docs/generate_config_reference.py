@@ -170,7 +170,6 @@ WORDS: dict[str, str] = {
     "PrecisionConfig.compute": "Format of parameters and activations in forward and backward.",
     "PrecisionConfig.reduce": "Format in which gradients are summed over ranks.",
     "PrecisionConfig.scaler": "Loss scaling, for fp16 only.",
-    "RecomputeConfig.mode": "Which blocks recompute.",
     "CompileConfig.enabled": "Whether to compile. Naming any option is asking for it.",
     "CompileConfig.backend": "Of `torch.compile`.",
     "CompileConfig.mode": "Of `torch.compile`.",

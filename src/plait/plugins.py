@@ -39,11 +39,14 @@ def load(section: Section, key: str) -> Any:
         return load_code(section.target, key=f"{key}.target")
     if not isinstance(section, Part):
         return load_code(section.builds, key=key)
-    if section.given is not None:
-        return section.given
-    if ":" in section.type or isinstance(section.type, StoredName):
-        return load_code(section.type, key=f"{key}.type")
-    return load_plugin(section.kind, section.type, key=f"{key}.type")
+    return section.given if section.given is not None else find(section.kind, section.type, f"{key}.type")
+
+
+def find(kind: Kind, name: str, key: str) -> Any:
+    """What a name of a part stands for: `package.module:name`, or a plug-in of this kind. Raises as `load` does."""
+    if ":" in name or isinstance(name, StoredName):
+        return load_code(name, key=key)
+    return load_plugin(kind, name, key=key)
 
 
 def build(section: Section, key: str, *args: Any, accepts: type | tuple[type, ...] = (), **given: Any) -> Any:

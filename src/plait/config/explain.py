@@ -90,6 +90,8 @@ def _located(raw: Any, root: type[Section]) -> _Error:
             keys, annotation = (*keys, part), info.annotation if info else None
         elif part in choices:
             annotation = choices[part]
+        elif part == OWN_TAG and len(choices) == 1:  # one section alone is known by no tag of its own
+            annotation = next(iter(choices.values()))
         elif part == PART_TAG and (opened := tree.open_part(annotation)) is not None:
             annotation = owner = opened
         elif part != OWN_TAG and not choices and (opened := tree.open_part(annotation)) is not None:

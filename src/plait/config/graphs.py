@@ -16,7 +16,7 @@ def against_recording(config: RunConfig) -> Iterator[str]:
     """What a recording cannot go with: it does what it did the first time, on the device alone."""
     strategy, fp8 = config.strategy, config.precision.fp8
     if strategy.engine != "native":
-        yield f"cannot go with engine {strategy.engine}, which has passes of its own"
+        yield f"cannot go with engine {strategy.engine_name}, which has passes of its own"
     if strategy.offload.on or strategy.offload.activations != "none":
         yield "cannot go with `strategy.offload`: the host has a part in every pass"
     if strategy.recompute.mode != "none" or strategy.tiles.names:

@@ -111,6 +111,9 @@ class Part(Shorthand):
             raise RefusedError(f"{name} takes no further keys here", f"Write the word alone: `{name}`.")
         raise RefusedError(f"unknown {cls.kind.replace('_', ' ')} {show(name)}", choose_type(cls.kind, name, cls.own))
 
+    def __str__(self) -> str:
+        return str(self.type)
+
     @property
     def arguments(self) -> dict[str, Any]:
         """The keys that belong to the part itself."""
@@ -191,5 +194,16 @@ def word_or_part(part: type[Part]) -> Callable[[Any], str]:
         if isinstance(value, (str, bool, int, float, list, tuple)) or value is None:
             return PART_TAG if is_part(part, value) else OWN_TAG
         return PART_TAG
+
+    return tag
+
+
+def mapping_or_part(part: type[Part]) -> Callable[[Any], str]:
+    """The same between a mapping of Plait's (`OWN_TAG`) and `part` (`PART_TAG`)."""
+
+    def tag(value: Any) -> str:
+        if isinstance(value, Mapping):
+            return PART_TAG if is_part(part, value.get("type")) else OWN_TAG
+        return OWN_TAG if value is None or isinstance(value, (bool, int, float, list, tuple)) else PART_TAG
 
     return tag

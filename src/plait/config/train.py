@@ -68,6 +68,29 @@ class BestConfig(Section):
     mode: Literal["min", "max"] = "min"
 
 
+class FolderStorageConfig(Section):
+    """Another folder, on another disk or another file system."""
+
+    builds = "plait.checkpoint.storage:folder_storage"
+
+    type: Literal["folder"] = "folder"
+    path: PathText
+    """Where it is; of one run alone."""
+
+
+class StoragePart(Part):
+    """A storage of one's own: files are written there, read, listed and deleted; see write-your-own.md."""
+
+    kind = "storage"
+    own = ("folder",)
+
+
+StorageConfig = Annotated[
+    Annotated[FolderStorageConfig, Tag(OWN_TAG)] | Annotated[StoragePart, Tag(PART_TAG)],
+    Discriminator(own_or_part(StoragePart)),
+]
+
+
 class CheckpointConfig(Section):
     """When to save, how many to keep, what to start from."""
 
@@ -90,6 +113,8 @@ class CheckpointConfig(Section):
     """Training waits only until the state is copied in host memory; it is written while training goes on."""
     trainable_only: bool = False
     """Leave out what is not trained; on resuming it comes from the `model` section again, and is compared."""
+    storage: StorageConfig | None = None
+    """Each checkpoint is copied there once it is complete, and comes from there where `work_dir` has none as new."""
     node_local: bool = False
     """Each node keeps the shards of its own ranks in its own folder; on resuming they are fetched where needed."""
 

@@ -15,7 +15,7 @@ from plait.errors import WorldError
 from plait.launch import forward, slurm
 from plait.launch.binding import cpu_count, parse_cores
 from plait.launch.elastic import is_elastic, range_of_nodes
-from plait.launch.flags import DEFAULT_HOSTFILE
+from plait.launch.flags import DEFAULT_HOSTFILE, is_own_launcher
 from plait.launch.hostfile import MOST_SLOTS, Pool, choose, limit, read_hostfile
 from plait.launch.job import Job, Node
 from plait.launch.local import gpu_count
@@ -30,7 +30,8 @@ from plait.launch.variables import check_address, with_variables
 def prepare(options: Options, words: Sequence[str]) -> Setup:
     """Decide everything that can be decided without asking another host."""
     options = with_variables(options)
-    if is_elastic(options) and options.launcher in ("slurm", "pdsh", *FAMILIES):
+    own = is_own_launcher(options.launcher)
+    if is_elastic(options) and (own or options.launcher in ("slurm", "pdsh", *FAMILIES)):
         raise WorldError(
             f"--launcher {options.launcher} starts a fixed number of ranks; elastic training goes with ssh"
         )
@@ -103,7 +104,8 @@ def _count(options: Options) -> int | None:
 
 def _without_hostfile(options: Options, words: Sequence[str]) -> Setup:
     """This host alone, or one of several that are each started by hand, as with torchrun."""
-    if options.launcher not in (None, "local", *FAMILIES):
+    own = is_own_launcher(options.launcher)
+    if not own and options.launcher not in (None, "local", *FAMILIES):
         raise WorldError(f"--launcher {options.launcher} needs hosts; name a file with --hostfile")
     slots = _local_slots(options)
     count = range_of_nodes(options, 1)[1] if options.nnodes else 1

@@ -31,6 +31,11 @@ def rank_words(job: Job) -> list[str]:
     return [sys.executable, "-m", "plait.launch.rank", "--job", replace(job, environment={}).to_json()]
 
 
+def host_words(job: Job, node: int) -> list[str]:
+    """The command that starts all ranks of one host of a job, where a launcher starts one command for each."""
+    return [sys.executable, "-m", "plait.launch.node", "--job", job.to_json(), "--node", str(node)]
+
+
 def launched_rank() -> int:
     """The rank as which a launcher, whichever, started this process; 0 where nobody did."""
     found = (os.environ.get(name, "") for name in ("RANK", *(rank for rank, _ in _NAMES)))

@@ -100,7 +100,7 @@ def besides(strategy: StrategyConfig) -> list[str]:
     """What a strategy does besides spreading the run over ranks, each in a word or two."""
     offload = strategy.offload
     said = {
-        f"engine {strategy.engine}": strategy.engine != "native",
+        f"engine {strategy.engine_name}": strategy.engine != "native",
         f"recompute {strategy.recompute.mode}": strategy.recompute.mode != "none",
         "compile": strategy.compile.enabled,
         f"offload {offload.optimizer}": offload.on,

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from plait.config import resolve_layout
-from plait.config.engine import as_native
 from plait.errors import ConfigError
 from plait.plan.expectation import Forecast, forecast
 from plait.runner.sources import batch_of, first_inputs
 from plait.runner.throughput import memory_mib
 from plait.spec import EventKind
+from plait.strategy.engines import planned_as, stage_of
 from plait.world import Ranks, detect_ranks
 
 if TYPE_CHECKING:
@@ -52,7 +52,12 @@ class Foresight:
             if example is None:
                 return "the data give no sample without being used up"
             options["example"] = example
-        config = as_native(self.runner.config)
+        try:
+            config = planned_as(self.runner.config)
+        except ConfigError:  # it is told where the run is built
+            return None
+        if isinstance(config, str):
+            return config
         return forecast(config, ranks=ranks.size, local_ranks=ranks.local_size, **options)
 
     def micro_batch(self, ranks: Ranks) -> int | None:
@@ -86,7 +91,7 @@ class Foresight:
         elif found is not None:
             step = "" if found.seconds is None else f", {found.seconds:.3g} s a step"
             strategy = self.runner.config.strategy
-            like = "" if strategy.engine == "native" else f" (as the native engine at ZeRO stage {strategy.stage})"
+            like = "" if strategy.engine == "native" else f" (as the native engine at ZeRO stage {stage_of(strategy)})"
             text = (
                 f"plan{like}: {found.needed_gib:.2f} of {found.memory_gib:.1f} GiB{step} (known in {found.took:.1f} s)"
             )

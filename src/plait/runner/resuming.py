@@ -87,7 +87,7 @@ def _find_one(runner: Runner, saver: Saver, wanted: str) -> tuple[Checkpoint, Fe
 
         def find() -> Path | None:
             saver.folder.sweep()
-            return saver.folder.find(wanted)
+            return saver.folder.find(wanted if saver.storage is None else saver.storage.fetch(wanted))
 
         path = on_main(runner.world, find)
         if path is None:
@@ -96,6 +96,14 @@ def _find_one(runner: Runner, saver: Saver, wanted: str) -> tuple[Checkpoint, Fe
         return open_checkpoint(path), nothing_to_fetch
     channel, disks = saver.writer.channel, saver.writer.disks
     together(channel, attempt(saver.folder.sweep) if disks.is_lead else None, "the checkpoint folder cannot be used")
+    if (storage := saver.storage) is not None:
+        name = [wanted]
+
+        def fetch() -> None:
+            name.append(storage.fetch(wanted))
+
+        together(channel, attempt(fetch) if disks.is_lead else None, "the checkpoint storage cannot be used")
+        wanted = name[-1]
     scattered = find_scattered(saver.folder, wanted, channel, disks)
     return None if scattered is None else (scattered.checkpoint, scattered.fetch)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from plait.checkpoint import CheckpointFolder, CheckpointWriter, Saved, attempt, together
+from plait.checkpoint import CheckpointFolder, CheckpointWriter, Saved, attempt, build_storage, together
 from plait.config import to_dict
 from plait.errors import CheckpointError
 from plait.runner.best import Best
@@ -33,6 +33,7 @@ class Saver:
         self._runner = runner
         self._config = config
         self.folder = CheckpointFolder(Path(runner.config.work_dir) / "checkpoints")
+        self.storage = build_storage(config.storage, self.folder)
         self.best = None
         if config.best is not None:
             self.best = Best(config.best.metric, config.best.mode, path="checkpoint.best.metric")
@@ -52,6 +53,7 @@ class Saver:
                 background=self._config.async_save,
                 node_local=self._config.node_local,
                 reopen=self._config.trainable_only,
+                storage=self.storage,
             )
         return self._writer
 
@@ -77,6 +79,8 @@ class Saver:
     def _newest_of_earlier_run(self) -> str | None:
         self.folder.sweep()
         newest = self.folder.newest()
+        if newest is None and self.storage is not None:
+            return self.storage.newest()
         return None if newest is None else newest.name
 
     def _newest_of_any_node(self) -> tuple[str | None, str]:
@@ -177,6 +181,11 @@ class Saver:
         if best:
             self.folder.link("best", target)
         self.folder.prune(self._config.keep, self._config.keep_every)
+        if self.storage is not None and self._runner.world.rank == 0:
+            link = self.folder.root / "best"
+            self.storage.prune(
+                self._config.keep, self._config.keep_every, link.resolve().name if link.exists() else None
+            )
 
     def validated(self, metrics: Mapping[str, float]) -> None:
         """After a validation: save it if it is the best one so far."""

@@ -62,7 +62,7 @@ def batch_of(config: RunConfig, data_parallel: int, given: Any, *, split: int = 
     micro_batches = config.strategy.pipeline.micro_batches
     batch = resolve_batch(section, data_parallel, micro_batches=micro_batches)
     if split > 1 and config.strategy.engine != "native":
-        message = f"memory was short with {batch.micro}, and the engine {config.strategy.engine} is told once"
+        message = f"memory was short with {batch.micro}, and the engine {config.strategy.engine_name} is told once"
         raise ConfigError(Problem("batch.micro", message, "Write a smaller one."))
     return batch.split(split)
 

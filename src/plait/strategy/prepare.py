@@ -9,7 +9,7 @@ from torch import nn
 
 from plait.config import check, parse_sections, resolve_batch
 from plait.strategy.base import Engine
-from plait.strategy.factory import prepare_engine
+from plait.strategy.engines import prepare_engine
 from plait.strategy.native.loss import LossFunction
 from plait.strategy.preparation import Length, Preparation
 from plait.world import World, open_world

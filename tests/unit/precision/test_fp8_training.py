@@ -96,7 +96,7 @@ def test_a_phase_that_wants_logits_has_no_use_for_a_head_in_8_bits() -> None:
         ({"precision": {"fp8": {"recipe": "rowwise", "scales": "earlier"}}}, "one number a tensor"),
         ({"precision": {"fp8": EARLIER}, "strategy": {"compile": True}}, "at once"),
         ({"precision": "fp8", "strategy": {"layout": {"tp": 2}}}, "tp"),
-        ({"precision": "fp8", "strategy": {"engine": "deepspeed"}}, "formats of its own"),
+        ({"precision": "fp8", "strategy": {"engine": "deepspeed"}}, "engine deepspeed"),
     ],
     ids=str,
 )

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from plait.config import Layout, resolve_layout
-from plait.config.engine import as_native
 from plait.config.online import PpoConfig
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, PlaitError, Problem
@@ -28,6 +27,7 @@ from plait.posttrain.online.settings import Online
 from plait.precision import make_policy
 from plait.runner.forecast import Foresight
 from plait.spec import EventKind
+from plait.strategy.engines import planned_as
 from plait.world import Ranks
 
 _GIB = 2**30
@@ -67,9 +67,15 @@ class OnlineForesight(Foresight):
         micro = self.micro_batch(ranks)
         if micro is None:
             return None
+        try:
+            planned = planned_as(config)
+        except ConfigError:  # it is told where the run is built
+            return None
+        if isinstance(planned, str):
+            return planned
         example = learned_from(config, micro)
         sizes = {"ranks": ranks.size, "local_ranks": ranks.local_size}
-        found = forecast(as_native(config), **sizes, model=given.model, loss_function=given.loss_fn, example=example)
+        found = forecast(planned, **sizes, model=given.model, loss_function=given.loss_fn, example=example)
         if isinstance(found, Forecast):
             layout = resolve_layout(config.strategy, size=ranks.size, local_size=ranks.local_size)
             try:

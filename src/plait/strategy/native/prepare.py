@@ -44,7 +44,7 @@ from plait.strategy.native.building import build_module, load_pretrained_into, w
 from plait.strategy.native.casting import cast_parameters
 from plait.strategy.native.engine import NativeEngine
 from plait.strategy.native.fields import Select, select_inputs
-from plait.strategy.native.fusing import use_fp8, use_fp8_at_the_head, use_kernels
+from plait.strategy.native.fusing import use_fp8, use_fp8_at_the_head, use_kernels, use_recipe
 from plait.strategy.native.norms import weigh_norms
 from plait.strategy.native.offloaded import OffloadedUpdater, OffloadedViews
 from plait.strategy.native.offloading import Offloading
@@ -205,6 +205,7 @@ def _find_units(model: Assembly) -> Assembly:
     parts = [replace(part, units=find_units(part.module, given.config.strategy.wrap)) for part in model.parts]
     for part in parts:
         fp8_layers |= use_fp8(given, part.module, part.units)
+        use_recipe(given, part.module, part.units)
         use_kernels(given, part.module)
     return replace(model, parts=tuple(parts), fp8_layers=fp8_layers)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from plait.config.run import RunConfig
+from plait.config.strategy import PipelineSchedulePart
 from plait.errors import ConfigError, ModelError, Problem
 from plait.parallel.attachments import Attributes, gradient_hooks, held_elsewhere, memory_in_common
 from plait.parallel.gradients import Gradients
@@ -154,12 +155,15 @@ def joined(parts: Sequence[nn.Module], *, sharded: bool) -> nn.Module:
 
 def staged_steps(given: Preparation, stages: Stages, collectors: Sequence[Gradients], views: Views) -> StagedSteps:
     """What runs the stages; every rank must make it."""
-    from plait.parallel.pipeline import Pipeline
+    from plait.parallel.pipeline import Pipeline, make_table
     from plait.strategy.native.staged import StagedSteps
 
     config, world = given.config, given.world
     options, group = config.strategy.pipeline, world.group("pp")
     assert group is not None
+    count = options.micro_batches or config.batch.accumulation
+    if count is not None and isinstance(options.schedule, PipelineSchedulePart):
+        make_table(options.schedule, world.layout.pp, count)  # looks through it, before the first step
     # Recomputation runs a block again in its backward pass; in halves it would run twice.
     splits = config.strategy.recompute.mode == "none"
     pipeline = Pipeline(stages, schedule=options.schedule, group=group, device=world.device, splits_backward=splits)
@@ -253,14 +257,15 @@ def spread_axes(given: Preparation, module: nn.Module, *, stage: bool) -> tuple[
     experts: list[nn.Module] = []
     alike = None
     if tensor is not None:
-        from plait.parallel.tensor import apply_tensor_parallel, stays_whole
+        from plait.parallel.tensor import apply_tensor_parallel, plan_of, stays_whole
 
         options = strategy.tensor
-        alike = stays_whole(module, options.plan or None, sequence=options.sequence_parallel, stage=stage)
+        plan = plan_of(options.plan, module)
+        alike = stays_whole(module, plan, sequence=options.sequence_parallel, stage=stage)
         apply_tensor_parallel(
             module,
             tensor,
-            plan=options.plan or None,
+            plan=plan,
             sequence=options.sequence_parallel,
             async_tp=options.async_tp,
             stage=stage,
