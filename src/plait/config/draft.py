@@ -91,7 +91,7 @@ class Draft:
             return index
         numbers = f"0 to {len(node) - 1}, or {len(node)} to add one" if node else "0, to add the first one"
         message = f"no entry {show(key)} in a list of {len(node)}"
-        self.problems.append(Problem(f"{path}.{str(key):.40}", message, f"The entries are {numbers}.", origin))
+        self.problems.append(Problem(f"{path}.{key!s:.40}", message, f"The entries are {numbers}.", origin))
         return None
 
     def _assign(self, node: Any, key: Any, value: Any) -> None:
