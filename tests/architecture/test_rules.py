@@ -69,6 +69,22 @@ def test_every_exception_to_a_rule_of_security_has_its_reason() -> None:
     assert [line for line in silenced if not re.search(r"# noqa: [A-Z0-9, ]+  # \w", line)] == []
 
 
+def test_programs_that_tests_need_are_named_by_the_mark_alone() -> None:
+    """`real` fails where `.ci/run` has installed everything, where a `skipif` of one's own would skip for ever."""
+    tests = SOURCES[0].parents[2] / "tests"
+    asking = {"real.py", "matrix.py", "multi/hosts.py", "multi/slurm.py"}  # what stands behind the mark
+    machine = {"unit/checkpoint/test_checkpoint_files.py", "unit/parallel/test_compiling.py"}  # mount, and a compiler
+    places = {
+        path.relative_to(tests).as_posix()
+        for path in tests.rglob("*.py")
+        if any(
+            isinstance(node, ast.Call) and ast.unparse(node.func).endswith("which")
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        )
+    }
+    assert places == asking | machine
+
+
 def test_an_extra_that_a_message_names_is_there() -> None:
     project = tomllib.loads((SOURCES[0].parents[2] / "pyproject.toml").read_text())
     named = {

@@ -120,8 +120,8 @@ def _count(nproc: str) -> int:
         if count := gpu_count():
             return count
         raise ConfigError(Problem("--nproc", "'gpu', but no GPU can be seen here", "Write a number from 1."))
-    if wanted := whole_number(nproc):
-        return wanted
+    if ranks := whole_number(nproc):
+        return ranks
     raise ConfigError(Problem("--nproc", f"{show(nproc)} is no number of processes", "Write a number from 1, or gpu."))
 
 
