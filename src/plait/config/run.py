@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from plait.config.base import Many, NonNegativeInt, PathText, Shorthand
+from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, Shorthand
 from plait.config.data import DataConfig
 from plait.config.model import ModelConfig
 from plait.config.online import GrpoConfig, PpoConfig, RolloutConfig
@@ -37,6 +37,9 @@ class RunConfig(Shorthand):
     data: DataConfig | None = None
     val_data: DataConfig | None = None
     test_data: DataConfig | None = None
+    model_inputs: PositiveInt | Annotated[Many[str], Field(min_length=1)] | None = None
+    """What of a micro-batch the model gets, where a `loss_fn` is given the rest: how many of a row's first values, or
+    the names of fields. Absent: as the signature of its `forward` says."""
     batch: BatchConfig = Field(default_factory=BatchConfig)
     optim: OptimConfig = Field(default_factory=AdamWConfig)
     schedule: ScheduleConfig | None = None

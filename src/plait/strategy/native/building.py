@@ -21,10 +21,9 @@ from plait.parallel.initializer import Initializer, find_initializer
 from plait.parallel.recording import Record
 from plait.spec import Note
 from plait.strategy.native.forward import Say
+from plait.strategy.preparation import ModelSource, Preparation
 from plait.torch_internals import has_values
 from plait.world import is_sharded, seed_everything
-
-ModelSource = nn.Module | Callable[[], nn.Module] | None
 
 
 def build_module(
@@ -140,10 +139,11 @@ SMALLER_RANGE = (
 )
 
 
-def warn_of_smaller_range(config: RunConfig, module: nn.Module, say: Say) -> None:
+def warn_of_smaller_range(given: Preparation, module: nn.Module) -> None:
     """Say that weights which were trained in bf16 are about to be computed with in fp16."""
+    config = given.config
     if config.precision.compute == "fp16" and "bfloat16" in (_stored_dtype(config), _own_dtype(module)):
-        say(SMALLER_RANGE)
+        given.say(SMALLER_RANGE)
 
 
 def _pretrained(config: RunConfig) -> str | None:
@@ -173,19 +173,14 @@ def _own_dtype(module: nn.Module) -> str | None:
 
 
 def load_pretrained_into(
-    skeleton: nn.Module,
-    module: nn.Module,
-    config: RunConfig,
-    *,
-    keep: materialize.Keep | None = None,
-    say: Say = lambda _text: None,
+    given: Preparation, skeleton: nn.Module, module: nn.Module, *, keep: materialize.Keep | None = None
 ) -> None:
     """Fill a model, or the stages of one that this rank holds, from a folder of `transformers`.
 
     `skeleton` is the whole model, whose names and shapes say what the folder must have. `keep` is given the values of
     each parameter before they are rounded.
     """
-    folder = _pretrained(config)
+    folder = _pretrained(given.config)
     if folder is None:
         return
     from plait.models.hf import load_pretrained
@@ -203,4 +198,4 @@ def load_pretrained_into(
                 materialize.assign_whole(tensor, whole)
 
     load_pretrained(skeleton, folder, put)
-    _say_not_finite(wrong, say)
+    _say_not_finite(wrong, given.say)

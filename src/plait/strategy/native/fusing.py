@@ -13,13 +13,12 @@ from plait.parallel import compiling
 from plait.parallel.units import Unit
 from plait.precision import Fp8Linear, apply_fp8
 from plait.spec import Note
-from plait.strategy.native.forward import Say
+from plait.strategy.preparation import Preparation
 
 
-def use_fp8(
-    module: nn.Module, units: Sequence[Unit], config: RunConfig, device: torch.device, say: Say
-) -> dict[str, Fp8Linear]:
+def use_fp8(given: Preparation, module: nn.Module, units: Sequence[Unit]) -> dict[str, Fp8Linear]:
     """Let linear layers multiply in 8 bits where `precision.fp8` wants that; see `precision.fp8`. Returns them."""
+    config, device, say = given.config, given.device, given.say
     wanted = config.precision.fp8
     layers = apply_fp8([(unit.name, unit.module) for unit in units] or [("", module)], wanted, device)
     if not layers:
@@ -46,9 +45,9 @@ def use_fp8_at_the_head(module: nn.Module, config: RunConfig) -> None:
     use_fp8_head(module, emulated=wanted.emulate, traced=compiler.enabled and compiler.scope == "model")
 
 
-def use_kernels(module: nn.Module, config: RunConfig, device: torch.device, say: Say) -> None:
+def use_kernels(given: Preparation, module: nn.Module) -> None:
     """Take kernels where `strategy.kernels` wants them and there are some; see `models.fused`."""
-    strategy = config.strategy
+    strategy, device, say = given.config.strategy, given.device, given.say
     compiled = strategy.compile.enabled and compiling.why_not(strategy.compile, device) is None
     if strategy.kernels == "plain" or device.type != "cuda" or compiled or strategy.layout.tp > 1:
         return
