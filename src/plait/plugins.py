@@ -123,9 +123,11 @@ def call(
     _check_arguments(function, key, args, name, arguments, given)
     try:
         return function(*args, **given, **arguments)
-    except PlaitError:
+    except (PlaitError, MemoryError):
         raise
     except Exception as error:  # whatever a part of somebody else's raises while it is made
+        if type(error).__name__ == "OutOfMemoryError":  # torch's: no matter of arguments, and answered elsewhere
+            raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{name!r} failed: {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
         raise ConfigError(Problem(key, message, "Correct its arguments, or that code.")) from error

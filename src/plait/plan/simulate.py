@@ -32,9 +32,8 @@ from plait.plan.patience import Patience
 from plait.plan.recorder import Peak, Recorder
 from plait.plan.timing import Timing
 from plait.spec.phase import Phase
-from plait.strategy import Length, Preparation, prepare_native
+from plait.strategy import Length, Preparation, described_loss, prepare_native
 from plait.strategy.native.engine import NativeEngine
-from plait.strategy.native.loss import described_loss
 from plait.strategy.native.offloaded import OffloadedViews
 from plait.world.fake import fake_world
 

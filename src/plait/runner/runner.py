@@ -12,12 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from torch.utils.data import DataLoader
-
 from plait.config import Parsed, RunConfig, check, parse, parse_sections
-from plait.config.data import DataPart
-from plait.config.model import ModelPart
 from plait.errors import ConfigError, PlaitError, Problem, TrainingError, in_one_line
 from plait.launch import StepMemory
 from plait.monitor import Monitor, build_monitor, report_progress
@@ -32,12 +27,11 @@ from plait.runner.metrics import Metric, build_metrics
 from plait.runner.place import WorkDir
 from plait.runner.saving import Saver
 from plait.runner.signals import STOPPED, StopSignals
-from plait.runner.sources import GivenObjects, batch_of, is_section, make_loader, refuse_second_shift
+from plait.runner.sources import GivenObjects, batch_of, is_section, make_loader, refuse_second_shift, settle
 from plait.runner.suspects import whose
 from plait.runner.watch import StepWatch, tell_of_lengths
 from plait.spec import Event, EventKind, Note, Phase
 from plait.strategy import Engine, Length, Preparation, prepare_engine
-from plait.strategy.native.loss import described_loss
 from plait.world import World, detect_ranks, on_main, open_world
 
 _NOT_YET = "the Runner has no {} yet: call runner.setup(), as train(), validate() and test() do"
@@ -79,12 +73,7 @@ class Runner:
         self.begin(
             parsed,
             GivenObjects(
-                model=model,
-                **objects,
-                loss_fn=loss_fn,
-                collate_fn=collate_fn,
-                hooks=made_hooks,
-                metrics=made_metrics,
+                model=model, **objects, loss_fn=loss_fn, collate_fn=collate_fn, hooks=made_hooks, metrics=made_metrics
             ),
         )
 
@@ -107,13 +96,10 @@ class Runner:
 
         Nothing is built here: see `setup`.
         """
-        parsed, given = _with_given(parsed, given)
+        parsed, given = settle(parsed, given)
         self.parsed = parsed
         self.config: RunConfig = parsed.config
-        if given.loss_fn is not None and self.config.train.loss is not None:
-            message = "`loss_fn` was given from Python as well"
-            raise ConfigError(Problem("train.loss", message, "Leave out one of the two."))
-        self.given = replace(given, loss_fn=given.loss_fn or described_loss(self.config))
+        self.given = given
         """What was given as objects."""
         if self.config.strategy.auto:
             message = "`auto` is resolved by `plait train` before the ranks start, and this run is not"
@@ -486,23 +472,3 @@ class Runner:
         """Move the progress bar."""
         assert self._monitor is not None
         self._monitor.tick(step)
-
-
-def _with_given(parsed: Parsed, given: GivenObjects) -> tuple[Parsed, GivenObjects]:
-    """A module or DataLoader that stands in a section, as if it had been given beside the description."""
-    described = parsed.config.model
-    moved: dict[str, Any] = {}
-    if isinstance(described, ModelPart) and isinstance(described.given, nn.Module) and not described.arguments:
-        moved["model"] = described.given
-    for role in ("data", "val_data", "test_data"):
-        section = getattr(parsed.config, role)
-        if isinstance(section, DataPart) and isinstance(section.given, DataLoader):
-            if section.model_fields_set != {"type"}:
-                name = next(iter(section.model_fields_set - {"type"}))
-                message = "a DataLoader says itself how it loads, and takes no arguments"
-                raise ConfigError(Problem(f"{role}.{name}", message, "Say it where the DataLoader is made."))
-            moved[role] = section.given
-    if not moved:
-        return parsed, given
-    left = parsed.config.model_copy(update=dict.fromkeys(moved))
-    return replace(parsed, config=left), replace(given, **moved)

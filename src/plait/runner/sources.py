@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.data import DataLoader
 
-from plait.config import ResolvedBatch, RunConfig, resolve_batch
+from plait.config import Parsed, ResolvedBatch, RunConfig, resolve_batch
 from plait.config.base import Section
-from plait.config.data import DataConfig, JsonlData, TextData, TokensData, leaves, texts
-from plait.config.model import GptConfig, HFConfig, LlamaConfig
+from plait.config.data import DataConfig, DataPart, JsonlData, TextData, TokensData, leaves, texts
+from plait.config.model import GptConfig, HFConfig, LlamaConfig, ModelPart
 from plait.config.train import BatchConfig
 from plait.data import Loader, adopt, build_dataset, is_stream, prepare, tokenizer_path
 from plait.data.collate import stack
 from plait.errors import ConfigError, Problem
 from plait.parallel.hf import is_transformers_model
 from plait.plugins import function
+from plait.strategy import described_loss
 from plait.world import World, on_main
 
 if TYPE_CHECKING:
@@ -39,6 +40,30 @@ class GivenObjects:
     collate_fn: Any = None
     hooks: Sequence[Hook] = ()
     metrics: Sequence[Metric] = ()
+
+
+def settle(parsed: Parsed, given: GivenObjects) -> tuple[Parsed, GivenObjects]:
+    """Both, with the loss that the description names among the objects, and without objects in the description.
+
+    A module or a DataLoader that stands in a section is as if it had been given beside the description.
+    """
+    config = parsed.config
+    moved: dict[str, Any] = {}
+    if isinstance(config.model, ModelPart) and isinstance(config.model.given, nn.Module) and not config.model.arguments:
+        moved["model"] = config.model.given
+    for role in ("data", "val_data", "test_data"):
+        section = getattr(config, role)
+        if isinstance(section, DataPart) and isinstance(section.given, DataLoader):
+            if further := section.model_fields_set - {"type"}:
+                message = "a DataLoader says itself how it loads, and takes no arguments"
+                raise ConfigError(Problem(f"{role}.{min(further)}", message, "Say it where the DataLoader is made."))
+            moved[role] = section.given
+    if moved:
+        parsed = replace(parsed, config=config.model_copy(update=dict.fromkeys(moved)))
+        given = replace(given, **moved)
+    if config.train.loss is not None and given.loss_fn is not None:
+        raise ConfigError(Problem("train.loss", "`loss_fn` was given from Python as well", "Leave out one of the two."))
+    return parsed, given if given.loss_fn is not None else replace(given, loss_fn=described_loss(config))
 
 
 def is_section(value: Any) -> bool:
