@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from plait.config import ResolvedBatch, RunConfig, resolve_batch
+from plait.config.base import Section
 from plait.config.data import DataConfig, JsonlData, TextData, TokensData, leaves, texts
 from plait.config.train import BatchConfig
 from plait.data import Loader, adopt, build_dataset, is_stream, prepare, tokenizer_path
@@ -22,6 +23,17 @@ from plait.world import World, on_main
 if TYPE_CHECKING:
     from plait.runner.hooks import Hook
     from plait.runner.metrics import Metric
+
+
+class MapStyle(Protocol):
+    """A data set that knows how many samples it has, and gives each by its number."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+Data: TypeAlias = Dataset[Any] | DataLoader[Any] | MapStyle | Iterable[Any]
+"""What may be given as data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +52,7 @@ class GivenObjects:
 
 def is_section(value: Any) -> bool:
     """Whether data or a model were described (`{type: …}`) rather than given."""
-    return isinstance(value, Mapping) and "type" in value
+    return isinstance(value, Section) or (isinstance(value, Mapping) and "type" in value)
 
 
 def batch_of(config: RunConfig, data_parallel: int, given: Any, *, split: int = 1) -> ResolvedBatch:

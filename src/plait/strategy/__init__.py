@@ -3,6 +3,7 @@
 from plait.strategy.base import Engine, Evaluation, StepResult
 from plait.strategy.factory import prepare_engine
 from plait.strategy.native.looping import LoopEngine
+from plait.strategy.native.loss import LossFunction
 from plait.strategy.native.manual import ManualEngine, prepare_manual
 from plait.strategy.native.prepare import prepare_native
 from plait.strategy.preparation import Length, Preparation
@@ -13,6 +14,7 @@ __all__ = [
     "Evaluation",
     "Length",
     "LoopEngine",
+    "LossFunction",
     "ManualEngine",
     "Preparation",
     "StepResult",

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from plait.config import check, parse_sections, resolve_batch
+from plait.config.arguments import (
+    DeviceArgument,
+    OptimArgument,
+    PrecisionArgument,
+    ScheduleArgument,
+    StrategyArgument,
+)
 from plait.strategy.base import Engine
 from plait.strategy.factory import prepare_engine
 from plait.strategy.native.loss import LossFunction
@@ -18,10 +25,10 @@ from plait.world import World, open_world
 def prepare(
     model: nn.Module | Callable[[], nn.Module],
     *,
-    optim: Mapping[str, Any] | None = None,
-    strategy: Mapping[str, Any] | str | None = None,
-    precision: Mapping[str, Any] | str | None = None,
-    schedule: Mapping[str, Any] | None = None,
+    optim: OptimArgument | None = None,
+    strategy: StrategyArgument | None = None,
+    precision: PrecisionArgument | None = None,
+    schedule: ScheduleArgument | None = None,
     clip_norm: float | None = None,
     accumulation: int = 1,
     total_steps: int | None = None,
@@ -29,7 +36,7 @@ def prepare(
     loss_fn: LossFunction | None = None,
     example: Any = None,
     seed: int = 0,
-    device: str = "auto",
+    device: DeviceArgument = "auto",
     world: World | None = None,
 ) -> Engine:
     """Make a model ready for training; the sections are those of a run description.

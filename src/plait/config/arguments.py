@@ -1,0 +1,48 @@
+"""What a keyword of `Runner` or `prepare` takes: a section as an object, as a mapping or, where it has one, its word.
+
+`PathText` and such are what a section holds; these are what somebody may write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+from plait.config.data import DataConfig
+from plait.config.model import ModelConfig
+from plait.config.online import GrpoConfig, PpoConfig, RolloutConfig
+from plait.config.optim import OptimConfig
+from plait.config.plan import PlanConfig
+from plait.config.posttrain import DpoConfig, LoraConfig, Phase, PosttrainConfig, RewardConfig, SftConfig
+from plait.config.precision import PrecisionConfig
+from plait.config.profile import ProfileConfig
+from plait.config.schedule import ScheduleConfig
+from plait.config.strategy import StrategyConfig
+from plait.config.train import BatchConfig, CheckpointConfig, HookConfig, LogConfig, TrainConfig
+
+Keys: TypeAlias = Mapping[str, Any]
+
+ModelArgument: TypeAlias = ModelConfig | Keys
+DataArgument: TypeAlias = DataConfig | Keys
+BatchArgument: TypeAlias = BatchConfig | Keys
+OptimArgument: TypeAlias = OptimConfig | Keys
+ScheduleArgument: TypeAlias = ScheduleConfig | Keys
+PrecisionArgument: TypeAlias = PrecisionConfig | Keys | str
+StrategyArgument: TypeAlias = StrategyConfig | Keys | str
+TrainArgument: TypeAlias = TrainConfig | Keys
+CheckpointArgument: TypeAlias = CheckpointConfig | Keys
+LogArgument: TypeAlias = LogConfig | Keys
+PlanArgument: TypeAlias = PlanConfig | Keys | Literal["refuse", "warn", "off", False]
+ProfileArgument: TypeAlias = ProfileConfig | Keys
+HookArgument: TypeAlias = HookConfig | Keys
+PosttrainArgument: TypeAlias = PosttrainConfig | Keys
+LoraArgument: TypeAlias = LoraConfig | Keys
+SftArgument: TypeAlias = SftConfig | Keys
+RewardArgument: TypeAlias = RewardConfig | Keys
+DpoArgument: TypeAlias = DpoConfig | Keys
+RolloutArgument: TypeAlias = RolloutConfig | Keys
+PpoArgument: TypeAlias = PpoConfig | Keys
+GrpoArgument: TypeAlias = GrpoConfig | Keys
+DeviceArgument: TypeAlias = Literal["auto", "cpu", "cuda", "xpu", "mps"]
+PhaseArgument: TypeAlias = Phase
+BackendArgument: TypeAlias = Literal["auto", "gloo", "nccl", "xccl", "mpi"]
