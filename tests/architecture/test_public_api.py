@@ -26,9 +26,8 @@ ROOT = Path(__file__).parents[2]
 def test_the_public_names_are_those_of_the_page(page: str) -> None:
     """Each stands there once, first in a row of a table."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    listed = [
-        name for row in re.findall(r"(?m)^\| (`plait\.[^|]*)\|", text) for name in re.findall(r"`plait\.(\w+)`", row)
-    ]
+    rows = re.findall(r"(?m)^\| (`plait\.[^|]*)\|", text)
+    listed = [name for row in rows for name in re.findall(r"`plait\.(\w+)`", row)]
     assert sorted(listed) == sorted(plait.__all__)
 
 
@@ -88,7 +87,7 @@ def test_each_keyword_of_the_runner_reaches_its_key(tmp_path: Path) -> None:
         "optim": plait.SGDOptim(lr=0.25),
         "schedule": plait.ConstantLRSchedule(),
         "precision": "bf16",
-        "strategy": plait.Strategy(zero=1, tiles=plait.Tiles(tokens=8)),
+        "strategy": plait.Strategy(zero=1, layout=plait.Layout(dp_shard=1)),
         "train": plait.Train(max_steps=7),
         "checkpoint": {"keep": 2},
         "log": plait.Log(every=3),
@@ -106,12 +105,28 @@ def test_each_keyword_of_the_runner_reaches_its_key(tmp_path: Path) -> None:
     runner = Runner(lambda: None, [1], **given)  # type: ignore[arg-type,return-value]
     config = runner.config
     assert (config.batch.total, config.optim.lr, config.precision.compute) == (6, 0.25, "bf16")
-    assert (config.strategy.zero, config.strategy.tiles.tokens, config.train.max_steps) == (1, 8, 7)
+    assert (config.strategy.zero, config.strategy.layout.dp_shard, config.train.max_steps) == (1, 1, 7)
     assert (config.checkpoint.keep, config.log.every, config.plan.gate) == (2, 3, "off")
     assert (config.profile, config.work_dir, config.seed) == (plait.Profile(start=5), str(tmp_path), 9)
     assert (config.deterministic, config.device, config.backend) == (True, "cpu", "gloo")
     assert (config.timeout_s, config.trust_code, config.hooks) == (12.0, True, (plait.EmaHook(decay=0.5),))
     assert config.schedule == plait.ConstantLRSchedule()
+
+
+def test_no_keyword_of_the_runner_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {
+        name: object() for name in RunConfig.model_fields if name not in ("model", "data", "val_data", "test_data")
+    }
+    seen: dict[str, Any] = {}
+
+    def parse_sections(**sections: Any) -> Any:
+        seen.update(sections)
+        raise ConfigError([])
+
+    monkeypatch.setattr("plait.runner.runner.parse_sections", parse_sections)
+    with pytest.raises(ConfigError):
+        Runner(**{**given, "hooks": [given["hooks"]]})  # type: ignore[arg-type]
+    assert seen == {**given, "hooks": [given["hooks"]]}
 
 
 @pytest.mark.parametrize(
