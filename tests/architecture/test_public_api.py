@@ -129,6 +129,15 @@ def test_no_keyword_of_the_runner_is_left_out(monkeypatch: pytest.MonkeyPatch) -
     assert seen == {**given, "hooks": [given["hooks"]]}
 
 
+def test_a_keyword_that_prepare_does_not_take_is_refused_with_the_one_that_was_meant() -> None:
+    for keyword, meant in (("strateggy", "strategy"), ("batch", "accumulation"), ("clip_nrom", "clip_norm")):
+        with pytest.raises(ConfigError) as refused:
+            plait.prepare(lambda: None, **{keyword: 3})  # type: ignore[arg-type,return-value]
+        (problem,) = refused.value.problems
+        assert problem.path == keyword
+        assert meant in problem.remedy
+
+
 @pytest.mark.parametrize(
     ("wrong", "key", "value"),
     [

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import signature
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from plait.config.data import DataConfig
 from plait.config.model import ModelConfig
 from plait.config.online import GrpoConfig, PpoConfig, RolloutConfig
 from plait.config.optim import OptimConfig
+from plait.config.parse import parse_sections
 from plait.config.plan import PlanConfig
 from plait.config.posttrain import DpoConfig, LoraConfig, Phase, PosttrainConfig, RewardConfig, SftConfig
 from plait.config.precision import PrecisionConfig
@@ -19,6 +22,8 @@ from plait.config.profile import ProfileConfig
 from plait.config.schedule import ScheduleConfig
 from plait.config.strategy import StrategyConfig
 from plait.config.train import BatchConfig, CheckpointConfig, HookConfig, LogConfig, TrainConfig
+from plait.config.words import choose, nearest, show
+from plait.errors import ConfigError, Problem
 
 Keys: TypeAlias = Mapping[str, Any]
 
@@ -46,3 +51,26 @@ GrpoArgument: TypeAlias = GrpoConfig | Keys
 DeviceArgument: TypeAlias = Literal["auto", "cpu", "cuda", "xpu", "mps"]
 PhaseArgument: TypeAlias = Phase
 BackendArgument: TypeAlias = Literal["auto", "gloo", "nccl", "xccl", "mpi"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def refuse_unknown_keywords(function: Function) -> Function:
+    """A misspelt keyword is refused as a misspelt key in a file is, with the one that was meant."""
+    parameters = signature(function).parameters
+
+    @wraps(function)
+    def checked(*args: Any, **keywords: Any) -> Any:
+        if unknown := {key: value for key, value in keywords.items() if key not in parameters}:
+            known = [name for name in parameters if name != "self"]
+            # Of a word that other frameworks have, and of a key of an inner section, the parser has more to say.
+            parse_sections(**{key: value for key, value in unknown.items() if nearest(key, known) is None})
+            raise ConfigError(
+                [
+                    Problem(key, f"unknown keyword, with the value {show(value)}", choose(key, known, "keyword"))
+                    for key, value in unknown.items()
+                ]
+            )
+        return function(*args, **keywords)
+
+    return cast(Function, checked)

@@ -41,6 +41,7 @@ from plait.config.arguments import (
     SftArgument,
     StrategyArgument,
     TrainArgument,
+    refuse_unknown_keywords,
 )
 from plait.errors import ConfigError, PlaitError, Problem, TrainingError, in_one_line
 from plait.launch import StepMemory
@@ -75,6 +76,7 @@ class Runner:
     None is the same as leaving a keyword out.
     """
 
+    @refuse_unknown_keywords
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module] | ModelArgument | None = None,

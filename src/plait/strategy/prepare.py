@@ -14,6 +14,7 @@ from plait.config.arguments import (
     PrecisionArgument,
     ScheduleArgument,
     StrategyArgument,
+    refuse_unknown_keywords,
 )
 from plait.strategy.base import Engine
 from plait.strategy.factory import prepare_engine
@@ -22,6 +23,7 @@ from plait.strategy.preparation import Length, Preparation
 from plait.world import World, open_world
 
 
+@refuse_unknown_keywords
 def prepare(
     model: nn.Module | Callable[[], nn.Module],
     *,
