@@ -37,7 +37,7 @@ def module_of(path: Path, root: Path) -> str:
 
 
 def room_of(module: str) -> str:
-    return f"{module}.".split(".")[1]
+    return [*module.split("."), ""][1]
 
 
 def parse(root: Path) -> dict[str, ast.Module]:

@@ -44,7 +44,7 @@ class _Text(_Loading):
     """Tokens attend within their own document only."""
     split: Literal["all", "train", "val"] = "all"
     """`train` and `val` are the two parts of one source, cut by document."""
-    val_fraction: float = Field(0.05, gt=0.0, lt=1.0)
+    val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
     cache: PathText | None = None
     """Folder for the tokenized files. Absent: `plait` in the user's cache folder."""
 
@@ -59,7 +59,7 @@ class TokensData(_Loading):
     seq_len: Size = 1024
     document_mask: bool = True
     split: Literal["all", "train", "val"] = "all"
-    val_fraction: float = Field(0.05, gt=0.0, lt=1.0)
+    val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
 
 
 class TextData(_Text):

@@ -24,7 +24,7 @@ class GptConfig(Section):
     layers: Layers = 12
     heads: Size = 12
     seq_len: Size = 1024
-    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     bias: bool = True
     tie_embeddings: bool = True
 
@@ -70,11 +70,11 @@ class MoeConfig(LlamaConfig):
     """How the router's numbers become scores: of all experts together, or of each alone."""
     normalize: bool = True
     """Divide the weights of a token's experts by their sum. With `top_k: 1` that would leave 1, whatever the score."""
-    balance_loss: float = Field(0.0, ge=0.0)
+    balance_loss: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of the loss that evens out the experts' load within each row of a batch. Training only."""
-    z_loss: float = Field(0.0, ge=0.0)
+    z_loss: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of the loss that keeps the router's numbers small. Training only."""
-    bias_rate: float = Field(0.0, ge=0.0)
+    bias_rate: Annotated[float, Field(ge=0.0)] = 0.0
     """Balance without a loss: how far each step moves an expert's bias for being chosen, against its load."""
     capacity_factor: PositiveFloat | None = None
     """Choices that an expert takes of one row, as a multiple of an even share; further ones are dropped, in the

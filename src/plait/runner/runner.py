@@ -6,13 +6,44 @@ import atexit
 import gc
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from plait.config import Parsed, RunConfig, check, parse, parse_sections
+from plait.config.arguments import (
+    BackendArgument,
+    BatchArgument,
+    CheckpointArgument,
+    DataArgument,
+    DeviceArgument,
+    DpoArgument,
+    GrpoArgument,
+    HookArgument,
+    LogArgument,
+    LoraArgument,
+    MetricArgument,
+    ModelArgument,
+    OptimArgument,
+    PhaseArgument,
+    PlanArgument,
+    PosttrainArgument,
+    PpoArgument,
+    PrecisionArgument,
+    ProfileArgument,
+    RewardArgument,
+    RolloutArgument,
+    ScheduleArgument,
+    SftArgument,
+    StrategyArgument,
+    TrainArgument,
+    refuse_unknown_keywords,
+)
 from plait.errors import ConfigError, PlaitError, Problem, TrainingError, in_one_line
 from plait.launch import StepMemory
 from plait.monitor import Monitor, build_monitor, report_progress
@@ -27,11 +58,11 @@ from plait.runner.metrics import Metric, build_metrics
 from plait.runner.place import WorkDir
 from plait.runner.saving import Saver
 from plait.runner.signals import STOPPED, StopSignals
-from plait.runner.sources import GivenObjects, batch_of, is_section, make_loader, refuse_second_shift, settle
+from plait.runner.sources import Data, GivenObjects, batch_of, is_section, make_loader, refuse_second_shift, settle
 from plait.runner.suspects import whose
 from plait.runner.watch import StepWatch, tell_of_lengths
 from plait.spec import Event, EventKind, Note, Phase
-from plait.strategy import Engine, Length, Preparation, prepare_engine
+from plait.strategy import Engine, Length, LossFunction, Preparation, prepare_engine
 from plait.world import World, detect_ranks, on_main, open_world
 
 _NOT_YET = "the Runner has no {} yet: call runner.setup(), as train(), validate() and test() do"
@@ -41,41 +72,90 @@ class Runner:
     """Trains, validates and tests one model, as one run description says.
 
     `model` is a module, a function that makes one, or a section; the data are torch data sets, DataLoaders,
-    iterables, or sections. `hooks` and `metrics` are objects, sections and names side by side. Everything else
-    is a section of the run description: `optim`, `schedule`, `precision`, `strategy`, `batch`, `train`,
-    `checkpoint`, `log`, `work_dir`, `seed`, `device` and so on.
+    iterables, or sections. `hooks` and `metrics` are objects, sections and names side by side. Every other keyword is
+    a key of the run description (docs/configuration.md): a section is an object (`plait.Strategy(zero=3)`), a mapping
+    (`{"zero": 3}`), where it has one its short word (`"zero3"`), or a part of one's own (docs/write-your-own.md).
+    None is the same as leaving a keyword out.
     """
 
+    @refuse_unknown_keywords
     def __init__(
         self,
-        model: Any = None,
-        data: Any = None,
+        model: nn.Module | Callable[[], nn.Module] | ModelArgument | None = None,
+        data: Data | DataArgument | None = None,
         *,
-        val_data: Any = None,
-        test_data: Any = None,
-        metrics: Sequence[Any] = (),
-        loss_fn: Any = None,
-        collate_fn: Any = None,
-        hooks: Sequence[Any] = (),
-        **sections: Any,
+        val_data: Data | DataArgument | None = None,
+        test_data: Data | DataArgument | None = None,
+        metrics: Sequence[Metric | MetricArgument] = (),
+        loss_fn: LossFunction | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        hooks: Sequence[Hook | HookArgument] = (),
+        model_inputs: int | Sequence[str] | None = None,
+        batch: BatchArgument | None = None,
+        optim: OptimArgument | None = None,
+        schedule: ScheduleArgument | None = None,
+        precision: PrecisionArgument | None = None,
+        strategy: StrategyArgument | None = None,
+        train: TrainArgument | None = None,
+        checkpoint: CheckpointArgument | None = None,
+        log: LogArgument | None = None,
+        plan: PlanArgument | None = None,
+        profile: ProfileArgument | None = None,
+        work_dir: str | PathLike[str] | None = None,
+        seed: int | None = None,
+        deterministic: bool | None = None,
+        device: DeviceArgument | None = None,
+        backend: BackendArgument | None = None,
+        timeout_s: float | None = None,
+        trust_code: bool | None = None,
+        phase: PhaseArgument | None = None,
+        posttrain: PosttrainArgument | None = None,
+        lora: LoraArgument | None = None,
+        sft: SftArgument | None = None,
+        reward: RewardArgument | None = None,
+        dpo: DpoArgument | None = None,
+        rollout: RolloutArgument | None = None,
+        ppo: PpoArgument | None = None,
+        grpo: GrpoArgument | None = None,
     ) -> None:
-        given = {"data": data, "val_data": val_data, "test_data": test_data}
-        described = {role: value for role, value in given.items() if is_section(value)}
-        if is_section(model):
-            described["model"] = model
-            model = None
+        objects: dict[str, Any] = {"model": model, "data": data, "val_data": val_data, "test_data": test_data}
+        described = {key: objects.pop(key) for key in [*objects] if is_section(objects[key])}
         made_hooks = [hook for hook in hooks if isinstance(hook, Hook)]
         made_metrics = [metric for metric in metrics if isinstance(metric, Metric)]
-        sections["hooks"] = [hook for hook in hooks if not isinstance(hook, Hook)] or None
-        sections["metrics"] = [metric for metric in metrics if not isinstance(metric, Metric)] or None
-        parsed = parse_sections(**sections, **described)
-        objects = {role: value for role, value in given.items() if role not in described}
-        self.begin(
-            parsed,
-            GivenObjects(
-                model=model, **objects, loss_fn=loss_fn, collate_fn=collate_fn, hooks=made_hooks, metrics=made_metrics
-            ),
+        parsed = parse_sections(
+            **described,
+            hooks=[hook for hook in hooks if not isinstance(hook, Hook)] or None,
+            metrics=[metric for metric in metrics if not isinstance(metric, Metric)] or None,
+            model_inputs=model_inputs,
+            work_dir=work_dir,
+            seed=seed,
+            deterministic=deterministic,
+            device=device,
+            backend=backend,
+            timeout_s=timeout_s,
+            batch=batch,
+            optim=optim,
+            schedule=schedule,
+            precision=precision,
+            strategy=strategy,
+            train=train,
+            checkpoint=checkpoint,
+            log=log,
+            plan=plan,
+            profile=profile,
+            trust_code=trust_code,
+            phase=phase,
+            posttrain=posttrain,
+            lora=lora,
+            sft=sft,
+            reward=reward,
+            dpo=dpo,
+            rollout=rollout,
+            ppo=ppo,
+            grpo=grpo,
         )
+        given = GivenObjects(**objects, loss_fn=loss_fn, collate_fn=collate_fn, hooks=made_hooks, metrics=made_metrics)
+        self.begin(parsed, given)
 
     @classmethod
     def from_config(

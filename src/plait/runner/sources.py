@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from plait.config import Parsed, ResolvedBatch, RunConfig, resolve_batch
 from plait.config.base import Section
@@ -26,6 +26,17 @@ from plait.world import World, on_main
 if TYPE_CHECKING:
     from plait.runner.hooks import Hook
     from plait.runner.metrics import Metric
+
+
+class MapStyle(Protocol):
+    """A data set that knows how many samples it has, and gives each by its number."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+Data: TypeAlias = Dataset[Any] | DataLoader[Any] | MapStyle | Iterable[Any]
+"""What may be given as data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

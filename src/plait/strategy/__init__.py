@@ -6,7 +6,7 @@ from plait.strategy.evaluating import evaluate
 from plait.strategy.foreign.build import Built, build_whole
 from plait.strategy.frozen import FrozenPart
 from plait.strategy.native.looping import LoopEngine
-from plait.strategy.native.loss import LossNormalizer, WeightedLoss, described_loss, read_loss
+from plait.strategy.native.loss import LossFunction, LossNormalizer, WeightedLoss, described_loss, read_loss
 from plait.strategy.native.manual import ManualEngine, prepare_manual
 from plait.strategy.native.prepare import prepare_native
 from plait.strategy.preparation import Length, Preparation
@@ -23,6 +23,7 @@ __all__ = [
     "FrozenPart",
     "Length",
     "LoopEngine",
+    "LossFunction",
     "LossNormalizer",
     "ManualEngine",
     "Preparation",

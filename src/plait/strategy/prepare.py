@@ -8,6 +8,14 @@ from typing import Any
 from torch import nn
 
 from plait.config import check, parse_sections, resolve_batch
+from plait.config.arguments import (
+    DeviceArgument,
+    OptimArgument,
+    PrecisionArgument,
+    ScheduleArgument,
+    StrategyArgument,
+    refuse_unknown_keywords,
+)
 from plait.strategy.base import Engine
 from plait.strategy.engines import prepare_engine
 from plait.strategy.native.loss import LossFunction
@@ -15,13 +23,14 @@ from plait.strategy.preparation import Length, Preparation
 from plait.world import World, open_world
 
 
+@refuse_unknown_keywords
 def prepare(
     model: nn.Module | Callable[[], nn.Module] | Mapping[str, Any],
     *,
-    optim: Mapping[str, Any] | None = None,
-    strategy: Mapping[str, Any] | str | None = None,
-    precision: Mapping[str, Any] | str | None = None,
-    schedule: Mapping[str, Any] | None = None,
+    optim: OptimArgument | None = None,
+    strategy: StrategyArgument | None = None,
+    precision: PrecisionArgument | None = None,
+    schedule: ScheduleArgument | None = None,
     clip_norm: float | None = None,
     accumulation: int = 1,
     total_steps: int | None = None,
@@ -30,7 +39,7 @@ def prepare(
     model_inputs: int | Sequence[str] | None = None,
     example: Any = None,
     seed: int = 0,
-    device: str = "auto",
+    device: DeviceArgument = "auto",
     world: World | None = None,
 ) -> Engine:
     """Make a model ready for training; the sections are those of a run description.

@@ -132,6 +132,7 @@ def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(tmp_path: Path) 
     description["train"] = {"max_steps": 1000, "stop_after": 30}
     with phase_runner("grpo", description) as runner:
         assert isinstance(runner, OnlineRunner)
+        runner.setup()
         before = runner.step
         assert before >= 2
         assert runner.roller.experience.number == (before - 1) // 6

@@ -23,7 +23,6 @@ from plait.frontends.deepspeed.described import Parameters, as_groups, over_grou
 from plait.frontends.deepspeed.engine import DeepSpeedEngine
 from plait.frontends.deepspeed.facts import Parts
 from plait.frontends.deepspeed.link import link_parameters
-from plait.frontends.deepspeed.loader import DeepSpeedDataLoader
 from plait.frontends.deepspeed.pipe import PipelineModule
 from plait.frontends.deepspeed.runtime.lr_schedules import Scheduler
 from plait.frontends.deepspeed.scaler import DeepSpeedScaler
@@ -54,7 +53,7 @@ def initialize(
     config: ConfigSource | None = None,
     mesh_param: Any = None,
     config_params: ConfigSource | None = None,
-) -> tuple[DeepSpeedEngine, Optimizer | None, DeepSpeedDataLoader | None, Any]:
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Make a model ready to train as a DeepSpeed configuration says: (engine, optimizer, loader, scheduler).
 
     `optimizer` and `lr_scheduler` are objects, or functions that make them; a user's own optimizer stays the same
