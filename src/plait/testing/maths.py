@@ -113,7 +113,7 @@ def assert_same_after_resume(
             (resumed, {"last": False, "resume": str(work / "saved" / "checkpoints")}, None),
         ):
             where = "saved" if end else "resumed"
-            train = {"train": {**run.train, "stop_after": end}} if end else {}
+            train: dict[str, Any] = {"train": {**run.train, "stop_after": end}} if end else {}
             section, _ = strategy_of(strategy)
             parts.append(run.on(ranks, where, strategy=section, checkpoint=checkpoint, **train))
         before, after = parts
