@@ -153,3 +153,54 @@ def test_the_releases_that_the_adapters_and_the_pages_name_are_the_same() -> Non
     page = (ROOT.parents[1] / "docs" / "versions.md").read_text(encoding="utf-8")
     assert all(f"| {release}" in page for release in torch_internals.CHECKED)
     assert all(f"| {release}" in page for release in transformers_internals.CHECKED)
+
+
+# ---- [Note: one question about fake tensors], `plait/fake_tensors.py`
+
+ASKS_A_TENSOR = {"has_values", "FakeTensor", "FakeTensorMode", "active_fake_mode", "detect_fake_mode", "is_fake"}
+MAY_ASK_A_TENSOR = {
+    *("fake_tensors.py", "torch_internals.py"),
+    "world/fake.py",  # makes the fake world
+    "plan/recorder.py",  # looks at it from outside
+}
+MAY_ASK_A_WORLD = {
+    "world/fake.py",
+    *(f"strategy/native/{name}.py" for name in ("norms", "offloading", "prepare")),
+    *(f"parallel/offload/{name}.py" for name in ("lanes", "params", "store", "update")),
+}
+
+
+def fake_questions(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """What asks a tensor or its world whether it is fake, and the line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from ((each.name, node.lineno) for each in node.names if each.name in ASKS_A_TENSOR)
+        elif isinstance(node, ast.Attribute) and node.attr in ASKS_A_TENSOR | {"fake", "fake_mode"}:
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.Constant) and node.value in ("fake_mode", "FakeTensor"):
+            yield str(node.value), node.lineno
+
+
+def test_training_code_asks_in_one_place_whether_tensors_are_fake() -> None:
+    offenders = []
+    for path in SOURCES:
+        name = path.relative_to(ROOT).as_posix()
+        for word, line in fake_questions(ast.parse(path.read_text(encoding="utf-8"))):
+            if name not in (MAY_ASK_A_WORLD if word == "fake" else MAY_ASK_A_TENSOR):
+                offenders.append(f"{name}:{line}: {word}")
+    assert offenders == [], "put a stand-in beside the code that needs values: plait.fake_tensors.on_fake_tensors"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from plait.torch_internals import has_values",
+        "from plait import torch_internals\ntorch_internals.has_values",
+        "def f(world): return world.fake",
+        "def f(x): return type(x).__name__ == 'FakeTensor'",
+        "def f(x): return hasattr(x, 'fake_mode')",
+        "from torch._guards import detect_fake_mode",
+    ],
+)
+def test_the_rule_finds_questions_about_fake_tensors(source: str) -> None:
+    assert list(fake_questions(ast.parse(source)))

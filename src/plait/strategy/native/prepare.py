@@ -67,7 +67,6 @@ from plait.strategy.native.spread import (
 )
 from plait.strategy.native.update import Updater
 from plait.strategy.native.views import ShardViews, Views, trainable
-from plait.torch_internals import has_values
 from plait.world import World, make_deterministic, seed_everything
 
 
@@ -237,7 +236,7 @@ def prepare_native(
         cut=spread[0][0],
         staged=staged,
         scales=scale_by_earlier_steps(eight, config.precision.fp8, device),
-        recording=_recording(config, world, views, say, by_itself=by_itself),
+        recording=_recording(config, world, say, by_itself=by_itself),
         say=say,
     )
 
@@ -293,9 +292,9 @@ def _compile(
     return compiling.compile_units(module, units, settings, sharded=sharded)
 
 
-def _recording(config: RunConfig, world: World, views: Views, say: Say, *, by_itself: bool) -> Recording | None:
+def _recording(config: RunConfig, world: World, say: Say, *, by_itself: bool) -> Recording | None:
     """Whether both passes of a step are recorded: not on other devices, and not by a plan."""
-    if not (config.strategy.graphs is True or by_itself) or any(not has_values(param) for param in views.params):
+    if not (config.strategy.graphs is True or by_itself) or world.fake:
         return None
     if world.device.type == "cuda":
         return "where it pays" if by_itself else "always"
