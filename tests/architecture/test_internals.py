@@ -24,6 +24,8 @@ OF_OTHERS = {
     "_hp_mapping",  # DeepSpeed's parameters
     "_z3_leaf",  # DeepSpeed's modules
 }
+BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "replaced", "import_module", "find_spec"}
+PRIVATE_PATH = re.compile(r"(torch|transformers)(\.\w+)*\._[a-zA-Z]\w*(\.\w+)*")
 
 
 def is_private(name: str) -> bool:
@@ -83,6 +85,11 @@ def private_uses(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
                 yield node.lineno, ast.unparse(node)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in strangers:
             yield node.lineno, repr(node.value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in BY_NAME:
+            for word in node.args[:2]:
+                name = str(word.value) if isinstance(word, ast.Constant) else ""
+                if PRIVATE_PATH.fullmatch(name) or (is_private(name) and name not in own | OF_OTHERS):
+                    yield node.lineno, ast.unparse(node)
 
 
 def test_nothing_private_of_torch_or_transformers_is_used_outside_of_the_adapters() -> None:
@@ -112,6 +119,8 @@ def test_nothing_private_of_torch_or_transformers_is_used_outside_of_the_adapter
         "from transformers.trainer import _is_peft_model",
         "def f(model): return model._no_split_modules",
         "def f(thing): return thing._nobody_defines_this",
+        "def f(thing): return getattr(thing, '_nobody_defines_this', None)",
+        "from importlib import import_module\nimport_module('torch._dynamo.config')",
     ],
 )
 def test_the_rule_finds(source: str) -> None:
@@ -132,20 +141,41 @@ def test_the_rule_leaves_alone(source: str) -> None:
     assert not list(private_uses(ast.parse(source), own={"_x"}))
 
 
-def test_the_adapter_lists_what_it_touches() -> None:
-    """Names that reach torch as strings: through `_find`, `_of`, `_put`, `_put_meanwhile`."""
-    tree = ast.parse((ROOT / "torch_internals.py").read_text(encoding="utf-8"))
-    listed = touched() | {each.path for each in torch_internals.ATTRIBUTES}
+def members() -> set[str]:
+    """The names without an underscore that the adapter touches in private classes, and that are nowhere public."""
+    paths = [each.path.split(".") for each in torch_internals.ATTRIBUTES]
+    names = {path[-1] for path in paths if not is_private(path[-1]) and any(map(is_private, path))}
+    return names - {"unshard", "reshard"}  # of `FSDPModule`, too
+
+
+def test_members_of_private_classes_are_used_in_the_adapter_only() -> None:
+    theirs = members()
+    offenders = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in theirs
+    ]
+    assert {"post_backward", "fsdp_params", "is_unsharded"} <= theirs
+    assert offenders == []
+
+
+@pytest.mark.parametrize("adapter", sorted(ADAPTERS))
+def test_an_adapter_lists_what_it_touches(adapter: str) -> None:
+    tree = ast.parse((ROOT / adapter).read_text(encoding="utf-8"))
+    paths = [each.path for each in (*torch_internals.NAMES.values(), *torch_internals.ATTRIBUTES)]
+    listed = {part for path in (*paths, *transformers_internals.ATTRIBUTES) for part in path.split(".")}
+    listed |= defined([tree]) | {"_ZN3c104impl26device_guard_impl_registryE", "_ZTVN2at18CUDAHooksInterfaceE"}
+    listed |= {"_ZN2at6detail12getCUDAHooksEv"}
     missing = []
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-            continue
-        for word in node.args:
-            if not isinstance(word, ast.Constant) or not isinstance(word.value, str):
-                continue
-            last = word.value.rpartition(".")[2]
-            if node.func.id in ("_find", "_of", "_put", "_put_meanwhile") and is_private(last) and last not in listed:
-                missing.append(f"{node.lineno}: {word.value}")
+        asks = isinstance(node, ast.Call) and ast.unparse(node.func) in ("_of", "_put", "_put_meanwhile", "_later")
+        names = [node.attr] if isinstance(node, ast.Attribute) and is_private(node.attr) else []
+        for word in (*(node.args if asks else ()), node):  # type: ignore[attr-defined]
+            if isinstance(word, ast.Constant) and isinstance(word.value, str):
+                name = word.value.rpartition(".")[2]
+                names += [name] if name.isidentifier() and (asks or is_private(word.value)) else []
+        missing += [f"{node.lineno}: {name}" for name in names if name not in listed]  # type: ignore[attr-defined]
     assert missing == []
 
 
