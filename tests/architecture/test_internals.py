@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,16 @@ BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "replaced", "import_modul
 PRIVATE_PATH = re.compile(r"(torch|transformers)(\.\w+)*\._[a-zA-Z]\w*(\.\w+)*")
 
 
+@cache
+def trees() -> dict[Path, ast.AST]:
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+
+
 def is_private(name: str) -> bool:
     return re.match(r"_[a-zA-Z]", name) is not None and name not in OF_EVERY_MODULE
 
 
+@cache
 def touched() -> set[str]:
     """The private names that the adapters touch."""
     paths = [each.path for each in (*torch_internals.NAMES.values(), *torch_internals.ATTRIBUTES)]
@@ -39,10 +46,10 @@ def touched() -> set[str]:
     return {name for name in names if is_private(name)}
 
 
-def defined(trees: list[ast.AST]) -> set[str]:
+def defined(sources: list[ast.AST]) -> set[str]:
     """Private names that Plait itself gives to something."""
     found: set[str] = set()
-    for node in (node for tree in trees for node in ast.walk(tree)):
+    for node in (node for tree in sources for node in ast.walk(tree)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -85,7 +92,7 @@ def private_uses(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
                 yield node.lineno, ast.unparse(node)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in strangers:
             yield node.lineno, repr(node.value)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in BY_NAME:
+        elif isinstance(node, ast.Call) and (getattr(node.func, "attr", getattr(node.func, "id", "")) in BY_NAME):
             for word in node.args[:2]:
                 name = str(word.value) if isinstance(word, ast.Constant) else ""
                 if PRIVATE_PATH.fullmatch(name) or (is_private(name) and name not in own | OF_OTHERS):
@@ -93,11 +100,10 @@ def private_uses(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
 
 
 def test_nothing_private_of_torch_or_transformers_is_used_outside_of_the_adapters() -> None:
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
-    own = defined([*trees.values()])
+    own = defined([*trees().values()])
     offenders = [
         f"{path.relative_to(ROOT)}:{line}: {what}"
-        for path, tree in trees.items()
+        for path, tree in trees().items()
         for line, what in private_uses(tree, own)
     ]
     assert offenders == [], "put it into plait/torch_internals.py or plait/transformers_internals.py"
@@ -152,8 +158,8 @@ def test_members_of_private_classes_are_used_in_the_adapter_only() -> None:
     theirs = members()
     offenders = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in theirs
     ]
     assert {"post_backward", "fsdp_params", "is_unsharded"} <= theirs
@@ -213,9 +219,9 @@ def fake_questions(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 def test_training_code_asks_in_one_place_whether_tensors_are_fake() -> None:
     offenders = []
-    for path in SOURCES:
+    for path, tree in trees().items():
         name = path.relative_to(ROOT).as_posix()
-        for word, line in fake_questions(ast.parse(path.read_text(encoding="utf-8"))):
+        for word, line in fake_questions(tree):
             if name not in (MAY_ASK_A_WORLD if word == "fake" else MAY_ASK_A_TENSOR):
                 offenders.append(f"{name}:{line}: {word}")
     assert offenders == [], "put a stand-in beside the code that needs values: plait.fake_tensors.on_fake_tensors"
