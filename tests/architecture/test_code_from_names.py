@@ -32,7 +32,6 @@ ALLOWED = {
     ("checkpoint/convert/pickled.py", "Unpickler"): CLOSED,
     ("plan/aside.py", "pickle.loads"): OWN_PROCESS,
     ("parallel/pipeline/transport.py", "pickle.loads"): OWN_PROCESS,
-    ("testing/loaded.py", "import_module"): "modules of Plait and torch, from a table in that file",
     ("testing/ranks.py", "torch.load without weights_only=True"): OWN_PROCESS,
     ("config/dialect.py", "yaml.load"): "with a SafeLoader",
     ("models/hf/model.py", "trust_remote_code"): "what `transformers_code` gave",

@@ -17,6 +17,7 @@ from plait.config.rules import violations
 from plait.errors import ConfigError
 from plait.parallel.offload import visit
 from plait.parallel.offload.buckets import plan_spans
+from plait.parallel.offload.lanes import Lanes
 from plait.parallel.offload.space import updates_on_device
 from plait.parallel.offload.store import Offload, OffloadOptions
 from plait.parallel.offload.visit import Part, cut
@@ -141,7 +142,14 @@ def test_buckets_keep_the_order_and_the_first_share_stays_on_the_device() -> Non
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_rank_may_have_nothing_to_update(on_device: bool) -> None:
     params, options = [nn.Parameter(torch.empty(0, 4))], OffloadOptions("cpu", 8, ratio=0.3, on_device=on_device)
-    store = Offload(params, [torch.float32], order=[0], device=torch.device("cpu"), options=options, say=lambda _: None)
+    store = Offload(
+        params,
+        [torch.float32],
+        order=[0],
+        lanes=Lanes(torch.device("cpu"), fake=False),
+        options=options,
+        say=lambda _: None,
+    )
     store.attach(torch.optim.AdamW(store.masters, fused=True))
     store.outbox.take(0, torch.empty(0, 4))
     store.begin(1.0, None)

@@ -129,6 +129,7 @@ def test_another_layout_is_refused_before_anything_is_written(
 ) -> None:
     read = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda self, **how: change(read(self, **how)))
+    monkeypatch.setattr(pretend, "python_guards_cuda", lambda: pytest.fail("the list of guards was reached"))
     before = surroundings()
     with pytest.raises(UnsupportedVersionError, match=re.escape(torch.__version__)), pretend.pretended_cuda():
         pass

@@ -22,7 +22,6 @@ from plait.parallel.recording import Record
 from plait.spec import Note
 from plait.strategy.native.forward import Say
 from plait.strategy.preparation import ModelSource, Preparation
-from plait.torch_internals import has_values
 from plait.world import is_sharded, seed_everything
 
 
@@ -112,7 +111,7 @@ def _check_parameters(module: nn.Module, say: Say) -> None:
                 f"the parameter {name!r} has shape (0,), as after deepspeed.zero.Init or another library that keeps "
                 "weights elsewhere: build the model without that, or load its weights before it is prepared"
             )
-    there = [(name, param) for name, param in module.named_parameters() if _has_values(param)]
+    there = [(name, param) for name, param in module.named_parameters() if _is_checked(param)]
     _say_not_finite([name for name, param in there if not _is_finite(param.detach())], say)
 
 
@@ -128,9 +127,9 @@ def _say_not_finite(names: Sequence[str], say: Say) -> None:
         )
 
 
-def _has_values(param: nn.Parameter) -> bool:
+def _is_checked(param: nn.Parameter) -> bool:
     numbers = param.is_floating_point() or param.is_complex()
-    return numbers and not param.is_meta and has_values(param) and not is_sharded(param)
+    return numbers and not param.is_meta and not is_sharded(param)
 
 
 SMALLER_RANGE = (
@@ -192,7 +191,7 @@ def load_pretrained_into(
     def put(name: str, whole: Tensor) -> None:
         if name in tensors:
             tensor = tensors[name]
-            if has_values(whole) and whole.is_floating_point() and not _is_finite(whole):
+            if whole.is_floating_point() and not _is_finite(whole):
                 wrong.append(name)
             if keep is None or not isinstance(tensor, nn.Parameter) or not keep(tensor, whole):
                 materialize.assign_whole(tensor, whole)

@@ -67,7 +67,6 @@ from plait.strategy.native.spread import (
 from plait.strategy.native.update import Updater
 from plait.strategy.native.views import ShardViews, Views, trainable
 from plait.strategy.preparation import Preparation
-from plait.torch_internals import has_values
 from plait.world import make_deterministic, seed_everything
 
 
@@ -329,7 +328,7 @@ def _finish(model: Assembly, views: Views, engine: type[NativeEngine]) -> Native
         cut=model.cut,
         staged=staged,
         scales=scale_by_earlier_steps(model.fp8_layers, config.precision.fp8, given.device),
-        recording=_recording(model, views),
+        recording=_recording(model),
         select=model.select,
         say=given.say,
     )
@@ -374,14 +373,14 @@ def _schedule(model: Assembly, optimizer: Optimizer) -> Schedule | OwnRates:
     return given.length.schedule(given.config, optimizer.param_groups[0]["initial_lr"])
 
 
-def _recording(model: Assembly, views: Views) -> Recording | None:
+def _recording(model: Assembly) -> Recording | None:
     """Whether both passes of a step are recorded: not on other devices, and not by a plan."""
     given, config = model.given, model.given.config
     described = given.model is None and given.loss_function is None
     by_itself = model.whole_steps and may_record(
         config, ranks=given.world.size, accumulation=given.accumulation, described=described
     )
-    if not (config.strategy.graphs is True or by_itself) or any(not has_values(param) for param in views.params):
+    if not (config.strategy.graphs is True or by_itself) or given.world.fake:
         return None
     if given.device.type == "cuda":
         return "where it pays" if by_itself else "always"

@@ -16,6 +16,7 @@ from torch import nn
 from plait.config.run import RunConfig
 from plait.config.strategy import PipelineSchedulePart
 from plait.errors import ConfigError, ModelError, Problem
+from plait.fake_tensors import class_of
 from plait.parallel.attachments import Attributes, gradient_hooks, held_elsewhere, memory_in_common
 from plait.parallel.gradients import Gradients
 from plait.parallel.initializer import Initializer, InTurn
@@ -23,7 +24,6 @@ from plait.parallel.replay import Replay
 from plait.parallel.units import Unit
 from plait.strategy.native.views import Views
 from plait.strategy.preparation import Preparation
-from plait.torch_internals import has_values
 from plait.world import is_sharded
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _refuse_references(module: nn.Module) -> None:
                 "train without strategy.zero, offload and tensor, expert and pipeline ranks"
             )
     for name, param in module.named_parameters():
-        if type(param) is not nn.Parameter and not is_sharded(param) and has_values(param):
+        if class_of(param) is not nn.Parameter and not is_sharded(param):
             raise ModelError(
                 f"the parameter {name!r} is a {type(param).__name__}, a class of its own, which a shard of it would "
                 "not be: use nn.Parameter, or train without strategy.zero, offload and tensor, expert and pipeline "
