@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -140,6 +141,15 @@ class Engine(ABC):
     @abstractmethod
     def evaluate(self, batch: Any) -> Evaluation:
         """Forward one micro-batch without gradients, in evaluation mode."""
+
+    @contextmanager
+    def weights_to_use(self) -> Iterator[None]:
+        """While this lasts, the model has the weights to evaluate, save and generate with.
+
+        Some optimizers train others: those with `eval()` and `train()`, such as schedule-free ones. Every rank must
+        enter it; within itself it changes nothing.
+        """
+        yield
 
     def bubble(self) -> Bubble | None:
         """How idle the ranks of this rank's pipeline were; None where there is none. Every rank must ask."""

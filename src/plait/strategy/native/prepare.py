@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from plait.config.graphs import check_graphs, may_record
+from plait.config.optim import OptimPart
 from plait.config.run import RunConfig
-from plait.errors import ModelError
+from plait.errors import ConfigError, ModelError, Problem
 from plait.ops.attention import choose_attention
 from plait.optim import (
     Adoption,
@@ -28,12 +30,16 @@ from plait.optim import (
     OwnRates,
     Schedule,
     ViewGroup,
+    base_rate,
     build_optimizer,
     build_schedule,
-    is_elementwise,
+    is_known,
+    make_part,
     split_groups,
+    what_it_sees,
 )
 from plait.optim.one_pass import OnePassAdam
+from plait.optim.trial import Asked, judge, twins_of
 from plait.parallel import compiling, materialize, recompute
 from plait.parallel.attachments import attributes_of, give_attributes
 from plait.parallel.gradients import Gradients, as_one
@@ -68,7 +74,7 @@ from plait.strategy.native.spread import (
 from plait.strategy.native.update import Updater
 from plait.strategy.native.views import ShardViews, Views, trainable
 from plait.torch_internals import has_values
-from plait.world import World, make_deterministic, seed_everything
+from plait.world import World, is_sharded, make_deterministic, seed_everything
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +86,13 @@ class Length:
 
     def schedule(self, config: RunConfig, base_lr: float | None = None) -> Schedule:
         """The run's schedule over this length; `base_lr` where that is not `optim.lr`."""
+        base_lr = config.optim.lr if base_lr is None else base_lr
+        if base_lr is None:
+            message = f"strategy.engine: {config.strategy.engine} needs to know the rate"
+            raise ConfigError(Problem("optim.lr", message, "Write it."))
         return build_schedule(
             config.schedule,
-            base_lr=config.optim.lr if base_lr is None else base_lr,
+            base_lr=base_lr,
             total_steps=self.total_steps,
             steps_per_epoch=self.steps_per_epoch,
         )
@@ -127,8 +137,11 @@ def prepare_native(
     warn_of_smaller_range(config, module, say)
     if initializer is None and world.everyone is not None:
         materialize.copy_from_main(module, world.everyone, device)
+    if optimizer is None and isinstance(config.optim, OptimPart) and isinstance(config.optim.given, Optimizer):
+        optimizer = _given(config.optim, module)
     adopted = None if optimizer is None else _adopt(optimizer, module, say)
-    elementwise = is_elementwise(config.optim) if adopted is None else adopted.is_elementwise
+    sees = what_it_sees(config.optim) if adopted is None else adopted.sees
+    elementwise = sees == "parts"
     # Of the whole model: a pattern may fit what only other ranks will hold.
     specs = split_groups(module, config.optim) if adopted is None else adopted.specs
     skeleton = copy.deepcopy(module) if world.layout.pp > 1 and initializer is not None else module
@@ -208,11 +221,15 @@ def prepare_native(
         gradients, views = as_one(collectors), ShardViews(*trainable(whole), elementwise=elementwise)
     else:
         gradients, views = replicate(whole, policy, config, world, elementwise=elementwise, leaves=leaves)
+    if sees == "wholes":
+        views.share_out()
     staged = staged_steps(stages, collectors, views, config, world) if stages else None
     weigh_norms(views, world, stages)
 
     # ---- 10. optimizer, schedule, scaler
-    updating = _optimizer(config, views, specs, adopted, in_place=away is None)
+    with views.in_place():
+        updating = _optimizer(config, views, specs, adopted, in_place=away is None)
+    _try_out(updating, config, world, views, adopted is not None, elementwise=elementwise)
     seed_everything(config.seed, world.rank // world.layout.tp)  # those along `tp` must drop the same elements
     if isinstance(views, OffloadedViews):
         views.store.attach(updating)
@@ -242,6 +259,19 @@ def prepare_native(
     )
 
 
+def _given(config: OptimPart, module: nn.Module) -> Optimizer:
+    """The optimizer that a script made over the parameters of the model that it gives."""
+    for key in ("lr", "weight_decay", "no_decay", *config.arguments):
+        if key in config.model_fields_set or key in config.arguments:
+            message = f"a {type(config.given).__name__} that is made already takes no arguments"
+            raise ConfigError(Problem(f"optim.{key}", message, "Give them where it is made."))
+    if any(not has_values(param) for param in module.parameters()):
+        message = f"a {type(config.given).__name__} that is made already is over real parameters, and a plan has none"
+        raise ConfigError(Problem("optim", message, "Give its class, or a function that makes it from parameters."))
+    made: Optimizer = config.given
+    return made
+
+
 def _adopt(optimizer: OptimizerSource, module: nn.Module, say: Say) -> Adoption:
     adopted = Adoption(optimizer, module)
     left_out = frozenset(adopted.left_out(module))
@@ -257,13 +287,13 @@ def _optimizer(
     config: RunConfig, views: Views, specs: Sequence[GroupSpec], adopted: Adoption | None, *, in_place: bool
 ) -> Optimizer:
     """The optimizer over the views: the user's own where one was given, else as `config.optim` says."""
-    by_name = dict(zip(views.names, views.tensors, strict=True))
+    by_name = {name: tensor for name, tensor in zip(views.names, views.updated, strict=True) if tensor is not None}
     if adopted is not None:
         return adopted.onto(by_name)
     groups = [
         ViewGroup(names, [by_name[name] for name in names], spec.options)
         for spec in specs
-        if (names := tuple(name for name in spec.names if name in by_name))
+        if (names := tuple(name for name in spec.names if name in by_name)) or isinstance(config.optim, OptimPart)
     ]
     optimizer = build_optimizer(config.optim, groups, in_place=in_place)
     if isinstance(optimizer, OnePassAdam):
@@ -272,9 +302,32 @@ def _optimizer(
 
 
 def _schedule(config: RunConfig, length: Length, optimizer: Optimizer, *, adopted: bool) -> Schedule | OwnRates:
-    if adopted and config.schedule is None:
+    if config.schedule is None and (adopted or isinstance(config.optim, OptimPart)):
         return OwnRates()
-    return length.schedule(config, optimizer.param_groups[0]["initial_lr"] if adopted else None)
+    return length.schedule(
+        config, optimizer.param_groups[0]["initial_lr"] if adopted else base_rate(config.optim, optimizer)
+    )
+
+
+def _try_out(
+    optimizer: Optimizer, config: RunConfig, world: World, views: Views, adopted: bool, *, elementwise: bool
+) -> None:
+    """Find out whether an optimizer that nobody knows is right for this layout; a plan has no values to try it on."""
+    if is_known(optimizer) or any(not has_values(param) for param in views.params):
+        return
+    spread = world.layout.pp > 1 or views.shared_out is not None
+    save = config.checkpoint
+    asked = Asked(
+        one_by_one=spread,
+        by_element=elementwise and any(is_sharded(param) for param in views.params),
+        alike=world.layout.replicas > 1 or world.size > 1,
+        saved=not adopted and (save.last or save.every is not None or save.best is not None),
+    )
+    make = twins_of(optimizer)
+    if not adopted:
+        assert isinstance(config.optim, OptimPart)
+        make = partial(make_part, config.optim)
+    judge(optimizer, make, asked)
 
 
 def _compile(

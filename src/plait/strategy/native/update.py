@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +22,9 @@ from plait.optim import (
     supports_grad_scale,
     whole_norm,
 )
+from plait.optim.numbers import Record
 from plait.optim.one_pass import OnePassAdam
+from plait.optim.trial import has_two_modes
 from plait.precision import LossScaler
 from plait.strategy.base import Numbers, StepResult
 from plait.strategy.native.late import Arriving
@@ -57,6 +61,13 @@ class Updater:
         self._skips = config.guard.enabled or scaler is not None
         self._bare_step = bare_step(optimizer)
         self._publishes = isinstance(optimizer, OnePassAdam) and optimizer.publishes
+        self.numbers = Record(optimizer)
+        """What the optimizer keeps besides tensors."""
+        if isinstance(schedule, Schedule) and schedule.cycle is not None:
+            self.numbers.scheduled = frozenset({"betas", "momentum"})
+        self._two_modes = has_two_modes(optimizer)
+        self._evaluating = False
+        self.train()
         self._weights: Tensor | None = None
         self._measured: Tensor | float | None = None
         """The norm of this step's gradients, scaled as they are, where it was asked for already; on the device, where
@@ -74,6 +85,35 @@ class Updater:
     @property
     def _device_decides(self) -> bool:
         return self.stays_on_device and self._folds_scale
+
+    def train(self) -> None:
+        """Have the optimizer show the weights that it trains, where it has others to use."""
+        if self._two_modes:
+            self._evaluating = False
+            self._switch("train")
+
+    def _switch(self, mode: str) -> None:
+        with torch.no_grad(), self._views.in_place():
+            getattr(self.optimizer, mode)()
+        self._views.publish()
+
+    @contextmanager
+    def weights_to_use(self) -> Iterator[bool]:
+        """While this lasts, the model has the weights to evaluate and save, where the optimizer tells them apart.
+
+        Says whether that changed anything. Every rank must enter it.
+        """
+        changes = self._two_modes and not self._evaluating
+        if not changes:
+            yield False
+            return
+        self._evaluating = True
+        self._switch("eval")
+        try:
+            yield True
+        finally:
+            if self._evaluating:  # else a checkpoint was taken up meanwhile
+                self.train()
 
     def measure_norm(self) -> Tensor:
         """The norm of the step's gradients, unscaled; they must be complete.
@@ -183,7 +223,7 @@ class Updater:
         optimizer.grad_scale = optimizer.found_inf = None
 
     def _update(self) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), self._views.in_place(gradients=True):
             self._bare_step()
         if not self._publishes:
             self._views.publish()
