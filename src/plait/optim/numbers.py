@@ -128,9 +128,11 @@ class Record:
         optimizer = self._optimizer
         if len(state["groups"]) != len(optimizer.param_groups):
             raise ValueError(f"{len(state['groups'])} groups, and not {len(optimizer.param_groups)} as here")
-        for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
+        for group, before, saved in zip(optimizer.param_groups, self._groups, state["groups"], strict=True):
             device = next((tensor.device for tensor in group["params"]), None)
+            _put_back(group, before, _GROUP | self.scheduled)
             group.update({key: _restored(value, device) for key, value in (saved or {}).items()})
+        _put_back(vars(optimizer), self._attributes, self._of_torch | {"step"})
         for key, value in state["attributes"].items():
             setattr(optimizer, key, _restored(value, None))
         for name, tensor in parameters:
@@ -204,6 +206,15 @@ def _changed(now: Mapping[str, Any], before: Mapping[str, Any], skipped: frozens
             raise CheckpointError(f"{where}: {key!r} holds tensors, which a checkpoint cannot hold there")
         found[key] = outline
     return found
+
+
+def _put_back(now: dict[str, Any], before: Mapping[str, Any], skipped: frozenset[str]) -> None:
+    """What is not saved is as it was made."""
+    for key in [key for key in now if key not in skipped]:
+        if key not in before:
+            del now[key]
+        elif not _equal(before[key], now[key]):
+            now[key] = _frozen(before[key])
 
 
 def _restored(saved: Mapping[str, Any], device: torch.device | None) -> Any:

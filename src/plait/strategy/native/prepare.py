@@ -84,7 +84,7 @@ class Length:
     total_steps: int | None = None
     steps_per_epoch: int | None = None
 
-    def schedule(self, config: RunConfig, base_lr: float | None = None) -> Schedule:
+    def schedule(self, config: RunConfig, base_lr: float | None = None, optimizer: Optimizer | None = None) -> Schedule:
         """The run's schedule over this length; `base_lr` where that is not `optim.lr`."""
         base_lr = config.optim.lr if base_lr is None else base_lr
         if base_lr is None:
@@ -95,6 +95,7 @@ class Length:
             base_lr=base_lr,
             total_steps=self.total_steps,
             steps_per_epoch=self.steps_per_epoch,
+            optimizer=optimizer,
         )
 
 
@@ -304,9 +305,8 @@ def _optimizer(
 def _schedule(config: RunConfig, length: Length, optimizer: Optimizer, *, adopted: bool) -> Schedule | OwnRates:
     if config.schedule is None and (adopted or isinstance(config.optim, OptimPart)):
         return OwnRates()
-    return length.schedule(
-        config, optimizer.param_groups[0]["initial_lr"] if adopted else base_rate(config.optim, optimizer)
-    )
+    own = optimizer.param_groups[0]["initial_lr"] if adopted else base_rate(config.optim, optimizer)
+    return length.schedule(config, own, optimizer)
 
 
 def _try_out(

@@ -63,7 +63,7 @@ class Updater:
         self._publishes = isinstance(optimizer, OnePassAdam) and optimizer.publishes
         self.numbers = Record(optimizer)
         """What the optimizer keeps besides tensors."""
-        if isinstance(schedule, Schedule) and schedule.cycle is not None:
+        if isinstance(schedule, Schedule) and schedule.moves_momentum:
             self.numbers.scheduled = frozenset({"betas", "momentum"})
         self._two_modes = has_two_modes(optimizer)
         self._evaluating = False
