@@ -9,7 +9,7 @@ neither can hold is an error that names it; nothing is left out in silence.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,15 @@ def _outline(path: str, value: Any, tensors: dict[str, Tensor | Packed]) -> Any:
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     raise TypeError(f"a {type(value).__name__} in its state {path!r}")
+
+
+def leaves(value: Any) -> Iterator[Tensor]:
+    """Every tensor of a state, however deep."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):  # `Packed` is a tuple of tensors
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from leaves(each)
 
 
 def unflatten(outline: Mapping[str, Any], tensor_at: Callable[[str], Any]) -> Any:

@@ -74,7 +74,7 @@ from plait.strategy.native.spread import (
 from plait.strategy.native.update import Updater
 from plait.strategy.native.views import ShardViews, Views, trainable
 from plait.torch_internals import has_values
-from plait.world import World, is_sharded, make_deterministic, seed_everything
+from plait.world import World, is_sharded, local_part, make_deterministic, seed_everything
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +313,9 @@ def _try_out(
     optimizer: Optimizer, config: RunConfig, world: World, views: Views, adopted: bool, *, elementwise: bool
 ) -> None:
     """Find out whether an optimizer that nobody knows is right for this layout; a plan has no values to try it on."""
-    if is_known(optimizer) or any(not has_values(param) for param in views.params):
+    with torch.no_grad():
+        planned = any(not has_values(local_part(param)) for param in views.params)
+    if is_known(optimizer) or planned:
         return
     spread = world.layout.pp > 1 or views.shared_out is not None
     save = config.checkpoint

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from plait.config.train import TrainConfig
+from plait.errors import ConfigError, Problem
 from plait.optim import (
     OwnRates,
     Schedule,
@@ -31,7 +32,8 @@ from plait.strategy.native.late import Arriving
 from plait.strategy.native.loss import Sums
 from plait.strategy.native.views import Views
 from plait.strategy.skips import Skips
-from plait.torch_internals import foreach_mul_
+from plait.torch_internals import foreach_mul_, has_values
+from plait.world import local_part
 
 
 class Updater:
@@ -65,6 +67,8 @@ class Updater:
         """What the optimizer keeps besides tensors."""
         if isinstance(schedule, Schedule) and schedule.moves_momentum:
             self.numbers.scheduled = frozenset({"betas", "momentum"})
+        with torch.no_grad():
+            self._planned = any(not has_values(local_part(tensor)) for tensor in views.tensors)
         self._two_modes = has_two_modes(optimizer)
         self._evaluating = False
         self.train()
@@ -224,6 +228,14 @@ class Updater:
 
     def _update(self) -> None:
         with torch.no_grad(), self._views.in_place(gradients=True):
-            self._bare_step()
+            try:
+                self._bare_step()
+            except (ArithmeticError, RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+                if not self._planned:
+                    raise
+                kind = type(self.optimizer).__name__
+                reason = f"{kind} cannot be planned: its step needs values ({type(error).__name__}: {error})"
+                remedy = "Train without a plan: `plan: off`."
+                raise ConfigError(Problem("optim.type", reason.replace("\n", " "), remedy)) from error
         if not self._publishes:
             self._views.publish()
