@@ -23,7 +23,8 @@ from pydantic_core import PydanticUndefined
 
 from plait.config.base import Section
 from plait.config.run import RunConfig
-from plait.config.tree import items, sections
+from plait.config.part import Part
+from plait.config.tree import items, open_part, sections
 
 DOCS = Path(__file__).parent
 PAGES = (DOCS / "configuration.md", DOCS / "zh-CN" / "configuration.md")
@@ -82,15 +83,14 @@ WORDS: dict[str, str] = {
     "Cifar10Data.path": "The folder with the batches, or the one above it.",
     "Cifar10Data.split": "Which of the two published parts.",
     "Cifar10Data.augment": "Shift and flip. Absent: yes for training.",
-    "_Optim.lr": "Learning rate.",
-    "_Optim.weight_decay": "Weight decay.",
+    "_Own.lr": "Learning rate.",
+    "_Own.weight_decay": "Weight decay.",
     "AdamWConfig.weight_decay": "Weight decay, decoupled from the gradient.",
     "AdamWConfig.betas": "Decay of the two moments.",
     "AdamWConfig.eps": "Added to the denominator.",
-    "AdamWConfig.amsgrad": "Keep the largest second moment.",
+    "_Adam.amsgrad": "Keep the largest second moment.",
     "AdamConfig.betas": "Decay of the two moments.",
     "AdamConfig.eps": "Added to the denominator.",
-    "AdamConfig.amsgrad": "Keep the largest second moment.",
     "SGDConfig.lr": "Learning rate.",
     "SGDConfig.momentum": "0: none.",
     "SGDConfig.nesterov": "Look ahead along the momentum.",
@@ -161,6 +161,7 @@ WORDS: dict[str, str] = {
     "LRRangeTestConfig.lr_range_test_step_size": "Length of one unit of the climb.",
     "LRRangeTestConfig.lr_range_test_step_rate": "How much it climbs in one unit, as a share of the lowest rate.",
     "LRRangeTestConfig.lr_range_test_staircase": "Climb once a unit rather than evenly.",
+    "WSDConfig.min_factor": "Factor at the end.",
     "ScalerConfig.static": "A scale that never moves.",
     "ScalerConfig.minimum": "The scale never falls below this.",
     "PrecisionConfig.compute": "Format of parameters and activations in forward and backward.",
@@ -229,7 +230,9 @@ class _Reference:
         yield ""
         yield "| key | type | default | meaning |"
         yield "|---|---|---|---|"
-        if tag is not None:
+        if issubclass(section, Part):
+            yield "| `type` | `package.module:name`, or a plug-in's name | **required** | see write-your-own.md |"
+        elif tag is not None:
             yield f"| `type` | `{tag.default}` | | which of the types of `{path}` this is |"
         for name, info in section.model_fields.items():
             if name != "type":
@@ -244,6 +247,10 @@ class _Reference:
                     if found not in self._seen:
                         where = f"{inner}[]" if annotation in entry else inner
                         yield from self._section(found, inner, f"`{where}`" + (f", `type: {kind}`" if kind else ""))
+                part = open_part(annotation)
+                if part is not None and part not in self._seen:
+                    where = f"{inner}[]" if annotation in entry else inner
+                    yield from self._section(part, inner, f"`{where}`, one of your own")
 
     def _words(self, section: type[Section], name: str) -> str:
         owner = next(base for base in section.__mro__ if name in inspect.get_annotations(base))

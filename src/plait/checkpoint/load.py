@@ -80,9 +80,9 @@ def load_into(
 
 
 def _shapes(tensors: Mapping[str, Entry], world: World) -> dict[str, tuple[int, ...]]:
-    """The whole shapes of the model's tensors; each rank of a pipeline has others, and all of them count."""
+    """The whole shapes of all tensors: ranks of a pipeline have others, and what an optimizer keeps may be on one."""
     mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if world.layout.pp == 1:
+    if world.size == 1:
         return mine
     return {name: shape for part in world.gather(mine) for name, shape in part.items()}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Discriminator, Field, NonNegativeFloat, PositiveFloat, Strict, Tag
 
@@ -13,21 +14,41 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class _Optim(Section):
-    lr: PositiveFloat = 1e-3
-    weight_decay: NonNegativeFloat = 0.0
     no_decay: Many[str] = ("bias", "norm")
     """Parameters without weight decay: `bias`, `norm`, `embedding`, or a pattern of names (`*.gate.*`)."""
 
+    @property
+    def moments(self) -> float:
+        """Numbers that are kept for each number of a matrix."""
+        return 2.0
 
-class _Implemented(_Optim):
+
+class _Own(_Optim):
+    elementwise: ClassVar[bool] = True
+    """Whether each number is updated by itself, so that a part of a parameter is enough. Plait's own others get
+    DTensors, and sum over ranks themselves."""
+
+    lr: PositiveFloat = 1e-3
+    weight_decay: NonNegativeFloat = 0.0
+
+
+class _Implemented(_Own):
     implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
     """`auto`: fused where the device has it."""
 
 
-class _Adam(_Optim):
+class _Adam(_Own):
+    builds = "plait.optim.build:adam"
+
     implementation: Literal["auto", "one-pass", "fused", "foreach", "loop"] = "auto"
     """`one-pass`: Plait's kernel, which rounds the new weights too; `fused`: torch's. `auto`: the first of these that
     is made for the device."""
+    amsgrad: bool = False
+
+    @property
+    def moments(self) -> float:
+        """Two, or three with `amsgrad`."""
+        return 3.0 if self.amsgrad else 2.0
 
 
 class AdamWConfig(_Adam):
@@ -37,7 +58,6 @@ class AdamWConfig(_Adam):
     weight_decay: NonNegativeFloat = 0.01
     betas: Pair[Fraction] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
-    amsgrad: bool = False
 
 
 class AdamConfig(_Adam):
@@ -46,11 +66,12 @@ class AdamConfig(_Adam):
     type: Literal["Adam"] = "Adam"
     betas: Pair[Fraction] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
-    amsgrad: bool = False
 
 
-class AdamW8bitConfig(_Optim):
+class AdamW8bitConfig(_Own):
     """AdamW whose moments take 8 bits a number, with one scale for 256 of them."""
+
+    builds = "plait.optim.adam8bit:build"
 
     type: Literal["AdamW8bit"] = "AdamW8bit"
     weight_decay: NonNegativeFloat = 0.01
@@ -64,31 +85,55 @@ class AdamW8bitConfig(_Optim):
 class SGDConfig(_Implemented):
     """Stochastic gradient descent, with momentum if asked."""
 
+    builds = "plait.optim.build:sgd"
+
     type: Literal["SGD"] = "SGD"
     lr: PositiveFloat = 0.1
     momentum: Fraction = 0.0
     nesterov: bool = False
 
+    @property
+    def moments(self) -> float:
+        """The momentum."""
+        return 1.0 if self.momentum else 0.0
+
 
 class AdagradConfig(_Implemented):
     """Adagrad."""
+
+    builds = "plait.optim.build:adagrad"
 
     type: Literal["Adagrad"] = "Adagrad"
     lr: PositiveFloat = 1e-2
     lr_decay: NonNegativeFloat = 0.0
     eps: PositiveFloat = 1e-10
 
+    @property
+    def moments(self) -> float:
+        """The sum of squares."""
+        return 1.0
 
-class LionConfig(_Optim):
+
+class LionConfig(_Own):
     """Lion: the sign of an interpolated momentum."""
+
+    builds = "plait.optim.lion:build"
 
     type: Literal["Lion"] = "Lion"
     lr: PositiveFloat = 1e-4
     betas: Pair[Fraction] = (0.9, 0.99)
 
+    @property
+    def moments(self) -> float:
+        """The momentum."""
+        return 1.0
 
-class LambConfig(_Optim):
+
+class LambConfig(_Own):
     """LAMB: Adam with a trust ratio for each parameter."""
+
+    builds = "plait.optim.lamb:build"
+    elementwise = False
 
     type: Literal["Lamb"] = "Lamb"
     weight_decay: NonNegativeFloat = 0.01
@@ -98,8 +143,11 @@ class LambConfig(_Optim):
     min_trust: NonNegativeFloat = 0.0
 
 
-class AdafactorConfig(_Optim):
+class AdafactorConfig(_Own):
     """Adafactor: second moments as a row and a column."""
+
+    builds = "plait.optim.adafactor:build"
+    elementwise = False
 
     type: Literal["Adafactor"] = "Adafactor"
     lr: PositiveFloat = 1e-2
@@ -107,9 +155,17 @@ class AdafactorConfig(_Optim):
     eps: Annotated[tuple[NonNegativeFloat | None, NonNegativeFloat], Strict(False)] = (None, 1e-3)
     clip_threshold: PositiveFloat = 1.0
 
+    @property
+    def moments(self) -> float:
+        """A row and a column are next to nothing."""
+        return 0.0
 
-class MuonConfig(_Optim):
+
+class MuonConfig(_Own):
     """Muon for hidden matrices; AdamW, at `adam_lr`, for everything else."""
+
+    builds = "plait.optim.muon:build"
+    elementwise = False
 
     type: Literal["Muon"] = "Muon"
     lr: PositiveFloat = 2e-2
@@ -123,12 +179,29 @@ class MuonConfig(_Optim):
     adam_patterns: Many[str] = ("*embed*", "*tok*", "*pos*", "*head*", "*output*")
     """Matrices that go to AdamW all the same."""
 
+    @property
+    def moments(self) -> float:
+        """The momentum."""
+        return 1.0
+
 
 class OptimPart(_Optim, Part):
-    """An optimizer of one's own, called with parameter groups, `lr` and the further keys."""
+    """An optimizer of one's own, called with parameter groups, `lr` where it is given, and the further keys.
+
+    The name of a class of `torch.optim` that is none of the types above is short for `torch.optim:Name`.
+    """
 
     kind = "optimizer"
+    short: ClassVar[Mapping[str, str]] = {
+        name: f"torch.optim:{name}"
+        for name in ("ASGD", "Adadelta", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop", "SparseAdam")
+    }
 
+    lr: PositiveFloat | None = None
+    """Learning rate. Absent: as the optimizer has it by itself."""
+    weight_decay: NonNegativeFloat | None = None
+    """Weight decay; with it, or with `no_decay`, parameters come in two groups. Absent: one group, and the weight
+    decay that the optimizer has by itself."""
     elementwise: bool | None = None
     """Whether each number is updated by itself, so that a part of a parameter is enough. Absent: as the class says in
     an attribute `elementwise`, known of torch's own; false for others, which see whole parameters."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator, field_validator
@@ -99,6 +100,8 @@ class Part(Shorthand):
     kind: ClassVar[Kind]
     own: ClassVar[tuple[str, ...]] = ()
     """The words for Plait's own parts of this kind, where no union of sections knows them."""
+    short: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Words for parts of somebody else's: `package.module:name` of each."""
 
     type: Annotated[str, WrapValidator(_keep_given)]
 
@@ -106,7 +109,7 @@ class Part(Shorthand):
     @classmethod
     def _known(cls, name: str) -> str:
         if is_part(cls, name):
-            return name
+            return name if isinstance(name, GivenName) else cls.short.get(name, name)
         if name in cls.own:
             raise RefusedError(f"{name} takes no further keys here", f"Write the word alone: `{name}`.")
         raise RefusedError(f"unknown {cls.kind.replace('_', ' ')} {show(name)}", choose_type(cls.kind, name, cls.own))
@@ -153,7 +156,9 @@ def is_part(part: type[Part], name: Any) -> bool:
     """Whether a `type` names a part of somebody's own, and not one of Plait's. Imports nothing."""
     if not isinstance(name, str):
         return _is_object(name)
-    return isinstance(name, GivenName) or ":" in name or name.startswith("<") or name in entry_points_of(part.kind)
+    if isinstance(name, GivenName) or ":" in name or name.startswith("<"):
+        return True
+    return name in part.short or name in entry_points_of(part.kind)
 
 
 def lost_objects(names: Iterable[tuple[str, Any]]) -> list[Problem]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Discriminator, Field, NonNegativeFloat, PositiveFloat, Tag
 
 from plait.config.base import Many, NonNegativeInt, PositiveInt, Section
 from plait.config.optim import Fraction
+from plait.config.part import OWN_TAG, PART_TAG, Part, own_or_part
 
 
 class _Schedule(Section):
@@ -21,6 +23,8 @@ class _Schedule(Section):
 class ConstantConfig(_Schedule):
     """`factor` of the rate for `total` units, then the rate itself."""
 
+    builds = "plait.optim.schedule:constant"
+
     type: Literal["ConstantLR"] = "ConstantLR"
     factor: PositiveFloat = 1.0
     total: NonNegativeInt | None = None
@@ -29,6 +33,8 @@ class ConstantConfig(_Schedule):
 
 class LinearConfig(_Schedule):
     """A straight line from `start_factor` to `end_factor` over `total` units."""
+
+    builds = "plait.optim.schedule:linear"
 
     type: Literal["LinearLR"] = "LinearLR"
     start_factor: NonNegativeFloat = 1.0
@@ -40,6 +46,8 @@ class LinearConfig(_Schedule):
 class CosineConfig(_Schedule):
     """Half a cosine down to `min_factor`."""
 
+    builds = "plait.optim.schedule:cosine"
+
     type: Literal["CosineAnnealingLR"] = "CosineAnnealingLR"
     min_factor: NonNegativeFloat = 0.0
     total: PositiveInt | None = None
@@ -47,6 +55,8 @@ class CosineConfig(_Schedule):
 
 class CosineRestartConfig(_Schedule):
     """Cosines that start again, each `multiply` times longer than the one before."""
+
+    builds = "plait.optim.schedule:cosine_restart"
 
     type: Literal["CosineAnnealingWarmRestarts"] = "CosineAnnealingWarmRestarts"
     first: PositiveInt
@@ -57,6 +67,8 @@ class CosineRestartConfig(_Schedule):
 class PolynomialConfig(_Schedule):
     """A polynomial down to `min_factor`."""
 
+    builds = "plait.optim.schedule:polynomial"
+
     type: Literal["PolynomialLR"] = "PolynomialLR"
     power: PositiveFloat = 1.0
     min_factor: NonNegativeFloat = 0.0
@@ -66,6 +78,8 @@ class PolynomialConfig(_Schedule):
 class MultiStepConfig(_Schedule):
     """Multiplied by `gamma` at each milestone."""
 
+    builds = "plait.optim.schedule:multi_step"
+
     type: Literal["MultiStepLR"] = "MultiStepLR"
     milestones: Many[PositiveInt]
     gamma: PositiveFloat = 0.1
@@ -74,8 +88,40 @@ class MultiStepConfig(_Schedule):
 class ExponentialConfig(_Schedule):
     """Multiplied by `gamma` each unit."""
 
+    builds = "plait.optim.schedule:exponential"
+
     type: Literal["ExponentialLR"] = "ExponentialLR"
     gamma: PositiveFloat = 0.99
+
+
+class WSDConfig(_Schedule):
+    """Warm-up, stable, decay: the full rate until `decay` units before the end, then down to `min_factor`."""
+
+    builds = "plait.optim.schedule:wsd"
+
+    type: Literal["WSD"] = "WSD"
+    decay: PositiveInt
+    """Length of the fall."""
+    shape: Literal["linear", "cosine", "sqrt"] = "linear"
+    """Of the fall; `sqrt`: one less the root of the share that is over."""
+    min_factor: NonNegativeFloat = 0.0
+    total: PositiveInt | None = None
+    """Where the fall ends. Absent: the end of the run."""
+
+
+class SchedulePart(Part):
+    """A schedule of one's own: a function of the step, a class whose objects are one, or a scheduler of torch.
+
+    The name of a scheduler of torch that is none of the types above is short for `torch.optim.lr_scheduler:Name`.
+    """
+
+    kind = "schedule"
+    short: ClassVar[Mapping[str, str]] = {
+        name: f"torch.optim.lr_scheduler:{name}" for name in ("CyclicLR", "OneCycleLR", "ReduceLROnPlateau", "StepLR")
+    }
+
+    by: Literal["step", "epoch"] = "step"
+    """What it counts."""
 
 
 class _DeepSpeedSchedule(Section):
@@ -84,6 +130,8 @@ class _DeepSpeedSchedule(Section):
 
 class WarmupConfig(_DeepSpeedSchedule):
     """DeepSpeed's WarmupLR: up to `warmup_max_lr`, then flat."""
+
+    builds = "plait.optim.schedule:deepspeed_warmup"
 
     type: Literal["WarmupLR"] = "WarmupLR"
     warmup_min_lr: NonNegativeFloat = 0.0
@@ -96,6 +144,8 @@ class WarmupConfig(_DeepSpeedSchedule):
 class WarmupDecayConfig(_DeepSpeedSchedule):
     """DeepSpeed's WarmupDecayLR: up, then linearly down to zero at `total_num_steps`."""
 
+    builds = "plait.optim.schedule:deepspeed_warmup_decay"
+
     type: Literal["WarmupDecayLR"] = "WarmupDecayLR"
     total_num_steps: PositiveInt | None = None
     warmup_min_lr: NonNegativeFloat = 0.0
@@ -107,6 +157,8 @@ class WarmupDecayConfig(_DeepSpeedSchedule):
 class WarmupCosineConfig(_DeepSpeedSchedule):
     """DeepSpeed's WarmupCosineLR: ratios of the optimizer's own rate."""
 
+    builds = "plait.optim.schedule:deepspeed_warmup_cosine"
+
     type: Literal["WarmupCosineLR"] = "WarmupCosineLR"
     total_num_steps: PositiveInt | None = None
     warmup_min_ratio: NonNegativeFloat = 0.0
@@ -117,6 +169,8 @@ class WarmupCosineConfig(_DeepSpeedSchedule):
 
 class OneCycleConfig(_DeepSpeedSchedule):
     """DeepSpeed's OneCycle: a rate cycle (momentum cycle if asked), then decay."""
+
+    builds = "plait.optim.schedule:deepspeed_one_cycle"
 
     type: Literal["OneCycle"] = "OneCycle"
     cycle_min_lr: NonNegativeFloat
@@ -136,6 +190,8 @@ class OneCycleConfig(_DeepSpeedSchedule):
 class LRRangeTestConfig(_DeepSpeedSchedule):
     """DeepSpeed's LRRangeTest: the rate climbs, to find where training breaks."""
 
+    builds = "plait.optim.schedule:deepspeed_range_test"
+
     type: Literal["LRRangeTest"] = "LRRangeTest"
     lr_range_test_min_lr: PositiveFloat = 1e-3
     lr_range_test_step_size: PositiveInt = 2000
@@ -144,17 +200,25 @@ class LRRangeTestConfig(_DeepSpeedSchedule):
 
 
 ScheduleConfig = Annotated[
-    ConstantConfig
-    | LinearConfig
-    | CosineConfig
-    | CosineRestartConfig
-    | PolynomialConfig
-    | MultiStepConfig
-    | ExponentialConfig
-    | WarmupConfig
-    | WarmupDecayConfig
-    | WarmupCosineConfig
-    | OneCycleConfig
-    | LRRangeTestConfig,
-    Field(discriminator="type"),
+    Annotated[
+        Annotated[
+            ConstantConfig
+            | LinearConfig
+            | CosineConfig
+            | CosineRestartConfig
+            | PolynomialConfig
+            | MultiStepConfig
+            | ExponentialConfig
+            | WSDConfig
+            | WarmupConfig
+            | WarmupDecayConfig
+            | WarmupCosineConfig
+            | OneCycleConfig
+            | LRRangeTestConfig,
+            Field(discriminator="type"),
+        ],
+        Tag(OWN_TAG),
+    ]
+    | Annotated[SchedulePart, Tag(PART_TAG)],
+    Discriminator(own_or_part(SchedulePart)),
 ]

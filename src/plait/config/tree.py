@@ -76,7 +76,7 @@ def own_words(annotation: Any) -> dict[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
     part = open_part(annotation)
     if part is not None:
-        words = frozenset([*sections(annotation), *map(str, literals(annotation)), *part.own])
+        words = frozenset([*sections(annotation), *map(str, literals(annotation)), *part.own, *part.short])
         found[part.kind] = found.get(part.kind, frozenset()) | words
     inner = [info.annotation for owner in sections(annotation).values() for info in owner.model_fields.values()]
     for each in [*inner, *items(annotation)]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,10 @@ from torch.optim.optimizer import ParamsT
 from plait.optim.base import OwnOptimizer, with_gradient
 from plait.optim.shards import Rows, rows_of, sum_over_shards
 from plait.world import local_part
+
+if TYPE_CHECKING:
+    from plait.config.optim import AdafactorConfig
+    from plait.optim.build import ToUpdate
 
 
 @dataclass(slots=True)
@@ -139,3 +143,15 @@ def _squares(item: _Item) -> list[Tensor]:
 def _eps(item: _Item) -> float:
     eps: float | None = item.group["eps"][0]
     return torch.finfo(item.parameter.dtype).eps if eps is None else eps
+
+
+def build(given: ToUpdate, config: AdafactorConfig) -> Adafactor:
+    """As the section says."""
+    return Adafactor(
+        given.params,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        beta2_decay=config.beta2_decay,
+        eps=config.eps,
+        clip_threshold=config.clip_threshold,
+    )

@@ -9,7 +9,7 @@ never meet the layout of a file.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ from plait.ops.adam import AdamNumbers, adam_step_plain
 from plait.ops.adam8bit import adam8bit_step
 from plait.ops.blockwise import Levels, Packed, make_levels, pack_into, unpack_on_host, width_of, zeros
 from plait.optim.base import OwnOptimizer, with_gradient
+
+if TYPE_CHECKING:
+    from plait.config.optim import AdamW8bitConfig
+    from plait.optim.build import ToUpdate
 
 MIN_WIDTH = 64
 """Parameters with shorter rows (biases, norms) keep fp32 moments: scales would take up what is saved."""
@@ -30,6 +34,8 @@ class AdamW8bit(OwnOptimizer):
 
     Elementwise but for the blocks, which lie in rows: a rank that has some rows updates them as the whole would be.
     """
+
+    elementwise = True
 
     def __init__(
         self,
@@ -90,3 +96,14 @@ class AdamW8bit(OwnOptimizer):
 
 def _is_packed(param: Tensor) -> bool:
     return width_of(param) >= MIN_WIDTH and param.is_contiguous()
+
+
+def build(given: ToUpdate, config: AdamW8bitConfig) -> AdamW8bit:
+    """As the section says."""
+    return AdamW8bit(
+        given.params,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        betas=config.betas,
+        eps=config.eps,
+    )

@@ -15,30 +15,15 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.optim import (
-    ASGD,
-    LBFGS,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-    SparseAdam,
-)
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from plait.errors import ModelError
 from plait.optim.build import has_fused, prepare_momentum
 from plait.optim.groups import GroupSpec
-from plait.optim.lion import Lion
+from plait.optim.kinds import Sees, declared, kind_of
+from plait.optim.parts import unusable
 from plait.torch_internals import has_step_hooks
 
-_ELEMENTWISE = (Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD, Lion)
 _FUSED = (AdamW, Adam, SGD, Adagrad)
 
 OptimizerSource = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -68,9 +53,9 @@ class Adoption:
         self.names = frozenset(name for spec in self.specs for name in spec.names)
 
     @property
-    def is_elementwise(self) -> bool:
-        """Whether it is known to be content with a part of each parameter. An unknown class gets DTensors."""
-        return _kind(self.optimizer) in _ELEMENTWISE
+    def sees(self) -> Sees:
+        """What it is to be given of a parameter that is spread over ranks."""
+        return declared(self.optimizer)
 
     def left_out(self, model: nn.Module) -> list[str]:
         """The trainable parameters that the optimizer does not have."""
@@ -100,18 +85,10 @@ def bare_step(optimizer: Optimizer) -> Callable[[], object]:
     return partial(step, optimizer) if own and not has_step_hooks(optimizer) else optimizer.step
 
 
-def _kind(optimizer: Optimizer) -> type[Optimizer]:
-    """The class whose step it is: another one may only have other defaults."""
-    step = inspect.unwrap(type(optimizer).step)
-    return next((kind for kind in _ELEMENTWISE if inspect.unwrap(kind.step) is step), type(optimizer))
-
-
 def _refuse(optimizer: Optimizer) -> None:
     kind = type(optimizer).__name__
-    if isinstance(optimizer, LBFGS):
-        raise ModelError(f"{kind} evaluates the model several times a step; no engine spreads that. Use AdamW")
-    if isinstance(optimizer, SparseAdam):
-        raise ModelError(f"{kind} wants sparse gradients; here gradients are dense. Use AdamW")
+    if reason := unusable(optimizer):
+        raise ModelError(f"{reason}. Use AdamW, or another that steps once for each gradient")
     if isinstance(optimizer, Adagrad):  # it has sums from the start
         used = any(float(state["step"]) > 0 for state in optimizer.state.values())
     else:
@@ -136,7 +113,7 @@ def _use_fused(optimizer: Optimizer) -> None:
     left_open = all(group.get("fused") is None and group.get("foreach") is None for group in groups)
     plain = not any(group.get("differentiable") or group.get("capturable") for group in groups)
     tensors = [tensor for group in groups for tensor in group["params"]]
-    kind = _kind(optimizer)
+    kind = kind_of(type(optimizer))
     if kind not in _FUSED or not left_open or not plain or not all(has_fused(kind.__name__, t) for t in tensors):
         return
     for group in groups:

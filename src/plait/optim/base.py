@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ class OwnOptimizer(Optimizer):
 
     One method for all groups, so that sums over ranks can travel together.
     """
+
+    takes_dtensors: ClassVar[bool] = True
+    """See [Note: what an optimizer says of itself]."""
 
     @abstractmethod
     def _update(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,26 +17,23 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from plait.config.optim import (
-    AdafactorConfig,
     AdagradConfig,
     AdamConfig,
-    AdamW8bitConfig,
     AdamWConfig,
-    LambConfig,
-    LionConfig,
     OptimConfig,
     OptimPart,
     SGDConfig,
 )
 from plait.errors import ConfigError, ModelError, Problem
 from plait.ops.triton import has_kernels
-from plait.optim.lion import Lion
+from plait.optim.groups import ViewGroup
+from plait.optim.kinds import kind_of
 from plait.optim.one_pass import OnePassAdam, takes_one_pass
+from plait.optim.parts import build_part
 from plait.plugins import build
 from plait.world import is_sharded
 from plait.world.patch import replaced
 
-_ELEMENTWISE = (AdamWConfig, AdamConfig, AdamW8bitConfig, SGDConfig, AdagradConfig, LionConfig)
 # Where fused steps are known to exist in every supported torch, and to honour `grad_scale` and `found_inf`.
 _FUSED_DEVICES = {
     "AdamW": ("cpu", "cuda"),
@@ -47,21 +44,24 @@ _FUSED_DEVICES = {
 
 
 @dataclass(frozen=True, slots=True)
-class ViewGroup:
-    """A group of parameters as the optimizer sees them.
+class ToUpdate:
+    """What an optimizer of Plait's own is made from, besides its section."""
 
-    For an elementwise optimizer a view is a plain tensor, this rank's shard, perhaps empty; for the others
-    it is the parameter itself.
-    """
+    groups: Sequence[ViewGroup]
+    in_place: bool = True
+    """Whether the tensors stay where they are, so that a kernel may know them by their addresses."""
 
-    names: Sequence[str]
-    tensors: Sequence[Tensor]
-    options: dict[str, Any] = field(default_factory=dict)
+    @property
+    def params(self) -> list[dict[str, Any]]:
+        """As torch's optimizers take them, with names."""
+        return [
+            {"params": list(zip(group.names, group.tensors, strict=True)), **group.options} for group in self.groups
+        ]
 
-
-def is_elementwise(config: OptimConfig) -> bool:
-    """Whether each element's update depends on that element alone, so that shards need no exchange."""
-    return isinstance(config, _ELEMENTWISE)
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All of them."""
+        return (tensor for group in self.groups for tensor in group.tensors)
 
 
 def supports_grad_scale(optimizer: Optimizer) -> bool:
@@ -71,7 +71,7 @@ def supports_grad_scale(optimizer: Optimizer) -> bool:
     nothing where the other is 1, without the host waiting to know.
     """
     fused = all(group.get("fused") for group in optimizer.param_groups)
-    return fused and isinstance(optimizer, AdamW | Adam | SGD | Adagrad)
+    return fused and (isinstance(optimizer, OnePassAdam) or kind_of(type(optimizer)) in (AdamW, Adam, SGD, Adagrad))
 
 
 def build_optimizer(config: OptimConfig, groups: Sequence[ViewGroup], *, in_place: bool = True) -> Optimizer:
@@ -80,12 +80,14 @@ def build_optimizer(config: OptimConfig, groups: Sequence[ViewGroup], *, in_plac
     Each of its groups carries `param_names`, and `initial_lr`: the rate that schedules scale. `in_place`: the tensors
     stay where they are, so that a kernel may know them by their addresses.
     """
-    if not is_elementwise(config):
+    if not isinstance(config, OptimPart) and not config.elementwise:
         _check_rows(config, groups)
     bare = inspect.unwrap(Optimizer.add_param_group)
     with replaced(Optimizer, "add_param_group", bare):  # [Note: dynamo is loaded late]
-        optimizer = _build_in_one_pass(config, groups) if in_place and is_one_pass(config, _views(groups)) else None
-        optimizer = optimizer or _build(config, groups)
+        if isinstance(config, OptimPart):
+            optimizer = build_part(config, groups)
+        else:
+            optimizer = build(config, "optim", ToUpdate(groups, in_place))
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
@@ -120,9 +122,25 @@ def is_one_pass(config: OptimConfig, tensors: Iterable[Tensor]) -> bool:
     return config.implementation == "one-pass"
 
 
-def _build_in_one_pass(config: OptimConfig, groups: Sequence[ViewGroup]) -> Optimizer:
-    assert isinstance(config, AdamWConfig | AdamConfig)
-    misfit = next((tensor for tensor in _views(groups) if not takes_one_pass(tensor)), None)
+def adam(given: ToUpdate, config: AdamWConfig | AdamConfig) -> Optimizer:
+    """Adam and AdamW: torch's, or in one pass."""
+    if given.in_place and is_one_pass(config, given.tensors):
+        return _in_one_pass(given, config)
+    chosen = _implementation(config, given)
+    kind = AdamW if isinstance(config, AdamWConfig) else Adam
+    return kind(
+        given.params,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        betas=config.betas,
+        eps=config.eps,
+        amsgrad=config.amsgrad,
+        **chosen,
+    )
+
+
+def _in_one_pass(given: ToUpdate, config: AdamWConfig | AdamConfig) -> Optimizer:
+    misfit = next((tensor for tensor in given.tensors if not takes_one_pass(tensor)), None)
     if misfit is not None:
         raise ConfigError(
             Problem(
@@ -132,85 +150,39 @@ def _build_in_one_pass(config: OptimConfig, groups: Sequence[ViewGroup]) -> Opti
                 "Use 'auto', which takes the fastest there is.",
             )
         )
-    return OnePassAdam(
-        _params(groups),
-        config.lr,
-        config.betas,
-        config.eps,
-        config.weight_decay,
-        decoupled=isinstance(config, AdamWConfig),
+    decoupled = isinstance(config, AdamWConfig)
+    return OnePassAdam(given.params, config.lr, config.betas, config.eps, config.weight_decay, decoupled=decoupled)
+
+
+def sgd(given: ToUpdate, config: SGDConfig) -> Optimizer:
+    """torch's SGD."""
+    made = SGD(
+        given.params,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        **_implementation(config, given),
+    )
+    if config.momentum != 0:
+        prepare_momentum(made)
+    return made
+
+
+def adagrad(given: ToUpdate, config: AdagradConfig) -> Optimizer:
+    """torch's Adagrad."""
+    return Adagrad(
+        given.params,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        lr_decay=config.lr_decay,
+        eps=config.eps,
+        **_implementation(config, given),
     )
 
 
-def _params(groups: Sequence[ViewGroup]) -> list[dict[str, Any]]:
-    return [{"params": list(zip(group.names, group.tensors, strict=True)), **group.options} for group in groups]
-
-
-def _build(config: OptimConfig, groups: Sequence[ViewGroup]) -> Optimizer:
-    params = _params(groups)
-    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    match config:
-        case AdamWConfig() | AdamConfig():
-            chosen = _implementation(config, groups)
-            kind = AdamW if isinstance(config, AdamWConfig) else Adam
-            return kind(params, betas=config.betas, eps=config.eps, amsgrad=config.amsgrad, **common, **chosen)
-        case SGDConfig():
-            chosen = _implementation(config, groups)
-            sgd = SGD(params, momentum=config.momentum, nesterov=config.nesterov, **common, **chosen)
-            if config.momentum != 0:
-                prepare_momentum(sgd)
-            return sgd
-        case AdagradConfig():
-            chosen = _implementation(config, groups)
-            return Adagrad(params, lr_decay=config.lr_decay, eps=config.eps, **common, **chosen)
-        case AdamW8bitConfig():
-            from plait.optim.adam8bit import AdamW8bit
-
-            return AdamW8bit(params, betas=config.betas, eps=config.eps, **common)
-        case LionConfig():
-            return Lion(params, betas=config.betas, **common)
-        case LambConfig():
-            from plait.optim.lamb import Lamb
-
-            return Lamb(
-                params,
-                betas=config.betas,
-                eps=config.eps,
-                min_trust=config.min_trust,
-                max_trust=config.max_trust,
-                **common,
-            )
-        case AdafactorConfig():
-            from plait.optim.adafactor import Adafactor
-
-            return Adafactor(
-                params,
-                beta2_decay=config.beta2_decay,
-                eps=config.eps,
-                clip_threshold=config.clip_threshold,
-                **common,
-            )
-        case OptimPart():
-            made: Optimizer = build(config, "optim", params, lr=config.lr, accepts=Optimizer)
-            return made
-        case _:
-            from plait.optim.muon import Muon
-
-            return Muon(
-                params,
-                momentum=config.momentum,
-                nesterov=config.nesterov,
-                ns_steps=config.ns_steps,
-                betas=config.adam_betas,
-                eps=config.adam_eps,
-                **common,
-            )
-
-
-def _implementation(
-    config: AdamWConfig | AdamConfig | SGDConfig | AdagradConfig, groups: Sequence[ViewGroup]
-) -> dict[str, bool]:
-    misfit = next((t for t in _views(groups) if not has_fused(config.type, t)), None)
+def _implementation(config: AdamWConfig | AdamConfig | SGDConfig | AdagradConfig, given: ToUpdate) -> dict[str, bool]:
+    misfit = next((t for t in given.tensors if not has_fused(config.type, t)), None)
     if config.implementation == "fused" and misfit is not None:
         raise ConfigError(
             Problem(

@@ -60,3 +60,20 @@ def multi_step(milestones: Sequence[int], gamma: float) -> Factor:
 def exponential(gamma: float) -> Factor:
     """`gamma` to the power of the unit."""
     return lambda unit: gamma**unit
+
+
+def stable_decay(length: int, decay: int, shape: str, end: float) -> Factor:
+    """1 until `decay` units before unit `length`, where it has come down to `end`."""
+    fall: Callable[[float], float] = {
+        "linear": lambda share: share,
+        "cosine": lambda share: (1.0 - math.cos(math.pi * share)) / 2.0,
+        "sqrt": math.sqrt,
+    }[shape]
+    begin = length - decay
+
+    def factor(unit: int) -> float:
+        if unit <= begin:
+            return 1.0
+        return 1.0 - (1.0 - end) * fall((unit - begin) / decay) if unit < length else end
+
+    return factor

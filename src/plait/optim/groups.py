@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Flag, auto
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plait.config.optim import MuonConfig, OptimConfig
 from plait.errors import ConfigError, ModelError, Problem
@@ -50,6 +50,19 @@ class GroupSpec:
 
     names: tuple[str, ...]
     options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ViewGroup:
+    """A group of parameters as the optimizer sees them.
+
+    For an elementwise optimizer a view is a plain tensor, this rank's shard, perhaps empty; for the others it is the
+    parameter itself, or all of it as a plain tensor on the rank that updates it; see `optim.kinds`.
+    """
+
+    names: Sequence[str]
+    tensors: Sequence[Tensor]
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def parameter_infos(model: nn.Module) -> list[ParameterInfo]:
@@ -97,7 +110,7 @@ def _groups(model: nn.Module, config: OptimConfig) -> list[GroupSpec]:
     if not trainable:
         raise ModelError("the model has no trainable parameter: every one has requires_grad=False")
     if not isinstance(config, MuonConfig):
-        return _by_decay(trainable, spared, config.weight_decay, {})
+        return _by_decay(trainable, spared, config, {})
     matrices = [info for info in trainable if _for_muon(info, config.adam_patterns)]
     if not matrices:
         raise ConfigError(
@@ -111,20 +124,22 @@ def _groups(model: nn.Module, config: OptimConfig) -> list[GroupSpec]:
     chosen = {info.name for info in matrices}
     rest = [info for info in trainable if info.name not in chosen]
     return [
-        *_by_decay(matrices, spared, config.weight_decay, muon),
-        *_by_decay(rest, spared, config.weight_decay, adam),
+        *_by_decay(matrices, spared, config, muon),
+        *_by_decay(rest, spared, config, adam),
     ]
 
 
 def _by_decay(
-    infos: Sequence[ParameterInfo], spared: set[str], weight_decay: float, options: dict[str, Any]
+    infos: Sequence[ParameterInfo], spared: set[str], config: OptimConfig, options: dict[str, Any]
 ) -> list[GroupSpec]:
-    if weight_decay == 0.0:
+    own = {} if config.weight_decay is None else {"weight_decay": config.weight_decay}
+    # Of a part's own weight decay nobody is spared unless somebody says so.
+    if config.weight_decay == 0.0 or (not own and "no_decay" not in config.model_fields_set):
         spared = set()
     decayed = tuple(info.name for info in infos if info.name not in spared)
     others = tuple(info.name for info in infos if info.name in spared)
     groups = [
-        GroupSpec(decayed, {**options, "weight_decay": weight_decay}),
+        GroupSpec(decayed, {**options, **own}),
         GroupSpec(others, {**options, "weight_decay": 0.0}),
     ]
     return [group for group in groups if group.names]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,10 @@ from plait.torch_internals import (
     foreach_sqrt,
 )
 from plait.world import local_part
+
+if TYPE_CHECKING:
+    from plait.config.optim import LambConfig
+    from plait.optim.build import ToUpdate
 
 
 class Lamb(OwnOptimizer):
@@ -91,3 +95,16 @@ def _trust(norms: Tensor, group: dict[str, Any]) -> list[Tensor]:
     parameters, updates = norms.chunk(2)
     ratios = (parameters / updates).clamp_(group["min_trust"], group["max_trust"])
     return list(torch.where((parameters > 0) & (updates > 0), ratios, 1.0).unbind())
+
+
+def build(given: ToUpdate, config: LambConfig) -> Lamb:
+    """As the section says."""
+    return Lamb(
+        given.params,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        betas=config.betas,
+        eps=config.eps,
+        min_trust=config.min_trust,
+        max_trust=config.max_trust,
+    )

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch.optim.optimizer import ParamsT
 
 from plait.optim.base import OwnOptimizer, with_gradient
 from plait.torch_internals import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_
+
+if TYPE_CHECKING:
+    from plait.config.optim import LionConfig
+    from plait.optim.build import ToUpdate
 
 
 class Lion(OwnOptimizer):
@@ -13,6 +19,8 @@ class Lion(OwnOptimizer):
 
     Elementwise, so a shard is updated as its part of the whole would be.
     """
+
+    elementwise = True
 
     def __init__(
         self,
@@ -37,3 +45,13 @@ class Lion(OwnOptimizer):
                 foreach_mul_(params, 1 - lr * group["weight_decay"])
             foreach_add_(params, directions, alpha=-lr)
             foreach_lerp_(moments, grads, 1 - beta2)
+
+
+def build(given: ToUpdate, config: LionConfig) -> Lion:
+    """As the section says."""
+    return Lion(
+        given.params,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        betas=config.betas,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from plait.optim.exchange import map_whole
 from plait.optim.shards import rows_of
 from plait.torch_internals import foreach_lerp, foreach_lerp_, foreach_mul_
 from plait.world import local_part
+
+if TYPE_CHECKING:
+    from plait.config.optim import MuonConfig
+    from plait.optim.build import ToUpdate
 
 # The quintic that pulls singular values towards one fastest; they end between about 0.7 and 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -127,3 +131,17 @@ def _orthogonalize_flat(tensor: Tensor, steps: int) -> Tensor:
 
 def _work_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.device.type == "cpu" else torch.bfloat16
+
+
+def build(given: ToUpdate, config: MuonConfig) -> Muon:
+    """As the section says."""
+    return Muon(
+        given.params,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        ns_steps=config.ns_steps,
+        betas=config.adam_betas,
+        eps=config.adam_eps,
+    )

@@ -11,10 +11,15 @@ means the end of the run: the run's last unit is at the end value. After its end
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from plait.config.schedule import (
     ConstantConfig,
@@ -27,12 +32,15 @@ from plait.config.schedule import (
     OneCycleConfig,
     PolynomialConfig,
     ScheduleConfig,
+    SchedulePart,
     WarmupConfig,
     WarmupCosineConfig,
     WarmupDecayConfig,
+    WSDConfig,
 )
 from plait.errors import ConfigError, Problem
 from plait.optim import curves, deepspeed_curves
+from plait.plugins import build, call, load
 
 Curve = Callable[[int], float]
 """From a unit to a rate, or to a momentum."""
@@ -57,6 +65,11 @@ class Schedule:
         """The momentum (the first beta) of that update; None where the schedule leaves it alone."""
         return None if self.cycle is None else self.cycle(step // self.steps_per_unit)
 
+    @property
+    def moves_momentum(self) -> bool:
+        """Whether momentum moves too."""
+        return self.cycle is not None
+
     def apply(self, optimizer: Optimizer, step: int) -> float:
         """Set the rates for the update number `step`: each group's `initial_lr`, scaled as the schedule says.
 
@@ -73,6 +86,27 @@ class Schedule:
         return lr
 
 
+@dataclass(frozen=True, slots=True)
+class GroupSchedule(Schedule):
+    """A schedule that says the rate, and perhaps the momentum, of each group."""
+
+    by_group: Callable[[int], list[dict[str, Any]]] = lambda unit: []
+
+    @property
+    def moves_momentum(self) -> bool:
+        """Whether more than rates is set."""
+        return True
+
+    def apply(self, optimizer: Optimizer, step: int) -> float:
+        """Set what each group has for the update number `step`; returns the rate of the first."""
+        settings = self.by_group(step // self.steps_per_unit)
+        for group, wanted in zip(optimizer.param_groups, settings, strict=True):
+            if wanted.get("momentum") and not group["momentum"]:
+                _refuse_momentum(optimizer)
+            group.update(wanted)
+        return float(settings[0]["lr"])
+
+
 class OwnRates:
     """Rates that somebody else sets: those in the groups of the optimizer, as they are at each step."""
 
@@ -81,13 +115,36 @@ class OwnRates:
         return float(optimizer.param_groups[0]["lr"])
 
 
+class Curves(NamedTuple):
+    """What moves, by unit."""
+
+    rate: Curve
+    """Units to rates, for a group whose own rate is the base rate."""
+    cycle: Curve | None = None
+    """Units to momenta."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a schedule is made from, besides its section."""
+
+    base_lr: float
+    units: int | None
+    """Of the whole run, where that is known."""
+
+
 def build_schedule(
-    config: ScheduleConfig | None, *, base_lr: float, total_steps: int | None, steps_per_epoch: int | None
+    config: ScheduleConfig | None,
+    *,
+    base_lr: float,
+    total_steps: int | None,
+    steps_per_epoch: int | None,
+    optimizer: Optimizer | None = None,
 ) -> Schedule:
     """The schedule that `config` describes; none is a constant rate.
 
     `total_steps` is the length of the run, where it is known. Raises ConfigError where the configuration
-    needs it, or `steps_per_epoch`, and it is not.
+    needs it, or `steps_per_epoch`, and it is not. `optimizer` has the groups that a scheduler of torch looks at.
     """
     if config is None:
         return Schedule(base_lr, lambda unit: base_lr)
@@ -97,25 +154,93 @@ def build_schedule(
             raise _problem("by", "'epoch' needs to know how many steps an epoch has", "Use 'step'.")
         steps = steps_per_epoch
     run = None if total_steps is None else -(-total_steps // steps)
-    cycle = None
-    match config:
-        case WarmupConfig():
-            rate = deepspeed_curves.warmup(config, base_lr)
-        case WarmupDecayConfig():
-            rate = deepspeed_curves.warmup_decay(config, base_lr, _deepspeed_total(config, run))
-        case WarmupCosineConfig():
-            rate = deepspeed_curves.warmup_cosine(config, base_lr, _deepspeed_total(config, run))
-        case OneCycleConfig():
-            rate = deepspeed_curves.one_cycle(config)
-            cycle = deepspeed_curves.one_cycle_momentum(config) if config.cycle_momentum else None
-        case LRRangeTestConfig():
-            rate = deepspeed_curves.range_test(config)
-        case _:
-            rate = _with_warmup(config, base_lr, run)
-    return Schedule(base_lr, rate, cycle, steps)
+    if isinstance(config, SchedulePart):
+        return build_part(config, Span(base_lr, run), optimizer, steps)
+    found: Curves = build(config, "schedule", Span(base_lr, run))
+    return Schedule(base_lr, found.rate, found.cycle, steps)
 
 
-_TorchConfig = (
+def constant(span: Span, config: ConstantConfig) -> Curves:
+    """`ConstantLR`; without a total no length is needed: the factor stays."""
+    length = None if config.total is None else max(0, config.total - config.warmup)
+    return _after_warmup(span, config, curves.constant(config.factor, length))
+
+
+def linear(span: Span, config: LinearConfig) -> Curves:
+    """`LinearLR`."""
+    return _after_warmup(
+        span, config, curves.linear(config.start_factor, config.end_factor, _length(config, span.units))
+    )
+
+
+def cosine(span: Span, config: CosineConfig) -> Curves:
+    """`CosineAnnealingLR`."""
+    return _after_warmup(span, config, curves.cosine(config.min_factor, _length(config, span.units)))
+
+
+def polynomial(span: Span, config: PolynomialConfig) -> Curves:
+    """`PolynomialLR`."""
+    return _after_warmup(span, config, curves.polynomial(config.power, config.min_factor, _length(config, span.units)))
+
+
+def cosine_restart(span: Span, config: CosineRestartConfig) -> Curves:
+    """`CosineAnnealingWarmRestarts`."""
+    return _after_warmup(span, config, curves.cosine_restarts(config.first, config.multiply, config.min_factor))
+
+
+def multi_step(span: Span, config: MultiStepConfig) -> Curves:
+    """`MultiStepLR`."""
+    if any(milestone < config.warmup for milestone in config.milestones):
+        raise _problem(
+            "milestones",
+            f"{list(config.milestones)}: one lies in the warm-up of {config.warmup}",
+            "They count from the start of the run, the warm-up included.",
+        )
+    return _after_warmup(span, config, curves.multi_step([m - config.warmup for m in config.milestones], config.gamma))
+
+
+def exponential(span: Span, config: ExponentialConfig) -> Curves:
+    """`ExponentialLR`."""
+    return _after_warmup(span, config, curves.exponential(config.gamma))
+
+
+def wsd(span: Span, config: WSDConfig) -> Curves:
+    """`WSD`."""
+    length = _length(config, span.units)
+    if config.decay > length:
+        raise _problem(
+            "decay", f"{config.decay} is longer than the {length} units behind the warm-up", "Make it shorter."
+        )
+    return _after_warmup(span, config, curves.stable_decay(length, config.decay, config.shape, config.min_factor))
+
+
+def deepspeed_warmup(span: Span, config: WarmupConfig) -> Curves:
+    """`WarmupLR`."""
+    return Curves(deepspeed_curves.warmup(config, span.base_lr))
+
+
+def deepspeed_warmup_decay(span: Span, config: WarmupDecayConfig) -> Curves:
+    """`WarmupDecayLR`."""
+    return Curves(deepspeed_curves.warmup_decay(config, span.base_lr, _deepspeed_total(config, span.units)))
+
+
+def deepspeed_warmup_cosine(span: Span, config: WarmupCosineConfig) -> Curves:
+    """`WarmupCosineLR`."""
+    return Curves(deepspeed_curves.warmup_cosine(config, span.base_lr, _deepspeed_total(config, span.units)))
+
+
+def deepspeed_one_cycle(span: Span, config: OneCycleConfig) -> Curves:
+    """`OneCycle`."""
+    cycle = deepspeed_curves.one_cycle_momentum(config) if config.cycle_momentum else None
+    return Curves(deepspeed_curves.one_cycle(config), cycle)
+
+
+def deepspeed_range_test(span: Span, config: LRRangeTestConfig) -> Curves:
+    """`LRRangeTest`."""
+    return Curves(deepspeed_curves.range_test(config))
+
+
+_Warmed = (
     ConstantConfig
     | LinearConfig
     | CosineConfig
@@ -123,47 +248,138 @@ _TorchConfig = (
     | PolynomialConfig
     | MultiStepConfig
     | ExponentialConfig
+    | WSDConfig
 )
 
 
-def _with_warmup(config: _TorchConfig, base_lr: float, run: int | None) -> Curve:
-    proper = _proper(config, run)
-    warmup, start = config.warmup, config.warmup_start_factor
+def _after_warmup(span: Span, config: _Warmed, proper: curves.Factor) -> Curves:
+    base_lr, warmup, start = span.base_lr, config.warmup, config.warmup_start_factor
     if warmup == 0:
-        return lambda unit: base_lr * proper(unit)
+        return Curves(lambda unit: base_lr * proper(unit))
     if config.by == "epoch" and start == 0.0:
         raise _problem("warmup_start_factor", "0 with `by: epoch` is a whole epoch at rate zero", "Write, say, 0.1.")
     slope = (1.0 - start) / warmup
-    return lambda unit: base_lr * (start + slope * unit if unit < warmup else proper(unit - warmup))
+    return Curves(lambda unit: base_lr * (start + slope * unit if unit < warmup else proper(unit - warmup)))
 
 
-def _proper(config: _TorchConfig, run: int | None) -> Curve:
-    match config:
-        case ConstantConfig():
-            # Without a total no length is needed: the factor stays.
-            length = None if config.total is None else max(0, config.total - config.warmup)
-            return curves.constant(config.factor, length)
-        case LinearConfig():
-            return curves.linear(config.start_factor, config.end_factor, _length(config, run))
-        case CosineConfig():
-            return curves.cosine(config.min_factor, _length(config, run))
-        case PolynomialConfig():
-            return curves.polynomial(config.power, config.min_factor, _length(config, run))
-        case CosineRestartConfig():
-            return curves.cosine_restarts(config.first, config.multiply, config.min_factor)
-        case MultiStepConfig():
-            if any(milestone < config.warmup for milestone in config.milestones):
-                raise _problem(
-                    "milestones",
-                    f"{list(config.milestones)}: one lies in the warm-up of {config.warmup}",
-                    "They count from the start of the run, the warm-up included.",
-                )
-            return curves.multi_step([m - config.warmup for m in config.milestones], config.gamma)
-        case ExponentialConfig():
-            return curves.exponential(config.gamma)
+# ---- of one's own
 
 
-def _length(config: LinearConfig | CosineConfig | PolynomialConfig, run: int | None) -> int:
+def build_part(config: SchedulePart, span: Span, optimizer: Optimizer | None, steps: int) -> Schedule:
+    """A schedule of somebody's own.
+
+    [Note: what a schedule of one's own is] A function of the step, counted from 0, whose value is the factor of each
+    group's own rate; a parameter `total_steps` gets the length of the run. Or a class: its objects are such functions.
+    Or a scheduler of torch, or a function with a parameter `optimizer` that makes one: it is stepped on a stand-in with
+    the groups' rates, which are read off, so that the rate is a function of the step here too, and nothing of it has
+    to be saved.
+    """
+    made = load(config, "schedule")
+    if isinstance(made, LRScheduler):
+        kind = type(made).__name__
+        message = f"a {kind} that is made already moves the rates of another optimizer"
+        raise _problem("type", message, f"Give {kind} itself with its arguments, or a function of `optimizer`.")
+    if isinstance(made, type) and issubclass(made, ReduceLROnPlateau):
+        message = "ReduceLROnPlateau follows what validation measures, and a rate here is a function of the step"
+        raise _problem("type", message, "Use WSD, or go back from a plateau with another `optim.lr`.")
+    if not callable(made):
+        raise _problem(
+            "type", f"{config.type!r} is a {type(made).__name__}, which cannot be called", "Name a function."
+        )
+    takes = _parameters(made)
+    arguments = config.arguments
+    if "total_steps" in takes and "total_steps" not in arguments:
+        if span.units is not None:
+            arguments["total_steps"] = span.units
+        elif takes["total_steps"].default is inspect.Parameter.empty:
+            raise _no_length("total_steps", str(config.type))
+    if (isinstance(made, type) and issubclass(made, LRScheduler)) or "optimizer" in takes:
+        driven = _Driven(made, config, arguments, span.base_lr, optimizer)
+        return GroupSchedule(span.base_lr, lambda unit: driven.at(unit)[0]["lr"], None, steps, driven.at)
+    factor = made
+    if isinstance(made, type):
+        factor = call(made, "schedule", name=str(config.type), arguments=arguments)
+        arguments = {}
+
+    call(factor, "schedule", 0, name=str(config.type), arguments=arguments)  # what is wrong with it shows now
+
+    def rate(unit: int) -> float:
+        found = factor(unit, **arguments)
+        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < math.inf:
+            message = f"{config.type!r} gave {found!r} for unit {unit}, which is no factor of a rate"
+            raise _problem("type", message, "Have it return a number that is not negative.")
+        return span.base_lr * found
+
+    rate(0)
+    return Schedule(span.base_lr, rate, None, steps)
+
+
+def _parameters(made: Any) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(made).parameters)
+    except (TypeError, ValueError):  # written in C
+        return {}
+
+
+class _Driven:
+    """The settings of each group by unit, as a scheduler of torch sets them on a stand-in."""
+
+    def __init__(
+        self,
+        made: Callable[..., Any],
+        config: SchedulePart,
+        arguments: dict[str, Any],
+        base_lr: float,
+        optimizer: Optimizer | None,
+    ) -> None:
+        self._name = str(config.type)
+        self._stand_in = _StandIn(base_lr, optimizer)
+        self._scheduler = call(made, "schedule", self._stand_in, name=self._name, arguments=arguments)
+        if not isinstance(self._scheduler, LRScheduler) or isinstance(self._scheduler, ReduceLROnPlateau):
+            message = f"{self._name!r} made a {type(self._scheduler).__name__}, which moves no rate by the step alone"
+            raise _problem("type", message, "Return a scheduler of torch.optim.lr_scheduler.")
+        self._past = [self._stand_in.settings()]
+
+    def at(self, unit: int) -> list[dict[str, Any]]:
+        """The settings of every group."""
+        while len(self._past) <= unit:
+            self._stand_in.step()
+            try:
+                self._scheduler.step()
+            except Exception as error:  # past its own end, say
+                message = f"{self._name!r} has no rate for unit {len(self._past)}: {type(error).__name__}: {error}"
+                raise _problem("type", message, "Give it the length of the run.") from error
+            self._past.append(self._stand_in.settings())
+        return self._past[unit]
+
+
+class _StandIn(Optimizer):
+    """Has groups with the rates and momenta of another optimizer, and updates nothing."""
+
+    def __init__(self, base_lr: float, optimizer: Optimizer | None) -> None:
+        groups: list[dict[str, Any]] = [{"initial_lr": base_lr}] if optimizer is None else optimizer.param_groups
+        made = [
+            {
+                "params": [torch.zeros(1)],
+                "lr": group["initial_lr"],
+                **{key: group[key] for key in _MOVED if key in group},
+            }
+            for group in groups
+        ]
+        super().__init__(made, {"lr": base_lr, **{key: made[0][key] for key in _MOVED if key in made[0]}})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing."""
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Of every group what a scheduler may move."""
+        return [{key: group[key] for key in ("lr", *_MOVED) if key in group} for group in self.param_groups]
+
+
+_MOVED = ("momentum", "betas")
+
+
+def _length(config: LinearConfig | CosineConfig | PolynomialConfig | WSDConfig, run: int | None) -> int:
     """Units from the end of the warm-up to the first one at the end value."""
     if config.total is not None:
         if config.total <= config.warmup:
@@ -201,12 +417,16 @@ def _problem(key: str, message: str, remedy: str) -> ConfigError:
 def _set_momentum(optimizer: Optimizer, momentum: float) -> None:
     for group in optimizer.param_groups:
         if "betas" not in group and not group.get("momentum"):
-            raise _problem(
-                "cycle_momentum",
-                f"{type(optimizer).__name__} runs without momentum here, so there is none to cycle",
-                "Set `optim.momentum`, or `cycle_momentum: false`.",
-            )
+            _refuse_momentum(optimizer)
         if "momentum" in group and group["momentum"] != momentum:
             group["momentum"] = momentum
         if "betas" in group and group["betas"][0] != momentum:
             group["betas"] = (momentum, *group["betas"][1:])
+
+
+def _refuse_momentum(optimizer: Optimizer) -> None:
+    raise _problem(
+        "cycle_momentum",
+        f"{type(optimizer).__name__} runs without momentum here, so there is none to cycle",
+        "Set `optim.momentum`, or `cycle_momentum: false`.",
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.ops.blockwise import Packed
+from plait.optim.numbers import leaves
 from plait.parallel.offload.collect import StreamedGradients
 from plait.plan.recorder import Recorder
 from plait.spec.phase import Phase
@@ -78,10 +78,11 @@ class Owners:
         for buffer in self._buffers:
             yield "parameters", buffer
         for state in engine.updater.optimizer.state.values():
-            for value in state.values():
-                for part in value if isinstance(value, Packed) else (value,):
-                    if isinstance(part, Tensor):
-                        yield "optimizer", part
+            for part in leaves(state):
+                yield "optimizer", part
+        for whole in engine.views.updated if engine.views.shared_out is not None else ():
+            if whole is not None:
+                yield "optimizer", whole
         for name, tensor in zip(engine.views.names, engine.views.tensors, strict=True):
             yield "parameters", tensor  # the fp32 weights behind rounded ones
             if tensor.grad is not None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from plait.config import RunConfig, resolve_batch, resolve_layout
 from plait.config.model import GptConfig, LlamaConfig
-from plait.config.optim import AdafactorConfig, LambConfig, MuonConfig
 from plait.plan.candidate import Candidate
 
 Settings = dict[str, Any]
@@ -79,8 +78,8 @@ def _offload(run: RunConfig, space: Space) -> list[Settings]:
     said = offload.model_fields_set - {"optimizer", "params", "activations", "path"}
     if said or not _wanted("offload", space, "strategy.offload"):
         return [{}]
-    if isinstance(run.optim, AdafactorConfig | LambConfig | MuonConfig):
-        return [{}]  # these look at whole parameters
+    if not run.optim.elementwise:  # it looks at whole parameters, or says nothing
+        return [{}]
     home, weights, share, folder = (f"strategy.offload.{key}" for key in ("optimizer", "params", "ratio", "path"))
     stays: Settings = {weights: "none"} if offload.params != "none" else {}
     no_files: Settings = {folder: None} if offload.path is not None else {}

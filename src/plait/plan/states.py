@@ -12,16 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from plait.config.layout import Layout
-from plait.config.optim import (
-    AdafactorConfig,
-    AdagradConfig,
-    AdamConfig,
-    AdamW8bitConfig,
-    AdamWConfig,
-    LionConfig,
-    MuonConfig,
-    SGDConfig,
-)
+from plait.config.optim import AdamW8bitConfig
 from plait.config.run import RunConfig
 
 
@@ -193,10 +184,6 @@ class StatesAccount:
         return (*found, ("total", self.bytes_per_param, self.total / 1e9))
 
 
-_MOMENTS: dict[type, float] = {AdagradConfig: 1, LionConfig: 1, AdafactorConfig: 0, MuonConfig: 1}
-"""Numbers that an optimizer keeps for each parameter of a matrix, where that is not two."""
-
-
 def account_of(config: RunConfig, params: int) -> StatesAccount:
     """What the states of this run's parameters come to on one device, by its `precision` and `optim`.
 
@@ -206,16 +193,11 @@ def account_of(config: RunConfig, params: int) -> StatesAccount:
     precision, optim = config.precision, config.optim
     weights = 4 if precision.compute in ("fp32", "tf32") else 2
     separate = 4 if precision.master and weights == 2 else 0
-    moments = _MOMENTS.get(type(optim), 2.0)
-    if isinstance(optim, SGDConfig):
-        moments = 1.0 if optim.momentum else 0.0
-    if isinstance(optim, AdamConfig | AdamWConfig) and optim.amsgrad:
-        moments = 3.0
     each = 4.0 if precision.master else weights
     if isinstance(optim, AdamW8bitConfig):
         each = 1 + 4 / 256  # a code, and a share of a block's scale
     gradients = weights if not precision.master or precision.reduce in ("bf16", "fp16") else 4
-    return StatesAccount(params, weights, gradients, separate + moments * each)
+    return StatesAccount(params, weights, gradients, separate + optim.moments * each)
 
 
 def least_gib(config: RunConfig, params: int, layout: Layout) -> float:

@@ -49,7 +49,9 @@ def describe_run(runner: Runner) -> dict[str, Any]:
         ("length", _length(runner)),
         (
             "optimizer",
-            f"{config.optim.type}, lr {config.optim.lr:g}" + (f", {config.schedule.type}" if config.schedule else ""),
+            config.optim.type
+            + (f", lr {config.optim.lr:g}" if config.optim.lr is not None else "")
+            + (f", {config.schedule.type}" if config.schedule else ""),
         ),
         ("work dir", str(config.work_dir)),
         ("torch", f"{torch.__version__}, Python {platform.python_version()}, seed {config.seed}"),

@@ -469,7 +469,8 @@ class Runner:
         start = time.perf_counter()
         limit = self.config.train.val_batches if validating else None
         self.enter(Phase.EVALUATE)
-        metrics, batches = self.measure(role, limit)
+        with self.engine.weights_to_use():
+            metrics, batches = self.measure(role, limit)
         self.enter(Phase.IDLE)
         seconds, max_epochs = time.perf_counter() - start, self.config.train.max_epochs
         self.emit(kind, metrics=metrics, batches=batches, time=seconds, by_epoch=self.by_epoch, max_epochs=max_epochs)

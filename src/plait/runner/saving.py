@@ -133,7 +133,10 @@ class Saver:
         tidy = partial(self._tidy, target, best=best)
         self._saved_step = step
         runner.enter(Phase.SAVE)
-        self._take(lambda: self.writer.save(target, self._tensors(), self._state(), step=step, tidy=tidy), must=last)
+        with runner.engine.weights_to_use():
+            self._take(
+                lambda: self.writer.save(target, self._tensors(), self._state(), step=step, tidy=tidy), must=last
+            )
         if last:
             self.wait(must=True)
         runner.enter(Phase.IDLE)

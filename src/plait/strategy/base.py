@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,6 +186,15 @@ class Engine(ABC):
         call it.
         """
         return saving.load_engine(self, folder, partial, self._say)
+
+    @contextmanager
+    def weights_to_use(self) -> Iterator[None]:
+        """While this lasts, the model has the weights to evaluate, save and generate with.
+
+        Some optimizers train others: those with `eval()` and `train()`, such as schedule-free ones. Every rank must
+        enter it; within itself it changes nothing.
+        """
+        yield
 
     def bubble(self) -> Bubble | None:
         """How idle the ranks of this rank's pipeline were; None where there is none. Every rank must ask."""

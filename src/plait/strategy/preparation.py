@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from plait.config.run import RunConfig
+from plait.errors import ConfigError, Problem
 from plait.optim import OptimizerSource, Schedule, build_schedule
 from plait.precision import Policy, make_policy
 from plait.strategy.native.forward import Say
@@ -26,13 +28,18 @@ class Length:
     total_steps: int | None = None
     steps_per_epoch: int | None = None
 
-    def schedule(self, config: RunConfig, base_lr: float | None = None) -> Schedule:
+    def schedule(self, config: RunConfig, base_lr: float | None = None, optimizer: Optimizer | None = None) -> Schedule:
         """The run's schedule over this length; `base_lr` where that is not `optim.lr`."""
+        base_lr = config.optim.lr if base_lr is None else base_lr
+        if base_lr is None:
+            message = f"strategy.engine: {config.strategy.engine} needs to know the rate"
+            raise ConfigError(Problem("optim.lr", message, "Write it."))
         return build_schedule(
             config.schedule,
-            base_lr=config.optim.lr if base_lr is None else base_lr,
+            base_lr=base_lr,
             total_steps=self.total_steps,
             steps_per_epoch=self.steps_per_epoch,
+            optimizer=optimizer,
         )
 
 

@@ -18,7 +18,7 @@ from plait.config.optim import (
     SGDConfig,
 )
 from plait.errors import ConfigError
-from plait.optim import ViewGroup, build_optimizer, is_elementwise, split_groups, supports_grad_scale
+from plait.optim import ViewGroup, build_optimizer, split_groups, supports_grad_scale
 
 ALL: list[OptimConfig] = [
     AdamWConfig(),
@@ -74,12 +74,12 @@ def test_groups_carry_names_and_the_rate_that_schedules_scale(config: OptimConfi
 
 
 def test_elementwise_optimizers_are_those_whose_shards_need_no_exchange() -> None:
-    assert {c.type for c in ALL if is_elementwise(c)} == {"AdamW", "Adam", "SGD", "Adagrad", "Lion"}
+    assert {c.type for c in ALL if c.elementwise} == {"AdamW", "Adam", "SGD", "Adagrad", "Lion"}
 
 
 @by_type
 def test_an_empty_shard_is_tolerated_alone_or_among_others(config: OptimConfig) -> None:
-    if not is_elementwise(config):
+    if not config.elementwise:
         pytest.skip("its views are whole parameters")
     empty, full = nn.Parameter(torch.zeros(0)), nn.Parameter(torch.ones(3))
     for tensors in ([empty], [empty, full]):

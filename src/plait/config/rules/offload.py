@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from plait.config.optim import AdafactorConfig, LambConfig, MuonConfig
 from plait.config.rules.facts import Facts, idle
 from plait.errors import Problem
 
@@ -47,7 +46,7 @@ def params_need_stage_three(facts: Facts) -> Iterator[Problem]:
 def optimizer_works_by_element(facts: Facts) -> Iterator[Problem]:
     """A bucket is updated without looking at the rest, nor at other ranks."""
     config = facts.config
-    if config.strategy.offload.on and isinstance(config.optim, (AdafactorConfig, LambConfig, MuonConfig)):
+    if config.strategy.offload.on and config.optim.elementwise is False:
         message = f"{config.optim.type} looks at whole parameters, but an offloaded one is updated in parts"
         yield Problem("optim.type", message, f"Use AdamW, Adam, Lion, SGD or Adagrad, or leave out `{_PATH}`.")
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from plait.config.run import RunConfig
 from plait.errors import ModelError, TrainingError
+from plait.optim import is_known
+from plait.optim.numbers import merged
 from plait.parallel.gradients import Gradients
 from plait.parallel.replicate import average_buffers
 from plait.parallel.wholes import Wholes
@@ -304,6 +306,10 @@ class NativeEngine(SteppingEngine):
 
     def evaluate_micro_batch(self, batch: Any) -> Evaluation:
         """Forward one micro-batch without gradients, in evaluation mode."""
+        with self.weights_to_use():
+            return self._evaluate(batch)
+
+    def _evaluate(self, batch: Any) -> Evaluation:
         inputs, samples = inputs_and_samples(batch)
         inputs = self._forward.ready(inputs)
         training = self.model.training
@@ -368,9 +374,34 @@ class NativeEngine(SteppingEngine):
             **self.skips.state(),
             "scaler": None if scaler is None else scaler.state(),
         }
+        if numbers := merged(self._numbers(), type(self.updater.optimizer).__name__):
+            found["optimizer"] = numbers
         if scaler is not None or self._scales is not None:  # how large gradients are depends on it
             found["divisor"] = self._normalizer.divisor
         return found if self._scales is None else {**found, "fp8": {"peaks": self._peaks(self._scales)}}
+
+    def _numbers(self) -> list[dict[str, Any] | None]:
+        """What the optimizer of each rank keeps besides tensors."""
+        if is_known(self.updater.optimizer):
+            return []
+        mine = self.updater.numbers.state(self._updated())
+        return self.world.gather(mine)
+
+    def _updated(self) -> list[tuple[str, Tensor]]:
+        """What this rank's optimizer updates, by name."""
+        pairs = zip(self.views.names, self.views.updated, strict=True)
+        return [(name, tensor) for name, tensor in pairs if tensor is not None]
+
+    @contextmanager
+    def weights_to_use(self) -> Iterator[None]:
+        """While this lasts, the model has the weights to evaluate, save and generate with."""
+        self.settle()
+        with self.updater.weights_to_use() as changed:
+            if changed:
+                self._renew_wholes()
+            yield
+        if changed:
+            self._renew_wholes()
 
     def _peaks(self, scales: EarlierScales) -> dict[str, Any]:
         """What scales of 8-bit numbers are made from, of the whole model."""
@@ -385,6 +416,10 @@ class NativeEngine(SteppingEngine):
         if self.updater.scaler is not None and state["scaler"] is not None:
             self.updater.scaler.restore(state["scaler"])
         self._normalizer.learn(state.get("divisor") or 0.0)
+        if state.get("optimizer") is not None:
+            self.updater.numbers.restore(state["optimizer"], self._updated())
+            self.updater.train()
+            self._renew_wholes()
         if self._scales is not None:
             self._scales.restore((state.get("fp8") or {"peaks": {}})["peaks"])
 

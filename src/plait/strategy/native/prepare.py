@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar, overload
 
 import torch
@@ -18,19 +19,25 @@ from torch import nn
 from torch.optim import Optimizer
 
 from plait.config.graphs import check_graphs, may_record
-from plait.errors import ModelError
+from plait.config.optim import OptimPart
+from plait.errors import ConfigError, ModelError, Problem
 from plait.ops.attention import choose_attention
 from plait.optim import (
     Adoption,
     GroupSpec,
     OwnRates,
     Schedule,
+    Sees,
     ViewGroup,
+    base_rate,
     build_optimizer,
-    is_elementwise,
+    is_known,
+    make_part,
     split_groups,
+    what_it_sees,
 )
 from plait.optim.one_pass import OnePassAdam
+from plait.optim.trial import Asked, judge, twins_of
 from plait.parallel import compiling, materialize, recompute
 from plait.parallel.attachments import Attributes, attributes_of, give_attributes
 from plait.parallel.gradients import Gradients, as_one
@@ -67,7 +74,7 @@ from plait.strategy.native.spread import (
 from plait.strategy.native.update import Updater
 from plait.strategy.native.views import ShardViews, Views, trainable
 from plait.strategy.preparation import Preparation
-from plait.world import make_deterministic, seed_everything
+from plait.world import World, is_sharded, make_deterministic, seed_everything
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +129,14 @@ class Assembly:
     gradients: Gradients | None = None
 
     @property
+    def sees(self) -> Sees:
+        """What the optimizer is given of each parameter."""
+        return what_it_sees(self.given.config.optim) if self.adopted is None else self.adopted.sees
+
+    @property
     def elementwise(self) -> bool:
         """Whether the optimizer may be given a part of each parameter."""
-        return is_elementwise(self.given.config.optim) if self.adopted is None else self.adopted.is_elementwise
+        return self.sees == "parts"
 
     @property
     def leaves(self) -> bool:
@@ -294,6 +306,8 @@ def _make_views(model: Assembly) -> tuple[Assembly, Views]:
         gradients, views = as_one(collectors), ShardViews(*trainable(model.module), elementwise=model.elementwise)
     else:
         gradients, views = replicate(given, model.module, elementwise=model.elementwise, leaves=model.leaves)
+    if model.sees == "wholes":
+        views.share_out()
     return replace(model, gradients=gradients), views
 
 
@@ -302,7 +316,9 @@ def _finish(model: Assembly, views: Views, engine: type[NativeEngine]) -> Native
     given, config, world = model.given, model.given.config, model.given.world
     staged = staged_steps(given, model.stages, model.collectors, views) if model.stages else None
     weigh_norms(views, world, model.stages)
-    optimizer = _optimizer(model, views)
+    with views.in_place():
+        optimizer = _optimizer(model, views)
+    _try_out(model, optimizer, views)
     seed_everything(config.seed, world.rank // world.layout.tp)  # those along `tp` must drop the same elements
     if isinstance(views, OffloadedViews):
         views.store.attach(optimizer)
@@ -334,10 +350,26 @@ def _finish(model: Assembly, views: Views, engine: type[NativeEngine]) -> Native
     )
 
 
+def _made_already(config: OptimPart, world: World) -> Optimizer:
+    """The optimizer that a script made over the parameters of the model that it gives."""
+    for key in ("lr", "weight_decay", "no_decay", *config.arguments):
+        if key in config.model_fields_set or key in config.arguments:
+            message = f"a {type(config.given).__name__} that is made already takes no arguments"
+            raise ConfigError(Problem(f"optim.{key}", message, "Give them where it is made."))
+    if world.fake:
+        message = f"a {type(config.given).__name__} that is made already is over real parameters, and a plan has none"
+        raise ConfigError(Problem("optim", message, "Give its class, or a function that makes it from parameters."))
+    made: Optimizer = config.given
+    return made
+
+
 def _adopt(given: Preparation, module: nn.Module) -> Adoption | None:
-    if given.optimizer is None:
+    source = given.optimizer
+    if source is None and isinstance(given.config.optim, OptimPart) and isinstance(given.config.optim.given, Optimizer):
+        source = _made_already(given.config.optim, given.world)
+    if source is None:
         return None
-    adopted = Adoption(given.optimizer, module)
+    adopted = Adoption(source, module)
     left_out = frozenset(adopted.left_out(module))
     if left_out:
         names = f"{min(left_out)}, …"
@@ -350,13 +382,14 @@ def _adopt(given: Preparation, module: nn.Module) -> Adoption | None:
 
 def _optimizer(model: Assembly, views: Views) -> Optimizer:
     """The optimizer over the views: the user's own where one was given, else as `config.optim` says."""
-    by_name = dict(zip(views.names, views.tensors, strict=True))
+    config = model.given.config
+    by_name = {name: tensor for name, tensor in zip(views.names, views.updated, strict=True) if tensor is not None}
     if model.adopted is not None:
         return model.adopted.onto(by_name)
     groups = [
         ViewGroup(names, [by_name[name] for name in names], spec.options)
         for spec in model.specs
-        if (names := tuple(name for name in spec.names if name in by_name))
+        if (names := tuple(name for name in spec.names if name in by_name)) or isinstance(config.optim, OptimPart)
     ]
     optimizer = build_optimizer(model.given.config.optim, groups, in_place=model.offloading is None)
     if isinstance(optimizer, OnePassAdam):
@@ -365,12 +398,31 @@ def _optimizer(model: Assembly, views: Views) -> Optimizer:
 
 
 def _schedule(model: Assembly, optimizer: Optimizer) -> Schedule | OwnRates:
-    given = model.given
-    if model.adopted is None:
-        return given.schedule()
-    if given.config.schedule is None:
+    given, config, adopted = model.given, model.given.config, model.adopted is not None
+    if config.schedule is None and (adopted or isinstance(config.optim, OptimPart)):
         return OwnRates()
-    return given.length.schedule(given.config, optimizer.param_groups[0]["initial_lr"])
+    rate = optimizer.param_groups[0]["initial_lr"] if adopted else base_rate(config.optim, optimizer)
+    return given.length.schedule(config, rate, optimizer)
+
+
+def _try_out(model: Assembly, optimizer: Optimizer, views: Views) -> None:
+    """Find out whether an optimizer that nobody knows is right for this layout; a plan has no values to try it on."""
+    config, world, adopted = model.given.config, model.given.world, model.adopted is not None
+    if is_known(optimizer) or world.fake:
+        return
+    spread = world.layout.pp > 1 or views.shared_out is not None
+    save = config.checkpoint
+    asked = Asked(
+        one_by_one=spread,
+        by_element=model.elementwise and any(is_sharded(param) for param in views.params),
+        alike=world.layout.replicas > 1 or world.size > 1,
+        saved=not adopted and (save.last or save.every is not None or save.best is not None),
+    )
+    make = twins_of(optimizer)
+    if not adopted:
+        assert isinstance(config.optim, OptimPart)
+        make = partial(make_part, config.optim)
+    judge(optimizer, make, asked)
 
 
 def _recording(model: Assembly) -> Recording | None:

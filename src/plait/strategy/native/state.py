@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from plait.ops.blockwise import Packed, pack_from_host, unpack_on_host
+from plait.errors import CheckpointError
+from plait.ops.blockwise import pack_from_host, unpack_on_host
+from plait.optim import is_known
 from plait.optim.base import MakeState, OwnOptimizer
+from plait.optim.numbers import tensors_of
 from plait.parallel.buffers import persistent_buffers
 from plait.spec.later import Entry, Later
 from plait.strategy.native.views import Views
@@ -42,14 +45,15 @@ def _collect(model: nn.Module, views: Views, optimizer: Optimizer) -> dict[str, 
     for name, param in model.named_parameters():
         tensors[f"model.{name}"] = _weight(views, param, index_of.get(id(param)))
     tensors.update({f"model.{name}": buffer for name, buffer in persistent_buffers(model)})
-    for index, name in enumerate(views.names):
-        for key, value in optimizer.state.get(views.tensors[index], {}).items():
+    for index, (name, tensor) in enumerate(zip(views.names, views.updated, strict=True)):
+        kept = {} if tensor is None else optimizer.state.get(tensor, {})
+        for key, value in tensors_of(optimizer, name, kept).items():
             if isinstance(value, Tensor):
-                tensors[f"optim.{name}.{key}"] = _whole(views, index, value)
-            elif isinstance(value, Packed):
+                tensors[f"optim.{name}.{key}"] = _whole(views, index, value, optimizer, key)
+            else:
                 made, taken = partial(unpack_on_host, value), partial(pack_from_host, value)
                 tensors[f"optim.{name}.{key}"] = Later(
-                    _whole(views, index, value.codes), torch.float32, make=made, take=taken
+                    _whole(views, index, value.codes, optimizer, key), torch.float32, make=made, take=taken
                 )
     return tensors
 
@@ -69,11 +73,19 @@ def _weight(views: Views, param: nn.Parameter, index: int | None) -> Tensor:
     return whole.detach()
 
 
-def _whole(views: Views, index: int, value: Tensor) -> Tensor:
+def _whole(views: Views, index: int, value: Tensor, optimizer: Optimizer, key: str) -> Tensor:
     # An optimizer that sees the DTensor itself cuts what is to be cut, and the rest is whole. One that sees this
     # rank's part has states of the part's shape, and scalars.
     if is_sharded(views.tensors[index]) or value.ndim == 0:
         return value
+    if not is_sharded(views.params[index]):
+        return value
+    if value.shape != views.tensors[index].shape:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a part of shape "
+            f"{tuple(views.tensors[index].shape)} of {views.names[index]}, so it does not go number by number, and a "
+            "checkpoint cannot say what that is of the whole: leave out `optim.elementwise`"
+        )
     return views.logical(index, value)
 
 
@@ -86,14 +98,17 @@ def allocate(views: Views, optimizer: Optimizer, shapes: Mapping[str, tuple[torc
         if name not in index_of:
             continue  # the loader reports entries that nobody wants
         index = index_of[name]
-        tensor = views.tensors[index]
+        tensor = views.updated[index]
+        if tensor is None:
+            continue  # another rank updates it
         if _fits(views, index, key, shape):
             if index in elsewhere:
                 continue
             room = _room_for(optimizer, tensor, key, dtype)
         else:
             # Scalars such as `step` live on the host unless a fused kernel reads them on the device.
-            device = tensor.device if len(shape) > 0 or _on_device(optimizer) else torch.device("cpu")
+            at_home = len(shape) > 0 or _on_device(optimizer) or not (is_known(optimizer) or key == "step")
+            device = tensor.device if at_home else torch.device("cpu")
             room = torch.zeros(shape, dtype=_format(optimizer, tensor, dtype) if shape else dtype, device=device)
         optimizer.state[tensor][key] = room
 
@@ -131,8 +146,7 @@ def _format(optimizer: Optimizer, tensor: Tensor, saved: torch.dtype) -> torch.d
 
     torch's optimizers and Plait's take states in the format of the weights that they update. Others know best.
     """
-    known = type(optimizer).__module__.startswith(("torch.optim.", "plait.optim."))
-    return tensor.dtype if known and saved.is_floating_point else saved
+    return tensor.dtype if is_known(optimizer) and saved.is_floating_point else saved
 
 
 def _on_device(optimizer: Optimizer) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from plait.config.train import TrainConfig
+from plait.errors import ConfigError, Problem
 from plait.optim import (
     OwnRates,
     Schedule,
@@ -20,14 +23,17 @@ from plait.optim import (
     supports_grad_scale,
     whole_norm,
 )
+from plait.optim.numbers import Record
 from plait.optim.one_pass import OnePassAdam
+from plait.optim.trial import has_two_modes
 from plait.precision import LossScaler
 from plait.strategy.base import Numbers, StepResult
 from plait.strategy.native.late import Arriving
 from plait.strategy.native.loss import Sums
 from plait.strategy.native.views import Views
 from plait.strategy.skips import Skips
-from plait.torch_internals import foreach_mul_
+from plait.torch_internals import foreach_mul_, has_values
+from plait.world import local_part
 
 
 class Updater:
@@ -57,6 +63,15 @@ class Updater:
         self._skips = config.guard.enabled or scaler is not None
         self._bare_step = bare_step(optimizer)
         self._publishes = isinstance(optimizer, OnePassAdam) and optimizer.publishes
+        self.numbers = Record(optimizer)
+        """What the optimizer keeps besides tensors."""
+        if isinstance(schedule, Schedule) and schedule.moves_momentum:
+            self.numbers.scheduled = frozenset({"betas", "momentum"})
+        with torch.no_grad():
+            self._planned = any(not has_values(local_part(tensor)) for tensor in views.tensors)
+        self._two_modes = has_two_modes(optimizer)
+        self._evaluating = False
+        self.train()
         self._weights: Tensor | None = None
         self._measured: Tensor | float | None = None
         """The norm of this step's gradients, scaled as they are, where it was asked for already; on the device, where
@@ -74,6 +89,35 @@ class Updater:
     @property
     def _device_decides(self) -> bool:
         return self.stays_on_device and self._folds_scale
+
+    def train(self) -> None:
+        """Have the optimizer show the weights that it trains, where it has others to use."""
+        if self._two_modes:
+            self._evaluating = False
+            self._switch("train")
+
+    def _switch(self, mode: str) -> None:
+        with torch.no_grad(), self._views.in_place():
+            getattr(self.optimizer, mode)()
+        self._views.publish()
+
+    @contextmanager
+    def weights_to_use(self) -> Iterator[bool]:
+        """While this lasts, the model has the weights to evaluate and save, where the optimizer tells them apart.
+
+        Says whether that changed anything. Every rank must enter it.
+        """
+        changes = self._two_modes and not self._evaluating
+        if not changes:
+            yield False
+            return
+        self._evaluating = True
+        self._switch("eval")
+        try:
+            yield True
+        finally:
+            if self._evaluating:  # else a checkpoint was taken up meanwhile
+                self.train()
 
     def measure_norm(self) -> Tensor:
         """The norm of the step's gradients, unscaled; they must be complete.
@@ -183,7 +227,15 @@ class Updater:
         optimizer.grad_scale = optimizer.found_inf = None
 
     def _update(self) -> None:
-        with torch.no_grad():
-            self._bare_step()
+        with torch.no_grad(), self._views.in_place(gradients=True):
+            try:
+                self._bare_step()
+            except (ArithmeticError, RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+                if not self._planned:
+                    raise
+                kind = type(self.optimizer).__name__
+                reason = f"{kind} cannot be planned: its step needs values ({type(error).__name__}: {error})"
+                remedy = "Train without a plan: `plan: off`."
+                raise ConfigError(Problem("optim.type", reason.replace("\n", " "), remedy)) from error
         if not self._publishes:
             self._views.publish()

@@ -4,7 +4,8 @@
 Most optimizers work element by element, so a shard is as good to them as the whole. They get this rank's
 part as a plain tensor that shares its storage with the model's DTensor: no dispatch through DTensor on any
 of their operations, and fused kernels work as they do on one process. Optimizers that look at a whole
-parameter (LAMB, Adafactor, Muon) get the DTensor itself.
+parameter (LAMB, Adafactor, Muon) get the DTensor itself, or, where they know nothing of ranks, all of it as a plain
+tensor on the rank that updates it: see `optim.kinds`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,9 @@ from plait.optim.base import MakeState
 from plait.parallel.replicate import GradientBuckets
 from plait.torch_internals import foreach_copy_
 from plait.world import is_sharded, local_part, same_kind, settled_part
+
+if TYPE_CHECKING:
+    from plait.optim.shared_out import SharedOut
 
 
 def trainable(module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
@@ -48,6 +52,8 @@ class Views(ABC):
     """How much each of them counts; see `optim.grad_norm`."""
     frozen: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
     """Parameters that do not train and are rounded for computing: what they were before."""
+    shared_out: SharedOut | None = None
+    """Whole parameters for an optimizer that knows nothing of ranks, each on the rank that updates it."""
     before_forward: Callable[[], None] | None = None
     """What must be done before each call of the model, where that cannot be left to the model's own hooks."""
 
@@ -67,6 +73,25 @@ class Views(ABC):
             with torch.no_grad():
                 return nn.Parameter(tensor.to_local())
         return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
+
+    def share_out(self) -> None:
+        """Give the optimizer whole parameters: see [Note: one owner a parameter]. Every rank must call it."""
+        if any(is_sharded(tensor) for tensor in self.tensors):
+            from plait.optim.shared_out import SharedOut
+
+            self.shared_out = SharedOut(self.tensors)
+
+    @property
+    def updated(self) -> Sequence[nn.Parameter | None]:
+        """For each parameter the tensor that the optimizer has of it; None where another rank updates it."""
+        return self.tensors if self.shared_out is None else self.shared_out.updated
+
+    def in_place(self, *, gradients: bool = False) -> AbstractContextManager[None]:
+        """While this lasts, what the optimizer has is what the model has; at the end it is the other way round.
+
+        Every rank must enter it.
+        """
+        return nullcontext() if self.shared_out is None else self.shared_out.in_place(gradients=gradients)
 
     @abstractmethod
     def gather_gradients(self) -> list[Tensor]:
