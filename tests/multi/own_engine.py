@@ -15,8 +15,8 @@ from plait.config.run import RunConfig
 from plait.strategy import (
     Built,
     Evaluation,
-    Length,
     LossNormalizer,
+    Preparation,
     Skips,
     SteppingEngine,
     StepResult,
@@ -34,24 +34,11 @@ class DdpEngine(SteppingEngine):
     stage = 0
 
     @classmethod
-    def prepare(
-        cls,
-        config: RunConfig,
-        world: World,
-        *,
-        model: Any,
-        loss_function: Any,
-        length: Length,
-        accumulation: int,
-        example: Any,
-        say: Any,
-        bucket_mb: int = 25,
-    ) -> DdpEngine:
-        built = build_whole(config, world, model, accumulation=accumulation, say=say)
-        engine = cls(built, config, world, bucket_mb)
-        engine.accumulation = accumulation
-        engine._schedule = length.schedule(config)
-        engine._loss_function = loss_function
+    def prepare(cls, given: Preparation, *, bucket_mb: int = 25) -> DdpEngine:
+        engine = cls(build_whole(given), given.config, given.world, bucket_mb)
+        engine.accumulation = given.accumulation
+        engine._schedule = given.schedule()
+        engine._loss_function = given.loss_function
         return engine
 
     def __init__(self, built: Built, config: RunConfig, world: World, bucket_mb: int) -> None:
@@ -94,7 +81,7 @@ class DdpEngine(SteppingEngine):
             dist.broadcast(buffer, 0)
 
     @torch.no_grad()
-    def evaluate(self, batch: Any) -> Evaluation:
+    def evaluate_micro_batch(self, batch: Any) -> Evaluation:
         self.model.eval()
         outputs = self.model(**batch.inputs)
         self.model.train()
@@ -157,7 +144,7 @@ class OwnWay(DdpEngine):
     as_native = False
 
 
-def makes_nothing(config: RunConfig, world: World, **given: Any) -> None:
+def makes_nothing(given: Preparation) -> None:
     """Returns no engine."""
 
 

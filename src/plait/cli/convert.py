@@ -179,7 +179,7 @@ def _check(src: str | None, dst: str | None, options: Options) -> tuple[int, lis
     if options.from_ is not None and not _is_own(options.from_):
         message = f"{options.from_!r} is no reader of one's own; kinds that Plait knows are seen by themselves"
         problems.append(Problem("--from", message, choose_type("converter", options.from_, ())))
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", options.shard_size.upper())
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?I?)B?", options.shard_size.upper())
     shard_size = int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
     if shard_size <= 0:
         problems.append(Problem("--shard-size", f"{options.shard_size!r} is no size", "Write 5GB or 500MiB."))

@@ -15,6 +15,7 @@ from plait.cli.files import write_file
 from plait.config import dialect
 from plait.errors import ConfigError, Problem
 from plait.launch.environment import report
+from plait.plugins import installed
 
 
 def doctor(out: str | None = None, *, as_json: bool = False) -> None:
@@ -30,6 +31,27 @@ def doctor(out: str | None = None, *, as_json: bool = False) -> None:
         value = f"{line.value}; {line.remedy}" if line.remedy else line.value
         table.add_row(_MARKS[line.verdict], line.name, Text(value))
     Console(soft_wrap=True).print(table)
+
+
+def show_plugins(*, as_json: bool = False) -> None:
+    """The parts that installed packages bring, and from where. None of them is imported."""
+    found = installed()
+    if as_json:
+        print(json.dumps([asdict(each) for each in found], indent=1))
+        return
+    console = Console(soft_wrap=True)
+    if not found:
+        console.print("no installed package brings parts; see docs/write-your-own.md", markup=False)
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "kind", "name", "part", "package", "folder"):
+        table.add_column(heading)
+    for each in found:
+        mark = _MARKS["bad" if each.problem else "ok"]
+        table.add_row(mark, each.kind, *map(Text, (each.name, each.target, each.package, each.folder)))
+        if each.problem:
+            table.add_row("", "", "", Text(each.problem))
+    console.print(table)
 
 
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[red]bad[/]"}

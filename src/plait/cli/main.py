@@ -396,14 +396,19 @@ def doctor(
         str | None, typer.Option("--out", "-o", help="With --measure: a YAML file for `plait plan --gpu`.")
     ] = None,
     folder: Annotated[str, typer.Option(help="With --measure: where the disk is measured.")] = ".",
+    plugins: Annotated[
+        bool, typer.Option("--plugins", help="List the parts that installed packages bring, and from where.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON; not with --measure.")] = False,
 ) -> None:
     """Show what this machine offers to training."""
     from plait.cli import doctor as commands
 
-    if measure and as_json:
-        raise typer.BadParameter("--json shows the report, --measure figures; give one of them")
-    if measure:
+    if measure and (as_json or plugins):
+        raise typer.BadParameter("--measure shows figures, --json and --plugins a report; give one of them")
+    if plugins:
+        commands.show_plugins(as_json=as_json)
+    elif measure:
         commands.measure(out, folder)
     else:
         commands.doctor(out, as_json=as_json)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from plait.cli.files import write_file
+from plait.cli.here import import_from_here
 from plait.config import parse, resolve_batch, resolve_layout
 from plait.config.data import unit_of
 from plait.config.layout import least_ranks
@@ -95,6 +96,7 @@ def plan_run(
     if asked.strategy.auto:
         message = "the run looks for its strategy when it starts, and a plan is of one"
         raise ConfigError(Problem("strategy.auto", message, "Add --search, which looks too, or write a strategy."))
+    import_from_here()
     config = planned_as(asked)
     if isinstance(config, str):
         raise ConfigError(Problem("strategy.engine", f"no plan: {config}", "Plan with `engine: native`."))
@@ -127,6 +129,7 @@ def search_run(source: str, overrides: Sequence[str], *, gpu: str | None, gpus: 
     from plait.plan.ways import search
 
     config = parse(source, overrides).config
+    import_from_here()
     machine, ranks = _machine(gpu, config), gpus or least_ranks(config.strategy)
     console = wide_console()
     found = search(config, machine, ranks=ranks, say=lambda text: console.print(text, style="dim"))

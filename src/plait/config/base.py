@@ -87,10 +87,8 @@ Size = Annotated[PositiveInt, AfterValidator(_at_most(LARGEST_SIZE))]
 """One dimension of a tensor."""
 PathText = Annotated[str, BeforeValidator(_path), AfterValidator(_named)]
 """A path as text; a `pathlib.Path` given from Python becomes text, `~` the home folder, `$NAME` its value."""
-CodeName = Annotated[str, WrapValidator(keep_origin)]
-"""A key whose value may name code; see [Note: whose names become code] in `plait.config.trust`."""
 Target = Annotated[str, AfterValidator(_target), WrapValidator(keep_origin)]
-"""Something of the user's own: `module:attribute`."""
+"""Something of the user's own: `module:attribute`; see [Note: whose names become code] in `plait.config.trust`."""
 Many = Annotated[tuple[T, ...], Strict(False)]
 """Any number of values. Files know only lists, so a list is welcome although sections are strict."""
 Pair = Annotated[tuple[T, T], Strict(False)]

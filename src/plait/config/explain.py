@@ -94,8 +94,8 @@ def _located(raw: Any, root: type[Section]) -> _Error:
             annotation = next(iter(choices.values()))
         elif part == PART_TAG and (opened := tree.open_part(annotation)) is not None:
             annotation = owner = opened
-        elif isinstance(annotation, type) and issubclass(annotation, Part):
-            owner, info = annotation, annotation.model_fields.get(part)
+        elif part != OWN_TAG and not choices and (opened := tree.open_part(annotation)) is not None:
+            owner, info = opened, opened.model_fields.get(part)
             keys, annotation = (*keys, part), info.annotation if info else None
         elif isinstance(part, int) and tree.items(annotation):
             keys, annotation = (*keys, part), tree.item(annotation, part)
@@ -198,6 +198,8 @@ def _wrong_value(error: _Error) -> tuple[str, str]:
         return f"expected a finite number, found {show(value)}", ""
     if kind == "missing" and isinstance(error.keys[-1], int):
         return f"entry {error.keys[-1]} is missing: found only {show(value)}", ""
+    if kind == "missing" and issubclass(error.section, Part):
+        return "it is missing", choose_type(error.section.kind, None, error.section.own)
     if kind == "missing":
         return "it is missing", f"{_tag(error.section) or 'This section'} needs it."
     if kind == "too_short":

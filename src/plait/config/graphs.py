@@ -57,6 +57,7 @@ def may_record(config: RunConfig, *, ranks: int, accumulation: int, described: b
         and described
         and config.model is not None
         and config.model.type in REPEATING
+        and config.train.loss is None
         and config.phase is None
         and not config.deterministic  # when a recording begins is a matter of time
         and ranks == accumulation == 1

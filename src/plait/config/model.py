@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Discriminator, Field, PositiveFloat, Tag
 
-from plait.config.base import NonNegativeInt, PathText, PositiveInt, Section, Size, Target
+from plait.config.base import NonNegativeInt, PathText, PositiveInt, Section, Size
+from plait.config.part import OWN_TAG, PART_TAG, Imported, Part, own_or_part
 
 Layers = Annotated[PositiveInt, Field(le=100_000)]
 """Deeper than any model: each layer is an object of Python, and a slip of the finger would be built for ever."""
@@ -14,6 +15,8 @@ Layers = Annotated[PositiveInt, Field(le=100_000)]
 
 class GptConfig(Section):
     """A GPT-2 style decoder: learned positions, LayerNorm, GELU."""
+
+    builds = "plait.models.gpt:Gpt"
 
     type: Literal["gpt"] = "gpt"
     vocab_size: Size = 50257
@@ -28,6 +31,8 @@ class GptConfig(Section):
 
 class LlamaConfig(Section):
     """A Llama style decoder: RoPE, RMSNorm, SwiGLU, grouped-query attention."""
+
+    builds = "plait.models.llama:Llama"
 
     type: Literal["llama"] = "llama"
     vocab_size: Size = 32000
@@ -47,6 +52,8 @@ class LlamaConfig(Section):
 
 class MoeConfig(LlamaConfig):
     """A Llama whose feed-forwards are mixtures of experts."""
+
+    builds = "plait.models.moe:Moe"
 
     type: Literal["moe"] = "moe"  # type: ignore[assignment]  # a Llama of another kind
     experts: Size = 8
@@ -77,6 +84,8 @@ class MoeConfig(LlamaConfig):
 class ResNetConfig(Section):
     """A residual network for image classification."""
 
+    builds = "plait.models.resnet:ResNet"
+
     type: Literal["resnet"] = "resnet"
     depth: Literal[18, 34, 50, 101, 152] = 50
     classes: Size = 1000
@@ -86,6 +95,8 @@ class ResNetConfig(Section):
 
 class HFConfig(Section):
     """Any `transformers` model, unedited."""
+
+    builds = "plait.models.hf:build_hf_model"
 
     type: Literal["hf"] = "hf"
     path: PathText | None = None
@@ -97,14 +108,26 @@ class HFConfig(Section):
     """With `path`: load the weights (true) or only the architecture (false)."""
 
 
-class ImportedModel(Section):
-    """A class or function of the user's own: `target: my_package.my_module:MyModel`."""
+class ImportedModel(Imported):
+    """The older form of a model of one's own: `target: my_package.my_module:MyModel`."""
 
-    type: Literal["import"] = "import"
-    target: Target
-    args: dict[str, Any] = Field(default_factory=dict)
 
+class ModelPart(Part):
+    """A model of one's own: a class or function that makes a `torch.nn.Module`, called with the further keys."""
+
+    kind = "model"
+
+
+OWN_MODEL = (ImportedModel, ModelPart)
+"""The sections of models of one's own, of which nothing is known before they are made."""
 
 ModelConfig = Annotated[
-    GptConfig | LlamaConfig | MoeConfig | ResNetConfig | HFConfig | ImportedModel, Field(discriminator="type")
+    Annotated[
+        Annotated[
+            GptConfig | LlamaConfig | MoeConfig | ResNetConfig | HFConfig | ImportedModel, Field(discriminator="type")
+        ],
+        Tag(OWN_TAG),
+    ]
+    | Annotated[ModelPart, Tag(PART_TAG)],
+    Discriminator(own_or_part(ModelPart)),
 ]

@@ -50,7 +50,8 @@ def section(annotation: Any, value: Any) -> type[Section] | None:
     if part is not None and not isinstance(value, Mapping):
         return None if isinstance(value, str) and value in literals(annotation) else part
     tag = value.get("type") if isinstance(value, Mapping) else None
-    return choices.get(tag, part if part and is_part(part, tag) else None) if isinstance(tag, str) else None
+    own = choices.get(tag) if isinstance(tag, str) else None
+    return own or (part if part and is_part(part, tag) else None)
 
 
 def keys(value: Any) -> tuple[str, ...]:
@@ -68,6 +69,20 @@ def field(annotation: Any, value: Any, key: Any) -> FieldInfo | None:
     """The field that `key` names in the section that `value` is written for."""
     owner = section(annotation, value)
     return owner.model_fields.get(key) if owner and isinstance(key, str) else None
+
+
+def own_words(annotation: Any) -> dict[str, frozenset[str]]:
+    """For each kind of part that may be the user's own, somewhere in there, the words for Plait's own."""
+    found: dict[str, frozenset[str]] = {}
+    part = open_part(annotation)
+    if part is not None:
+        words = frozenset([*sections(annotation), *map(str, literals(annotation)), *part.own])
+        found[part.kind] = found.get(part.kind, frozenset()) | words
+    inner = [info.annotation for owner in sections(annotation).values() for info in owner.model_fields.values()]
+    for each in [*inner, *items(annotation)]:
+        for kind, words in own_words(each).items():
+            found[kind] = found.get(kind, frozenset()) | words
+    return found
 
 
 def items(annotation: Any) -> tuple[Any, ...]:

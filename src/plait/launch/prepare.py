@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from plait.config.words import whole_number
 from plait.errors import WorldError
 from plait.launch import forward, slurm
 from plait.launch.binding import cpu_count, parse_cores
 from plait.launch.elastic import is_elastic, range_of_nodes
 from plait.launch.flags import DEFAULT_HOSTFILE, is_own_launcher
-from plait.launch.hostfile import Pool, choose, limit, read_hostfile
+from plait.launch.hostfile import MOST_SLOTS, Pool, choose, limit, read_hostfile
 from plait.launch.job import Job, Node
 from plait.launch.local import gpu_count
 from plait.launch.mpi import FAMILIES
@@ -79,11 +80,18 @@ def _nodes(pool: Pool) -> tuple[Node, ...]:
 
 def _ranks_a_host(options: Options) -> int | None:
     """As the flags say; None where they do not."""
+    count = _count(options)
+    if count is not None and count > MOST_SLOTS:
+        raise WorldError(f"{count} ranks a host are more than the {MOST_SLOTS} that there may be; use a smaller number")
+    return count
+
+
+def _count(options: Options) -> int | None:
     text = options.nproc_per_node
     if text is None:
         return options.num_gpus
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
+    if count := whole_number(text):
+        return count
     if text == "cpu":
         return cpu_count()
     if text not in ("gpu", "auto"):

@@ -13,13 +13,13 @@ from plait.checkpoint import CheckpointFolder, CheckpointWriter, Saved, attempt,
 from plait.config import to_dict
 from plait.errors import CheckpointError
 from plait.runner.best import Best
-from plait.runner.frozen import FrozenPart
 from plait.runner.hooks import Hook
 from plait.runner.place import try_to_write
 from plait.runner.resuming import data_facts, go_back, resume
 from plait.spec import EventKind, Phase
 from plait.spec.later import Entry
-from plait.world import on_main, rng_state
+from plait.strategy import FrozenPart, tensors_of
+from plait.world import on_main
 
 if TYPE_CHECKING:
     from plait.runner.runner import Runner
@@ -208,12 +208,10 @@ class Saver:
 
     def _tensors(self) -> dict[str, Entry]:
         runner = self._runner
-        tensors = runner.engine.state_entries()
+        tensors = tensors_of(runner.engine)
         if self._config.trainable_only:
             frozen = self.frozen.names
             tensors = {name: tensor for name, tensor in tensors.items() if name not in frozen}
-        for name, tensor in rng_state(runner.world.device).items():
-            tensors[f"rng.{runner.world.rank}.{name}"] = tensor
         for name, hook in runner.hooks.named().items():
             tensors.update(self.hook_tensors(name, hook))
         return tensors

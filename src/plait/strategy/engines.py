@@ -1,7 +1,7 @@
 """Who makes the engine of a run, and what that engine says of itself.
 
 An engine of one's own is named by `strategy.engine`: a subclass of `plait.Engine` with a class method `prepare`, or a
-function with the same arguments. It gets the run description, the world, and by keyword what `prepare_engine` gets.
+function with the same arguments. It gets one record of all that is to be prepared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plait.config.words import choose
 from plait.errors import ConfigError, Problem
 from plait.plugins import call, load
 from plait.strategy.base import Engine
-from plait.world import World
+from plait.strategy.preparation import Preparation
 
 _KEY = "strategy.engine"
 
@@ -39,8 +39,8 @@ class EngineMaker(Protocol):
         """Raise an error of `plait.errors` where what it needs is not installed. Optional."""
 
     @classmethod
-    def prepare(cls, config: RunConfig, world: World, **given: Any) -> Engine:
-        """Make a model ready to train; every rank calls it, with the keywords of `prepare_engine`."""
+    def prepare(cls, given: Preparation, **arguments: Any) -> Engine:
+        """Make a model ready to train; every rank calls it. `arguments` are the further keys of `strategy.engine`."""
 
 
 def traits_of(strategy: StrategyConfig) -> EngineTraits:
@@ -78,11 +78,11 @@ def stage_of(strategy: StrategyConfig) -> int:
     return strategy.stage if stage is None else stage
 
 
-def make_engine(config: RunConfig, world: World, **given: Any) -> Engine:
-    """Prepare the engine that `strategy.engine` names; see `prepare_engine`. No other library is loaded."""
-    engine = config.strategy.engine
+def prepare_engine(given: Preparation) -> Engine:
+    """Make a model ready to train with the engine that `strategy.engine` names. No other library is loaded."""
+    config, engine = given.config, given.config.strategy.engine
     if not isinstance(engine, EnginePart):
-        made: Engine = load_code(ENGINES[engine].builds, key=_KEY)(config, world, **given)
+        made: Engine = load_code(ENGINES[engine].builds, key=_KEY)(given)
         return made
     traits = traits_of(config.strategy)
     if problems := list(unsupported(config, engine.type, traits)):
@@ -95,7 +95,7 @@ def make_engine(config: RunConfig, world: World, **given: Any) -> Engine:
         raise _misfit(engine, "it is a class without a class method `prepare`", "Give it one, or name a function.")
     if not callable(function or found):
         raise _misfit(engine, f"it is a {type(found).__name__}", "Name a class with `prepare`, or a function.")
-    built = call(function or found, _KEY, config, world, name=engine.type, arguments=engine.arguments, **given)
+    built = call(function or found, _KEY, given, name=engine.type, arguments=engine.arguments)
     if not isinstance(built, Engine):
         raise _misfit(engine, f"it made a {type(built).__name__}", "Return a `plait.Engine`.")
     return built

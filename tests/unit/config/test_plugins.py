@@ -108,3 +108,14 @@ def test_two_plug_ins_of_one_name_are_refused_with_both(packages: Path) -> None:
     both = problem("both")
     assert "good" in both.message
     assert "other" in both.message
+
+
+def test_what_is_declared_wrongly_is_listed_with_the_reason(packages: Path) -> None:
+    install(packages, "third", "AdamW = third:make", "")
+    (packages / "third-1.0.dist-info" / "entry_points.txt").write_text(
+        "[plait.optimizer]\nAdamW = third:make\n[plait.optimizers]\nmine = third:make\n"
+    )
+    entry_points_of.cache_clear()
+    problems = {(each.kind, each.name): each.problem for each in plugins.installed()}
+    assert problems["optimizer", "mine"] == ""
+    assert all(problems[each] for each in [("optimizer", "both"), ("optimizer", "AdamW"), ("optimizers", "mine")])

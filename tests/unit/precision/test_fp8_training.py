@@ -11,7 +11,7 @@ import torch
 from plait.config import check, parse_sections
 from plait.errors import ConfigError, ModelError, PlaitError
 from plait.precision.fp8 import Fp8Linear
-from plait.strategy import prepare, prepare_native
+from plait.strategy import Preparation, prepare, prepare_native
 from plait.world import open_world
 
 LLAMA = {"type": "llama", "vocab_size": 64, "dim": 32, "layers": 2, "heads": 4, "ffn_dim": 64, "seq_len": 32}
@@ -23,7 +23,7 @@ def losses_of(precision: Any, steps: int = 30, **strategy: Any) -> tuple[list[fl
     config = parse_sections(
         model=LLAMA, precision=precision, strategy=strategy, optim={"type": "AdamW", "lr": 5e-3}, device="cpu", seed=1
     ).config
-    engine: Any = prepare_native(config, open_world(config), say=lambda _text: None)
+    engine: Any = prepare_native(Preparation(config, open_world(config), say=lambda _text: None))
     generator = torch.Generator().manual_seed(5)
     losses = []
     for _ in range(steps):

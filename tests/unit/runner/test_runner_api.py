@@ -301,7 +301,8 @@ def test_a_vocabulary_larger_than_the_models_is_refused_before_training(tmp_path
     (tmp_path / "text.txt").write_text("".join(f"{random.random()} and more\n" for _ in range(200)))
     data = {"type": "text", "path": str(tmp_path / "text.txt"), "seq_len": 8, "cache": str(tmp_path / "cache")}
     small = Runner(model=Classifier(), data={**data, "vocab_size": 280}, work_dir=tmp_path / "a", log=QUIET)
-    size = small.engine and small.loader.dataset.vocab_size
+    small.setup()
+    size = small.loader.dataset.vocab_size
     tokenizer = next((tmp_path / "cache").rglob("tokenizer.json"))
     model = {"type": "gpt", "vocab_size": size - 1, "dim": 8, "layers": 1, "heads": 1, "seq_len": 8}
     with pytest.raises(ConfigError, match=rf"model.vocab_size: {size - 1}.*vocabulary of {size}"):
@@ -324,7 +325,7 @@ def test_validation_text_is_cut_by_the_training_tokenizer(tmp_path: Path) -> Non
     runner = make(tmp_path, model=model, **sources)
     runner.train()
     runner.validate()
-    tokens = [loader.dataset.tokens.meta.tokenizer for loader in (runner.loader, runner._eval_loader("val_data"))]
+    tokens = [loader.dataset.tokens.meta.tokenizer for loader in (runner.loader, runner.eval_loader("val_data"))]
     assert tokens[0] == tokens[1]
     with pytest.raises(ConfigError, match=r"val_data.tokenizer"):
         make(tmp_path, model=model, val_data=sources["val_data"], work_dir=tmp_path / "other").validate()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,10 +61,10 @@ class OnlineForesight(Foresight):
 
     _beside: Beside | None = None
 
-    def _forecast(self, ranks: Ranks, model: Any, loss_function: Any, data: Any, collate: Any) -> Forecast | str | None:
+    def expect(self, ranks: Ranks) -> Forecast | str | None:
         """Plan the policy's training with answers as long as they may be, and add the others."""
-        config = self._runner.config
-        micro = self._micro(ranks, data)
+        config, given = self.runner.config, self.runner.given
+        micro = self.micro_batch(ranks)
         if micro is None:
             return None
         try:
@@ -75,7 +75,7 @@ class OnlineForesight(Foresight):
             return planned
         example = learned_from(config, micro)
         sizes = {"ranks": ranks.size, "local_ranks": ranks.local_size}
-        found = forecast(planned, **sizes, model=model, loss_function=loss_function, example=example)
+        found = forecast(planned, **sizes, model=given.model, loss_function=given.loss_fn, example=example)
         if isinstance(found, Forecast):
             layout = resolve_layout(config.strategy, size=ranks.size, local_size=ranks.local_size)
             try:
@@ -89,7 +89,7 @@ class OnlineForesight(Foresight):
         """Say what is expected, and of whom."""
         super().tell()
         if self._beside is not None:
-            self._runner.emit(EventKind.MESSAGE, level="info", text=f"beside the policy: {self._beside}")
+            self.runner.emit(EventKind.MESSAGE, level="info", text=f"beside the policy: {self._beside}")
 
 
 def learned_from(config: RunConfig, rows: int) -> dict[str, Tensor]:

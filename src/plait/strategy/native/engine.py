@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from plait.config.run import RunConfig
 from plait.errors import ModelError, TrainingError
 from plait.parallel.gradients import Gradients
 from plait.parallel.replicate import average_buffers
@@ -19,6 +20,7 @@ from plait.spec.later import Entry
 from plait.strategy.base import Evaluation, StepResult
 from plait.strategy.native import state
 from plait.strategy.native.blame import find_culprit, first_of
+from plait.strategy.native.fields import Select
 from plait.strategy.native.forward import Forward, Say
 from plait.strategy.native.loss import LossFunction, LossNormalizer, Sums, WeightedLoss, read_loss
 from plait.strategy.native.norms import refuse_unlike_gradients
@@ -51,6 +53,7 @@ class NativeEngine(SteppingEngine):
         self,
         model: nn.Module,
         world: World,
+        config: RunConfig,
         *,
         policy: Policy,
         gradients: Gradients | None,
@@ -63,11 +66,16 @@ class NativeEngine(SteppingEngine):
         staged: StagedSteps | None = None,
         scales: EarlierScales | None = None,
         recording: Recording | None = None,
+        select: Select | None = None,
         say: Say,
     ) -> None:
-        """`recording`: when both passes of a step are recorded and repeated; see `recorded`."""
+        """`recording`: when both passes of a step are recorded and repeated; see `recorded`.
+
+        `select` picks what of a micro-batch the model gets; see `fields`.
+        """
         self.model = model
         self.world = world
+        self.config = config
         self.steps = 0
         self.accumulation = accumulation
         self.views = views
@@ -82,7 +90,14 @@ class NativeEngine(SteppingEngine):
         self._counts = world.coordinate("tp") == 0 and (staged is None or staged.pipeline.has_last)
         self._normalizer = LossNormalizer(world.everyone, world.device, counts=self._counts)
         self._forward = Forward(
-            model, world.device, policy, compiled=compiled, cut=cut, before=views.before_forward, say=say
+            model,
+            world.device,
+            policy,
+            compiled=compiled,
+            cut=cut,
+            before=views.before_forward,
+            select=select,
+            say=say,
         )
         self._recorded: RecordedPasses | None = None
         if recording is not None:
@@ -131,7 +146,7 @@ class NativeEngine(SteppingEngine):
             return loss if scaler is None else loss * scaler.scale
 
         with self._forward.context():
-            staged.train(ready, read, self._normalizer, scale)
+            staged.train(ready, [self._forward.of_model(each) for each in ready], read, self._normalizer, scale)
 
     def _train_recorded(self, recorded: RecordedPasses, batch: Any) -> None:
         self.on_phase(Phase.FORWARD)
@@ -243,7 +258,7 @@ class NativeEngine(SteppingEngine):
         if self._staged is None:
             return self._forward(ready)
         with self._forward.context():
-            return self._staged.answer(ready)
+            return self._staged.answer(self._forward.of_model(ready))
 
     def keep_wholes(self) -> None:
         """Below stage 3: have whole weights between steps, too. Every rank must call it."""
@@ -287,7 +302,7 @@ class NativeEngine(SteppingEngine):
         if self._peers is not None:
             average_buffers(self.model, self._peers, self.world.layout.replicas)
 
-    def evaluate(self, batch: Any) -> Evaluation:
+    def evaluate_micro_batch(self, batch: Any) -> Evaluation:
         """Forward one micro-batch without gradients, in evaluation mode."""
         inputs, samples = inputs_and_samples(batch)
         inputs = self._forward.ready(inputs)

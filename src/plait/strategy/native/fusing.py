@@ -16,13 +16,12 @@ from plait.parallel.units import Unit
 from plait.plugins import build, call, load
 from plait.precision import Fp8Linear
 from plait.spec import Note
-from plait.strategy.native.forward import Say
+from plait.strategy.preparation import Preparation
 
 
-def use_fp8(
-    module: nn.Module, units: Sequence[Unit], config: RunConfig, device: torch.device, say: Say
-) -> dict[str, Fp8Linear]:
+def use_fp8(given: Preparation, module: nn.Module, units: Sequence[Unit]) -> dict[str, Fp8Linear]:
     """Let linear layers multiply in 8 bits where `precision.fp8` wants that; see `precision.fp8`. Returns them."""
+    config, device, say = given.config, given.device, given.say
     wanted = config.precision.fp8
     layers: dict[str, Fp8Linear] = build(wanted, "precision.fp8", _blocks(module, units), device=device)
     if not layers:
@@ -52,9 +51,9 @@ class PrecisionRecipe(Protocol):
         """
 
 
-def use_recipe(module: nn.Module, units: Sequence[Unit], config: RunConfig, device: torch.device, say: Say) -> None:
+def use_recipe(given: Preparation, module: nn.Module, units: Sequence[Unit]) -> None:
     """Let a recipe of the user's own exchange layers, where `precision.recipe` names one."""
-    part, key = config.precision.recipe, "precision.recipe"
+    config, part, key = given.config, given.config.precision.recipe, "precision.recipe"
     if part is None:
         return
     recipe = load(part, key)
@@ -63,7 +62,7 @@ def use_recipe(module: nn.Module, units: Sequence[Unit], config: RunConfig, devi
         raise ConfigError(Problem(key, message, "Write `strategy.layout.tp: 1`, or let it say so."))
     before = dict(module.named_parameters())
     blocks = _blocks(module, units)
-    names = call(recipe, key, blocks, name=str(part), arguments=part.arguments, device=device)
+    names = call(recipe, key, blocks, name=str(part), arguments=part.arguments, device=given.device)
     after = dict(module.named_parameters())
     if changed := [name for name in before if after.get(name) is not before[name]] or list(after.keys() - before):
         message = f"{str(part)!r} changed the parameter {changed[0]!r}"
@@ -71,7 +70,7 @@ def use_recipe(module: nn.Module, units: Sequence[Unit], config: RunConfig, devi
     if isinstance(names, str) or not isinstance(names, Iterable) or not (count := len(list(names))):
         message = f"{str(part)!r} returned no names of layers that it exchanged"
         raise ConfigError(Problem(key, message, "Return their names, or leave the recipe out."))
-    say(Note(f"precision.recipe: {part} exchanged {count} layers"))
+    given.say(Note(f"precision.recipe: {part} exchanged {count} layers"))
 
 
 def _blocks(module: nn.Module, units: Sequence[Unit]) -> list[tuple[str, nn.Module]]:
@@ -88,9 +87,9 @@ def use_fp8_at_the_head(module: nn.Module, config: RunConfig) -> None:
     use_fp8_head(module, emulated=wanted.emulate, traced=compiler.enabled and compiler.scope == "model")
 
 
-def use_kernels(module: nn.Module, config: RunConfig, device: torch.device, say: Say) -> None:
+def use_kernels(given: Preparation, module: nn.Module) -> None:
     """Take kernels where `strategy.kernels` wants them and there are some; see `models.fused`."""
-    strategy = config.strategy
+    strategy, device, say = given.config.strategy, given.device, given.say
     compiled = strategy.compile.enabled and compiling.why_not(strategy.compile, device) is None
     if strategy.kernels == "plain" or device.type != "cuda" or compiled or strategy.layout.tp > 1:
         return

@@ -22,11 +22,10 @@ from plait.parallel.offload.space import check_space, numbers_in_a_bucket, state
 from plait.parallel.offload.store import Offload, OffloadOptions
 from plait.parallel.replicate import GradientBuckets
 from plait.parallel.units import Unit
-from plait.precision import Policy
-from plait.strategy.native.forward import Say
 from plait.strategy.native.offloaded import OffloadedViews
 from plait.strategy.native.replicated import make_buckets
 from plait.strategy.native.views import trainable
+from plait.strategy.preparation import Preparation
 from plait.torch_internals import has_values
 from plait.world import World, is_sharded, local_part, same_kind
 
@@ -34,14 +33,16 @@ from plait.world import World, is_sharded, local_part, same_kind
 class Offloading:
     """Takes the weights of a model away from the device while it is being made."""
 
-    def __init__(self, config: RunConfig, world: World, policy: Policy, say: Say) -> None:
+    def __init__(self, given: Preparation) -> None:
+        config, world, policy = given.config, given.world, given.policy
         if config.strategy.offload.ratio == "auto":
             message = "`auto` is resolved by `plait train` before the ranks start, and this run is not"
             remedy = "Start it with `plait train`, or write the number that `plait.plan.shares.with_ratio` finds."
             raise ConfigError(Problem("strategy.offload.ratio", message, remedy))
+        self._given = given
         self._config = config
         self._world = world
-        self._say = say
+        self._say = given.say
         self.rounds = policy.mixed and policy.master
         """Whether the model computes with weights in a smaller format."""
         self._policy = policy
@@ -184,7 +185,7 @@ class Offloading:
         layout = self._world.layout
         if layout.replicas == 1 and layout.pp == 1:
             return None
-        return make_buckets(params, self._policy, self._config, self._world)
+        return make_buckets(self._given, params)
 
     def _sum_dtype(self, tensor: Tensor) -> torch.dtype:
         return self._policy.reduce if tensor.dtype == self._policy.compute else tensor.dtype

@@ -40,7 +40,7 @@ from plait.frontends.mmengine.strategy.table import Sheet
 from plait.frontends.mmengine.visualization import Visualizer, build_visualizer
 from plait.precision import make_policy
 from plait.spec import Phase
-from plait.strategy.native.manual import ManualEngine, prepare_manual
+from plait.strategy import ManualEngine, Preparation, prepare_manual
 from plait.world import detect_ranks, on_main, open_world, restore_rng_state, rng_state
 
 
@@ -200,9 +200,8 @@ class BaseRunner(Checkpoints):
             sheet, work_dir=self.work_dir, seed=self.seed, deterministic=self.deterministic, log={"console": "none"}
         )
         generators = rng_state(self.device)
-        self._engine = engine = prepare_manual(
-            self.config, self.world, model=model, optimizer=optimizer, say=self.logger.warning
-        )
+        given = Preparation(self.config, self.world, model=model, optimizer=optimizer, say=self.logger.warning)
+        self._engine = engine = prepare_manual(given)
         restore_rng_state(generators, self.device)  # what preparing drew is not missing afterwards
         self.model = engine.model
         self._route_calls(engine)
