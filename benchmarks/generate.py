@@ -139,13 +139,13 @@ def hybrid_row(job: Job) -> Result:
     """From an engine in training, with the gathering of every rollout in the time."""
     from plait.config import parse_sections
     from plait.generate import HybridEngine
-    from plait.strategy import prepare_manual
+    from plait.strategy import Preparation, prepare_manual
     from plait.world import open_world
 
     model = job.config.model_dump()
     precision = {"compute": "bf16", "autocast": False} if job.device.type == "cuda" else "fp32"
     config = parse_sections(model=model, precision=precision, device=job.given.device, optim={"type": "SGD"}).config
-    engine = prepare_manual(config, open_world(config), model=None, say=lambda _line: None)
+    engine = prepare_manual(Preparation(config, open_world(config), model=None, say=lambda _line: None))
     weights = job.model.state_dict()
     for name, tensor in engine.weights().items():
         tensor.copy_(weights[name])

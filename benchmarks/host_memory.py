@@ -53,14 +53,14 @@ def measure(row: str) -> Result:
     import torch
 
     from plait.config import resolve_batch
-    from plait.strategy import prepare_native
+    from plait.strategy import Preparation, prepare_native
     from plait.world import open_world
 
     torch.set_num_threads(1)
     config, seconds = config_of(row), []
     with open_world(config) as world:
         batch = resolve_batch(config.batch, world.layout.data_parallel)
-        engine = prepare_native(config, world, accumulation=batch.accumulation)
+        engine = prepare_native(Preparation(config, world, accumulation=batch.accumulation))
         for _ in range(STEPS):
             shape = (batch.accumulation, batch.micro, config.model.seq_len)
             ids = torch.randint(0, config.model.vocab_size, shape)

@@ -109,13 +109,13 @@ def measure_one(run: tuple[Any, ...]) -> dict[str, Any]:
     import torch
 
     from plait.config import resolve_batch
-    from plait.strategy import prepare_native
+    from plait.strategy import Preparation, prepare_native
     from plait.world import open_world
 
     config = config_of(run)
     batch = resolve_batch(config.batch, 1)
     with open_world(config) as world:
-        engine = prepare_native(config, world, accumulation=batch.accumulation)
+        engine = prepare_native(Preparation(config, world, accumulation=batch.accumulation))
         shape, seconds = (batch.micro, config.model.seq_len), []
         for _ in range(8):
             rows = [torch.randint(0, config.model.vocab_size, shape) for _ in range(batch.accumulation)]

@@ -67,8 +67,6 @@ WORDS: dict[str, str] = {
     "ResNetConfig.depth": "Number of layers; 50 and more have bottleneck blocks.",
     "ResNetConfig.classes": "Number of classes.",
     "HFConfig.task": "Which `transformers` Auto class builds the model.",
-    "ImportedModel.target": "`package.module:name` of a class or function that makes an `nn.Module`.",
-    "ImportedModel.args": "Its keyword arguments.",
     "_Text.seq_len": "Tokens in a sequence. Absent: no more than `model.seq_len`.",
     "_Text.val_fraction": "Share of the documents that is the `val` part.",
     "TokensData.path": "The token file, as `plait.data.TokenWriter` writes it, with or without its ending.",
@@ -85,8 +83,6 @@ WORDS: dict[str, str] = {
     "Cifar10Data.path": "The folder with the batches, or the one above it.",
     "Cifar10Data.split": "Which of the two published parts.",
     "Cifar10Data.augment": "Shift and flip. Absent: yes for training.",
-    "ImportedData.target": "`package.module:name` of a class or function that makes a data set.",
-    "ImportedData.args": "Its keyword arguments.",
     "_Own.lr": "Learning rate.",
     "_Own.weight_decay": "Weight decay.",
     "AdamWConfig.weight_decay": "Weight decay, decoupled from the gradient.",
@@ -171,7 +167,6 @@ WORDS: dict[str, str] = {
     "PrecisionConfig.compute": "Format of parameters and activations in forward and backward.",
     "PrecisionConfig.reduce": "Format in which gradients are summed over ranks.",
     "PrecisionConfig.scaler": "Loss scaling, for fp16 only.",
-    "RecomputeConfig.mode": "Which blocks recompute.",
     "CompileConfig.enabled": "Whether to compile. Naming any option is asking for it.",
     "CompileConfig.backend": "Of `torch.compile`.",
     "CompileConfig.mode": "Of `torch.compile`.",
@@ -199,9 +194,6 @@ WORDS: dict[str, str] = {
     "EarlyStopConfig.metric": "A name that validation reports.",
     "EarlyStopConfig.mode": "Whether less or more is better.",
     "EarlyStopConfig.min_delta": "The least change that is a gain.",
-    "ImportedHook.target": "`package.module:name` of a class derived from `plait.runner.Hook`.",
-    "ImportedHook.args": "Its keyword arguments.",
-    "ImportedHook.priority": "Lower goes first.",
 }
 
 

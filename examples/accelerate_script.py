@@ -52,6 +52,7 @@ def main() -> None:
     model, optimizer, train, test, schedule = accelerator.prepare(model, optimizer, train, test, schedule)
     if args.load is not None:
         accelerator.load_state(args.load)
+    loss = torch.tensor(float("nan"))
     for epoch in range(train.iteration, args.epochs):
         model.train()
         for x, label in train:

@@ -43,7 +43,8 @@ class ConvNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm1(self.conv1(x)))
         x = F.relu(self.norm2(self.conv2(x)))
-        return self.head(x.mean(dim=(2, 3)))
+        logits: Tensor = self.head(x.mean(dim=(2, 3)))
+        return logits
 
 
 class Pictures(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -86,6 +87,8 @@ def main() -> None:
     )
     if args.load:
         _, client_state = engine.load_checkpoint(args.load)
+        if client_state is None:
+            raise SystemExit(f"no checkpoint in {args.load}")
         print(f"goes on from step {client_state['step']}")
     criterion = nn.CrossEntropyLoss()
     dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.half if engine.fp16_enabled() else torch.float

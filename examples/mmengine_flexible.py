@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.utils.data import TensorDataset
 
@@ -25,11 +27,11 @@ from plait.models import build_model, preset
 
 
 class MMResNet50(BaseModel):
-    def __init__(self, depth):
+    def __init__(self, depth: int) -> None:
         super().__init__()
         self.resnet = build_model(preset("resnet", f"resnet{depth}", classes=10))
 
-    def forward(self, imgs, labels, mode):
+    def forward(self, imgs: Tensor, labels: Tensor, mode: str) -> Any:
         x = self.resnet(imgs)
         if mode == "loss":
             return {"loss": F.cross_entropy(x, labels)}
@@ -37,24 +39,24 @@ class MMResNet50(BaseModel):
 
 
 class Accuracy(BaseMetric):
-    def process(self, data_batch, data_samples):
+    def process(self, data_batch: Any, data_samples: Any) -> None:
         score, gt = data_samples
         self.results.append({"batch_size": len(gt), "correct": (score.argmax(dim=1) == gt).sum().cpu()})
 
-    def compute_metrics(self, results):
+    def compute_metrics(self, results: list[Any]) -> dict[str, float]:
         total_correct = sum(item["correct"] for item in results)
         total_size = sum(item["batch_size"] for item in results)
         return dict(accuracy=100 * float(total_correct) / total_size)
 
 
-def pictures(count, seed):
+def pictures(count: int, seed: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, 10, (count,), generator=generator)
     colours = torch.rand(10, 3, 1, 1, generator=torch.Generator().manual_seed(0))
     return TensorDataset(colours[labels] + 0.2 * torch.randn(count, 3, 32, 32, generator=generator), labels)
 
 
-def strategy_of(args):
+def strategy_of(args: argparse.Namespace) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """A strategy and an optim wrapper, as MMEngine's documentation has them."""
     if args.use_deepspeed:
         strategy = dict(
@@ -82,7 +84,7 @@ def strategy_of(args):
         )
         return strategy, dict(type="DeepSpeedOptimWrapper", optimizer=dict(type="AdamW", lr=1e-3))
     if args.use_fsdp:
-        policy = partial(size_based_auto_wrap_policy, min_num_params=1e7)
+        policy = partial(size_based_auto_wrap_policy, min_num_params=int(1e7))
         strategy = dict(type="FSDPStrategy", model_wrapper=dict(auto_wrap_policy=policy))
         return strategy, dict(type="AmpOptimWrapper", optimizer=dict(type="AdamW", lr=1e-3))
     if args.use_colossalai:
@@ -90,7 +92,7 @@ def strategy_of(args):
     return None, dict(optimizer=dict(type="AdamW", lr=1e-3))
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description="Distributed training")
     parser.add_argument("--use-deepspeed", action="store_true")
     parser.add_argument("--use-fsdp", action="store_true")

@@ -2,9 +2,10 @@
 
 A run plans itself first, which takes a second. Tests of other things do without; those marked `planned` do not.
 
-Random inputs come from one seed for the whole session, mixed with the name of the test, so that a test draws the same
-inputs alone and beside others. The seed is fixed: the same tests give the same answer twice. `--fresh` draws a new one
-(`make test-all`), the first lines of the output name it, and `--draw SEED` repeats that session, Hypothesis included.
+Random inputs come from one seed for the whole session, mixed with the name of the test or of the fixture that several
+tests share, so that a test draws the same inputs alone and beside others. The seed is fixed: the same tests give the
+same answer twice. `--fresh` draws a new one (`make test-all`), the first lines of the output name it, and `--draw SEED`
+repeats that session, Hypothesis and the fuzz included.
 
 Torch computes on one thread, here and in what a test starts: at the end of each operation its threads wait for one
 another at full speed, and on cores that other tests need as well that takes longer than the work.
@@ -19,6 +20,8 @@ import zlib
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when it is loaded
 
@@ -28,6 +31,9 @@ SEED = 20261119
 # they would make a second answer differ from the first.
 settings.register_profile("plait", deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
 settings.load_profile("plait")
+
+# Hypothesis also draws from the constants of all modules that happen to be loaded, which differ with what ran before.
+providers._get_local_constants = Constants
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started with `nohup` or `&`. What tests start would ignore it too, and some tests interrupt what they start.
@@ -45,6 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--draw", type=int, metavar="SEED", help="draw the random inputs of a session that printed this")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     # The workers of xdist are given the options as they stand after this.
     if config.option.draw is None:
@@ -57,15 +64,26 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"random inputs: --draw {config.option.draw}"
 
 
-@pytest.fixture(autouse=True)
-def _drawn(request: pytest.FixtureRequest) -> None:
+def _draw_from(name: str) -> None:
     import numpy as np
     import torch  # not before its number of threads is set
 
-    seed = zlib.crc32(f"{request.config.option.draw} {request.node.nodeid}".encode())
+    seed = zlib.crc32(name.encode())
     random.seed(seed)
     torch.manual_seed(seed)
     np.random.seed(seed)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> None:
+    # What several tests share is made before the first of them, whichever that is in this session.
+    if fixturedef.scope != "function":
+        _draw_from(f"{request.config.option.draw} {fixturedef.baseid} {fixturedef.argname} {request.param_index}")
+
+
+@pytest.fixture(autouse=True)
+def _drawn(request: pytest.FixtureRequest) -> None:
+    _draw_from(f"{request.config.option.draw} {request.node.nodeid}")
 
 
 @pytest.fixture(autouse=True)

@@ -102,7 +102,7 @@ ROWS = (
     # A release of transformers says which tokenizers it takes.
     *(
         Row(f"transformers {release}", pins={"transformers": f"=={release}.*", "tokenizers": ""})
-        for release in ("5.0", "5.12")
+        for release in ("5.0", "5.4", "5.8", "5.12", "5.16", "5.20")
     ),
     Row("Python 3.12", python="3.12"),
     Row("Python 3.13", python="3.13"),
@@ -200,13 +200,16 @@ def run(row: Row, *, keep: bool) -> dict[str, Any]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def table(results: Mapping[str, Any], words: Mapping[str, str]) -> str:
-    """The rows in Markdown."""
+def table(results: Mapping[str, Any], words: Mapping[str, str], before: str = "") -> str:
+    """The rows in Markdown; those without a result stay as they are in the table `before`, if it has these columns."""
     heads = [words["row"], "Python", "torch", "transformers", *(words.get(each, each) for each in COLUMNS)]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    old = before.splitlines()
+    kept = {line.split(" | ")[0].removeprefix("| "): line for line in old} if old[:1] == lines[:1] else {}
     for row in ROWS:
         found = results.get(row.name)
         if found is None or "not run" in found:
+            lines += [kept[row.name]] if row.name in kept else []
             continue
         named = found["versions"]
         cells = [_cell(found["columns"][each], words) for each in COLUMNS]
@@ -237,12 +240,12 @@ CHINESE = {
 
 
 def write_tables(results: Mapping[str, Any]) -> None:
-    """Put the rows between the marks of both pages."""
+    """Put the rows between the marks of both pages; a row that has no result stays as it was."""
     for page, words in zip(PAGES, (ENGLISH, CHINESE), strict=True):
         text = page.read_text(encoding="utf-8")
         before, rest = text.split("<!-- matrix -->\n", 1)
-        after = rest.split("<!-- end of matrix -->", 1)[1]
-        text = f"{before}<!-- matrix -->\n{table(results, words)}\n<!-- end of matrix -->{after}"
+        old, after = rest.split("<!-- end of matrix -->", 1)
+        text = f"{before}<!-- matrix -->\n{table(results, words, old)}\n<!-- end of matrix -->{after}"
         page.write_text(text, encoding="utf-8")
 
 
@@ -258,6 +261,7 @@ def main() -> None:
         if not options.rows or row.name in options.rows:
             results[row.name] = run(row, keep=options.keep)
             RESULTS.write_text(json.dumps(results, indent=1), encoding="utf-8")
+            write_tables(results)
     write_tables(results)
     if any(counts["failed"] for found in results.values() for counts in found.get("columns", {}).values()):
         sys.exit(1)

@@ -13,18 +13,20 @@ A package brings parts by entry points, one group a kind:
 from __future__ import annotations
 
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 from plait.config.base import Section
-from plait.config.part import Kind, Part
+from plait.config.part import Imported, Kind, Part
 from plait.config.run import RunConfig
 from plait.config.tree import own_words
 from plait.config.trust import StoredName, entry_points_of, load_code, load_plugin, plugin_kinds
-from plait.config.words import choose
+from plait.config.words import choose, listed
 from plait.errors import ConfigError, PlaitError, Problem
 
 
@@ -33,13 +35,18 @@ def load(section: Section, key: str) -> Any:
 
     Raises `ConfigError` where it cannot be imported, is not trusted, or two plug-ins have its name.
     """
+    if isinstance(section, Imported):
+        return load_code(section.target, key=f"{key}.target")
     if not isinstance(section, Part):
         return load_code(section.builds, key=key)
-    if section.given is not None:
-        return section.given
-    if ":" in section.type or isinstance(section.type, StoredName):
-        return load_code(section.type, key=f"{key}.type")
-    return load_plugin(section.kind, section.type, key=f"{key}.type")
+    return section.given if section.given is not None else find(section.kind, section.type, f"{key}.type")
+
+
+def find(kind: Kind, name: str, key: str) -> Any:
+    """What a name of a part stands for: `package.module:name`, or a plug-in of this kind. Raises as `load` does."""
+    if ":" in name or isinstance(name, StoredName):
+        return load_code(name, key=key)
+    return load_plugin(kind, name, key=key)
 
 
 def build(section: Section, key: str, *args: Any, accepts: type | tuple[type, ...] = (), **given: Any) -> Any:
@@ -49,18 +56,62 @@ def build(section: Section, key: str, *args: Any, accepts: type | tuple[type, ..
     returned as it is. Raises `ConfigError` for arguments that do not fit, with the nearest that would.
     """
     made = load(section, key)
-    if not isinstance(section, Part):
+    if not isinstance(section, (Part, Imported)):
         return made(*args, section, **given)
-    arguments = section.arguments
-    if accepts and isinstance(made, accepts):
+    name, name_key, arguments, inside = _written(section, key)
+    if accepts and not isinstance(made, type) and isinstance(made, accepts):
         if arguments:
             message = f"a {type(made).__name__} that is made already takes no arguments"
-            raise ConfigError(Problem(f"{key}.{next(iter(arguments))}", message, "Give them where it is made."))
+            raise ConfigError(Problem(f"{inside}.{next(iter(arguments))}", message, "Give them where it is made."))
         return made
     if not callable(made):
-        message = f"{str(section.type)!r} is a {type(made).__name__}, which cannot be called to make one"
-        raise ConfigError(Problem(f"{key}.type", message, "Name a class, or a function that returns one."))
-    return call(made, key, *args, name=str(section.type), arguments=arguments, **given)
+        message = f"{name!r} is a {type(made).__name__}, which cannot be called to make one"
+        raise ConfigError(Problem(name_key, message, "Name a class, or a function that returns one."))
+    return call(made, inside, *args, name=name, arguments=arguments, **given)
+
+
+def make(section: Section, key: str, *args: Any, kind: type, **given: Any) -> Any:
+    """What `build` makes, refused unless it is of `kind`, a class or a protocol; of a part it may be given, too."""
+    made = build(section, key, *args, accepts=kind, **given)
+    if isinstance(made, kind) and not isinstance(made, type):
+        return made
+    assert isinstance(section, (Part, Imported)), section.builds
+    name, name_key, *_ = _written(section, key)
+    what, where = f"{name!r} made a {type(made).__name__}, which is not a {kind.__name__}", _place(kind)
+    if Protocol not in kind.__bases__:
+        raise ConfigError(Problem(name_key, what, f"Return an object of a class derived from {where}."))
+    needed = [each for each, value in vars(kind).items() if callable(value) and not each.startswith("_")]
+    missing = [f"`{each}`" for each in needed if not callable(getattr(made, each, None))]
+    raise ConfigError(Problem(name_key, f"{what}: it has no {listed(missing)}", f"Add it, as {where} says."))
+
+
+def _place(kind: type) -> str:
+    """Where users import a class from: the front door of its room, if it is there."""
+    room = ".".join(kind.__module__.split(".")[:2])
+    return f"{room if hasattr(sys.modules.get(room), kind.__name__) else kind.__module__}.{kind.__name__}"
+
+
+def function(section: Part, key: str, *takes: str) -> Callable[..., Any]:
+    """The function that a section names, with the section's arguments, to be called with `takes` by position.
+
+    A class is made with the arguments, and what it makes is the function.
+    """
+    made = load(section, key)
+    name, arguments = str(section.type), section.arguments
+    if isinstance(made, type):
+        made, arguments = call(made, key, name=name, arguments=arguments), {}
+    if not callable(made):
+        message = f"{name!r} is a {type(made).__name__}, which cannot be called"
+        raise ConfigError(Problem(f"{key}.type", message, f"Name a function of ({', '.join(takes)})."))
+    _check_arguments(made, key, takes, name, arguments, {}, shown=takes)
+    return partial(made, **arguments) if arguments else made
+
+
+def _written(section: Part | Imported, key: str) -> tuple[str, str, dict[str, Any], str]:
+    """A part's name and its key, its arguments and the key that they stand in."""
+    if isinstance(section, Imported):
+        return str(section.target), f"{key}.target", section.args, f"{key}.args"
+    return str(section.type), f"{key}.type", section.arguments, key
 
 
 def call(
@@ -72,9 +123,11 @@ def call(
     _check_arguments(function, key, args, name, arguments, given)
     try:
         return function(*args, **given, **arguments)
-    except PlaitError:
+    except (PlaitError, MemoryError):
         raise
     except Exception as error:  # whatever a part of somebody else's raises while it is made
+        if type(error).__name__ == "OutOfMemoryError":  # torch's: no matter of arguments, and answered elsewhere
+            raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{name!r} failed: {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
         raise ConfigError(Problem(key, message, "Correct its arguments, or that code.")) from error
@@ -87,6 +140,8 @@ def _check_arguments(
     name: str,
     arguments: Mapping[str, Any],
     given: Mapping[str, Any],
+    *,
+    shown: Sequence[str] = (),
 ) -> None:
     try:
         signature = inspect.signature(function)
@@ -107,8 +162,8 @@ def _check_arguments(
     try:
         signature.bind(*args, **given, **arguments)
     except TypeError as error:
-        shown = ", ".join([*(f"<{type(each).__name__}>" for each in args), *(f"{each}=…" for each in given)])
-        message = f"{name!r} cannot be called as {name.rpartition(':')[2]}({shown}): {error}"
+        words = [*(shown or (f"<{type(each).__name__}>" for each in args)), *(f"{each}=…" for each in given)]
+        message = f"{name!r} cannot be called as {name.rpartition(':')[2]}({', '.join(words)}): {error}"
         missing = [
             each.name
             for each in known.values()

@@ -249,6 +249,14 @@ def _of(owner: Any, name: str) -> Any:
         raise _refusal(f"{kind.__module__}.{kind.__qualname__}.{name}") from None
 
 
+def _later(owner: Any, name: str) -> Any:
+    """An attribute that torch gives to an object after a while; None before."""
+    found = getattr(owner, name, None)
+    if found is None and not _mentions(owner.__class__, name):
+        raise _refusal(f"{type(owner).__module__}.{type(owner).__qualname__}.{name}")
+    return found
+
+
 def _put(owner: Any, name: str, value: Any) -> None:
     """Give an attribute of one of torch's objects another value; it must be there."""
     _of(owner, name)
@@ -586,6 +594,99 @@ def fsdp_group(module: object) -> Any:
     return groups[0] if groups else None
 
 
+def fsdp_params(group: Any) -> list[Any]:
+    """The parameters of a group, as `FSDPParam`s."""
+    return list(_of(group, "fsdp_params"))
+
+
+def fsdp_part(param: Any) -> nn.Parameter:
+    """This rank's part of a parameter."""
+    part: nn.Parameter = _of(param, "sharded_param")
+    return part
+
+
+def fsdp_part_sizes(param: Any) -> tuple[torch.Size, int]:
+    """The shape of this rank's part of a parameter, and its elements with the padding that all ranks have."""
+    return _of(param, "sharded_size"), _of(param, "padded_sharded_param_size").numel()
+
+
+def fsdp_is_gathered(group: Any) -> bool:
+    """Whether the modules hold the whole parameters of a group."""
+    return bool(_of(group, "is_unsharded"))
+
+
+def fsdp_is_apart(group: Any) -> bool:
+    """Whether the modules hold this rank's parts of the parameters of a group."""
+    return bool(_of(group, "is_sharded"))
+
+
+def fsdp_gather(group: Any) -> None:
+    """Gather the parameters of a group, and wait for them."""
+    _of(group, "unshard")()
+    fsdp_wait(group)
+
+
+def fsdp_wait(group: Any) -> None:
+    """Wait for the parameters of a group that are on their way, and put them into the modules."""
+    _of(group, "wait_for_unshard")()
+
+
+def fsdp_let_go(group: Any) -> None:
+    """Free the whole parameters of a group."""
+    _of(group, "reshard")()
+
+
+def fsdp_reduces(group: Any) -> bool:
+    """Whether the next backward pass of a group reduces its gradients."""
+    return bool(_of(group, "reduce_grads"))
+
+
+def fsdp_around_gathering(group: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call these before the parameters of a group are gathered, and once they have been waited for."""
+    gather, wait = _of(group, "unshard"), _of(group, "wait_for_unshard")
+
+    def begin(async_op: bool = False) -> None:
+        before()
+        gather(async_op)
+
+    def finish() -> None:
+        wait()
+        after()
+
+    _put(group, "unshard", begin)
+    _put(group, "wait_for_unshard", finish)
+
+
+def fsdp_around_reduction(group: Any, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wrap what a group does after its backward pass: its gradients are reduced, and whole parameters freed."""
+    _put(group, "post_backward", around(_of(group, "post_backward")))
+
+
+def fsdp_fill_gradients(group: Any) -> None:
+    """Give zeros to the parameters of a group that have no gradient, in the format in which the others are summed."""
+    params = [each for each in fsdp_params(group) if fsdp_whole(each) is not None]
+    params = [each for each in params if _of(each, "unsharded_param").requires_grad]
+    summed = any(fsdp_summed_gradient(each) is not None for each in params)
+    for each in params:
+        whole = _of(each, "unsharded_param")
+        if fsdp_summed_gradient(each) is not None or (whole.grad is not None and not summed):
+            continue
+        grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
+        whole.grad = None if summed else grad
+        _put(each, "unsharded_accumulated_grad", grad.to(_of(each, "reduce_dtype")) if summed else None)
+
+
+def fsdp_summed_gradient(param: Any) -> Tensor | None:
+    """The gradient of the whole parameter, summed over micro-batches."""
+    grad: Tensor | None = _later(param, "unsharded_accumulated_grad")
+    return grad
+
+
+def fsdp_gathered_memory(param: Any) -> list[Tensor]:
+    """The memory that a parameter was gathered into."""
+    return list(_later(param, "all_gather_outputs") or ())
+
+
 def fsdp_start(module: object) -> None:
     """What a sharded module does before its first forward pass."""
     _of(fsdp_state(module), "_lazy_init")()
@@ -652,14 +753,14 @@ def fsdp_gathers(group: Any) -> bool:
 def fsdp_state_dict_hooks(group: Any) -> list[Any]:
     """The handles of the hooks by which `state_dict` shows parts, and `load_state_dict` looks at them."""
     before = ("_module_to_pre_save_state_dict_hook_handle", "_module_to_pre_load_state_dict_hook_handle")
-    handles = [_of(param, "_post_load_hook_handle") for param in group.fsdp_params]
+    handles = [_of(param, "_post_load_hook_handle") for param in fsdp_params(group)]
     return handles + list(chain.from_iterable(_of(group, name).values() for name in before))
 
 
 def fsdp_reduced_in_order(group: Any) -> list[Any]:
     """The parameters of a group in the order in which their gradients are reduced; torch 2.15 chooses one."""
-    order = getattr(group, "_reduce_scatter_param_indices", range(len(group.fsdp_params)))
-    return [group.fsdp_params[index] for index in order]
+    params = fsdp_params(group)
+    return [params[index] for index in getattr(group, "_reduce_scatter_param_indices", range(len(params)))]
 
 
 def fsdp_sums_any_formats() -> bool:
@@ -707,31 +808,26 @@ def fsdp_keep_part(param: Any) -> None:
 
 def fsdp_copy_in_stream(group: Any) -> Any:
     """The stream on which the parts of a group are read to be gathered; None before the first forward pass."""
-    name = "all_gather_copy_in_stream"
-    if not _mentions(group.comm_ctx.__class__, name):
-        raise _refusal(f"{type(group.comm_ctx).__module__}.{type(group.comm_ctx).__qualname__}.{name}")
-    return getattr(group.comm_ctx, name, None)
+    return _later(_of(group, "comm_ctx"), "all_gather_copy_in_stream")
 
 
 def fsdp_whole(param: Any) -> Tensor | None:
     """The gathered parameter; None before it is gathered for the first time, when torch has no such attribute."""
-    whole: Tensor | None = getattr(param, "_unsharded_param", None)
-    if whole is None and not _mentions(param.__class__, "_unsharded_param"):
-        raise _refusal(f"{type(param).__module__}.{type(param).__qualname__}._unsharded_param")
+    whole: Tensor | None = _later(param, "_unsharded_param")
     return whole
 
 
 def fsdp_after_gathering(param: Any, then: Callable[[Tensor, nn.Parameter], None]) -> None:
     """Call `then` with this rank's part and the whole parameter, each time that the whole has been made."""
-    gather = param.init_unsharded_param
+    gather = _of(param, "init_unsharded_param")
 
     def gather_and_tell() -> None:
         gather()
         whole = fsdp_whole(param)
         assert isinstance(whole, nn.Parameter)
-        then(param.sharded_param, whole)
+        then(fsdp_part(param), whole)
 
-    param.init_unsharded_param = gather_and_tell
+    _put(param, "init_unsharded_param", gather_and_tell)
 
 
 def fsdp_shown(param: Any) -> Any:
@@ -955,6 +1051,8 @@ ATTRIBUTES = (
     Internal("torch.autograd._get_sequence_nr", "which module computes in the backward pass, in a profile"),
     Internal("torch.autograd.graph.Node._sequence_nr", "which module computes in the backward pass, in a profile"),
     Internal("torch._C._profiler._ExperimentalConfig", "profiles of all threads"),
+    Internal("torch.ops.aten._fused_rms_norm", "CUDA where there is none"),
+    Internal("torch.ops.aten._fused_rms_norm_backward", "CUDA where there is none"),
     Internal("torch.library.Library._destroy", "CUDA where there is none"),
     Internal("torch.cuda._lazy_init", "CUDA where there is none"),
     Internal("torch._C._acc.DeviceGuard", "CUDA where there is none"),
@@ -974,6 +1072,7 @@ ATTRIBUTES = (
     Internal("torch._dynamo.eval_frame.OptimizedModule._orig_mod", "Accelerate's extract_model_from_parallel"),
     Internal("torch.optim.Optimizer._optimizer_step_pre_hooks", "an optimizer's step without torch's wrapper"),
     Internal("torch.optim.Optimizer._optimizer_step_post_hooks", "an optimizer's step without torch's wrapper"),
+    Internal("torch.optim.lr_scheduler.LRScheduler._opt_called", "schedules of torch that would warn"),
     Internal("torch.optim.lr_scheduler.LRScheduler._step_count", "Accelerate's schedules"),
     Internal("torch.utils.data.RandomSampler._num_samples", "Accelerate's samplers"),
     Internal("torch.distributed.distributed_c10d._resolve_process_group", "operations that name their group"),
@@ -981,6 +1080,7 @@ ATTRIBUTES = (
     Internal("torch.distributed.device_mesh.DeviceMesh._flatten", "several axes as one"),
     Internal("torch.distributed.device_mesh.DeviceMesh._concatenate", "hybrid sharding"),
     Internal("torch._C._distributed_c10d._dump_fr_trace_json", "the last collective of a rank that hangs"),
+    Internal("torch._C._distributed_c10d._dump_nccl_trace_json", "the same, of builds with NCCL", "CUDA builds"),
     Internal("torch._C._accelerator_setAllocatorSettings", "segments of GPU memory that grow"),
     Internal("torch._inductor.config._micro_pipeline_tp", "async tensor parallelism"),
     Internal("torch.distributed._symmetric_memory.enable_symm_mem_for_group", "async tensor parallelism", "2.11, 2.12"),
@@ -1010,6 +1110,23 @@ ATTRIBUTES = (
     Internal(f"{_GROUP}._all_gather_result", "weights that were gathered ahead"),
     Internal(f"{_GROUP}._module_to_pre_save_state_dict_hook_handle", "weights that stay gathered"),
     Internal(f"{_GROUP}._module_to_pre_load_state_dict_hook_handle", "weights that stay gathered"),
+    Internal(f"{_GROUP}.fsdp_params", "sharded modules"),
+    Internal(f"{_GROUP}.comm_ctx", "offloaded weights"),
+    Internal(f"{_GROUP}.is_sharded", "weights that stay gathered"),
+    Internal(f"{_GROUP}.is_unsharded", "parts of a sharded model that are called by themselves"),
+    Internal(f"{_GROUP}.unshard", "parts of a sharded model that are called by themselves, offloaded weights"),
+    Internal(f"{_GROUP}.wait_for_unshard", "parts of a sharded model that are called by themselves, offloaded weights"),
+    Internal(f"{_GROUP}.reshard", "parts of a sharded model that are called by themselves"),
+    Internal(f"{_GROUP}.reduce_grads", "gradients of unused weights"),
+    Internal(f"{_GROUP}.post_backward", "gradients of unused weights, backward passes within a forward pass"),
+    Internal(f"{_PARAM}.sharded_param", "sharded modules"),
+    Internal(f"{_PARAM}.sharded_size", "gradients that are streamed to the host"),
+    Internal(f"{_PARAM}.padded_sharded_param_size", "gradients that are streamed to the host"),
+    Internal(f"{_PARAM}.init_unsharded_param", "attributes of weights, once they are gathered"),
+    Internal(f"{_PARAM}.unsharded_param", "gradients of unused weights"),
+    Internal(f"{_PARAM}.unsharded_accumulated_grad", "gradients of unused weights"),
+    Internal(f"{_PARAM}.reduce_dtype", "gradients of unused weights"),
+    Internal(f"{_PARAM}.all_gather_outputs", "what a gathered weight takes, in a plan"),
     Internal(f"{_PARAM}._post_load_hook_handle", "weights that stay gathered"),
     Internal(f"{_PARAM}._module_info", "weights that stay gathered"),
     Internal(f"{_PARAM}._setattr_on_modules", "weights that stay gathered"),

@@ -28,6 +28,8 @@ ATTRIBUTES = {
     "transformers.PreTrainedModel._init_weights": "initial values, module by module",
     "transformers.PreTrainedModel._keys_to_ignore_on_load_missing": "weights that a file may lack",
     "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected": "weights that a file may have beside",
+    "transformers.PreTrainedModel._is_fsdp_managed_module": "generation that does not wait for other ranks",
+    "torch.Tensor._is_hf_initialized": "initial values, module by module",
     "transformers.PretrainedConfig._attn_implementation": "context parallelism, packed documents",
 }
 """The attributes that are asked for, and what for."""

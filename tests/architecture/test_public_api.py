@@ -2,16 +2,159 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
 
 import plait
+from plait.config import RunConfig
+from plait.config.base import Section
+from plait.errors import ConfigError
+from plait.runner import Runner
+
+ROOT = Path(__file__).parents[2]
 
 
-def test_the_public_names_are_these() -> None:
-    assert sorted(plait.__all__) == ["LossTerm", "Runner", "__version__", "errors", "prepare"]
+@pytest.mark.parametrize("page", ["api.md", "zh-CN/api.md"])
+def test_the_public_names_are_those_of_the_page(page: str) -> None:
+    """Each stands there once, first in a row of a table."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    rows = re.findall(r"(?m)^\| (`plait\.[^|]*)\|", text)
+    listed = [name for row in rows for name in re.findall(r"`plait\.(\w+)`", row)]
+    assert sorted(listed) == sorted(plait.__all__)
+
+
+def test_every_public_name_is_there() -> None:
     for name in plait.__all__:
         assert getattr(plait, name) is not None
+        assert name in dir(plait)
+
+
+def test_a_type_checker_sees_the_names_that_python_finds() -> None:
+    tree = ast.parse(Path(plait.__file__).read_text(encoding="utf-8"))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If) and not node.orelse and len(node.body) > 1]
+    seen = {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == plait._HOMES
+    assert sorted(plait.__all__) == sorted([*seen, "errors", "__version__"])
+
+
+def sections(model: type[Section]) -> Iterator[type[Section]]:
+    for info in model.model_fields.values():
+        for found in tree_of(info.annotation):
+            yield found
+            yield from sections(found)
+
+
+def tree_of(annotation: Any) -> Iterator[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for part in get_args(annotation):
+        yield from tree_of(part)
+
+
+def test_every_section_has_a_public_name_by_one_rule() -> None:
+    """Its key, or its type and its key: `strategy.layout` is `Layout`, `{type: AdamW}` of `optim` is `AdamWOptim`."""
+    public = {getattr(plait, name) for name in plait.__all__}
+    assert set(sections(RunConfig)) - public == set()
+    for name in plait.__all__:
+        found = getattr(plait, name)
+        if isinstance(found, type) and issubclass(found, Section) and "type" in found.model_fields:
+            word = str(found.model_fields["type"].default).replace("_", "")
+            kind = next(kind for kind in ("Optim", "Schedule", "Model", "Data", "Hook") if name.endswith(kind))
+            assert name.removesuffix(kind).lower() in (word.lower(), f"{word}ed".lower())
+
+
+def test_the_runner_has_a_keyword_for_each_key_of_a_run_description() -> None:
+    keywords = set(inspect.signature(Runner.__init__).parameters) - {"self"}
+    assert keywords == set(RunConfig.model_fields) | {"metrics", "loss_fn", "collate_fn"}
+
+
+def test_each_keyword_of_the_runner_reaches_its_key(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "batch": plait.Batch(total=6),
+        "optim": plait.SGDOptim(lr=0.25),
+        "schedule": plait.ConstantLRSchedule(),
+        "precision": "bf16",
+        "strategy": plait.Strategy(zero=1, layout=plait.Layout(dp_shard=1)),
+        "train": plait.Train(max_steps=7),
+        "checkpoint": {"keep": 2},
+        "log": plait.Log(every=3),
+        "plan": "off",
+        "profile": plait.Profile(start=5),
+        "work_dir": tmp_path,
+        "seed": 9,
+        "deterministic": True,
+        "device": "cpu",
+        "backend": "gloo",
+        "timeout_s": 12.0,
+        "trust_code": True,
+        "hooks": [plait.EmaHook(decay=0.5)],
+    }
+    runner = Runner(lambda: None, [1], **given)  # type: ignore[arg-type,return-value]
+    config = runner.config
+    assert (config.batch.total, config.optim.lr, config.precision.compute) == (6, 0.25, "bf16")
+    assert (config.strategy.zero, config.strategy.layout.dp_shard, config.train.max_steps) == (1, 1, 7)
+    assert (config.checkpoint.keep, config.log.every, config.plan.gate) == (2, 3, "off")
+    assert (config.profile, config.work_dir, config.seed) == (plait.Profile(start=5), str(tmp_path), 9)
+    assert (config.deterministic, config.device, config.backend) == (True, "cpu", "gloo")
+    assert (config.timeout_s, config.trust_code, config.hooks) == (12.0, True, (plait.EmaHook(decay=0.5),))
+    assert config.schedule == plait.ConstantLRSchedule()
+
+
+def test_no_keyword_of_the_runner_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {
+        name: object() for name in RunConfig.model_fields if name not in ("model", "data", "val_data", "test_data")
+    }
+    seen: dict[str, Any] = {}
+
+    def parse_sections(**sections: Any) -> Any:
+        seen.update(sections)
+        raise ConfigError([])
+
+    monkeypatch.setattr("plait.runner.runner.parse_sections", parse_sections)
+    with pytest.raises(ConfigError):
+        Runner(**{**given, "hooks": [given["hooks"]]})  # type: ignore[arg-type]
+    assert seen == {**given, "hooks": [given["hooks"]]}
+
+
+def test_a_keyword_that_prepare_does_not_take_is_refused_with_the_one_that_was_meant() -> None:
+    for keyword, meant in (("strateggy", "strategy"), ("batch", "accumulation"), ("clip_nrom", "clip_norm")):
+        with pytest.raises(ConfigError) as refused:
+            plait.prepare(lambda: None, **{keyword: 3})  # type: ignore[arg-type,return-value]
+        (problem,) = refused.value.problems
+        assert problem.path == keyword
+        assert meant in problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("wrong", "key", "value"),
+    [
+        (lambda: plait.Strategy(zeroo=3), "Strategy.zeroo", "3"),  # type: ignore[call-arg]
+        (lambda: plait.Strategy(zero=7), "Strategy.zero", "7"),
+        (lambda: plait.AdamWOptim(lr="x"), "AdamW.lr", "'x'"),  # type: ignore[arg-type]
+        (lambda: plait.Layout(tp=0), "Layout.tp", "0"),
+    ],
+)
+def test_a_wrong_key_of_a_section_object_is_refused_as_in_a_file(
+    wrong: Callable[[], Any], key: str, value: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        wrong()
+    (problem,) = refused.value.problems
+    assert problem.path == key
+    assert value in problem.message
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -6,16 +6,17 @@ import ast
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 SOURCES = sorted((Path(__file__).parents[2] / "src" / "plait").rglob("*.py"))
-MAY_READ_ENVIRONMENT = {"launch", "world", "cli"}
+MAY_READ_ENVIRONMENT = {"launch", "world", "cli", "testing"}
 
 
 def room(path: Path) -> str:
     return path.relative_to(SOURCES[0].parent).parts[0]
 
 
-def test_only_launch_world_and_cli_read_the_environment() -> None:
+def test_only_who_starts_ranks_or_is_one_reads_the_environment() -> None:
     offenders = [
         f"{path.name}:{node.lineno}"
         for path in SOURCES
@@ -41,6 +42,47 @@ def test_text_files_are_utf8_whatever_the_locale_says() -> None:
             if (bare or opened) and not named:
                 offenders.append(f"{path.name}:{node.lineno}")
     assert offenders == []
+
+
+def requirements(project: dict[str, Any], extra: str | None = None) -> set[str]:
+    """Names of the packages that `pip install plait[extra]` asks for itself."""
+    names: set[str] = set()
+    for requirement in project["optional-dependencies"][extra] if extra else project["dependencies"]:
+        name, *extras = re.findall(r"[\w.-]+", re.split(r"[<>=;]", requirement)[0])
+        names |= {name} if name != "plait" else set().union(*(requirements(project, each) for each in extras))
+    return {name.lower().replace("_", "-") for name in names}
+
+
+def test_what_make_installs_has_one_version_each() -> None:
+    root = SOURCES[0].parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    lines = [line for line in (root / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    pins = [re.fullmatch(r"([\w.-]+)==\d[\w.]*", line) for line in lines]
+    assert all(pins), "a constraint is one version"
+    pinned = {pin[1].lower().replace("_", "-") for pin in pins if pin}
+    assert pinned == requirements(project) | requirements(project, "dev")
+
+
+def test_every_exception_to_a_rule_of_security_has_its_reason() -> None:
+    silenced = [line for path in SOURCES for line in path.read_text().splitlines() if re.search(r"noqa:.*\bS\d", line)]
+    assert silenced
+    assert [line for line in silenced if not re.search(r"# noqa: [A-Z0-9, ]+  # \w", line)] == []
+
+
+def test_programs_that_tests_need_are_named_by_the_mark_alone() -> None:
+    """`real` fails where `.ci/run` has installed everything, where a `skipif` of one's own would skip for ever."""
+    tests = SOURCES[0].parents[2] / "tests"
+    asking = {"real.py", "matrix.py", "multi/hosts.py", "multi/slurm.py"}  # what stands behind the mark
+    machine = {"unit/checkpoint/test_checkpoint_files.py", "unit/parallel/test_compiling.py"}  # mount, and a compiler
+    places = {
+        path.relative_to(tests).as_posix()
+        for path in tests.rglob("*.py")
+        if any(
+            isinstance(node, ast.Call) and ast.unparse(node.func).endswith("which")
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        )
+    }
+    assert places == asking | machine
 
 
 def test_an_extra_that_a_message_names_is_there() -> None:

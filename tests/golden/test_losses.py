@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from plait.config import parse_sections
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import open_world
 
 GOLDEN = Path(__file__).with_name("losses.json")
@@ -27,7 +27,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def losses(sections: dict[str, Any]) -> list[float]:
     config = parse_sections(seed=11, optim={"type": "AdamW", "lr": 3e-3}, device="cpu", **sections).config
-    engine = prepare_native(config, open_world(config))
+    engine = prepare_native(Preparation(config, open_world(config)))
     generator = torch.Generator().manual_seed(5)
     result = []
     for _ in range(10):

@@ -25,7 +25,7 @@ from plait.config import parse_sections
 from plait.config.run import RunConfig
 from plait.ops.adam import AdamNumbers, adam_step_plain
 from plait.prove.tolerance import NOISE, rounding_of
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.strategy.native.engine import NativeEngine
 from plait.strategy.native.offloaded import OffloadedViews
 from plait.world import local_part, open_world
@@ -66,7 +66,7 @@ def train(config: RunConfig, *, steps: int = 8, change: Change | None = None) ->
     """A run from the same weights, on the same batches; `change` may do something to the engine first."""
     cuda = config.device == "cuda"
     with open_world(config) as world:
-        engine = prepare_native(config, world, say=lambda _: None)
+        engine = prepare_native(Preparation(config, world, say=lambda _: None))
         if change is not None:
             change(engine)
         generator = torch.Generator().manual_seed(5)
@@ -79,7 +79,7 @@ def train(config: RunConfig, *, steps: int = 8, change: Change | None = None) ->
             batches = [{"input_ids": each[:, :-1], "labels": each[:, 1:]} for each in ids]
             losses.append(float(engine.train_step(batches[: 1 + step % 2]).loss))
         peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-        found = engine.evaluate(batches[0])
+        found = engine.evaluate_micro_batch(batches[0])
         losses.append(found.loss_sum / found.loss_count)
         with torch.no_grad():
             state = {name: local_part(tensor).cpu().clone() for name, tensor in engine.state_tensors().items()}

@@ -24,7 +24,7 @@ from plait.ops.fp8_gated import (
     gate_peaks_plain,
 )
 from plait.precision.fp8 import Fp8Linear
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import open_world
 
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -201,7 +201,7 @@ def engine_of(precision: Any, **strategy: Any) -> Any:
         device="cuda",
         seed=3,
     ).config
-    return prepare_native(config, open_world(config), say=lambda _text: None)
+    return prepare_native(Preparation(config, open_world(config), say=lambda _text: None))
 
 
 def losses_of(precision: Any, **strategy: Any) -> tuple[list[float], Any]:

@@ -22,7 +22,7 @@ from plait.ops.ends import At, drawn, likeliest, look_up
 from plait.ops.greedy import greedy
 from plait.ops.record import record
 from plait.ops.skinny import TILES, Norm, Stream, Tiles, add, gated, make_counters, project
-from plait.strategy import prepare_manual
+from plait.strategy import Preparation, prepare_manual
 from plait.world import open_world
 
 pytestmark = [
@@ -293,7 +293,7 @@ def test_a_stream_is_recorded_too() -> None:
 def test_a_policy_in_training_writes_and_gives_the_memory_back(precision: str) -> None:
     model = {"type": "llama", "vocab_size": 4096, "dim": 512, "layers": 4, "heads": 8, "seq_len": 256}
     config = parse_sections(model=model, precision=precision, optim={"type": "SGD", "lr": 1.0}).config
-    engine = prepare_manual(config, open_world(config), model=None, say=lambda _line: None)
+    engine = prepare_manual(Preparation(config, open_world(config), model=None, say=lambda _line: None))
     hybrid = HybridEngine(engine, config, say=lambda _line: None)
     prompts, sampling = some_prompts(16, 4096), Sampling(64, seed=1)
     for turn in range(3):

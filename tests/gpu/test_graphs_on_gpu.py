@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from plait.config import parse_sections
 from plait.models import build_model
 from plait.spec import LossTerm
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.strategy.native.recorded import WARM_UP
 from plait.strategy.native.starving import AT_FIRST, LOOKS
 from plait.world import open_world
@@ -40,7 +40,7 @@ def engine_of(model: nn.Module, said: list[str], *, graphs: bool, **sections: An
     settings = {"optim": {"type": "AdamW", "lr": 1e-3}, "device": "cuda", "train": {"clip_norm": 1.0}, **sections}
     settings["strategy"] = {**settings.get("strategy", {}), "graphs": graphs}
     config = parse_sections(**settings).config
-    return prepare_native(config, open_world(config), model=model, say=said.append)
+    return prepare_native(Preparation(config, open_world(config), model=model, say=said.append))
 
 
 def pair_of(make: Any, **sections: Any) -> tuple[Any, Any, list[str]]:
@@ -196,7 +196,7 @@ GPT = {"type": "gpt", "vocab_size": 512, "dim": 128, "layers": 2, "heads": 4, "s
 def described(said: list[str], **sections: Any) -> Any:
     """An engine for a model that the configuration describes; seeds and first values are its own."""
     config = parse_sections(optim={"type": "AdamW", "lr": 1e-3}, device="cuda", **sections).config
-    return prepare_native(config, open_world(config), say=said.append)
+    return prepare_native(Preparation(config, open_world(config), say=said.append))
 
 
 def test_a_recorded_step_drops_what_the_step_would_have_dropped() -> None:

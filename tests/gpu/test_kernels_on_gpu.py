@@ -21,7 +21,7 @@ from plait.ops.rotate import rotate
 from plait.ops.scaled import scaled
 from plait.ops.swiglu import swiglu
 from plait.optim.one_pass import OnePassAdam
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.strategy.native.rounded import RoundedViews
 from plait.world import open_world
 
@@ -173,7 +173,7 @@ def losses_of(precision: Any, strategy: Any, *, implementation: str = "auto", mo
         device="cuda",
         seed=3,
     ).config
-    engine: Any = prepare_native(config, open_world(config))
+    engine: Any = prepare_native(Preparation(config, open_world(config)))
     generator = torch.Generator().manual_seed(5)
     losses = []
     for _ in range(12):

@@ -14,7 +14,7 @@ from plait.ops.adam import AdamNumbers
 from plait.ops.adam8bit import adam8bit_step, adam8bit_step_plain
 from plait.ops.blockwise import make_levels, pack_into, unpack, zeros
 from plait.ops.host import host_empty
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import open_world
 
 pytestmark = [
@@ -69,7 +69,7 @@ def run(strategy: dict[str, Any], optim: dict[str, Any], *, steps: int = 4) -> t
     gc.collect()  # an engine is a circle of objects, and frees its memory when those are collected
     before = torch.cuda.memory_allocated()
     config = parse_sections(model=MODEL, strategy=strategy, optim=optim, precision="bf16", device="cuda", seed=3).config
-    engine = prepare_native(config, open_world(config))
+    engine = prepare_native(Preparation(config, open_world(config)))
     generator = torch.Generator().manual_seed(5)
     losses = []
     for step in range(steps):
@@ -108,7 +108,7 @@ def test_8_bit_moments_train_as_32_bit_ones_do_in_less_memory() -> None:
 
 def test_the_state_of_8_bit_moments_is_loaded_again() -> None:
     config = parse_sections(model=MODEL, optim={"type": "AdamW8bit"}, device="cuda", seed=3).config
-    engine, again = (prepare_native(config, open_world(config)) for _ in range(2))
+    engine, again = (prepare_native(Preparation(config, open_world(config))) for _ in range(2))
     ids = torch.randint(0, 512, (4, 129))
     batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
     engine.train_step([batch])

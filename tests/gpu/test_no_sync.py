@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import plait
 from plait.runner import Hook
 from plait.spec import LossTerm
-from plait.strategy import StepResult
+from plait.strategy import Preparation, StepResult
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,7 +52,7 @@ def llama(**sections: Any) -> Any:
     config = parse_sections(
         model=LLAMA, **{"precision": "bf16", "optim": {"type": "AdamW"}, "device": "cuda", **sections}
     ).config
-    return prepare_native(config, open_world(config), say=lambda _text: None)
+    return prepare_native(Preparation(config, open_world(config), say=lambda _text: None))
 
 
 class Slow(nn.Module):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from plait.config import parse_sections
 from plait.spec import MicroBatch
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
+from plait.testing import whole
 from plait.world import World, open_world
+
+__all__ = ["GENTLE", "MODEL", "SEQ", "STEPS", "VOCAB", "Trace", "assert_same", "errors_of", "run_steps"]
+__all__ += ["token_batches", "whole"]
 
 STEPS = 5
 GENTLE = {"type": "AdamW", "lr": 1e-2, "eps": 0.1}
@@ -65,7 +67,7 @@ def run_steps(
     if model is not None:
         sections.pop("model")
     config = parse_sections(**sections).config
-    engine = prepare_native(config, world or open_world(config), model=model, loss_function=loss_fn)
+    engine = prepare_native(Preparation(config, world or open_world(config), model=model, loss_function=loss_fn))
     trace = Trace([], [], [], {})
     for step in steps:
         mine = step[rank::size]
@@ -75,11 +77,6 @@ def run_steps(
         trace.skipped.append(result.skipped)
     trace.tensors = whole(engine.state_tensors())
     return trace
-
-
-def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies, gathered where they are spread. Every rank must call it."""
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in tensors.items()}
 
 
 def assert_same(found: Trace, expected: Trace, *, tolerance: float, noise: str = "", by_norm: bool = False) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.checkpoint import save_checkpoint
 from plait.config import parse_sections
-from plait.strategy import Engine, prepare_native
+from plait.strategy import Engine, Preparation, prepare_native
 from plait.world import open_world
 from tests.multi.parity import MODEL, token_batches, whole
 
@@ -19,7 +19,7 @@ def make_engine(strategy: Any, seed: int, model: Mapping[str, Any] = MODEL) -> E
     """One that starts from the weights of this seed."""
     sections = {"seed": seed, "optim": {"type": "AdamW", "lr": 1e-2}, "model": model, "strategy": strategy}
     config = parse_sections(device="cpu", **sections).config
-    return prepare_native(config, open_world(config))
+    return prepare_native(Preparation(config, open_world(config)))
 
 
 def train_and_save(

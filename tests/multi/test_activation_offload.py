@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from plait.config import parse_sections
 from plait.errors import ConfigError
 from plait.parallel.offload import activations
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import open_world
 from tests.multi.parity import MODEL, Trace, run_steps, token_batches
 from tests.multi.ranks import RankPool
@@ -104,7 +104,7 @@ def test_every_stage_computes_the_same_bits(two_ranks: RankPool) -> None:
 def saved_between(strategy: dict[str, Any]) -> int:
     """Bytes of tensors that autograd itself holds between forward and backward, weights aside."""
     config = parse_sections(model={**MODEL, "dim": 64}, strategy=strategy, seed=3).config
-    engine = prepare_native(config, open_world(config))
+    engine = prepare_native(Preparation(config, open_world(config)))
     held: dict[int, int] = {}
     own = {tensor.untyped_storage().data_ptr() for tensor in engine.model.parameters()}
 
@@ -126,7 +126,7 @@ def test_nothing_of_the_units_stays() -> None:
 
 def test_host_memory_is_counted_and_used_again() -> None:
     config = parse_sections(model=MODEL, strategy=ALL, seed=3).config
-    engine = prepare_native(config, open_world(config))
+    engine = prepare_native(Preparation(config, open_world(config)))
     assert activations.activations_on_host(engine.model) == 0
     engine.train_step(STEPS[0][:1])
     first = activations.activations_on_host(engine.model)
@@ -138,12 +138,12 @@ def test_host_memory_is_counted_and_used_again() -> None:
 def test_a_pattern_that_fits_no_unit_is_refused() -> None:
     config = parse_sections(model=MODEL, strategy={"offload": {"activations": ["layers.*"]}}).config
     with pytest.raises(ConfigError, match=r"'layers\.\*' fits no unit.*\n.*blocks\.0"):
-        prepare_native(config, open_world(config))
+        prepare_native(Preparation(config, open_world(config)))
 
 
 def test_evaluation_moves_nothing() -> None:
     config = parse_sections(model=MODEL, strategy=ALL, seed=3).config
-    engine = prepare_native(config, open_world(config))
+    engine = prepare_native(Preparation(config, open_world(config)))
     plain = parse_sections(model=MODEL, seed=3).config
-    reference = prepare_native(plain, open_world(plain))
-    assert engine.evaluate(STEPS[0][0]).loss_sum == reference.evaluate(STEPS[0][0]).loss_sum
+    reference = prepare_native(Preparation(plain, open_world(plain)))
+    assert engine.evaluate_micro_batch(STEPS[0][0]).loss_sum == reference.evaluate_micro_batch(STEPS[0][0]).loss_sum

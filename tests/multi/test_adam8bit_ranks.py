@@ -15,7 +15,7 @@ from plait.checkpoint import entries, load_into, open_checkpoint, save_checkpoin
 from plait.checkpoint.convert import open_source
 from plait.config import parse_sections
 from plait.spec.later import Later
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.strategy.native.engine import NativeEngine
 from plait.world import open_world
 from tests.multi.parity import MODEL, assert_same, run_steps, token_batches, whole
@@ -42,7 +42,7 @@ def go_on(rank: int, size: int, optim: str, strategy: Any, source: str | None, t
     """Two steps, from a checkpoint if there is one; what comes of it is saved."""
     sections = {**SECTIONS, "optim": {**OPTIM, "type": optim}}
     config = parse_sections(seed=3, strategy=strategy, **sections).config
-    engine = prepare_native(config, open_world(config))
+    engine = prepare_native(Preparation(config, open_world(config)))
     if source is not None:
         checkpoint = open_checkpoint(Path(source))
         engine.allocate_optimizer_state(entries(checkpoint.index, "optim."))
@@ -82,7 +82,7 @@ def engine_in(tier: str, folder: str) -> NativeEngine:
     if "nvme" in tier:
         strategy["offload"]["path"] = folder
     config = parse_sections(seed=3, strategy=strategy, **SECTIONS).config
-    engine = prepare_native(config, open_world(config), say=lambda _: None)
+    engine = prepare_native(Preparation(config, open_world(config), say=lambda _: None))
     assert isinstance(engine, NativeEngine)
     return engine
 

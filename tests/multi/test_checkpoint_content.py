@@ -199,12 +199,13 @@ def test_what_may_differ_is_named_and_told(tmp_path: Path) -> None:
         )
 
     with resume("model.extra.*") as runner, pytest.raises(CheckpointError) as caught:
-        _ = runner.engine
+        runner.setup()
     assert "model.out.weight" in str(caught.value)
     assert "model.extra" not in str(caught.value)
     with resume("model.ghost.*") as runner, pytest.raises(CheckpointError, match=r"'model\.ghost\.\*' fits no tensor"):
-        _ = runner.engine
+        runner.setup()
     with resume("model.extra.*", "model.out.*", "optim.out.*") as runner:
+        runner.setup()
         tensors, saved = runner.engine.state_tensors(), open_checkpoint(checkpoint_of(tmp_path, 12))
         assert runner.step == 12
         assert "optim.hidden.weight.exp_avg" in tensors

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm as parametrized_weight_n
 from plait.config import parse_sections
 from plait.errors import ModelError
 from plait.spec import MicroBatch
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import open_world
 from tests.multi.parity import STEPS, Trace, assert_same, whole
 from tests.multi.ranks import RankPool
@@ -212,7 +212,7 @@ def train(rank: int, size: int, build: Callable[[], Net], strategy: dict[str, An
     """The tensors before and after some steps, and what was said."""
     config = parse_sections(seed=3, optim=OPTIM, strategy=strategy).config
     messages: list[str] = []
-    engine = prepare_native(config, open_world(config), model=build, say=messages.append)
+    engine = prepare_native(Preparation(config, open_world(config), model=build, say=messages.append))
     before, trace = whole(engine.state_tensors()), Trace([], [], [], {})
     for step in batches():
         mine = step[rank::size] if size > 1 else [torch.cat(step)]
@@ -283,10 +283,10 @@ def test_a_gradient_hook_is_refused_where_it_would_see_a_part(two_ranks: RankPoo
         two_ranks.run(train, Hooked, {})
     config = parse_sections(optim=OPTIM).config
     with pytest.raises(ModelError, match=r"first.bias.*batch.accumulation"):
-        prepare_native(config, open_world(config), model=Hooked, accumulation=2)
+        prepare_native(Preparation(config, open_world(config), model=Hooked, accumulation=2))
     recorded = parse_sections(optim=OPTIM, strategy={"graphs": True}).config
     with pytest.raises(ModelError, match=r"first.bias.*strategy.graphs"):
-        prepare_native(recorded, open_world(recorded), model=Hooked)
+        prepare_native(Preparation(recorded, open_world(recorded), model=Hooked))
 
 
 @pytest.mark.parametrize(
@@ -317,6 +317,6 @@ def test_attributes_stay_on_the_sharded_parameters(two_ranks: RankPool) -> None:
 
 def _attributes(rank: int, size: int, strategy: dict[str, Any]) -> tuple[float, bool]:
     config = parse_sections(seed=3, optim=OPTIM, strategy=strategy).config
-    engine = prepare_native(config, open_world(config), model=Attributes)
+    engine = prepare_native(Preparation(config, open_world(config), model=Attributes))
     model: Any = engine.model
     return model.last.weight.scale, model.first.bias.is_norm

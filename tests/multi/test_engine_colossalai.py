@@ -16,7 +16,7 @@ from plait.config import check, parse_sections
 from plait.config.engine import check_library
 from plait.errors import PlaitError
 from plait.spec import MicroBatch
-from plait.strategy import prepare_engine
+from plait.strategy import Preparation, prepare_engine
 from plait.world import open_world
 from tests.multi.nets import DIM, Net
 from tests.multi.parity import Trace, assert_same
@@ -81,7 +81,7 @@ def train(
         given = {"seed": 3, "optim": {"type": "AdamW", "lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}, **sections}
         config = parse_sections(strategy=strategy, **given).config
         check(config, has_val=False, require_length=False)
-        engine = prepare_engine(config, open_world(config), model=net, accumulation=accumulation)
+        engine = prepare_engine(Preparation(config, open_world(config), model=net, accumulation=accumulation))
         trace = Trace([], [], [], {})
         for step in steps:
             result = engine.train_step([MicroBatch(batch, 4) for batch in step[rank::size]])

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from plait.config import check, parse_sections
 from plait.spec import LossTerm, MicroBatch
-from plait.strategy import prepare_engine
+from plait.strategy import Preparation, prepare_engine
 from plait.world import open_world
 from tests.multi.parity import STEPS, Trace, assert_same
 from tests.multi.ranks import RankPool
@@ -87,7 +87,9 @@ def train(
         config = parse_sections(strategy=strategy, **given).config
         check(config, has_val=False, require_length=False)
         said: list[str] = []
-        engine = prepare_engine(config, open_world(config), model=tangle, accumulation=ACCUMULATION, say=said.append)
+        engine = prepare_engine(
+            Preparation(config, open_world(config), model=tangle, accumulation=ACCUMULATION, say=said.append)
+        )
         trace, scales = Trace([], [], [], {}), []
         for step in steps:
             result = engine.train_step([MicroBatch(batch, 3) for batch in step[rank::size]])
@@ -200,7 +202,13 @@ def skip_a_bad_step(rank: int, size: int, stages: list[int]) -> list[tuple[list[
     for stage in stages:
         config = parse_sections(strategy=ds(stage), seed=1).config
         engine = prepare_engine(
-            config, open_world(config), model=lambda: nn.Sequential(nn.Linear(3, 1)), loss_function=_square, say=_mute
+            Preparation(
+                config,
+                open_world(config),
+                model=lambda: nn.Sequential(nn.Linear(3, 1)),
+                loss_function=_square,
+                say=_mute,
+            )
         )
         skipped = []
         for step in range(3):

@@ -13,7 +13,7 @@ from plait.errors import RolloutMismatchError
 from plait.generate import Completion, HybridEngine, Sampling
 from plait.generate.guard import TOLERANCES
 from plait.posttrain.build import make_model
-from plait.strategy import ManualEngine, prepare_manual
+from plait.strategy import ManualEngine, Preparation, prepare_manual
 from plait.world import open_world
 from tests.multi.ranks import RankPool
 
@@ -51,7 +51,7 @@ def prompts(seed: int, count: int = 5) -> list[list[int]]:
 def in_training(sections: dict[str, Any], steps: int) -> tuple[ManualEngine, Any]:
     """An engine after some steps on data that every rank has alike, so that all layouts learn the same."""
     config = parse_sections(**{"optim": {"type": "SGD", "lr": 2.0}, "device": "cpu", **sections}).config
-    engine = prepare_manual(config, open_world(config), model=None, say=lambda _: None)
+    engine = prepare_manual(Preparation(config, open_world(config), model=None, say=lambda _: None))
     ids = torch.randint(0, 96, (4, 17), generator=torch.Generator().manual_seed(3))
     for _ in range(steps):
         loss = engine.forward(input_ids=ids[:, :-1], labels=ids[:, 1:])
@@ -133,7 +133,7 @@ def write_with_adapters(rank: int, size: int) -> Any:
     sections = {"model": LLAMA, "strategy": "zero3", "phase": "sft", "lora": {"rank": 2}, "posttrain": {}}
     config = parse_sections(**sections, device="cpu", optim={"type": "SGD", "lr": 5.0}).config
     build = partial(make_model, config)
-    engine = prepare_manual(config, open_world(config), model=build, say=lambda _: None)
+    engine = prepare_manual(Preparation(config, open_world(config), model=build, say=lambda _: None))
     hybrid = HybridEngine(engine, config, build=build, mode="gathered", say=lambda _: None)
     asked, ids = prompts(1), torch.randint(0, 96, (4, 17), generator=torch.Generator().manual_seed(3))
     before = hybrid.generate(asked, SAMPLING)

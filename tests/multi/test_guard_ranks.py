@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.config import parse_sections
 from plait.errors import NonFiniteError
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import local_part, open_world
 from tests.multi import nets
 from tests.multi.ranks import RankPool
@@ -22,7 +22,7 @@ def train(rank: int, size: int, sections: dict[str, Any], bad: dict[int, int], s
     """Train; in step s of `bad`, the batch of rank bad[s] is infinite."""
     config = parse_sections(**{"optim": {"type": "AdamW", "lr": 0.01}, **sections}).config
     said: list[str] = []
-    engine = prepare_native(config, open_world(config), model=nets.Net, say=said.append)
+    engine = prepare_native(Preparation(config, open_world(config), model=nets.Net, say=said.append))
     found: dict[str, Any] = {"skipped": [], "scales": [], "moved": [], "said": said, "error": None}
     for step in range(steps):
         before = {name: local_part(t.detach()).clone() for name, t in engine.state_tensors().items()}
@@ -84,7 +84,7 @@ def test_every_rank_stops_where_most_of_the_latest_steps_were_skipped(two_ranks:
 
 def stop(rank: int, size: int) -> list[bool]:
     config = parse_sections(strategy="zero3").config
-    engine = prepare_native(config, open_world(config), model=nets.Net)
+    engine = prepare_native(Preparation(config, open_world(config), model=nets.Net))
     stops = []
     for step in range(4):
         if step == 1 and rank == 1:

@@ -162,6 +162,7 @@ def test_and_come_back_as_they_were(name: str, tmp_path: Path, monkeypatch: pyte
         device="cpu",
         log={"console": "none", "sinks": []},
     ) as runner:
+        runner.setup()
         found = {k: v.clone() for k, v in runner.engine.state_tensors().items() if k.startswith("model.")}
     plait(monkeypatch, "convert", tmp_path / "run", tmp_path / "run.pt", "--to", "torch")
     expected = torch.load(tmp_path / "run.pt", weights_only=True)

@@ -20,7 +20,7 @@ from plait.plan.hardware import find_hardware
 from plait.plan.host import TIGHT_MALLOC
 from plait.plan.simulate import simulate
 from plait.spec import Phase
-from plait.strategy import Engine, prepare_native
+from plait.strategy import Engine, Preparation, prepare_native
 from plait.world import open_world
 from tests.multi.ranks import RankPool
 from tests.traffic import SentBytes
@@ -59,7 +59,7 @@ def take_a_step(config: RunConfig, engine: Engine) -> None:
 def train(config: RunConfig, steps: int) -> SentBytes:
     """Some steps; what the last one sent."""
     with open_world(config) as world:
-        engine = prepare_native(config, world, accumulation=2)
+        engine = prepare_native(Preparation(config, world, accumulation=2))
         for _ in range(steps):
             with SentBytes() as sent:
                 take_a_step(config, engine)
@@ -157,7 +157,7 @@ CHECKPOINTS: dict[str, Any] = {
 def save_and_load(config: RunConfig, target: Path, *, background: bool) -> tuple[int, int]:
     """The peaks of a process that trains and saves, and of one that goes on from that."""
     with open_world(config) as world:
-        engine = prepare_native(config, world, accumulation=2)
+        engine = prepare_native(Preparation(config, world, accumulation=2))
         take_a_step(config, engine)
         writer = CheckpointWriter(target.parent, world, background=background)
         give_back_what_is_free()
@@ -167,7 +167,7 @@ def save_and_load(config: RunConfig, target: Path, *, background: bool) -> tuple
         saving = resident("VmHWM")
         writer.close()
         del engine, writer
-        engine = prepare_native(config, world, accumulation=2)
+        engine = prepare_native(Preparation(config, world, accumulation=2))
         give_back_what_is_free()
         begin_anew()
         checkpoint = open_checkpoint(target)

@@ -1,6 +1,7 @@
 """Ranks, launchers and hosts are killed at any step: every loss of every attempt is that of an undisturbed run.
 
-A few fixed kills by default; sixty with `--fresh`.
+A few fixed kills by default; sixty with `--fresh`, drawn anew: 20 ranks, 20 launchers and 20 hosts, half of them while
+saves run in the background.
 """
 
 from __future__ import annotations
@@ -147,9 +148,9 @@ def _fixed(request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @rounds(10)
 def test_killed_ranks_and_launchers_change_no_loss(
-    tmp_path: Path, undisturbed: dict[int, float], mode: str, seed: int
+    request: pytest.FixtureRequest, tmp_path: Path, undisturbed: dict[int, float], mode: str, seed: int
 ) -> None:
-    dice = random.Random(f"{mode}{seed}")
+    dice = random.Random(f"{request.config.option.draw} {mode} {seed}")
     kills = ["rank", "launcher"]
     dice.shuffle(kills)
     run = Run(tmp_path, mode, 80, ["--nproc_per_node", "2"])
@@ -170,8 +171,10 @@ def test_killed_ranks_and_launchers_change_no_loss(
 @pytest.mark.real("sshd")
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @rounds(10)
-def test_killed_hosts_change_no_loss(tmp_path: Path, undisturbed: dict[int, float], mode: str, seed: int) -> None:
-    dice = random.Random(f"{mode}{seed}")
+def test_killed_hosts_change_no_loss(
+    request: pytest.FixtureRequest, tmp_path: Path, undisturbed: dict[int, float], mode: str, seed: int
+) -> None:
+    dice = random.Random(f"{request.config.option.draw} {mode} {seed}")
     host = dice.randrange(2)
     with rig.hosts(2, tmp_path / "rig") as two:
         quick = f"-F {two.config} -o ServerAliveInterval=1 -o ServerAliveCountMax=2"

@@ -9,7 +9,7 @@ import torch
 
 from plait.config import parse_sections
 from plait.errors import NonFiniteError
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import open_world
 from tests.multi import nets
 from tests.multi.ranks import RankPool
@@ -21,7 +21,7 @@ def train(rank: int, size: int, zero: int, bad: dict[int, int], steps: int, late
         optim={"type": "AdamW", "lr": 0.01}, strategy={"zero": zero}, train={"guard": {"max_skips": 2}}
     ).config
     said: list[str] = []
-    engine = prepare_native(config, open_world(config), model=nets.Net, say=said.append)
+    engine = prepare_native(Preparation(config, open_world(config), model=nets.Net, say=said.append))
     engine.updater.stays_on_device = late
     results, error = [], None
     for step in range(steps):

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from plait.config import parse_sections
 from plait.errors import ModelError, TrainingError
-from plait.strategy import ManualEngine, prepare_manual
+from plait.strategy import ManualEngine, Preparation, prepare_manual
 from plait.world import open_world
 from tests.multi.ranks import RankPool
 
@@ -73,7 +73,9 @@ def by_hand(rank: int, size: int, kind: str, sections: dict[str, Any], data: Ten
     optimizer = OPTIMIZERS[kind](groups_of(model))
     scheduler = StepLR(optimizer, 2, gamma=0.5)
     engine = prepare_manual(
-        config, open_world(config), model=model, optimizer=optimizer, accumulation=ACCUMULATION, say=lambda _: None
+        Preparation(
+            config, open_world(config), model=model, optimizer=optimizer, accumulation=ACCUMULATION, say=lambda _: None
+        )
     )
     assert engine.optimizer is optimizer
     losses, norms = [], []
@@ -121,7 +123,9 @@ def test_sixteen_bits_train_the_fp32_weights_behind_them(two_ranks: RankPool) ->
 
 def one_process(**arguments: Any) -> ManualEngine:
     config = parse_sections().config
-    return prepare_manual(config, open_world(config), say=arguments.pop("say", lambda _: None), **arguments)
+    return prepare_manual(
+        Preparation(config, open_world(config), say=arguments.pop("say", lambda _: None), **arguments)
+    )
 
 
 def test_what_makes_an_optimizer_is_called_with_the_models_parameters() -> None:
@@ -156,7 +160,7 @@ def test_an_optimizer_that_has_stepped_already_is_an_error() -> None:
 
 def too_often(rank: int, size: int) -> str:
     config = parse_sections().config
-    engine = prepare_manual(config, open_world(config), model=make_model())
+    engine = prepare_manual(Preparation(config, open_world(config), model=make_model()))
     engine.backward(engine.forward(torch.randn(3, 7)).mean())
     with pytest.raises(TrainingError) as caught:
         engine.backward(engine.forward(torch.randn(3, 7)).mean())

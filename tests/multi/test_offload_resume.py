@@ -10,7 +10,7 @@ import torch
 
 from plait.checkpoint import entries, load_into, open_checkpoint, save_checkpoint
 from plait.config import parse_sections
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import open_world
 from tests.multi.parity import MODEL, Trace, assert_same, token_batches
 from tests.multi.ranks import RankPool
@@ -39,7 +39,7 @@ def engine_of(tier: str, folder: str) -> tuple[Any, Any]:
     }
     config = parse_sections(**sections).config
     world = open_world(config)
-    return prepare_native(config, world, say=lambda _: None), world
+    return prepare_native(Preparation(config, world, say=lambda _: None)), world
 
 
 def train(engine: Any, steps: list[list[Any]], rank: int, size: int, trace: Trace) -> None:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from plait.config import parse_sections
 from plait.errors import ConfigError, ModelError
 from plait.spec import LossTerm
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import open_world
 from plait.world.fake import fake_world
 from tests.multi.parity import MODEL, Trace, assert_same, run_steps, token_batches
@@ -173,9 +173,9 @@ def mean_of(outputs: LossTerm, _inputs: Any) -> Tensor:
 
 def answers_to_a_mean(rank: int, size: int, sections: dict[str, Any], batch: Any) -> list[str]:
     config = parse_sections(**sections).config
-    engine = prepare_native(config, open_world(config), loss_function=mean_of)
+    engine = prepare_native(Preparation(config, open_world(config), loss_function=mean_of))
     told = []
-    for call in (lambda: engine.train_step([batch]), lambda: engine.evaluate(batch)):
+    for call in (lambda: engine.train_step([batch]), lambda: engine.evaluate_micro_batch(batch)):
         with pytest.raises(ModelError) as caught:
             call()
         told.append(str(caught.value))
@@ -235,7 +235,7 @@ def test_an_embedding_that_two_stages_of_a_rank_would_offload_is_refused_by_all(
         fake_world(config, rank=rank, size=4) as world,
         pytest.raises(ConfigError, match=r"both hold embedding\.weight"),
     ):
-        prepare_native(config, world)
+        prepare_native(Preparation(config, world))
 
 
 EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.config import parse_sections
 from plait.spec import MicroBatch
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import open_world
 from tests.multi import nets
 from tests.multi.parity import Trace, assert_same, run_steps
@@ -166,7 +166,7 @@ def own_loop(rank: int, size: int, sections: dict[str, Any], steps: list[list[Mi
     """The same as `run_steps`, written the way people write their own loop."""
     sections = {"seed": 3, "optim": {"type": "AdamW", "lr": 1e-2, "eps": 0.1}, **sections}
     config = parse_sections(**sections).config
-    engine = prepare_native(config, open_world(config), model=nets.Net, accumulation=accumulation)
+    engine = prepare_native(Preparation(config, open_world(config), model=nets.Net, accumulation=accumulation))
     results = []
     for step in steps:
         for batch in step[rank::size]:
@@ -263,7 +263,7 @@ def test_a_layer_that_nobody_calls(two_ranks: RankPool, stage: str, precision: s
 def train_beside_evaluations(rank: int, size: int, strategy: dict[str, Any]) -> list[float]:
     """Steps, each after an evaluation with other weights."""
     config = parse_sections(strategy=strategy, seed=3, optim={"type": "SGD", "lr": 0.1}).config
-    engine = prepare_native(config, open_world(config), model=nets.SkippingNet)
+    engine = prepare_native(Preparation(config, open_world(config), model=nets.SkippingNet))
     losses = []
     for step in steps_of(2):
         for factor in (0.5, 2.0):
@@ -271,7 +271,7 @@ def train_beside_evaluations(rank: int, size: int, strategy: dict[str, Any]) -> 
                 part.mul_(factor)
             engine.weights_changed()
             if factor < 1.0:
-                engine.evaluate(step[0])
+                engine.evaluate_micro_batch(step[0])
         losses.append(engine.train_step(step[rank::size]).loss)
     return losses
 

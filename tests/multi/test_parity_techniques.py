@@ -12,7 +12,7 @@ from torch._dynamo import register_backend
 
 from plait.config import parse_sections
 from plait.errors import PlaitError
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import open_world
 from tests.multi.parity import MODEL, assert_same, run_steps, token_batches
 from tests.multi.ranks import RankPool
@@ -59,7 +59,7 @@ def failing_compiler(rank: int, size: int, strategy: dict[str, Any]) -> tuple[An
     said: list[str] = []
     section = {**strategy, "compile": {"backend": f"plait_failing_{rank}_{id(strategy)}"}}
     config = parse_sections(model=MODEL, strategy=section, seed=3).config
-    engine = prepare_native(config, open_world(config), say=said.append)
+    engine = prepare_native(Preparation(config, open_world(config), say=said.append))
     return [engine.train_step(step[rank::size]).loss for step in STEPS], said
 
 
@@ -78,16 +78,16 @@ def test_a_compiler_that_fails_on_every_rank_leaves_training_as_it_is(
 def look_aside(rank: int, size: int, strategy: dict[str, Any]) -> tuple[list[float], list[float], list[float]]:
     """Train with evaluations in between, then change the weights by hand, and look again."""
     config = parse_sections(model=MODEL, strategy=strategy, seed=3, optim={"type": "AdamW", "eps": 1e-3}).config
-    engine = prepare_native(config, open_world(config))
+    engine = prepare_native(Preparation(config, open_world(config)))
     evaluated, trained = [], []
     for step in STEPS:
-        evaluated.append(engine.evaluate(STEPS[0][0]).loss_sum)
+        evaluated.append(engine.evaluate_micro_batch(STEPS[0][0]).loss_sum)
         trained.append(engine.train_step(step[rank::size]).loss)
-    evaluated.append(engine.evaluate(STEPS[0][0]).loss_sum)
+    evaluated.append(engine.evaluate_micro_batch(STEPS[0][0]).loss_sum)
     for part in engine.weights().values():
         part.mul_(0.5)
     engine.weights_changed()
-    evaluated.append(engine.evaluate(STEPS[0][0]).loss_sum)
+    evaluated.append(engine.evaluate_micro_batch(STEPS[0][0]).loss_sum)
     for part in engine.weights().values():
         part.mul_(2.0)
     engine.weights_changed()
@@ -107,7 +107,7 @@ def auto(rank: int, size: int, budget_gib: float) -> tuple[list[str], float]:
     recompute = {"mode": "auto", "budget_gib": budget_gib}
     config = parse_sections(model=MODEL, strategy={"zero": 3, "recompute": recompute}, seed=3).config
     example: dict[str, Tensor] = STEPS[0][0]
-    engine = prepare_native(config, open_world(config), example=example)
+    engine = prepare_native(Preparation(config, open_world(config), example=example))
     chosen = [name for name, module in engine.model.named_modules() if "forward" in vars(module)]
     return chosen, engine.train_step(STEPS[0][rank::size]).loss
 
@@ -131,7 +131,7 @@ def auto_spread(rank: int, size: int, model: dict[str, Any], layout: dict[str, i
     world = open_world(config)
     mine = STEPS[0][world.data_rank :: world.layout.data_parallel]
     said: list[str] = []
-    engine = prepare_native(config, world, example=mine[0], accumulation=len(mine), say=said.append)
+    engine = prepare_native(Preparation(config, world, example=mine[0], accumulation=len(mine), say=said.append))
     return said, engine.train_step(mine).loss
 
 
@@ -140,7 +140,7 @@ def auto_spread(rank: int, size: int, model: dict[str, Any], layout: dict[str, i
 )
 def test_auto_measures_models_that_are_spread(two_ranks: RankPool, model: dict[str, Any], axis: str) -> None:
     config = parse_sections(model=model, seed=3).config
-    alone = prepare_native(config, open_world(config)).train_step(STEPS[0]).loss
+    alone = prepare_native(Preparation(config, open_world(config))).train_step(STEPS[0]).loss
     for said, loss in two_ranks.run(auto_spread, model, {axis: 2}):
         assert len(said) == 1
         assert re.fullmatch(r"recompute: auto: (\d) of \1 blocks recompute everything", said[0])
@@ -167,7 +167,7 @@ class Scaled(torch.nn.Module):
 def refusal(rank: int, size: int, sections: dict[str, Any], model: Any) -> str:
     config = parse_sections(**sections).config
     with pytest.raises(PlaitError) as caught:
-        prepare_native(config, open_world(config), model=model)
+        prepare_native(Preparation(config, open_world(config), model=model))
     return str(caught.value)
 
 
@@ -187,7 +187,7 @@ def short_step(rank: int, size: int, schedule: str, count: int) -> tuple[float, 
     """A step with fewer micro-batches than the run's own eight."""
     strategy = {"layout": {"pp": 2}, "pipeline": {"schedule": schedule}} if size > 1 else {}
     config = parse_sections(model={**MODEL, "layers": 4}, strategy=strategy, seed=3).config
-    engine = prepare_native(config, open_world(config), accumulation=8)
+    engine = prepare_native(Preparation(config, open_world(config), accumulation=8))
     result = engine.train_step([*STEPS[0], *STEPS[1]][:count])
     return result.loss, result.grad_norm
 
@@ -211,7 +211,7 @@ def transformers_stages(rank: int, size: int) -> float:
     config = parse_sections(model=model, strategy=stages if size > 1 else {}, seed=3).config
     world = open_world(config)
     mine = STEPS[0][world.data_rank :: world.layout.data_parallel]
-    return prepare_native(config, world, accumulation=len(mine)).train_step(mine).loss
+    return prepare_native(Preparation(config, world, accumulation=len(mine))).train_step(mine).loss
 
 
 def test_several_stages_of_a_transformers_model_begin_with_its_values(four_ranks: RankPool) -> None:

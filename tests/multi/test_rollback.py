@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,7 @@ def test_a_step_that_is_not_finite_names_its_samples(tmp_path: Path) -> None:
     points.x[bad] = float("nan")
     settings: dict[str, Any] = {"train": {"max_steps": 10}, "checkpoint": {}}
     runner = make(str(tmp_path), [], **settings)
-    runner._objects["data"] = points
+    runner.given = replace(runner.given, data=points)
     with runner:
         runner.train()
     (line,) = [json.loads(line) for line in (tmp_path / "suspects.jsonl").read_text().splitlines()]

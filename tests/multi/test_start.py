@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.config import parse_sections
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import local_part, open_world
 from tests.multi import nets
 from tests.multi.ranks import RankPool
@@ -33,7 +33,7 @@ def start(
     found = []
     for strategy in strategies:
         config = parse_sections(strategy=strategy, seed=11, **sections).config
-        engine = prepare_native(config, open_world(config), model=factory)
+        engine = prepare_native(Preparation(config, open_world(config), model=factory))
         found.append({name: whole(t) for name, t in engine.state_tensors().items()})
         found[-1] |= {f"buffer.{name}": b.clone() for name, b in engine.model.named_buffers()}
     return found
@@ -103,7 +103,7 @@ def test_a_model_that_initialises_itself_starts_alike_in_stages(two_ranks: RankP
 
 def tied_start(rank: int, size: int, strategy: dict[str, Any], factory: Callable[[], nn.Module]) -> tuple[bool, Tensor]:
     config = parse_sections(strategy=strategy, seed=2).config
-    engine = prepare_native(config, open_world(config), model=factory)
+    engine = prepare_native(Preparation(config, open_world(config), model=factory))
     model: Any = engine.model
     engine.train_step([nets.rows(rank, 3)])
     return model.embedding.weight is model.unembedding.weight, whole(engine.state_tensors()["model.embedding.weight"])
@@ -125,7 +125,7 @@ def own_values(rank: int, size: int, strategy: dict[str, Any]) -> tuple[dict[str
         for param in model.parameters():
             param.fill_(rank + 1)
     config = parse_sections(strategy=strategy).config
-    engine = prepare_native(config, open_world(config), model=model)
+    engine = prepare_native(Preparation(config, open_world(config), model=model))
     return {n: whole(t) for n, t in engine.state_tensors().items()}, dict(model.named_buffers())
 
 
@@ -150,7 +150,7 @@ def peak_growth(rank: int, size: int, strategy: dict[str, Any], model: Any) -> t
     before = _kib(status.read_text(), "VmRSS")
     factory, sections = (model, {}) if callable(model) else (None, {"model": model})
     config = parse_sections(strategy=strategy, optim={"type": "SGD", "lr": 0.1}, **sections).config
-    engine = prepare_native(config, open_world(config), model=factory)
+    engine = prepare_native(Preparation(config, open_world(config), model=factory))
     peak = _kib(status.read_text(), "VmHWM")
     params = list(engine.model.parameters())
     own = sum(local_part(p.detach()).numel() for p in params) * 4

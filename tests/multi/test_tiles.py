@@ -9,7 +9,7 @@ import torch
 
 from plait.config import check, parse_sections
 from plait.errors import ConfigError, ModelError
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import open_world
 from tests.multi.parity import MODEL, Trace, assert_same, run_steps, token_batches
 from tests.multi.ranks import RankPool
@@ -45,7 +45,7 @@ def test_every_stage_and_layout_agrees(two_ranks: RankPool) -> None:
 def widest_saved(strategy: dict[str, Any]) -> int:
     """Bytes that autograd keeps of one forward pass, weights aside."""
     config = parse_sections(model={**MODEL, "ffn_dim": 512}, strategy=strategy, seed=3).config
-    engine = prepare_native(config, open_world(config))
+    engine = prepare_native(Preparation(config, open_world(config)))
     own = {tensor.untyped_storage().data_ptr() for tensor in engine.model.parameters()}
     held: dict[int, int] = {}
 
@@ -75,7 +75,7 @@ def test_the_inside_of_a_layer_is_not_kept() -> None:
 def test_a_layer_that_cannot_be_cut_is_refused(names: list[str], error: type[Exception], message: str) -> None:
     config = parse_sections(model=MODEL, strategy={"tiles": {"names": names, "tokens": 1}}).config
     with pytest.raises(error, match=message):
-        prepare_native(config, open_world(config)).train_step([STEPS[0][0]])
+        prepare_native(Preparation(config, open_world(config))).train_step([STEPS[0][0]])
 
 
 class Mixer(torch.nn.Module):
@@ -100,7 +100,7 @@ class Net(torch.nn.Module):
 
 def test_a_layer_that_mixes_tokens_is_found_out_at_the_first_call() -> None:
     config = parse_sections(strategy={"tiles": {"names": ["mixer"], "tokens": 2}}).config
-    engine = prepare_native(config, open_world(config), model=Net)
+    engine = prepare_native(Preparation(config, open_world(config), model=Net))
     with pytest.raises(ModelError, match="looks at other tokens too"):
         engine.train_step([{"x": torch.randn(2, 6, 8)}])
 
@@ -124,7 +124,7 @@ def test_a_layer_that_joins_rows_and_tokens_is_given_tiles_it_can_join() -> None
 
         torch.manual_seed(1)
         model = torch.nn.Sequential(Flattening(8, 8))
-        engine = prepare_native(config, open_world(config), model=model, loss_function=loss)
+        engine = prepare_native(Preparation(config, open_world(config), model=model, loss_function=loss))
         losses[name] = [engine.train_step([(x,)]).loss for x in batches]
     assert losses["tiles"] == pytest.approx(losses["whole"], rel=1e-5)
 

@@ -12,7 +12,7 @@ from plait.config import parse_sections
 from plait.config.model import HFConfig
 from plait.errors import ModelError
 from plait.models import build_model
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import open_world
 from tests.multi.parity import GENTLE, assert_same, run_steps, token_batches
 from tests.multi.ranks import RankPool
@@ -122,7 +122,7 @@ def refuse_context(rank: int, size: int, name: str, config: dict[str, Any]) -> s
     sections: Any = {"model": {"type": "hf", "config": {"model_type": name, **config}}, "optim": GENTLE}
     described = parse_sections(**sections, strategy={"layout": {"cp": size}}).config
     with pytest.raises(ModelError) as caught:
-        prepare_native(described, open_world(described))
+        prepare_native(Preparation(described, open_world(described)))
     return str(caught.value)
 
 
@@ -186,7 +186,7 @@ def say_what_stays(rank: int, size: int, name: str, config: dict[str, Any]) -> l
     sections: Any = {"model": {"type": "hf", "config": {"model_type": name, **config}}, "optim": GENTLE}
     described = parse_sections(**sections, strategy={"layout": {"tp": size}}).config
     said: list[str] = []
-    prepare_native(described, open_world(described), say=said.append)
+    prepare_native(Preparation(described, open_world(described), say=said.append))
     return [text for text in said if "strategy.layout.tp" in text]
 
 

@@ -9,9 +9,11 @@ from plait.checkpoint.need import Kept, Need, kept, need
 from plait.checkpoint.pieces import Shares, held_pieces
 from plait.checkpoint.save import CheckpointWriter, Saved, save_checkpoint, write_alone
 from plait.checkpoint.scattered import find_scattered
+from plait.checkpoint.storage import AtomicStorage, Storage, StoredCheckpoints, build_storage
 from plait.checkpoint.together import attempt, together
 
 __all__ = [
+    "AtomicStorage",
     "Checkpoint",
     "CheckpointFolder",
     "CheckpointWriter",
@@ -22,7 +24,10 @@ __all__ = [
     "Need",
     "Saved",
     "Shares",
+    "Storage",
+    "StoredCheckpoints",
     "attempt",
+    "build_storage",
     "entries",
     "find_scattered",
     "fingerprint",

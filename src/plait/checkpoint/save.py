@@ -25,6 +25,7 @@ from plait.checkpoint.need import WRITERS, workers
 from plait.checkpoint.pieces import Held, Piece, Shares, held_pieces
 from plait.checkpoint.read import PieceReader
 from plait.checkpoint.staging import Staging
+from plait.checkpoint.storage import StoredCheckpoints
 from plait.checkpoint.tensorfile import TensorFileWriter, digest, read_slots
 from plait.checkpoint.together import attempt, together
 from plait.errors import CheckpointError
@@ -53,9 +54,17 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, root: Path, world: World, *, background: bool = False, node_local: bool = False, reopen: bool = False
+        self,
+        root: Path,
+        world: World,
+        *,
+        background: bool = False,
+        node_local: bool = False,
+        reopen: bool = False,
+        storage: StoredCheckpoints | None = None,
     ) -> None:
-        """`reopen`: read every file again after it is written, and compare."""
+        """`reopen`: read every file again after it is written, and compare; `storage`: what keeps copies."""
+        self._storage = storage
         self._root = root
         self._world = world
         self._node_local = node_local
@@ -92,7 +101,7 @@ class CheckpointWriter:
         start = time.perf_counter()
         disks = self.disks
         mine = self._shares.mine(held_pieces(tensors))
-        job = _Job(target, dict(state), step, self._world.size, self.channel, disks, self._reopen, tidy)
+        job = _Job(target, dict(state), step, self._world.size, self.channel, disks, self._reopen, self._storage, tidy)
         if self._staging is None:
             threads = workers(WRITERS, cores=os.cpu_count() or 1, ranks=self._world.ranks.local_size)
             size = job.run(mine, threads=threads)
@@ -198,6 +207,7 @@ class _Job:
     channel: Channel
     disks: Disks
     reopen: bool
+    storage: StoredCheckpoints | None
     tidy: Callable[[], None] | None
 
     def run(self, mine: Sequence[Held], *, threads: int) -> int:
@@ -229,10 +239,20 @@ class _Job:
             if self.disks.is_lead:
                 shutil.rmtree(staging, ignore_errors=True)  # on a full disk it would stand in the way of the next one
             raise
+        if self.storage is not None:
+            self._copy_to(self.storage)
         if self.tidy is not None:
             text = f"{self.target} is saved, but its folder cannot be kept in order"
             together(channel, attempt(self.tidy) if self.disks.is_lead else None, text)
         return int(channel.broadcast(None if manifest is None else manifest.bytes))
+
+    def _copy_to(self, storage: StoredCheckpoints) -> None:
+        """Put the checkpoint into a storage; see [Note: local first], `plait.checkpoint.storage`."""
+        text = f"{self.target} is saved, but could not be copied to `checkpoint.storage`"
+        first = self.channel.rank == 0
+        together(self.channel, attempt(lambda: storage.clear(self.target)) if first else None, text)
+        together(self.channel, attempt(lambda: storage.put(self.target)) if self.disks.is_lead else None, text)
+        together(self.channel, attempt(lambda: storage.seal(self.target)) if first else None, text)
 
     def _lead(self, action: Callable[[], None]) -> None:
         self._together(attempt(action) if self.disks.is_lead else None)

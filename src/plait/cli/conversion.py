@@ -37,7 +37,7 @@ FAMILIES = ("gpt", "llama", "moe")
 
 
 def prepared(
-    source: Source, to: Kind, model: str | None, *, trust_code: bool = False
+    source: Source, to: Kind | str, model: str | None, *, trust_code: bool = False
 ) -> tuple[Source, Description | None]:
     """The source under the names that the target wants, and what stands beside the weights of an `hf` folder."""
     if to == "hf":

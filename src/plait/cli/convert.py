@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from plait.config.part import choose_type
+from plait.config.trust import entry_points_of
 from plait.config.words import choose
 from plait.errors import CheckpointError, ConfigError, Problem
 
@@ -37,6 +39,7 @@ class Options:
     optimizer: bool
     overwrite: bool
     trust_code: bool
+    from_: str | None = None
 
 
 PLAIN = Options(None, "keep", None, "model", "5GB", optimizer=False, overwrite=False, trust_code=False)
@@ -53,7 +56,7 @@ def check_use(src: str | None, options: Options, *, inspect: str | None, every: 
         message = "would convert, and --inspect only looks: nothing is written"
         words: dict[str, Any] = {} if src is None else {"SRC": src}
         for key, value in asdict(options).items():
-            if value != getattr(PLAIN, key):
+            if value != getattr(PLAIN, key) and key != "from_":
                 words[f"--{key.replace('_', '-')}"] = value
         remedy = "leave out --inspect to convert, or this to look"
         problems = [
@@ -84,7 +87,7 @@ def convert(src: str | None, dst: str | None, options: Options) -> None:
 
     start = time.perf_counter()
     to: Any = options.to
-    with room.open_source(Path(src)) as opened:
+    with room.open_source(Path(src), options.from_) as opened:
         source = room.averaged(opened) if options.weights == "ema" else opened
         source, description = prepared(
             room.part_for(source, to, optimizer=options.optimizer), to, options.model, trust_code=options.trust_code
@@ -108,13 +111,13 @@ def convert(src: str | None, dst: str | None, options: Options) -> None:
     typer.echo(f"{dst}: {tensors}, {took}")
 
 
-def inspect(path: str, *, every: bool, verify: bool) -> None:
+def inspect(path: str, *, every: bool, verify: bool, from_: str | None = None) -> None:
     """Show what is inside a checkpoint of any kind; with `verify`, read all of it first, and exit with 1 if damaged."""
     if not verify:
-        _show(path, every=every, verify=False)
+        _show(path, every=every, verify=False, from_=from_)
         return
     try:
-        _show(path, every=every, verify=True)
+        _show(path, every=every, verify=True, from_=from_)
     except CheckpointError as error:
         from plait.launch import tell
 
@@ -122,7 +125,7 @@ def inspect(path: str, *, every: bool, verify: bool) -> None:
         raise typer.Exit(1) from error
 
 
-def _show(path: str, *, every: bool, verify: bool) -> None:
+def _show(path: str, *, every: bool, verify: bool, from_: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -130,7 +133,7 @@ def _show(path: str, *, every: bool, verify: bool) -> None:
     from plait.checkpoint.convert.summary import parts, rows
     from plait.monitor.units import compact, size
 
-    with open_source(Path(path)) as source:
+    with open_source(Path(path), from_) as source:
         verified = source.verify() if verify else None
         facts = Table(box=None, show_header=False, pad_edge=False)
         facts.add_row("path", str(source.path))
@@ -170,9 +173,13 @@ def _check(src: str | None, dst: str | None, options: Options) -> tuple[int, lis
     ):
         if value is None:
             problems.append(Problem(key, "not given", f"Say what to write: {', '.join(choices)}."))
-        elif value not in choices:
-            problems.append(Problem(key, f"{value!r} is not known", choose(value, choices, "choice")))
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", options.shard_size.upper())
+        elif value not in choices and not (key == "--to" and _is_own(value)):
+            remedy = choose_type("converter", value, choices) if key == "--to" else choose(value, choices, "choice")
+            problems.append(Problem(key, f"{value!r} is not known", remedy))
+    if options.from_ is not None and not _is_own(options.from_):
+        message = f"{options.from_!r} is no reader of one's own; kinds that Plait knows are seen by themselves"
+        problems.append(Problem("--from", message, choose_type("converter", options.from_, ())))
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?I?)B?", options.shard_size.upper())
     shard_size = int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
     if shard_size <= 0:
         problems.append(Problem("--shard-size", f"{options.shard_size!r} is no size", "Write 5GB or 500MiB."))
@@ -182,12 +189,16 @@ def _check(src: str | None, dst: str | None, options: Options) -> tuple[int, lis
     return shard_size, problems
 
 
+def _is_own(name: str) -> bool:
+    return ":" in name or name in entry_points_of("converter")
+
+
 def _check_alone(options: Options) -> list[Problem]:
     """A configuration has no weights, so what is said about weights would have no effect."""
     words = {key: value for key, value in asdict(options).items() if key not in ("to", "overwrite")}
     return [
         Problem(
-            f"--{key.replace('_', '-')}",
+            f"--{key.strip('_').replace('_', '-')}",
             "goes with a checkpoint, and `--to yaml` with a configuration",
             "Leave it out.",
         )

@@ -251,7 +251,13 @@ def prove(
 def convert(
     src: Annotated[str | None, typer.Argument(help="A checkpoint, or with `--to yaml` a ds_config.json.")] = None,
     dst: Annotated[str | None, typer.Argument(help="Where to write: a folder, or a file with `--to torch`.")] = None,
-    to: Annotated[str | None, typer.Option("--to", help="What to write: hf, torch, plait, deepspeed or yaml.")] = None,
+    to: Annotated[
+        str | None,
+        typer.Option("--to", help="What to write: hf, torch, plait, deepspeed or yaml; or package.module:name."),
+    ] = None,
+    from_: Annotated[
+        str | None, typer.Option("--from", metavar="NAME", help="What reads SRC, by package.module:name.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights: keep, fp32, bf16 or fp16.")] = "keep",
     model: Annotated[
         str | None,
@@ -272,11 +278,19 @@ def convert(
     from plait.cli import convert as commands
 
     options = commands.Options(
-        to, dtype, model, weights, shard_size, optimizer=optimizer, overwrite=overwrite, trust_code=trust_code
+        to,
+        dtype,
+        model,
+        weights,
+        shard_size,
+        optimizer=optimizer,
+        overwrite=overwrite,
+        trust_code=trust_code,
+        from_=from_,
     )
     commands.check_use(src, options, inspect=inspect, every=every, verify=verify)
     if inspect is not None:
-        commands.inspect(inspect, every=every, verify=verify)
+        commands.inspect(inspect, every=every, verify=verify, from_=from_)
     else:
         commands.convert(src, dst, options)
 

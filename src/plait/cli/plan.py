@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from plait.cli.files import write_file
+from plait.cli.here import import_from_here
 from plait.config import parse, resolve_batch, resolve_layout
 from plait.config.data import unit_of
-from plait.config.engine import as_native
 from plait.config.layout import least_ranks
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, Problem
@@ -90,20 +90,24 @@ def plan_run(
     from rich.console import Console
 
     from plait.plan.plan import make_plan
+    from plait.strategy.engines import planned_as
 
     asked = parse(source, overrides).config
     if asked.strategy.auto:
         message = "the run looks for its strategy when it starts, and a plan is of one"
         raise ConfigError(Problem("strategy.auto", message, "Add --search, which looks too, or write a strategy."))
-    config = as_native(asked)
+    import_from_here()
+    config = planned_as(asked)
+    if isinstance(config, str):
+        raise ConfigError(Problem("strategy.engine", f"no plan: {config}", "Plan with `engine: native`."))
     machine, ranks = _machine(gpu, config), gpus or least_ranks(config.strategy)
     known: Known = {}
     plan = make_plan(config, machine, ranks=ranks, exact=exact or timeline is not None, known=known)
     console = Console(soft_wrap=True)
     if asked is not config:
-        stage = asked.strategy.stage
+        stage = config.strategy.stage
         console.print(
-            f"engine {asked.strategy.engine}: planned as the native engine at ZeRO stage {stage}, which is near"
+            f"engine {asked.strategy.engine_name}: planned as the native engine at ZeRO stage {stage}, which is near"
         )
     _show(console, plan, config)
     if out is not None:
@@ -125,6 +129,7 @@ def search_run(source: str, overrides: Sequence[str], *, gpu: str | None, gpus: 
     from plait.plan.ways import search
 
     config = parse(source, overrides).config
+    import_from_here()
     machine, ranks = _machine(gpu, config), gpus or least_ranks(config.strategy)
     console = wide_console()
     found = search(config, machine, ranks=ranks, say=lambda text: console.print(text, style="dim"))

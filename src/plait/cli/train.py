@@ -9,8 +9,8 @@ from plait.cli.running import train_with
 from plait.config import Parsed, describe, parse, resolve_batch, resolve_layout
 from plait.config.complete import check_complete
 from plait.config.graphs import check_graphs
-from plait.config.train import EarlyStopConfig, ImportedHook
-from plait.config.words import show
+from plait.config.train import OWN_HOOK, AccuracyConfig, EarlyStopConfig, MetricPart
+from plait.config.words import listed, show, whole_number
 from plait.errors import ConfigError, Problem
 from plait.launch import Machines, gpu_count, launched_rank, launched_size, run_here, run_share
 from plait.monitor import report_progress
@@ -120,9 +120,9 @@ def _count(nproc: str) -> int:
         if count := gpu_count():
             return count
         raise ConfigError(Problem("--nproc", "'gpu', but no GPU can be seen here", "Write a number from 1."))
-    if nproc.isdecimal() and int(nproc) > 0:
-        return int(nproc)
-    raise ConfigError(Problem("--nproc", f"{nproc!r} is no number of processes", "Write a number from 1, or gpu."))
+    if ranks := whole_number(nproc):
+        return ranks
+    raise ConfigError(Problem("--nproc", f"{show(nproc)} is no number of processes", "Write a number from 1, or gpu."))
 
 
 def _check(parsed: Parsed, ranks: int) -> None:
@@ -140,17 +140,23 @@ def _check(parsed: Parsed, ranks: int) -> None:
 
 
 def _check_metrics(parsed: Parsed) -> None:
-    """A described run measures the loss; other metrics come from Python alone, as may those of a hook."""
+    """What a description measures, where no part of somebody's own measures more."""
     config = parsed.config
-    if config.phase is not None or any(isinstance(each, ImportedHook) for each in config.hooks):
+    if config.phase is not None or any(
+        isinstance(each, (*OWN_HOOK, MetricPart)) for each in (*config.hooks, *config.metrics)
+    ):
         return
+    measured = [
+        "loss",
+        *(f"{each.prefix}/top{each.top}" for each in config.metrics if isinstance(each, AccuracyConfig)),
+    ]
     named = {
         f"hooks.{at}.metric": each.metric for at, each in enumerate(config.hooks) if isinstance(each, EarlyStopConfig)
     }
     if config.checkpoint.best is not None:
         named["checkpoint.best.metric"] = config.checkpoint.best.metric
-    if wrong := [key for key, metric in named.items() if metric != "loss"]:
-        remedy = "Write `loss`; `Runner(metrics=…)` in a script of your own measures more."
+    if wrong := [key for key, metric in named.items() if metric not in measured]:
+        remedy = f"Write {listed(f'`{each}`' for each in measured)}; the section `metrics` says what is measured."
         origins = parsed.origins
         raise ConfigError(
             [Problem(key, f"{named[key]!r} is not measured", remedy, origins.get(key, "")) for key in wrong]

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from plait.cli.columns import as_columns, wide_console
+from plait.cli.here import import_from_here
 from plait.config import RunConfig, parse
 from plait.config.override import split_override
 from plait.config.read import read
@@ -47,6 +48,7 @@ def search(
         raise ConfigError([_as_typed(each) if each.path in typed else each for each in error.problems]) from None
     folder = out or f"{parse(config, overrides).config.work_dir.rstrip('/')}-tune"
     console = wide_console()
+    import_from_here()
     try:
         found = tune(
             config,

@@ -6,7 +6,8 @@ import os
 import re
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -15,12 +16,14 @@ from pydantic import (
     ConfigDict,
     Field,
     Strict,
+    ValidationError,
     WrapValidator,
     model_validator,
 )
 
 from plait.config.trust import keep_origin
 from plait.config.words import show
+from plait.errors import ConfigError
 
 T = TypeVar("T")
 _VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
@@ -87,16 +90,38 @@ Size = Annotated[PositiveInt, AfterValidator(_at_most(LARGEST_SIZE))]
 """One dimension of a tensor."""
 PathText = Annotated[str, BeforeValidator(_path), AfterValidator(_named)]
 """A path as text; a `pathlib.Path` given from Python becomes text, `~` the home folder, `$NAME` its value."""
-CodeName = Annotated[str, WrapValidator(keep_origin)]
-"""A key whose value may name code; see [Note: whose names become code] in `plait.config.trust`."""
 Target = Annotated[str, AfterValidator(_target), WrapValidator(keep_origin)]
-"""Something of the user's own: `module:attribute`."""
+"""Something of the user's own: `module:attribute`; see [Note: whose names become code] in `plait.config.trust`."""
 Many = Annotated[tuple[T, ...], Strict(False)]
 """Any number of values. Files know only lists, so a list is welcome although sections are strict."""
 Pair = Annotated[tuple[T, T], Strict(False)]
 
 
-class Section(BaseModel):
+if TYPE_CHECKING:
+    Refusing = BaseModel
+else:
+
+    class _Constructor(type(BaseModel)):
+        def __call__(cls, /, *args, **keys):
+            try:
+                return super().__call__(*args, **keys)
+            except ValidationError as error:
+                from plait.config.explain import explain_section
+
+                name = cls.__name__.removesuffix("Config")
+                problems = explain_section(error, cls, "", "keyword")
+                raise ConfigError(
+                    [replace(each, path=f"{name}.{each.path}" if each.path else name) for each in problems]
+                ) from None
+
+    class Refusing(BaseModel, metaclass=_Constructor):
+        """Refuses a section that is written as an object as one in a file is refused, by the same messages.
+
+        Sections inside of another are not made by calling their class, so each refusal is told once.
+        """
+
+
+class Section(Refusing):
     """Frozen, so nothing below can change it; closed, so a misspelt key is an error.
 
     Strict, so `true` is no number and `"4"` no count; a class is built at its first use, so importing is cheap.

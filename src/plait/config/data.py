@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Discriminator, Field, PositiveFloat, Tag, model_validator
 
-from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, RefusedError, Section, Size, Target
+from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, RefusedError, Section, Size
+from plait.config.part import OWN_TAG, PART_TAG, Imported, Part, own_or_part
 
 SMALLEST_BPE = 257
 """Vocabulary of a byte-level BPE without any merge: the bytes and the end token."""
 MOST_WORKERS = 1024
 """Of one rank: each is a process, and a machine with very many of them does nothing else."""
+
+
+class CollatePart(Part):
+    """A function of one's own that makes a batch of a list of samples, called with the further keys too."""
+
+    kind = "collate"
 
 
 class _Loading(Section):
@@ -23,6 +30,8 @@ class _Loading(Section):
     """Absent: when training on CUDA."""
     drop_last: bool = False
     """Leave out the last, smaller batch of an epoch."""
+    collate: CollatePart | None = None
+    """What makes a batch of a list of samples. Absent: they are stacked."""
 
 
 class _Text(_Loading):
@@ -35,7 +44,7 @@ class _Text(_Loading):
     """Tokens attend within their own document only."""
     split: Literal["all", "train", "val"] = "all"
     """`train` and `val` are the two parts of one source, cut by document."""
-    val_fraction: float = Field(0.05, gt=0.0, lt=1.0)
+    val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
     cache: PathText | None = None
     """Folder for the tokenized files. Absent: `plait` in the user's cache folder."""
 
@@ -43,16 +52,20 @@ class _Text(_Loading):
 class TokensData(_Loading):
     """A token memmap that was written before."""
 
+    builds = "plait.data.build:token_file"
+
     type: Literal["tokens"] = "tokens"
     path: PathText
     seq_len: Size = 1024
     document_mask: bool = True
     split: Literal["all", "train", "val"] = "all"
-    val_fraction: float = Field(0.05, gt=0.0, lt=1.0)
+    val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
 
 
 class TextData(_Text):
     """Plain text files, packed into sequences."""
+
+    builds = "plait.data.build:packed_text"
 
     type: Literal["text"] = "text"
     path: PathText
@@ -63,6 +76,8 @@ class TextData(_Text):
 
 class JsonlData(_Text):
     """One JSON object a line: whole texts, or prompts with completions (only those are trained on)."""
+
+    builds = "plait.data.build:packed_text"
 
     type: Literal["jsonl"] = "jsonl"
     path: PathText
@@ -82,6 +97,8 @@ class JsonlData(_Text):
 class ImageFolderData(_Loading):
     """`path/class_name/*.png|jpg`."""
 
+    builds = "plait.data.build:image_folder"
+
     type: Literal["image_folder"] = "image_folder"
     path: PathText
     size: Size = 224
@@ -92,32 +109,48 @@ class ImageFolderData(_Loading):
 class Cifar10Data(_Loading):
     """CIFAR-10 in its published binary or Python form."""
 
+    builds = "plait.data.build:cifar10"
+
     type: Literal["cifar10"] = "cifar10"
     path: PathText
     split: Literal["train", "test"] = "train"
     augment: bool | None = None
 
 
-class ImportedData(_Loading):
-    """A torch Dataset of the user's own: `target: my_module:make_dataset`."""
+class ImportedData(Imported, _Loading):
+    """The older form of a data set of one's own: `target: my_module:make_dataset`."""
 
-    type: Literal["import"] = "import"
-    target: Target
-    args: dict[str, Any] = Field(default_factory=dict)
 
+class DataPart(_Loading, Part):
+    """A data set of one's own: a class or function that makes it, called with the further keys."""
+
+    kind = "data"
+
+
+OWN_DATA = (ImportedData, DataPart)
+"""The sections of data of one's own, of which nothing is known before they are made."""
 
 DataSource = Annotated[
-    TokensData | TextData | JsonlData | ImageFolderData | Cifar10Data | ImportedData,
-    Field(discriminator="type"),
+    Annotated[
+        Annotated[
+            TokensData | TextData | JsonlData | ImageFolderData | Cifar10Data | ImportedData,
+            Field(discriminator="type"),
+        ],
+        Tag(OWN_TAG),
+    ]
+    | Annotated[DataPart, Tag(PART_TAG)],
+    Discriminator(own_or_part(DataPart)),
 ]
 
 
 class MixtureData(_Loading):
     """Several sources at once, each with its share of every epoch."""
 
+    builds = "plait.data.build:mixture"
+
     type: Literal["mixture"] = "mixture"
     sources: Annotated[Many[DataSource], Field(min_length=2)]
-    """Each as it would be described alone, without `shuffle`, `workers`, `pin_memory` and `drop_last`."""
+    """Each as it would be described alone, without `shuffle`, `workers`, `pin_memory`, `drop_last` and `collate`."""
     weights: Many[PositiveFloat] = ()
     """Shares of the sources, one number for each. Absent: as many samples as each has."""
     samples: PositiveInt | None = None
@@ -127,14 +160,21 @@ class MixtureData(_Loading):
     def seq_len(self) -> int:
         """That of the sources, where they have one."""
         for source in self.sources:
-            if hasattr(source, "seq_len"):
-                return source.seq_len
+            if isinstance(length := getattr(source, "seq_len", None), int):
+                return length
         raise AttributeError("seq_len")
 
 
 DataConfig = Annotated[
-    TokensData | TextData | JsonlData | ImageFolderData | Cifar10Data | ImportedData | MixtureData,
-    Field(discriminator="type"),
+    Annotated[
+        Annotated[
+            TokensData | TextData | JsonlData | ImageFolderData | Cifar10Data | ImportedData | MixtureData,
+            Field(discriminator="type"),
+        ],
+        Tag(OWN_TAG),
+    ]
+    | Annotated[DataPart, Tag(PART_TAG)],
+    Discriminator(own_or_part(DataPart)),
 ]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.config.files import read_json_object
-from plait.config.model import GptConfig, HFConfig, ImportedModel, LlamaConfig, ModelConfig
+from plait.config.model import GptConfig, HFConfig, ImportedModel, LlamaConfig, ModelConfig, ModelPart
 from plait.errors import ModelError
 
 LAYER_KEYS = ("layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -35,12 +35,16 @@ def with_depth(model: ModelConfig, layers: int) -> ModelConfig:
     fewer = {**settings, **lists, key: layers}
     if isinstance(model, ImportedModel):
         return model.model_copy(update={"args": fewer})
+    if isinstance(model, ModelPart):
+        return model.model_copy(update=fewer)
     return model.model_copy(update={"config": fewer, "path": None})
 
 
 def _settings(model: ModelConfig | None) -> Mapping[str, Any]:
     if isinstance(model, ImportedModel):
         return model.args
+    if isinstance(model, ModelPart):
+        return model.arguments
     if not isinstance(model, HFConfig):
         return {}
     if model.config is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from plait.config import tree
 from plait.config.base import RefusedError, Section, Shorthand
 from plait.config.run import RunConfig
-from plait.config.words import show
+from plait.config.words import show, whole_number
 from plait.errors import Problem
 
 Keys = tuple[Any, ...]
@@ -88,11 +88,12 @@ class Draft:
         self.data = self._expanded(self.data, RunConfig, ())
 
     def _index(self, node: list[Any], key: Any, path: str, origin: str) -> int | None:
-        if str(key).isdecimal() and int(key) <= len(node):
-            return int(key)
+        index = whole_number(str(key))
+        if index is not None and index <= len(node):
+            return index
         numbers = f"0 to {len(node) - 1}, or {len(node)} to add one" if node else "0, to add the first one"
-        message = f"no entry {key!r} in a list of {len(node)}"
-        self.problems.append(Problem(f"{path}.{key}", message, f"The entries are {numbers}.", origin))
+        message = f"no entry {show(key)} in a list of {len(node)}"
+        self.problems.append(Problem(f"{path}.{key!s:.40}", message, f"The entries are {numbers}.", origin))
         return None
 
     def _assign(self, node: Any, key: Any, value: Any) -> None:

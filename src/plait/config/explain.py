@@ -12,7 +12,7 @@ from plait.config import tree
 from plait.config.base import RefusedError, Section, Shorthand
 from plait.config.draft import Draft, dotted, origin_of
 from plait.config.foreign import plait_key
-from plait.config.part import PART_TAG, Part, choose_type
+from plait.config.part import OWN_TAG, PART_TAG, Part, choose_type
 from plait.config.run import RunConfig
 from plait.config.words import choose, listed, nearest, show
 from plait.errors import Problem
@@ -90,10 +90,12 @@ def _located(raw: Any, root: type[Section]) -> _Error:
             keys, annotation = (*keys, part), info.annotation if info else None
         elif part in choices:
             annotation = choices[part]
+        elif part == OWN_TAG and len(choices) == 1:  # one section alone is known by no tag of its own
+            annotation = next(iter(choices.values()))
         elif part == PART_TAG and (opened := tree.open_part(annotation)) is not None:
             annotation = owner = opened
-        elif isinstance(annotation, type) and issubclass(annotation, Part):
-            owner, info = annotation, annotation.model_fields.get(part)
+        elif part != OWN_TAG and not choices and (opened := tree.open_part(annotation)) is not None:
+            owner, info = opened, opened.model_fields.get(part)
             keys, annotation = (*keys, part), info.annotation if info else None
         elif isinstance(part, int) and tree.items(annotation):
             keys, annotation = (*keys, part), tree.item(annotation, part)
@@ -196,6 +198,8 @@ def _wrong_value(error: _Error) -> tuple[str, str]:
         return f"expected a finite number, found {show(value)}", ""
     if kind == "missing" and isinstance(error.keys[-1], int):
         return f"entry {error.keys[-1]} is missing: found only {show(value)}", ""
+    if kind == "missing" and issubclass(error.section, Part):
+        return "it is missing", choose_type(error.section.kind, None, error.section.own)
     if kind == "missing":
         return "it is missing", f"{_tag(error.section) or 'This section'} needs it."
     if kind == "too_short":

@@ -16,7 +16,7 @@ def against_recording(config: RunConfig) -> Iterator[str]:
     """What a recording cannot go with: it does what it did the first time, on the device alone."""
     strategy, fp8 = config.strategy, config.precision.fp8
     if strategy.engine != "native":
-        yield f"cannot go with engine {strategy.engine}, which has passes of its own"
+        yield f"cannot go with engine {strategy.engine_name}, which has passes of its own"
     if strategy.offload.on or strategy.offload.activations != "none":
         yield "cannot go with `strategy.offload`: the host has a part in every pass"
     if strategy.recompute.mode != "none" or strategy.tiles.names:
@@ -57,6 +57,7 @@ def may_record(config: RunConfig, *, ranks: int, accumulation: int, described: b
         and described
         and config.model is not None
         and config.model.type in REPEATING
+        and config.train.loss is None
         and config.phase is None
         and not config.deterministic  # when a recording begins is a matter of time
         and ranks == accumulation == 1

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Discriminator, Field, PositiveFloat, Tag
 
-from plait.config.base import NonNegativeInt, PathText, PositiveInt, Section, Size, Target
+from plait.config.base import NonNegativeInt, PathText, PositiveInt, Section, Size
+from plait.config.part import OWN_TAG, PART_TAG, Imported, Part, own_or_part
 
 Layers = Annotated[PositiveInt, Field(le=100_000)]
 """Deeper than any model: each layer is an object of Python, and a slip of the finger would be built for ever."""
@@ -15,19 +16,23 @@ Layers = Annotated[PositiveInt, Field(le=100_000)]
 class GptConfig(Section):
     """A GPT-2 style decoder: learned positions, LayerNorm, GELU."""
 
+    builds = "plait.models.gpt:Gpt"
+
     type: Literal["gpt"] = "gpt"
     vocab_size: Size = 50257
     dim: Size = 768
     layers: Layers = 12
     heads: Size = 12
     seq_len: Size = 1024
-    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     bias: bool = True
     tie_embeddings: bool = True
 
 
 class LlamaConfig(Section):
     """A Llama style decoder: RoPE, RMSNorm, SwiGLU, grouped-query attention."""
+
+    builds = "plait.models.llama:Llama"
 
     type: Literal["llama"] = "llama"
     vocab_size: Size = 32000
@@ -48,6 +53,8 @@ class LlamaConfig(Section):
 class MoeConfig(LlamaConfig):
     """A Llama whose feed-forwards are mixtures of experts."""
 
+    builds = "plait.models.moe:Moe"
+
     type: Literal["moe"] = "moe"  # type: ignore[assignment]  # a Llama of another kind
     experts: Size = 8
     """Experts of each mixture."""
@@ -63,11 +70,11 @@ class MoeConfig(LlamaConfig):
     """How the router's numbers become scores: of all experts together, or of each alone."""
     normalize: bool = True
     """Divide the weights of a token's experts by their sum. With `top_k: 1` that would leave 1, whatever the score."""
-    balance_loss: float = Field(0.0, ge=0.0)
+    balance_loss: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of the loss that evens out the experts' load within each row of a batch. Training only."""
-    z_loss: float = Field(0.0, ge=0.0)
+    z_loss: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of the loss that keeps the router's numbers small. Training only."""
-    bias_rate: float = Field(0.0, ge=0.0)
+    bias_rate: Annotated[float, Field(ge=0.0)] = 0.0
     """Balance without a loss: how far each step moves an expert's bias for being chosen, against its load."""
     capacity_factor: PositiveFloat | None = None
     """Choices that an expert takes of one row, as a multiple of an even share; further ones are dropped, in the
@@ -76,6 +83,8 @@ class MoeConfig(LlamaConfig):
 
 class ResNetConfig(Section):
     """A residual network for image classification."""
+
+    builds = "plait.models.resnet:ResNet"
 
     type: Literal["resnet"] = "resnet"
     depth: Literal[18, 34, 50, 101, 152] = 50
@@ -87,6 +96,8 @@ class ResNetConfig(Section):
 class HFConfig(Section):
     """Any `transformers` model, unedited."""
 
+    builds = "plait.models.hf:build_hf_model"
+
     type: Literal["hf"] = "hf"
     path: PathText | None = None
     """Folder with `config.json`, and weights where `pretrained`."""
@@ -97,14 +108,26 @@ class HFConfig(Section):
     """With `path`: load the weights (true) or only the architecture (false)."""
 
 
-class ImportedModel(Section):
-    """A class or function of the user's own: `target: my_package.my_module:MyModel`."""
+class ImportedModel(Imported):
+    """The older form of a model of one's own: `target: my_package.my_module:MyModel`."""
 
-    type: Literal["import"] = "import"
-    target: Target
-    args: dict[str, Any] = Field(default_factory=dict)
 
+class ModelPart(Part):
+    """A model of one's own: a class or function that makes a `torch.nn.Module`, called with the further keys."""
+
+    kind = "model"
+
+
+OWN_MODEL = (ImportedModel, ModelPart)
+"""The sections of models of one's own, of which nothing is known before they are made."""
 
 ModelConfig = Annotated[
-    GptConfig | LlamaConfig | MoeConfig | ResNetConfig | HFConfig | ImportedModel, Field(discriminator="type")
+    Annotated[
+        Annotated[
+            GptConfig | LlamaConfig | MoeConfig | ResNetConfig | HFConfig | ImportedModel, Field(discriminator="type")
+        ],
+        Tag(OWN_TAG),
+    ]
+    | Annotated[ModelPart, Tag(PART_TAG)],
+    Discriminator(own_or_part(ModelPart)),
 ]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Discriminator, Field, NonNegativeFloat, PositiveFloat, Tag, model_validator
 
-from plait.config.base import CodeName, Many, NonNegativeInt, PathText, PositiveInt, RefusedError, Section
+from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, RefusedError, Section
+from plait.config.part import OWN_TAG, PART_TAG, Part, word_or_part
 from plait.config.posttrain import ExampleData, LoraConfig
 
 ONLINE = ("ppo", "grpo")
@@ -63,8 +64,21 @@ class RolloutConfig(Section):
     """Answers of each rollout that are kept in `samples.jsonl`."""
 
 
+class RewardPart(Part):
+    """A function of one's own of (prompt, answer, right answer), called with the further keys too."""
+
+    kind = "reward"
+    own = ("task", "gsm8k")
+
+
+Reward = Annotated[
+    Annotated[Literal["task", "gsm8k"], Tag(OWN_TAG)] | Annotated[RewardPart, Tag(PART_TAG)],
+    Discriminator(word_or_part(RewardPart)),
+]
+
+
 class _Online(Section):
-    reward: CodeName | None = None
+    reward: Reward | None = None
     """A function `package.module:name` of (prompt, answer, right answer), or `task` or `gsm8k`."""
     epochs: PositiveInt = 1
     """Passes over the answers of one rollout."""

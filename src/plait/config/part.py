@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator, field_validator
+from pydantic import ConfigDict, Field, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator, field_validator
 
-from plait.config.base import RefusedError, Section, Shorthand
+from plait.config.base import RefusedError, Section, Shorthand, Target
 from plait.config.trust import STORED_IN, StoredName, entry_points_of
 from plait.config.words import choose, show
 from plait.errors import Problem
@@ -99,7 +99,7 @@ class Part(Shorthand):
 
     kind: ClassVar[Kind]
     own: ClassVar[tuple[str, ...]] = ()
-    """The words for Plait's own parts of this kind, where these are not sections themselves."""
+    """The words for Plait's own parts of this kind, where no union of sections knows them."""
     short: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Words for parts of somebody else's: `package.module:name` of each."""
 
@@ -110,7 +110,12 @@ class Part(Shorthand):
     def _known(cls, name: str) -> str:
         if is_part(cls, name):
             return name if isinstance(name, GivenName) else cls.short.get(name, name)
+        if name in cls.own:
+            raise RefusedError(f"{name} takes no further keys here", f"Write the word alone: `{name}`.")
         raise RefusedError(f"unknown {cls.kind.replace('_', ' ')} {show(name)}", choose_type(cls.kind, name, cls.own))
+
+    def __str__(self) -> str:
+        return str(self.type)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -125,15 +130,32 @@ class Part(Shorthand):
     @classmethod
     def expand(cls, value: Any) -> Any:
         """A word is the `type`, and so is an object that is not a section."""
-        if value is None or isinstance(value, (Mapping, Section, bool, int, float, list, tuple)):
-            return value
-        return {"type": value if isinstance(value, str) else GivenName(value)}
+        if isinstance(value, Mapping) and _is_object(value.get("type")):
+            return {**value, "type": GivenName(value["type"])}
+        if isinstance(value, str):
+            return {"type": value}
+        return {"type": GivenName(value)} if _is_object(value) else value
+
+
+class Imported(Section):
+    """A part in the older form: `{type: import, target: package.module:name, args: {…}}`."""
+
+    type: Literal["import"] = "import"
+    target: Target
+    """`package.module:name`, as `type` may say it too."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Its keyword arguments."""
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value is an object of a script, and nothing that a file could hold."""
+    return value is not None and not isinstance(value, (str, Mapping, Section, bool, int, float, list, tuple))
 
 
 def is_part(part: type[Part], name: Any) -> bool:
     """Whether a `type` names a part of somebody's own, and not one of Plait's. Imports nothing."""
     if not isinstance(name, str):
-        return False
+        return _is_object(name)
     if isinstance(name, GivenName) or ":" in name or name.startswith("<"):
         return True
     return name in part.short or name in entry_points_of(part.kind)
@@ -163,6 +185,30 @@ def own_or_part(part: type[Part]) -> Callable[[Any], str]:
 
     def tag(value: Any) -> str:
         name = value.get("type") if isinstance(value, Mapping) else None
+        if part.own and isinstance(value, Mapping):
+            return OWN_TAG if name in part.own else PART_TAG
         return PART_TAG if isinstance(value, part) or is_part(part, name) else OWN_TAG
+
+    return tag
+
+
+def word_or_part(part: type[Part]) -> Callable[[Any], str]:
+    """The same between words of Plait's (`OWN_TAG`) and `part` (`PART_TAG`)."""
+
+    def tag(value: Any) -> str:
+        if isinstance(value, (str, bool, int, float, list, tuple)) or value is None:
+            return PART_TAG if is_part(part, value) else OWN_TAG
+        return PART_TAG
+
+    return tag
+
+
+def mapping_or_part(part: type[Part]) -> Callable[[Any], str]:
+    """The same between a mapping of Plait's (`OWN_TAG`) and `part` (`PART_TAG`)."""
+
+    def tag(value: Any) -> str:
+        if isinstance(value, Mapping):
+            return PART_TAG if is_part(part, value.get("type")) else OWN_TAG
+        return OWN_TAG if value is None or isinstance(value, (bool, int, float, list, tuple)) else PART_TAG
 
     return tag

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat
 
 from plait.config.base import Many, NonNegativeInt, PositiveInt, Section, Shorthand
+from plait.config.part import Part
 
 
 class ScalerConfig(Section):
@@ -26,6 +27,8 @@ class ScalerConfig(Section):
 
 class Fp8Config(Shorthand):
     """Matrix products in 8 bits, for the linear layers of a model's blocks; everything else stays in bf16."""
+
+    builds = "plait.precision.fp8:apply_fp8"
 
     recipe: Literal["none", "tensorwise", "rowwise"] = "none"
     """One scale for a tensor, or one for each row: slower, and closer to bf16."""
@@ -54,6 +57,12 @@ class Fp8Config(Shorthand):
         return {"recipe": value} if isinstance(value, str) else value
 
 
+class PrecisionRecipePart(Part):
+    """A recipe of one's own, which exchanges layers of a model for others that compute in other formats."""
+
+    kind = "precision"
+
+
 class PrecisionConfig(Shorthand):
     """Parameters and activations in `compute`, gradients summed in `reduce`, optimizer in fp32 if `master`."""
 
@@ -68,6 +77,9 @@ class PrecisionConfig(Shorthand):
     scaler: ScalerConfig = Field(default_factory=ScalerConfig)
     fp8: Fp8Config = Field(default_factory=Fp8Config)
     """Matrix products in 8 bits. Naming it is asking for bf16 as `compute`."""
+    recipe: PrecisionRecipePart | None = None
+    """`package.module:name` of what exchanges layers for others that compute in other formats; their parameters stay
+    as they are."""
 
     @classmethod
     def expand(cls, value: Any) -> Any:

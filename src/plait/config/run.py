@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from plait.config.base import Many, NonNegativeInt, PathText, Shorthand
+from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, Shorthand
 from plait.config.data import DataConfig
 from plait.config.model import ModelConfig
 from plait.config.online import GrpoConfig, PpoConfig, RolloutConfig
@@ -18,7 +18,7 @@ from plait.config.precision import PrecisionConfig
 from plait.config.profile import ProfileConfig
 from plait.config.schedule import ScheduleConfig
 from plait.config.strategy import StrategyConfig
-from plait.config.train import BatchConfig, CheckpointConfig, HookConfig, LogConfig, TrainConfig
+from plait.config.train import BatchConfig, CheckpointConfig, HookConfig, LogConfig, MetricConfig, TrainConfig
 
 
 class RunConfig(Shorthand):
@@ -37,6 +37,9 @@ class RunConfig(Shorthand):
     data: DataConfig | None = None
     val_data: DataConfig | None = None
     test_data: DataConfig | None = None
+    model_inputs: PositiveInt | Annotated[Many[str], Field(min_length=1)] | None = None
+    """What of a micro-batch the model gets, where a `loss_fn` is given the rest: how many of a row's first values, or
+    the names of fields. Absent: as the signature of its `forward` says."""
     batch: BatchConfig = Field(default_factory=BatchConfig)
     optim: OptimConfig = Field(default_factory=AdamWConfig)
     schedule: ScheduleConfig | None = None
@@ -52,6 +55,8 @@ class RunConfig(Shorthand):
     """Run code that files of others name: `auto_map` in a Hugging Face folder, the model in a checkpoint that is opened
     beside this run, all of a `config.yaml` that a run left. What this description names itself runs anyway."""
     hooks: Many[HookConfig] = ()
+    metrics: Many[MetricConfig] = ()
+    """What validation and test measure besides the loss."""
     phase: Phase | None = None
     """Set by `plait sft`, `plait reward`, `plait dpo`, `plait ppo` and `plait grpo`; absent: plain training."""
     posttrain: PosttrainConfig | None = None

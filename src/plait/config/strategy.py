@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Discriminator, Field, PositiveFloat, Tag
 
 from plait.config.base import Many, NonNegativeInt, PositiveInt, RefusedError, Section, Shorthand
-from plait.config.engine import EngineWord, PluginWord, engine_stage, usual_stage, with_file_read
+from plait.config.engine import EngineChoice, EnginePart, PluginWord, engine_stage, usual_stage, with_file_read
 from plait.config.offload import OffloadConfig
+from plait.config.part import OWN_TAG, PART_TAG, Part, mapping_or_part, word_or_part
 from plait.config.words import choose
 
 ShardingWord = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
@@ -51,22 +52,49 @@ class LayoutConfig(Section):
     """Tensor parallel: each layer is spread over so many ranks."""
 
 
+class TensorPlanPart(Part):
+    """A tensor-parallel plan of one's own: called with the model, it returns patterns and words."""
+
+    kind = "tensor_plan"
+
+
+TensorPlan = Annotated[
+    Annotated[dict[str, str], Tag(OWN_TAG)] | Annotated[TensorPlanPart, Tag(PART_TAG)],
+    Discriminator(mapping_or_part(TensorPlanPart)),
+]
+
+
 class TensorConfig(Section):
     """How layers are cut where `layout.tp` is more than 1."""
 
     sequence_parallel: bool = False
     """Between the cut layers, activations are spread along the sequence rather than repeated on every rank."""
-    plan: dict[str, str] = Field(default_factory=dict)
-    """Patterns of module names and how each is cut (`layers.*.mlp.up: colwise`). Absent: the model's own plan."""
+    plan: TensorPlan = Field(default_factory=dict)
+    """Patterns of module names and how each is cut (`layers.*.mlp.up: colwise`), or `package.module:name` of what says
+    so. Absent: the model's own plan."""
     async_tp: bool = False
     """Overlap collectives with the matrix products beside them; needs CUDA and `compile`."""
+
+
+class PipelineSchedulePart(Part):
+    """A schedule of one's own: called with `ranks` and `micro_batches`, it returns the work of every rank in order."""
+
+    kind = "pipeline_schedule"
+    own = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")
+
+
+ScheduleWord = Literal["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"]
+ScheduleChoice = Annotated[
+    Annotated[ScheduleWord, Tag(OWN_TAG)] | Annotated[PipelineSchedulePart, Tag(PART_TAG)],
+    Discriminator(word_or_part(PipelineSchedulePart)),
+]
 
 
 class PipelineConfig(Section):
     """How layers follow each other where `layout.pp` is more than 1."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"] = "1f1b"
-    """Who works on which micro-batch when; see docs/parallelism.md."""
+    schedule: ScheduleChoice = "1f1b"
+    """Who works on which micro-batch when; see parallelism.md. Or `package.module:name` of one of one's own."""
     micro_batches: PositiveInt | None = None
     """Micro-batches a step; the same number as `batch.accumulation`."""
     stages_per_rank: PositiveInt | None = None
@@ -93,10 +121,25 @@ class WrapConfig(Section):
     """Every module that has at least so many parameters of its own, once those inside it are taken out."""
 
 
+class RecomputePart(Part):
+    """A policy of one's own: called with the name and the module of each unit, it says what that computes again."""
+
+    kind = "recompute"
+    own = ("none", "full", "every", "selective", "auto")
+
+
+RecomputeMode = Annotated[
+    Annotated[Literal["none", "full", "every", "selective", "auto"], Tag(OWN_TAG)]
+    | Annotated[RecomputePart, Tag(PART_TAG)],
+    Discriminator(word_or_part(RecomputePart)),
+]
+
+
 class RecomputeConfig(Shorthand):
     """Activations that are computed again in the backward pass rather than kept."""
 
-    mode: Literal["none", "full", "every", "selective", "auto"] = "none"
+    mode: RecomputeMode = "none"
+    """Which blocks recompute. Or `package.module:name` of a policy of one's own."""
     every: PositiveInt = 2
     """With `every`: recompute every n-th block."""
     save_ops: Many[str] = ("mm", "addmm", "bmm", "scaled_dot_product_attention")
@@ -106,8 +149,8 @@ class RecomputeConfig(Shorthand):
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """A word is the `mode`."""
-        return {"mode": value} if isinstance(value, str) else value
+        """A word is the `mode`, and so is a policy that is given as an object."""
+        return {"mode": value} if isinstance(value, str) or callable(value) else value
 
 
 class TilesConfig(Section):
@@ -145,8 +188,9 @@ class StrategyConfig(Shorthand):
 
     auto: bool = False
     """`plait train` looks for the fastest way to spread the run that fits, and trains with that."""
-    engine: EngineWord = "native"
-    """`native`, or the real library of that name behind the same interface; see engines.md."""
+    engine: EngineChoice = "native"
+    """`native`, or the real library of that name behind the same interface; see engines.md. Or an engine of one's own;
+    see write-your-own.md."""
     config: dict[str, Any] | None = None
     """For `engine: deepspeed` a ds_config, the file or its keys; for `colossalai` the plugin's own options."""
     plugin: PluginWord | None = None
@@ -202,6 +246,11 @@ class StrategyConfig(Shorthand):
         if word not in SHORTHANDS:
             raise RefusedError(f"unknown strategy {value!r}", choose(value, SHORTHANDS, "word"))
         return SHORTHANDS[word]
+
+    @property
+    def engine_name(self) -> str:
+        """The engine in a word."""
+        return str(self.engine.type) if isinstance(self.engine, EnginePart) else self.engine
 
     @property
     def stage(self) -> int:

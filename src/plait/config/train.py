@@ -1,12 +1,13 @@
-"""`train`, `batch`, `checkpoint`, `log`, `hooks`: time, sizes, and what is written down."""
+"""`train`, `batch`, `checkpoint`, `log`, `hooks`, `metrics`: time, sizes, and what is written down."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Discriminator, Field, PositiveFloat, Tag
 
-from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, Section, Size, Target
+from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, Section, Size
+from plait.config.part import OWN_TAG, PART_TAG, Imported, Part, own_or_part, word_or_part
 
 
 class BatchConfig(Section):
@@ -34,6 +35,12 @@ class GuardConfig(Section):
     """A loss so many times the usual spread above the median of the last 100 is warned of. null: not watched."""
 
 
+class LossPart(Part):
+    """A function of one's own of (outputs, batch) and the further keys, which gives a mean, or a sum with its count."""
+
+    kind = "loss"
+
+
 class TrainConfig(Section):
     """How long, how often measured, how clipped."""
 
@@ -50,6 +57,8 @@ class TrainConfig(Section):
     clip_norm: PositiveFloat | None = None
     clip_value: PositiveFloat | None = None
     guard: GuardConfig = Field(default_factory=GuardConfig)
+    loss: LossPart | None = None
+    """A function of (outputs, batch) whose result is learned. Absent: what the model returns."""
 
 
 class BestConfig(Section):
@@ -57,6 +66,29 @@ class BestConfig(Section):
 
     metric: str = "loss"
     mode: Literal["min", "max"] = "min"
+
+
+class FolderStorageConfig(Section):
+    """Another folder, on another disk or another file system."""
+
+    builds = "plait.checkpoint.storage:folder_storage"
+
+    type: Literal["folder"] = "folder"
+    path: PathText
+    """Where it is; of one run alone."""
+
+
+class StoragePart(Part):
+    """A storage of one's own: files are written there, read, listed and deleted; see write-your-own.md."""
+
+    kind = "storage"
+    own = ("folder",)
+
+
+StorageConfig = Annotated[
+    Annotated[FolderStorageConfig, Tag(OWN_TAG)] | Annotated[StoragePart, Tag(PART_TAG)],
+    Discriminator(own_or_part(StoragePart)),
+]
 
 
 class CheckpointConfig(Section):
@@ -81,8 +113,24 @@ class CheckpointConfig(Section):
     """Training waits only until the state is copied in host memory; it is written while training goes on."""
     trainable_only: bool = False
     """Leave out what is not trained; on resuming it comes from the `model` section again, and is compared."""
+    storage: StorageConfig | None = None
+    """Each checkpoint is copied there once it is complete, and comes from there where `work_dir` has none as new."""
     node_local: bool = False
     """Each node keeps the shards of its own ranks in its own folder; on resuming they are fetched where needed."""
+
+
+class SinkPart(Part):
+    """A log sink of one's own, called with the `work_dir` and the further keys; see `plait.spec.Sink`."""
+
+    kind = "sink"
+    own = ("jsonl", "csv", "tensorboard", "wandb", "html")
+
+
+SinkConfig = Annotated[
+    Annotated[Literal["jsonl", "csv", "tensorboard", "wandb", "html"], Tag(OWN_TAG)]
+    | Annotated[SinkPart, Tag(PART_TAG)],
+    Discriminator(word_or_part(SinkPart)),
+]
 
 
 class LogConfig(Section):
@@ -92,12 +140,14 @@ class LogConfig(Section):
     """Steps between two lines."""
     console: Literal["auto", "bar", "plain", "none"] = "auto"
     """`auto`: a progress bar on a terminal, plain lines in a pipe."""
-    sinks: Many[Literal["jsonl", "csv", "tensorboard", "wandb", "html"]] = ("jsonl",)
+    sinks: Many[SinkConfig] = ("jsonl",)
     wandb_project: str | None = None
 
 
 class EmaConfig(Section):
     """An exponential moving average of the weights, used in validation and saved beside them."""
+
+    builds = "plait.runner.hooks.ema:Ema"
 
     type: Literal["ema"] = "ema"
     decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.999
@@ -106,6 +156,8 @@ class EmaConfig(Section):
 
 class EarlyStopConfig(Section):
     """Stop when a metric no longer gets better."""
+
+    builds = "plait.runner.hooks.early_stop:EarlyStop"
 
     type: Literal["early_stop"] = "early_stop"
     metric: str = "loss"
@@ -117,6 +169,8 @@ class EarlyStopConfig(Section):
 
 class RollbackConfig(Section):
     """Where the loss leaps and stays up, go back to a checkpoint, and on with the data that come next."""
+
+    builds = "plait.runner.hooks.rollback:Rollback"
 
     type: Literal["rollback"] = "rollback"
     metric: Literal["loss", "grad_norm"] = "loss"
@@ -131,13 +185,60 @@ class RollbackConfig(Section):
     """How often; the next time ends the run."""
 
 
-class ImportedHook(Section):
-    """A hook of the user's own."""
+class ImportedHook(Imported):
+    """The older form of a hook of one's own."""
 
-    type: Literal["import"] = "import"
-    target: Target
-    args: dict[str, Any] = Field(default_factory=dict)
     priority: NonNegativeInt = 50
+    """Lower goes first."""
 
 
-HookConfig = Annotated[EmaConfig | EarlyStopConfig | RollbackConfig | ImportedHook, Field(discriminator="type")]
+class HookPart(Part):
+    """A hook of one's own: a class derived from `plait.runner.Hook`, or what makes one, called with further keys."""
+
+    kind = "hook"
+
+    priority: NonNegativeInt | None = None
+    """Lower goes first. Absent: as the hook says, which is 50 where it says nothing."""
+
+
+OWN_HOOK = (ImportedHook, HookPart)
+"""The sections of hooks of one's own."""
+
+HookConfig = Annotated[
+    Annotated[
+        Annotated[EmaConfig | EarlyStopConfig | RollbackConfig | ImportedHook, Field(discriminator="type")],
+        Tag(OWN_TAG),
+    ]
+    | Annotated[HookPart, Tag(PART_TAG)],
+    Discriminator(own_or_part(HookPart)),
+]
+
+
+class AccuracyConfig(Section):
+    """Share of samples whose label is among the most likely classes; reported as `accuracy/top1`."""
+
+    builds = "plait.runner.metrics:accuracy"
+
+    type: Literal["accuracy"] = "accuracy"
+    top: PositiveInt = 1
+    """A label among so many likeliest classes counts as right."""
+    label: str = "label"
+    """The key of the labels in the batch. In a batch without keys they are in second place."""
+    logits: str = "logits"
+    """The key of the scores in the model's outputs, where these have keys."""
+    prefix: str = "accuracy"
+    """What the number is called before `/top1`."""
+
+
+class MetricPart(Part):
+    """A metric of one's own: a class derived from `plait.runner.Metric`, or what makes one, called with the further
+    keys."""
+
+    kind = "metric"
+    own = ("accuracy",)
+
+
+MetricConfig = Annotated[
+    Annotated[AccuracyConfig, Tag(OWN_TAG)] | Annotated[MetricPart, Tag(PART_TAG)],
+    Discriminator(own_or_part(MetricPart)),
+]

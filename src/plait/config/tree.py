@@ -50,7 +50,8 @@ def section(annotation: Any, value: Any) -> type[Section] | None:
     if part is not None and not isinstance(value, Mapping):
         return None if isinstance(value, str) and value in literals(annotation) else part
     tag = value.get("type") if isinstance(value, Mapping) else None
-    return choices.get(tag, part if part and is_part(part, tag) else None) if isinstance(tag, str) else None
+    own = choices.get(tag) if isinstance(tag, str) else None
+    return own or (part if part and is_part(part, tag) else None)
 
 
 def keys(value: Any) -> tuple[str, ...]:
@@ -75,7 +76,7 @@ def own_words(annotation: Any) -> dict[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
     part = open_part(annotation)
     if part is not None:
-        words = {*sections(annotation), *map(str, literals(annotation)), *part.own, *part.short}
+        words = frozenset([*sections(annotation), *map(str, literals(annotation)), *part.own, *part.short])
         found[part.kind] = found.get(part.kind, frozenset()) | words
     inner = [info.annotation for owner in sections(annotation).values() for info in owner.model_fields.values()]
     for each in [*inner, *items(annotation)]:

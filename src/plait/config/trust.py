@@ -12,6 +12,7 @@ A stored `trust_code` counts for nothing: nobody vouches for himself.
 from __future__ import annotations
 
 import json
+import re
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from typing import Any
 from pydantic import ValidationInfo, ValidatorFunctionWrapHandler
 
 from plait.config.words import nearest
-from plait.errors import ConfigError, Problem
+from plait.errors import ConfigError, PlaitError, Problem
 
 STORED_IN = "stored_in"
 """In the context of a validation: the stored file that the values come from."""
@@ -33,6 +34,8 @@ KEY = "trust_code"
 _CODE_FILES = ("config.json", "tokenizer_config.json")
 """Files of a Hugging Face folder whose `auto_map` names classes in Python files, beside it or on the hub."""
 
+_CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+"""`package.module:name`, which is a part of somebody's own wherever it stands."""
 _DECIDING = frozenset({"target", "reward", KEY})
 """Last parts of the keys that name code, or decide whether it is run."""
 
@@ -125,6 +128,8 @@ def load_module(module_name: str, *, key: str, name: str | None = None) -> Any:
             remedy = "Install it, or put its folder on PYTHONPATH."
             raise ConfigError(Problem(key, f"{shown!r}: there is no module {error.name!r}", remedy)) from error
         raise _failed(key, shown, module_name, error) from error
+    except PlaitError:  # one of Plait's own, or a part of somebody's that says itself what is wrong
+        raise
     except Exception as error:  # whatever a module of the user's own raises while it is run
         raise _failed(key, shown, module_name, error) from error
 
@@ -148,9 +153,12 @@ def code_keys(settings: Mapping[str, Any], above: str = "") -> Iterator[str]:
     """The keys among stored settings, dotted or nested, that name code or decide whether it is run."""
     for key, value in settings.items():
         where = f"{above}.{key}" if above else key
-        if key.rpartition(".")[2] in _DECIDING:
+        several = value if isinstance(value, list) else [value]
+        if key.rpartition(".")[2] in _DECIDING or any(
+            isinstance(each, str) and _CODE.fullmatch(each) for each in several
+        ):
             yield where
-        for each in value if isinstance(value, list) else [value]:
+        for each in several:
             if isinstance(each, Mapping):
                 yield from code_keys(each, where)
 

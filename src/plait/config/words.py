@@ -31,6 +31,11 @@ def counted(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
+def whole_number(text: str) -> int | None:
+    """What is written in at most 18 plain digits; None for any other text. Python reads no number of 5,000 digits."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
+
+
 def nearest(word: Any, choices: Iterable[Any]) -> str | None:
     """The choice that was probably meant, or None where none comes near."""
     from difflib import get_close_matches  # only ever needed for a message

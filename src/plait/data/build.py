@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
+
+from torch.utils.data import DataLoader
 
 from plait.config.data import (
+    OWN_DATA,
     Cifar10Data,
     DataConfig,
     ImageFolderData,
@@ -16,47 +21,93 @@ from plait.config.data import (
     TokensData,
     texts,
 )
-from plait.config.trust import load_code
 from plait.data.corpus import prepare_corpus
 from plait.data.packing import PackedTokens
 from plait.data.tokens import TokenFile
+from plait.errors import ConfigError, Problem
+from plait.plugins import build
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a data set is made for, beside its own section."""
+
+    training: bool
+    """Decides what the section leaves open (augmentation)."""
+    seed: int
+    """Of the augmentation itself."""
+    tokenizer: str | Path | None
+    """For text whose section names none: the tokenizer of the training data, for validation."""
+    role: str
+    """The section that it stands in, for messages."""
+
+    def augments(self, wanted: bool | None) -> bool:
+        """Whether samples are changed at random."""
+        return self.training if wanted is None else wanted
+
+
+@runtime_checkable
+class Indexed(Protocol):
+    """What is asked for samples by their numbers."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """One sample."""
 
 
 def build_dataset(
     config: DataConfig, *, training: bool, seed: int, tokenizer: str | Path | None = None, role: str = "data"
 ) -> Any:
-    """The data set that a config describes.
+    """The data set that a config describes; see `Use` for the others."""
+    if not isinstance(config, OWN_DATA):
+        return build(config, role, use=Use(training, seed, tokenizer, role))
+    made = build(config, role, accepts=(Iterable, Indexed))
+    name = str(config.target if isinstance(config, ImportedData) else config.type)
+    key = f"{role}.{'target' if isinstance(config, ImportedData) else 'type'}"
+    if isinstance(made, DataLoader):
+        message = f"{name!r} made a DataLoader; batches, order and workers are said in `{role}`"
+        raise ConfigError(Problem(key, message, "Return its data set, or give the DataLoader from Python."))
+    if isinstance(made, (type, str, bytes)) or not isinstance(made, (Iterable, Indexed)):
+        message = f"{name!r} made a {type(made).__name__}, which has no `__getitem__` and no `__iter__`"
+        raise ConfigError(Problem(key, message, "Return a torch Dataset, or any iterable."))
+    return made
 
-    `training` decides what the config leaves open (augmentation), `seed` the augmentation itself.
-    `role` is the section that it stands in, for messages.
-    `tokenizer` is for text whose config names none: the tokenizer of the training data, for validation.
-    """
-    match config:
-        case TokensData():
-            return _packed(config, Path(config.path))
-        case TextData() | JsonlData():
-            return _packed(config, prepare_corpus(config, tokenizer).tokens)
-        case ImageFolderData():
-            from plait.data.images import ImageFolder
 
-            augment = training if config.augment is None else config.augment
-            return ImageFolder(config.path, size=config.size, augment=augment, seed=seed)
-        case Cifar10Data():
-            from plait.data.cifar import Cifar10
+def token_file(config: TokensData, use: Use) -> PackedTokens:
+    """Rows of a token file."""
+    return _packed(config, Path(config.path))
 
-            augment = training if config.augment is None else config.augment
-            return Cifar10(config.path, split=config.split, augment=augment, seed=seed)
-        case ImportedData():
-            return load_code(config.target, key=f"{role}.target")(**config.args)
-        case MixtureData():
-            from plait.data.mixture import Mixture
 
-            tokenizer = _shared(config, tokenizer)
-            sources = [
-                build_dataset(each, training=training, seed=seed, tokenizer=tokenizer, role=f"{role}.sources.{index}")
-                for index, each in enumerate(config.sources)
-            ]
-            return Mixture(sources, config.weights, config.samples, seed=seed, shuffle=training)
+def packed_text(config: TextData | JsonlData, use: Use) -> PackedTokens:
+    """Rows of text that is tokenized once."""
+    return _packed(config, prepare_corpus(config, use.tokenizer).tokens)
+
+
+def image_folder(config: ImageFolderData, use: Use) -> Any:
+    """The images of a folder."""
+    from plait.data.images import ImageFolder
+
+    return ImageFolder(config.path, size=config.size, augment=use.augments(config.augment), seed=use.seed)
+
+
+def cifar10(config: Cifar10Data, use: Use) -> Any:
+    """CIFAR-10."""
+    from plait.data.cifar import Cifar10
+
+    return Cifar10(config.path, split=config.split, augment=use.augments(config.augment), seed=use.seed)
+
+
+def mixture(config: MixtureData, use: Use) -> Any:
+    """Several data sets as one."""
+    from plait.data.mixture import Mixture
+
+    tokenizer = _shared(config, use.tokenizer)
+    sources = [
+        build_dataset(
+            each, training=use.training, seed=use.seed, tokenizer=tokenizer, role=f"{use.role}.sources.{index}"
+        )
+        for index, each in enumerate(config.sources)
+    ]
+    return Mixture(sources, config.weights, config.samples, seed=use.seed, shuffle=use.training)
 
 
 def prepare(config: DataConfig, *, tokenizer: str | Path | None = None) -> None:

@@ -8,6 +8,7 @@ import os
 import sysconfig
 import tokenize
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -107,10 +108,12 @@ def hash_files(files: list[Path]) -> str:
     return whole.hexdigest()
 
 
-def open_file(path: Path) -> BufferedReader:
-    """A file of data. One that cannot be read is a `DataError` that names it."""
+@contextmanager
+def open_file(path: Path) -> Iterator[BufferedReader]:
+    """A file of data. One that cannot be read, from its beginning or in the middle, is a `DataError` that names it."""
     try:
-        return path.open("rb")
+        with path.open("rb") as file:
+            yield file
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 

@@ -41,7 +41,7 @@ class TextTokenizer:
         """What the tokenizer itself puts before a text: the token for its beginning, where it has one."""
         # A text that happens to contain "<|endoftext|>" must not end a document.
         backend.encode_special_tokens = True
-        self._backend = backend
+        self.backend = backend
         self._characters: dict[str, bool] = {}
         """Those that were met, and whether a token stands for them."""
         self.end: int = end
@@ -51,40 +51,40 @@ class TextTokenizer:
     def vocab_size(self) -> int:
         """Tokens in the vocabulary, added ones included."""
         # Ids may have gaps, and an embedding must reach the highest one.
-        highest: int = max(self._backend.get_vocab().values())
+        highest: int = max(self.backend.get_vocab().values())
         return highest + 1
 
     @property
     def digest(self) -> str:
         """A hash of everything the tokenizer is made of."""
-        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
+        return hashlib.sha256(self.backend.to_str().encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, nothing added."""
         try:
-            tokens: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            tokens: list[int] = self.backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:  # all that the library says of a text that is no UTF-8
             raise DataError(f"{half_character(text) or error}; leave it out") from error
         return tokens
 
     def encode_many(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """The tokens of many texts, on all cores."""
-        for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False):
+        for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False):
             yield encoding.ids
 
     def unknown_in(self, text: str) -> str | None:
         """The first character of a text that no token stands for, or only the one for what is unknown; spaces aside."""
         if self._knows_all:
             return None
-        if type(self._backend.model).__name__ not in ("BPE", "Unigram"):  # others know words
-            encoding = self._backend.encode(text, add_special_tokens=False)
+        if type(self.backend.model).__name__ not in ("BPE", "Unigram"):  # others know words
+            encoding = self.backend.encode(text, add_special_tokens=False)
             found = (
                 at for token, (at, _) in zip(encoding.ids, encoding.offsets, strict=True) if token in self._unknown
             )
             return next((text[at] for at in found), None)
         # One by one: where a character is dropped, the library gives those behind it the wrong places.
         for character in set(text) - self._characters.keys():
-            found = self._backend.encode(character, add_special_tokens=False)
+            found = self.backend.encode(character, add_special_tokens=False)
             told = (text for token, text in zip(found.ids, found.tokens, strict=True) if token not in self._unknown)
             self._characters[character] = character.isspace() or any(text.strip(_SPACE) for text in told)
         return next((character for character in text if not self._characters[character]), None)
@@ -96,29 +96,29 @@ class TextTokenizer:
     @cached_property
     def _unknown(self) -> frozenset[int]:
         """The token for what is unknown, where there is one."""
-        names = (getattr(self._backend.model, "unk_token", None) or "<unk>", "<unk>", "[UNK]")
-        return frozenset(token for name in names if (token := self._backend.token_to_id(name)) is not None)
+        names = (getattr(self.backend.model, "unk_token", None) or "<unk>", "<unk>", "[UNK]")
+        return frozenset(token for name in names if (token := self.backend.token_to_id(name)) is not None)
 
     @cached_property
     def _knows_all(self) -> bool:
         """Whether it has a token for every byte."""
         strange = "\u6f22\u0378\U0001f9ff"
-        found = self._backend.encode(strange, add_special_tokens=False).ids
+        found = self.backend.encode(strange, add_special_tokens=False).ids
         return self.decode(found).strip() == strange
 
     def decode(self, tokens: Sequence[int], *, keep_special: bool = False) -> str:
         """The text of some tokens."""
-        text: str = self._backend.decode(list(tokens), skip_special_tokens=not keep_special)
+        text: str = self.backend.decode(list(tokens), skip_special_tokens=not keep_special)
         return text
 
     def special_token(self, text: str) -> int | None:
         """The token that a text is, if decoding leaves it out; None for any other text."""
-        token: int | None = self._backend.token_to_id(text)
+        token: int | None = self.backend.token_to_id(text)
         return token if token is not None and not self.decode([token]) else None
 
     def save(self, path: str | Path) -> None:
         """Write a `tokenizer.json`."""
-        self._backend.save(str(path))
+        self.backend.save(str(path))
 
 
 def _begin_of(backend: Any) -> tuple[int, ...]:

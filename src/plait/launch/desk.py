@@ -155,10 +155,12 @@ class Desk:
         while self._callers and time.monotonic() < deadline:
             self.attend(0.05)
         known = [record for record in self.records if record.exit_code is not None or record.lost]
-        if known and (code or self.hung):
+        # A command may say that all is well when a rank has failed: a shell that only waits does.
+        ill = bool(code) or self.hung or any(record.failed for record in known)
+        if known and ill:
             several = len(self.job.nodes) > 1
             conclude(known, hung=self.hung, log_dir=self.job.log_dir, several_hosts=several)
-        return (exit_code(known, hung=self.hung) or code) if code or self.hung else 0
+        return (exit_code(known, hung=self.hung) or code) if ill else 0
 
 
 class _Caller:

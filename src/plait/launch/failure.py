@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from plait.config.words import whole_number
 from plait.errors import ConfigError, PlaitError
 from plait.spec.beat import FOLDER_VARIABLE
 
@@ -27,7 +28,7 @@ _YOUNG_S = 60.0
 
 def tell(error: PlaitError) -> None:
     """Pass the error on in plain words, or print it."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank = whole_number(os.environ.get("RANK", "")) or 0
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is not None and Path(folder).is_dir():
         with suppress(OSError):  # full, most likely, which may be what the error is about: then it is said here

@@ -6,6 +6,8 @@ import argparse
 import shlex
 from typing import Any, NoReturn
 
+from plait.config.part import choose_type
+from plait.config.trust import entry_points_of
 from plait.errors import WorldError
 
 LAUNCHERS = ("local", "ssh", "pdsh", "openmpi", "mpich", "mvapich", "impi", "slurm")
@@ -38,6 +40,19 @@ def flags() -> argparse.ArgumentParser:
     return parser
 
 
+def _launcher(text: str) -> str:
+    if is_own_launcher(text):
+        return text
+    if text.lower() in LAUNCHERS:
+        return text.lower()
+    raise argparse.ArgumentTypeError(f"unknown launcher {text!r}. {choose_type('launcher', text, LAUNCHERS)}")
+
+
+def is_own_launcher(name: str | None) -> bool:
+    """Whether a launcher is the user's: named by its code, or brought by a plug-in."""
+    return name is not None and name.lower() not in LAUNCHERS and (":" in name or name in entry_points_of("launcher"))
+
+
 def _switch(group: argparse._ArgumentGroup, *names: str, **more: Any) -> None:
     group.add_argument(*names, action="store_true", **more)
 
@@ -57,7 +72,10 @@ def _where(group: argparse._ArgumentGroup) -> None:
 
 def _reach(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--launcher", choices=LAUNCHERS, type=str.lower, help="ssh where there are several hosts, else local"
+        "--launcher",
+        type=_launcher,
+        metavar="NAME",
+        help=f"{', '.join(LAUNCHERS)}, or package.module:name; ssh where there are several hosts, else local",
     )
     group.add_argument(
         "--launcher_args",

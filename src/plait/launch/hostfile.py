@@ -8,11 +8,16 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from plait.config.files import read_lines
+from plait.config.words import whole_number
 from plait.errors import WorldError
 
 Pool = dict[str, tuple[int, ...]]
 """Host → the numbers of its slots, in the order in which ranks are given out."""
 
+_NAME = re.compile(r"(?!-)[\w.:%@+~-]+")
+"""A name, an address, or one of them behind `user@`. What begins with a dash would be an option of ssh."""
+MOST_SLOTS = 65_536
+"""More than any host has; a slip must not fill memory with numbers."""
 _LINE = re.compile(r"(?P<host>\S+)(?:\s+slots\s*=\s*(?P<slots>\S+))?(?:\s+max[_-]slots\s*=\s*\d+)?\s*")
 
 
@@ -38,9 +43,15 @@ def _entry(text: str, where: str) -> tuple[str, int]:
         raise WorldError(f"{where}: cannot read {text!r}; write a host and its slots: `worker-0 slots=4`")
     if found["slots"] is None:
         raise WorldError(f"{where}: {text!r} says no slots; write how many ranks it takes: `{found['host']} slots=4`")
-    if not found["slots"].isdecimal() or int(found["slots"]) == 0:
-        raise WorldError(f"{where}: slots={found['slots']} is no number from 1; write `{found['host']} slots=4`")
-    return _without_brackets(found["host"]), int(found["slots"])
+    slots = whole_number(found["slots"])
+    if not slots:
+        raise WorldError(f"{where}: slots={found['slots']:.20} is no number from 1; write `{found['host']} slots=4`")
+    if slots > MOST_SLOTS:
+        raise WorldError(f"{where}: slots={slots} is more than the {MOST_SLOTS} that a host may have")
+    host = _without_brackets(found["host"])
+    if _NAME.fullmatch(host) is None:
+        raise WorldError(f"{where}: {host!r} is no name or address of a host; write it like `worker-0 slots=4`")
+    return host, slots
 
 
 def _without_brackets(host: str) -> str:
@@ -96,9 +107,10 @@ def _part(part: str, flag: str) -> tuple[str, list[int]]:
     if not name:
         raise WorldError(f"{flag}: {part!r} names no host; write `worker-0@worker-1:0,2`")
     numbers = [number.strip() for number in slots.split(",")] if slots else []
-    if not all(number.isdecimal() for number in numbers):
+    found = [whole_number(number) for number in numbers]
+    if None in found:
         raise WorldError(f"{flag}: {slots!r} in {part!r} is no list of slots; write `{name}:0,2`")
-    return name, [int(number) for number in numbers]
+    return name, [number for number in found if number is not None]
 
 
 def _host(name: str, pool: Mapping[str, object], flag: str) -> str:

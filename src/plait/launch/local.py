@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from plait.config.words import whole_number
 from plait.errors import WorldError
 from plait.launch.binding import available_cores, cpu_count
 from plait.launch.failure import Messages
@@ -44,8 +45,7 @@ def gpu_count() -> int:
 
 def launched_size() -> int | None:
     """How many ranks a launcher started this process as one of; None where nobody did."""
-    size = os.environ.get("WORLD_SIZE", "")
-    return int(size) if size.isdecimal() else None
+    return whole_number(os.environ.get("WORLD_SIZE", ""))
 
 
 def run_ranks(command: Sequence[str], count: int) -> int:

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from plait.config.words import whole_number
 from plait.errors import WorldError
 from plait.launch import forward, slurm
 from plait.launch.binding import cpu_count, parse_cores
 from plait.launch.elastic import is_elastic, range_of_nodes
-from plait.launch.flags import DEFAULT_HOSTFILE
-from plait.launch.hostfile import Pool, choose, limit, read_hostfile
+from plait.launch.flags import DEFAULT_HOSTFILE, is_own_launcher
+from plait.launch.hostfile import MOST_SLOTS, Pool, choose, limit, read_hostfile
 from plait.launch.job import Job, Node
 from plait.launch.local import gpu_count
 from plait.launch.mpi import FAMILIES
@@ -29,7 +30,8 @@ from plait.launch.variables import check_address, with_variables
 def prepare(options: Options, words: Sequence[str]) -> Setup:
     """Decide everything that can be decided without asking another host."""
     options = with_variables(options)
-    if is_elastic(options) and options.launcher in ("slurm", "pdsh", *FAMILIES):
+    own = is_own_launcher(options.launcher)
+    if is_elastic(options) and (own or options.launcher in ("slurm", "pdsh", *FAMILIES)):
         raise WorldError(
             f"--launcher {options.launcher} starts a fixed number of ranks; elastic training goes with ssh"
         )
@@ -78,11 +80,18 @@ def _nodes(pool: Pool) -> tuple[Node, ...]:
 
 def _ranks_a_host(options: Options) -> int | None:
     """As the flags say; None where they do not."""
+    count = _count(options)
+    if count is not None and count > MOST_SLOTS:
+        raise WorldError(f"{count} ranks a host are more than the {MOST_SLOTS} that there may be; use a smaller number")
+    return count
+
+
+def _count(options: Options) -> int | None:
     text = options.nproc_per_node
     if text is None:
         return options.num_gpus
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
+    if count := whole_number(text):
+        return count
     if text == "cpu":
         return cpu_count()
     if text not in ("gpu", "auto"):
@@ -95,7 +104,8 @@ def _ranks_a_host(options: Options) -> int | None:
 
 def _without_hostfile(options: Options, words: Sequence[str]) -> Setup:
     """This host alone, or one of several that are each started by hand, as with torchrun."""
-    if options.launcher not in (None, "local", *FAMILIES):
+    own = is_own_launcher(options.launcher)
+    if not own and options.launcher not in (None, "local", *FAMILIES):
         raise WorldError(f"--launcher {options.launcher} needs hosts; name a file with --hostfile")
     slots = _local_slots(options)
     count = range_of_nodes(options, 1)[1] if options.nnodes else 1

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
+from plait.config.words import whole_number
 from plait.errors import PlaitError, WorldError
 from plait.launch.job import Job
 from plait.launch.node import attend_here
@@ -30,10 +31,15 @@ def rank_words(job: Job) -> list[str]:
     return [sys.executable, "-m", "plait.launch.rank", "--job", replace(job, environment={}).to_json()]
 
 
+def host_words(job: Job, node: int) -> list[str]:
+    """The command that starts all ranks of one host of a job, where a launcher starts one command for each."""
+    return [sys.executable, "-m", "plait.launch.node", "--job", job.to_json(), "--node", str(node)]
+
+
 def launched_rank() -> int:
     """The rank as which a launcher, whichever, started this process; 0 where nobody did."""
     found = (os.environ.get(name, "") for name in ("RANK", *(rank for rank, _ in _NAMES)))
-    return next((int(text) for text in found if text.isdecimal()), 0)
+    return next((number for text in found if (number := whole_number(text)) is not None), 0)
 
 
 def which_rank(environment: Mapping[str, str], size: int) -> int:

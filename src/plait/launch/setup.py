@@ -6,7 +6,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from plait.errors import ConfigError, Problem
 from plait.launch import slurm
@@ -24,6 +26,37 @@ from plait.launch.pdsh import pdsh_command, pdsh_end
 from plait.launch.ports import free_port
 from plait.launch.reform import GRACE_S, Crew, run_again_and_again
 from plait.launch.ssh import Ssh, node_words, options_and_first, shell_line
+from plait.plugins import call, find
+
+
+class Starter(Protocol):
+    """What `--launcher` may name: a function, or a class without arguments that is called like one.
+
+    The command runs here until the job has ended. It starts `host_words(job, N)` once on each host, the N-th of
+    `job.nodes`; or `rank_words(job)` once for each rank, under MPI's, PMI's or Slurm's variables.
+    """
+
+    def __call__(self, job: Job, arguments: Sequence[str], /) -> Command:
+        """The command that starts a job. `arguments` are those of `--launcher_args`."""
+
+
+def own_starter(name: str) -> Starter:
+    """A launcher of the user's own."""
+    key = "--launcher"
+    found = find("launcher", name, key)
+    starter = found() if isinstance(found, type) else found
+
+    def start(job: Job, arguments: Sequence[str], /) -> Command:
+        command = call(starter, key, job, arguments, name=name, arguments={})
+        if not isinstance(command, Command):
+            message = f"{name!r} returned a {type(command).__name__}"
+            raise ConfigError(Problem(key, message, "Return a plait.launch.Command."))
+        return command
+
+    if not callable(starter):
+        message = f"{name!r} is a {type(starter).__name__}, which cannot be called with a job"
+        raise ConfigError(Problem(key, message, "Name a function (job, arguments) → plait.launch.Command."))
+    return start
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +94,17 @@ class Setup:
         if self.launcher == "ssh":
             reached = [self.reach(node, node_words(node)) for node in range(len(job.nodes))]
             return [Command(tuple(argv), stdin=job.to_json()) for argv in reached]
+        if self.launcher == "slurm" and not slurm.in_allocation():
+            return [slurm.sbatch_command(options, self.words, job.environment)]
+        return [self._starter()(job, options.launcher_args)]
+
+    def _starter(self) -> Starter:
+        """What makes the one command that starts all ranks or hosts."""
         if self.launcher == "pdsh":
-            return [pdsh_command(job, options.launcher_args, ssh_port=options.ssh_port)]
+            return partial(pdsh_command, ssh_port=self.options.ssh_port)
         if self.launcher == "slurm":
-            if not slurm.in_allocation():
-                return [slurm.sbatch_command(options, self.words, job.environment)]
-            return [slurm.srun_command(job, options.launcher_args)]
-        return [mpi_command(self.launcher, job, options.launcher_args)]
+            return slurm.srun_command
+        return partial(mpi_command, self.launcher) if self.launcher in FAMILIES else own_starter(self.launcher)
 
     def final_job(self) -> Job:
         """The job as hosts get it; made last, when the address and the port are known."""

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from plait.config.words import whole_number
 from plait.errors import WorldError
 from plait.launch.command import Command
 from plait.launch.hostfile import Pool
@@ -98,7 +99,7 @@ def _hosts(text: str, flag: str) -> str:
 
 
 def _plain(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdecimal() else None
+    return None if text is None else whole_number(text)
 
 
 def _first_number(*names: str) -> int | None:

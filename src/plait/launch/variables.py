@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from plait.config.words import whole_number
 from plait.errors import WorldError
 from plait.launch.network import is_this_host
 from plait.launch.options import Options
@@ -73,8 +74,9 @@ def _first(*names: str) -> tuple[str, str] | None:
 
 
 def _number(name: str, text: str) -> int:
-    if not text.isdecimal():
+    number = whole_number(text)
+    if number is None:
         raise WorldError(
             f"the environment variable {name} is {text!r}, expected a whole number; unset it, or correct it"
         )
-    return int(text)
+    return number

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from plait.config.model import GptConfig, HFConfig, ImportedModel, LlamaConfig, ModelConfig, MoeConfig, ResNetConfig
+from plait.config.model import GptConfig, HFConfig, LlamaConfig, ModelConfig, MoeConfig
 from plait.errors import ModelError
 from plait.models.common.exchange import Made, by_translation
 
@@ -56,7 +56,7 @@ def to_transformers(config: ModelConfig, *, trust_code: bool = False) -> Portabl
             return Portable(
                 describe(config, trust_code=trust_code), None, None if config.path is None else Path(config.path)
             )
-        case ResNetConfig() | ImportedModel():
+        case _:
             raise ModelError(
                 f"`model.type: {config.type}` has no counterpart in transformers, which knows hf, gpt, llama "
                 "and moe of Plait's; write a plain state dict with `--to torch`, or a checkpoint with `--to plait`"

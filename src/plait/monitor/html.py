@@ -44,6 +44,9 @@ def write_report(
         page.footer(time.time()),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
+    if out.exists() and not out.is_file():
+        out.write_text(page.document(title, body), encoding="utf-8")  # a pipe or /dev/null: nothing may take its place
+        return
     beside = out.with_name(out.name + ".tmp")
     beside.write_text(page.document(title, body), encoding="utf-8")
     beside.replace(out)

@@ -27,6 +27,8 @@ class JsonlSink:
     A file of an earlier run is continued, never truncated: a resumed run is the next part of the same story.
     """
 
+    every_rank = True
+
     def __init__(self, work_dir: Path, rank: int) -> None:
         self._rank = rank
         path = events_path(work_dir, rank)

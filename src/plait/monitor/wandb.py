@@ -22,7 +22,7 @@ class WandbSink:
     wandb's own settings hold, `WANDB_MODE` among them. `options` are words for `wandb.init`.
     """
 
-    def __init__(self, work_dir: Path, project: str | None, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, work_dir: Path, project: str | None = None, options: Mapping[str, Any] | None = None) -> None:
         try:
             import wandb
         except ImportError as missing:

@@ -5,17 +5,13 @@ On tensors without values nothing is launched, so that a plan sees the memory th
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
+from plait.fake_tensors import on_fake_tensors
 from plait.ops.adam import AdamNumbers
 from plait.ops.blockwise import BLOCK, Packed, width_of
-from plait.torch_internals import has_values
-
-HAS_TRITON = find_spec("triton") is not None
-"""Triton comes with the CUDA builds of torch, not with the CPU build."""
+from plait.ops.triton import HAS_TRITON, has_kernels
 
 if HAS_TRITON:
     import triton
@@ -87,13 +83,16 @@ if HAS_TRITON:
 
 def is_fused(tensor: Tensor) -> bool:
     """Whether the kernel is for such tensors."""
-    return tensor.is_cuda and (HAS_TRITON or not has_values(tensor))
+    return tensor.is_cuda and has_kernels(tensor)
 
 
+def _nothing(numbers: AdamNumbers, weight: Tensor, grad: Tensor, mean: Packed, square: Packed) -> None:
+    pass
+
+
+@on_fake_tensors(_nothing, argument=1)
 def adam8bit_step_triton(numbers: AdamNumbers, weight: Tensor, grad: Tensor, mean: Packed, square: Packed) -> None:
     """The twin of `adam8bit_step_plain`."""
-    if not has_values(weight):
-        return
     assert weight.is_contiguous(), "tensors are contiguous"
     blocks = mean.scales.shape[1]
     beta1, beta2 = numbers.betas

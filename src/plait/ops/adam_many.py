@@ -9,10 +9,11 @@ from math import log
 import torch
 from torch import Tensor
 
+from plait.fake_tensors import on_fake_tensors
 from plait.ops.adam import AdamNumbers, adam_step, adam_step_plain
 from plait.ops.adam_kernel import Entry, Tables, adam_many_triton
 from plait.ops.triton import has_kernels
-from plait.torch_internals import foreach_add_, foreach_sub_, fused_adamw_, has_values
+from plait.torch_internals import foreach_add_, foreach_sub_, fused_adamw_
 
 
 @torch.no_grad()
@@ -36,25 +37,7 @@ def adam_many(
     if not has_kernels(entries[0].weight):
         adam_many_plain(numbers, entries, steps, scale=scale, found_inf=found_inf)
         return
-    if not has_values(entries[0].weight):
-        _show(entries, steps)
-        return
-    foreach_add_(list(steps), 1.0)
-    if found_inf is not None:
-        # A list: given one tensor, torch would wait for the device to tell its value.
-        foreach_sub_(list(steps), [found_inf] * len(steps))
-    rates = _rates(numbers, torch.stack(list(steps)))
-    for launch in tables.of(entries):
-        adam_many_triton(
-            1.0 - numbers.lr * numbers.weight_decay if numbers.decoupled else 1.0,
-            0.0 if numbers.decoupled else numbers.weight_decay,
-            numbers.betas,
-            numbers.eps,
-            rates if launch.chosen is None else rates.index_select(1, launch.chosen),
-            scale,
-            found_inf,
-            launch,
-        )
+    _update(numbers, entries, steps, scale, found_inf, tables)
 
 
 @torch.no_grad()
@@ -88,8 +71,15 @@ def _rates(numbers: AdamNumbers, steps: Tensor) -> Tensor:
     return torch.stack((numbers.lr / first, second.sqrt())).float()
 
 
-def _show(entries: Sequence[Entry], steps: Sequence[Tensor]) -> None:
-    """Let a plan see the traffic: torch's own update, which moves as much but for the rounded weights."""
+def _update_fake(
+    numbers: AdamNumbers,
+    entries: Sequence[Entry],
+    steps: Sequence[Tensor],
+    scale: Tensor | None,
+    found_inf: Tensor | None,
+    tables: Tables,
+) -> None:
+    """torch's own update, which moves as many bytes but for the rounded weights."""
     fused_adamw_(
         [entry.weight for entry in entries],
         [entry.grad for entry in entries],
@@ -105,3 +95,30 @@ def _show(entries: Sequence[Entry], steps: Sequence[Tensor]) -> None:
         amsgrad=False,
         maximize=False,
     )
+
+
+@on_fake_tensors(_update_fake, argument=1)
+def _update(
+    numbers: AdamNumbers,
+    entries: Sequence[Entry],
+    steps: Sequence[Tensor],
+    scale: Tensor | None,
+    found_inf: Tensor | None,
+    tables: Tables,
+) -> None:
+    foreach_add_(list(steps), 1.0)
+    if found_inf is not None:
+        # A list: given one tensor, torch would wait for the device to tell its value.
+        foreach_sub_(list(steps), [found_inf] * len(steps))
+    rates = _rates(numbers, torch.stack(list(steps)))
+    for launch in tables.of(entries):
+        adam_many_triton(
+            1.0 - numbers.lr * numbers.weight_decay if numbers.decoupled else 1.0,
+            0.0 if numbers.decoupled else numbers.weight_decay,
+            numbers.betas,
+            numbers.eps,
+            rates if launch.chosen is None else rates.index_select(1, launch.chosen),
+            scale,
+            found_inf,
+            launch,
+        )

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from plait.ops.fp8_kernel import PEAKS, cast_triton, peaks_triton
+from plait.ops.fp8_kernel import cast_triton, peaks_triton
 from plait.ops.triton import has_kernels
-from plait.torch_internals import has_values
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -40,9 +39,7 @@ class Cast(NamedTuple):
 
 def is_fused(x: Tensor) -> bool:
     """Whether there is a kernel for such a tensor; Triton rounds to these formats where the device does."""
-    return has_kernels(x) and (
-        not x.is_cuda or not has_values(x) or torch.cuda.get_device_capability(x.device) >= (8, 9)
-    )
+    return has_kernels(x, (8, 9))
 
 
 def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:
@@ -59,8 +56,6 @@ def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def peaks_of(tensors: Sequence[Tensor]) -> Tensor:
     """Numbers the largest of which is the largest absolute value in these tensors; NaN where one is in them."""
     if is_fused(tensors[0]):
-        if not has_values(tensors[0]):
-            return torch.stack([x.amax() for x in tensors]).float().repeat(PEAKS)
         return peaks_triton([x.contiguous() for x in tensors])
     return peaks_plain(tensors)
 
@@ -102,12 +97,7 @@ def cast(
         row_part = by_row.narrow(dim, start, size) if rows else None
         column_part = by_column.narrow(1 - dim, start, room) if columns else None
         start += size
-        if not has_values(x):
-            _move(x, row_part, column_part)
-        else:
-            cast_triton(
-                x.contiguous(), peaks, row_part, column_part, inverse, SMALLEST, notes=places, saturates=saturates
-            )
+        cast_triton(x.contiguous(), peaks, row_part, column_part, inverse, SMALLEST, notes=places, saturates=saturates)
     return Cast(by_row, by_column, inverse)
 
 
@@ -140,14 +130,6 @@ def note_plain(tensors: Sequence[Tensor], notes: Tensor) -> None:
     """Raise notes, the bits of numbers, to the largest absolute value of each tensor, or of the only one."""
     seen = notes.view(torch.float32)
     seen.copy_(torch.maximum(seen, peaks_plain(tensors)))
-
-
-def _move(x: Tensor, rows: Tensor | None, columns: Tensor | None) -> None:
-    """What a plan sees of a cast: about the bytes that are read and written."""
-    if rows is not None:
-        rows.copy_(x)
-    if columns is not None:
-        columns[:, : len(x)].copy_((x if rows is None else rows).t())
 
 
 def _scale(largest: Tensor, dtype: torch.dtype) -> Tensor:

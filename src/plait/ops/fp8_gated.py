@@ -19,9 +19,7 @@ from plait.ops.fp8 import scaled_product
 from plait.ops.fp8_cast import E4M3, E5M2, MULTIPLE, SMALLEST, Cast, cast, cast_plain, is_fused, peaks_plain
 from plait.ops.fp8_earlier import AT_ONCE, GRADIENT, INPUT, WEIGHT, Earlier
 from plait.ops.fp8_gated_kernel import gate_peaks_triton, product_triton, slopes_triton
-from plait.ops.fp8_kernel import PEAKS
 from plait.ops.swiglu import slopes_plain
-from plait.torch_internals import has_values
 
 
 def fp8_feed_forward(
@@ -51,8 +49,6 @@ def gate_peaks(gate: Tensor, up: Tensor, grad: Tensor | None = None) -> Tensor:
     """`peaks_of` the product or, where there is `grad`, of the gradients of both sides."""
     if not is_fused(gate):
         return gate_peaks_plain(gate, up, grad)
-    if not has_values(gate):  # what a plan sees: the bytes that are read
-        return torch.stack([x.amax() for x in (gate, up, grad) if x is not None])[0].float().repeat(PEAKS)
     return gate_peaks_triton(gate, up, grad)
 
 
@@ -68,11 +64,7 @@ def cast_product(
     if not is_fused(gate):
         return cast_product_plain(gate, up, peaks, notes=notes, saturates=saturates)
     rows, inverse = gate.new_empty(gate.shape, dtype=E4M3), peaks.new_empty(())
-    if not has_values(gate):
-        rows.copy_(gate)
-        up.amax()
-    else:
-        product_triton(gate, up, peaks, rows, inverse, SMALLEST, notes=notes, saturates=saturates)
+    product_triton(gate, up, peaks, rows, inverse, SMALLEST, notes=notes, saturates=saturates)
     return Cast(rows, rows.new_empty(0), inverse)
 
 
@@ -107,25 +99,19 @@ def cast_slopes(
     by_column = gate.new_empty(2 * width, padded, dtype=E5M2)
     product = gate.new_empty(width, padded, dtype=E4M3)
     inverses = peaks[0].new_empty(()), peaks[0].new_empty(())
-    if not has_values(gate):
-        for room, x in ((product, gate), (by_column[:width], up), (by_column[width:], grad)):
-            room[:, :height].copy_(x.t())
-        if rows:
-            by_row.copy_(by_column[:, :height].t())
-    else:
-        slopes_triton(
-            gate,
-            up,
-            grad,
-            peaks,
-            product=product,
-            rows=by_row if rows else None,
-            columns=by_column,
-            inverses=inverses,
-            smallest=SMALLEST,
-            notes=notes,
-            saturates=saturates,
-        )
+    slopes_triton(
+        gate,
+        up,
+        grad,
+        peaks,
+        product=product,
+        rows=by_row if rows else None,
+        columns=by_column,
+        inverses=inverses,
+        smallest=SMALLEST,
+        notes=notes,
+        saturates=saturates,
+    )
     return Slopes(Cast(none, product, inverses[0]), Cast(by_row, by_column, inverses[1]))
 
 

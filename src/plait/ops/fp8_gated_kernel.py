@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from plait.ops.fp8_kernel import READ, programs_for, room_for
+from plait.fake_tensors import on_fake_tensors
+from plait.ops.fp8_kernel import PEAKS, READ, programs_for, room_for
 from plait.ops.triton import HAS_TRITON, interprets, on_device_of
 
 _TALL, _WIDE = 64, 64
@@ -160,6 +161,11 @@ if HAS_TRITON:
         turn(up_word, columns + padded.to(tl.int64) * width, padded, top, left, padded, width, quarter, wide)
 
 
+def _gate_peaks_fake(gate: Tensor, up: Tensor, grad: Tensor | None) -> Tensor:
+    return torch.stack([x.amax() for x in (gate, up, grad) if x is not None])[0].float().repeat(PEAKS)
+
+
+@on_fake_tensors(_gate_peaks_fake)
 def gate_peaks_triton(gate: Tensor, up: Tensor, grad: Tensor | None) -> Tensor:
     """Numbers the largest of which is that of the product or, with `grad`, of the gradients of both sides; fp32."""
     programs = programs_for(gate.numel(), _READ)
@@ -178,6 +184,22 @@ def gate_peaks_triton(gate: Tensor, up: Tensor, grad: Tensor | None) -> Tensor:
     return peaks
 
 
+def _product_fake(
+    gate: Tensor,
+    up: Tensor,
+    peaks: Tensor,
+    rows: Tensor,
+    inverse: Tensor,
+    smallest: float,
+    *,
+    notes: Tensor | None,
+    saturates: bool,
+) -> None:
+    rows.copy_(gate)
+    up.amax()
+
+
+@on_fake_tensors(_product_fake)
 def product_triton(
     gate: Tensor,
     up: Tensor,
@@ -216,6 +238,28 @@ def product_triton(
         )
 
 
+def _slopes_fake(
+    gate: Tensor,
+    up: Tensor,
+    grad: Tensor,
+    peaks: tuple[Tensor, Tensor],
+    *,
+    product: Tensor,
+    rows: Tensor | None,
+    columns: Tensor,
+    inverses: tuple[Tensor, Tensor],
+    smallest: float,
+    notes: Tensor | None,
+    saturates: bool,
+) -> None:
+    height, width = gate.shape
+    for room, x in ((product, gate), (columns[:width], up), (columns[width:], grad)):
+        room[:, :height].copy_(x.t())
+    if rows is not None:
+        rows.copy_(columns[:, :height].t())
+
+
+@on_fake_tensors(_slopes_fake)
 def slopes_triton(
     gate: Tensor,
     up: Tensor,

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from plait.fake_tensors import on_fake_tensors
 from plait.ops.triton import HAS_TRITON, interprets, on_device_of
 
 PEAKS = 256
@@ -174,6 +175,11 @@ if HAS_TRITON:
             turn(word, columns, columns_stride, top, left, padded, width, quarter, wide)
 
 
+def _peaks_fake(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([x.amax() for x in tensors]).float().repeat(PEAKS)
+
+
+@on_fake_tensors(_peaks_fake)
 def peaks_triton(tensors: Sequence[Tensor]) -> Tensor:
     """Numbers the largest of which is the largest absolute value in these contiguous tensors, fp32."""
     counts = [programs_for(x.numel(), READ) for x in tensors]
@@ -197,6 +203,24 @@ def room_for(peaks: Tensor) -> int:
     return FEW if len(peaks) <= FEW else int(max(PEAKS, triton.next_power_of_2(len(peaks))))
 
 
+def _cast_fake(
+    x: Tensor,
+    peaks: Tensor,
+    rows: Tensor | None,
+    columns: Tensor | None,
+    inverse: Tensor,
+    smallest: float,
+    *,
+    notes: Tensor | None,
+    saturates: bool,
+) -> None:
+    if rows is not None:
+        rows.copy_(x)
+    if columns is not None:
+        columns[:, : len(x)].copy_((x if rows is None else rows).t())
+
+
+@on_fake_tensors(_cast_fake)
 def cast_triton(
     x: Tensor,
     peaks: Tensor,

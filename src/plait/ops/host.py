@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import TrainingError
-from plait.torch_internals import has_values
+from plait.fake_tensors import on_fake_tensors
 
 ALIGNMENT = 4096
 """What direct I/O asks of addresses, lengths and places in a file: enough for every disk in use."""
@@ -43,10 +43,13 @@ def host_empty(*shape: int, dtype: torch.dtype = torch.float32, pinned: bool = F
     if pinned and size:
         return _pinned(size).view(dtype).view(shape)
     room = torch.empty(rounded(size) + ALIGNMENT, dtype=torch.uint8)
-    if not has_values(room):  # a plan: it has no address
-        return room[:size].view(dtype).view(shape)
-    skip = -room.data_ptr() % ALIGNMENT
+    skip = _to_next_block(room)
     return room[skip : skip + size].view(dtype).view(shape)
+
+
+@on_fake_tensors(lambda room: 0)
+def _to_next_block(room: Tensor) -> int:
+    return -room.data_ptr() % ALIGNMENT
 
 
 def _pinned(size: int) -> Tensor:

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from plait.torch_internals import FakeTensor, any_global_hook, compiled_call, is_hooked
-
-_PLAIN = (nn.Parameter, Tensor, FakeTensor)
+from plait.fake_tensors import class_of
+from plait.torch_internals import any_global_hook, compiled_call, is_hooked
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -29,7 +28,7 @@ def is_untouched(layer: nn.Linear) -> bool:
     """Whether calling a layer is the `forward` of its class with a weight of the usual kind, and nothing beside."""
     changed = "forward" in vars(layer) or compiled_call(layer) is not None
     watched = is_hooked(layer) or changed or any_global_hook()
-    return type(layer.weight) in _PLAIN and not watched
+    return class_of(layer.weight) in (nn.Parameter, Tensor) and not watched
 
 
 def through_all(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from plait.ops.rms_norm_kernel import backward_triton, forward_triton
 from plait.ops.triton import has_kernels
-from plait.torch_internals import has_values
 
 MAX_WIDTH = 32768
 """A program holds a whole row."""
@@ -60,11 +59,7 @@ class _Norm(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor]:
         given, x = x, x.contiguous()
         y = None if y is None else y.contiguous()
-        if not has_values(x):
-            total = None if y is None else x + y
-            out, scales = x.clone(), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
-        else:
-            total, out, scales = forward_triton(x, y, weight, eps)
+        total, out, scales = forward_triton(x, y, weight, eps)
         ctx.save_for_backward(x if total is None else total, weight, scales)
         ctx.set_materialize_grads(False)
         ctx.adds = y is not None
@@ -79,8 +74,5 @@ class _Norm(torch.autograd.Function):
             return grad_total, grad_total if ctx.adds else None, None, None, None
         grad = grad.contiguous()
         grad_total = None if grad_total is None else grad_total.contiguous()
-        if not has_values(x):
-            grad_x, grad_weight = x * grad, torch.empty_like(weight)
-        else:
-            grad_x, grad_weight = backward_triton(x, weight, scales, grad, grad_total)
+        grad_x, grad_weight = backward_triton(x, weight, scales, grad, grad_total)
         return grad_x, grad_x if ctx.adds else None, grad_weight.to(weight.dtype), None, None

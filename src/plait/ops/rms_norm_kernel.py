@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from plait.fake_tensors import on_fake_tensors
 from plait.ops.triton import HAS_TRITON, on_device_of
 
 _PROGRAMS = 512
@@ -71,6 +72,14 @@ if HAS_TRITON:
         tl.store(grad_weights + program * width + at, summed, mask=inside)
 
 
+def _forward_fake(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    total = None if residual is None else x + residual
+    return total, x.clone(), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
+
+
+@on_fake_tensors(_forward_fake)
 def forward_triton(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -96,6 +105,13 @@ def forward_triton(
     return total, out, scales
 
 
+def _backward_fake(
+    x: Tensor, weight: Tensor, scales: Tensor, grad: Tensor, grad_total: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return x * grad, torch.empty_like(weight)
+
+
+@on_fake_tensors(_backward_fake)
 def backward_triton(
     x: Tensor, weight: Tensor, scales: Tensor, grad: Tensor, grad_total: Tensor | None
 ) -> tuple[Tensor, Tensor]:

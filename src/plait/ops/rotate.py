@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.fake_tensors import on_fake_tensors
 from plait.ops.triton import HAS_TRITON, has_kernels, on_device_of
-from plait.torch_internals import has_values
 
 if HAS_TRITON:
     import triton
@@ -155,9 +155,12 @@ class _Rotate(torch.autograd.Function):
         return *_turned(_straight(grad_q), _straight(grad_k), cos, sin, -1.0), None, None
 
 
+def _turned_fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, direction: float) -> tuple[Tensor, Tensor]:
+    return q.clone(), k.clone()
+
+
+@on_fake_tensors(_turned_fake)
 def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, direction: float) -> tuple[Tensor, Tensor]:
-    if not has_values(q):
-        return q.clone(), k.clone()
     out = torch.empty_like(q), torch.empty_like(k)
     batch, q_heads, tokens, dim = q.shape
     k_heads = k.shape[1]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from plait.fake_tensors import on_fake_tensors
 from plait.ops.triton import HAS_TRITON, has_kernels, on_device_of
-from plait.torch_internals import has_values
 
 _BLOCK = 4096
 
@@ -34,18 +34,25 @@ def scaled_plain(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() * factor).to(dtype)
 
 
+def _scaled_fake(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype).copy_(x)
+
+
+@on_fake_tensors(_scaled_fake)
+def _scaled_triton(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.empty_like(x, dtype=dtype)
+    with on_device_of(x):
+        _kernel[(max(1, -(-x.numel() // _BLOCK)),)](x, factor, out, x.numel(), block=_BLOCK, num_warps=8)
+    return out
+
+
 @torch.library.custom_op("plait::scaled", mutates_args=())
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """`x * factor` in `dtype`, of 16- or 32-bit numbers; computed in fp32 and rounded once."""
     x = x.contiguous()
     if not has_kernels(x):
         return scaled_plain(x, factor, dtype)
-    out = torch.empty_like(x, dtype=dtype)
-    if not has_values(x):
-        return out.copy_(x)
-    with on_device_of(x):
-        _kernel[(max(1, -(-x.numel() // _BLOCK)),)](x, factor, out, x.numel(), block=_BLOCK, num_warps=8)
-    return out
+    return _scaled_triton(x, factor, dtype)
 
 
 @scaled.register_fake

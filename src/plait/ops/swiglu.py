@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from plait.fake_tensors import on_fake_tensors
 from plait.ops.triton import HAS_TRITON, has_kernels, on_device_of
-from plait.torch_internals import has_values
 
 _BLOCK = 1024
 
@@ -78,8 +78,15 @@ def product_of(gate: Tensor, up: Tensor) -> Tensor:
     """The forward pass alone, of contiguous tensors."""
     if not _is_fused(gate, up):
         return swiglu_plain(gate, up)
-    if not has_values(gate):
-        return gate * up
+    return _product_triton(gate, up)
+
+
+def _product_fake(gate: Tensor, up: Tensor) -> Tensor:
+    return gate * up
+
+
+@on_fake_tensors(_product_fake)
+def _product_triton(gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty_like(gate)
     with on_device_of(gate):
         _forward_kernel[(_programs(gate),)](gate, up, out, gate.numel(), block=_BLOCK, num_warps=4)
@@ -93,8 +100,15 @@ def slopes_of(gate: Tensor, up: Tensor, grad: Tensor, *, again: bool = False) ->
     """
     if not _is_fused(gate, up):
         return slopes_plain(gate, up, grad, again=again)
-    if not has_values(gate):
-        return grad * gate, up.clone(), grad.zero_() if again else None
+    return _slopes_triton(gate, up, grad, again)
+
+
+def _slopes_fake(gate: Tensor, up: Tensor, grad: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    return grad * gate, up.clone(), grad.zero_() if again else None
+
+
+@on_fake_tensors(_slopes_fake)
+def _slopes_triton(gate: Tensor, up: Tensor, grad: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
     with on_device_of(gate):
         _backward_kernel[(_programs(gate),)](

@@ -13,17 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.torch_internals import has_values
+from plait.fake_tensors import on_fake_tensors
 
 HAS_TRITON = find_spec("triton") is not None
 """Triton comes with the CUDA builds of torch, not with the CPU build."""
 
 
-def has_kernels(tensor: Tensor) -> bool:
-    """Whether kernels can run on such a tensor; one without values is taken for what it says it is."""
-    if not has_values(tensor):
-        return tensor.is_cuda
-    return HAS_TRITON and (tensor.is_cuda or interprets())
+def _would_have_kernels(tensor: Tensor, capability: tuple[int, int] = (0, 0)) -> bool:
+    return tensor.is_cuda
+
+
+@on_fake_tensors(_would_have_kernels)
+def has_kernels(tensor: Tensor, capability: tuple[int, int] = (0, 0)) -> bool:
+    """Whether kernels that need a compute capability can run on a tensor; a fake one is taken for what it claims."""
+    if not tensor.is_cuda:
+        return interprets()
+    return HAS_TRITON and (capability == (0, 0) or torch.cuda.get_device_capability(tensor.device) >= capability)
 
 
 def interprets() -> bool:

@@ -368,7 +368,7 @@ class _StandIn(Optimizer):
         ]
         super().__init__(made, {"lr": base_lr, **{key: made[0][key] for key in _MOVED if key in made[0]}})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Nothing."""
 
     def settings(self) -> list[dict[str, Any]]:

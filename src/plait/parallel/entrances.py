@@ -12,7 +12,16 @@ from typing import Any
 
 from torch import nn
 
-from plait.torch_internals import fsdp_expect_backward, fsdp_group, fsdp_in_use, fsdp_start, fsdp_state
+from plait.torch_internals import (
+    fsdp_expect_backward,
+    fsdp_gather,
+    fsdp_group,
+    fsdp_in_use,
+    fsdp_is_gathered,
+    fsdp_let_go,
+    fsdp_start,
+    fsdp_state,
+)
 
 
 def open_entrances(model: nn.Module, before: Callable[[], None]) -> None:
@@ -52,13 +61,12 @@ class _Entrance:
         self._inside += 1
         if self._inside == 1 and not self._in_use:
             self._before()
-        if not self._group.is_unsharded:
-            self._group.unshard()
-            self._group.wait_for_unshard()
+        if not fsdp_is_gathered(self._group):
+            fsdp_gather(self._group)
 
     def leave(self, module: nn.Module, _inputs: Any, answer: Any) -> None:
         """Let go, and gather again in the backward pass."""
         self._inside -= 1
         if not self._inside and not self._in_use:
             fsdp_expect_backward(self._state, answer)
-            self._group.reshard()
+            fsdp_let_go(self._group)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from plait.config.strategy import RecomputeConfig
+from plait.config.strategy import RecomputeConfig, RecomputePart
 from plait.errors import ConfigError, Problem
 from plait.parallel.units import Unit
+from plait.plugins import call, load
 from plait.torch_internals import (
     AnyBatchNorm,
     TorchDispatchMode,
@@ -50,6 +51,8 @@ def apply_recompute(units: Sequence[Unit], config: RecomputeConfig, *, ways: Seq
     The units' `forward` is replaced, not wrapped in a module, so no parameter changes its name.
     `ways` is what each of the units does, with `mode: auto`; the last one holds for those that come after.
     """
+    if isinstance(config.mode, RecomputePart):
+        return _apply_policy(units, config.mode)
     count = len(units)
     chosen: dict[str, Callable[[], Sequence[Way]]] = {
         "none": lambda: ["none"] * count,
@@ -68,14 +71,40 @@ def apply_recompute(units: Sequence[Unit], config: RecomputeConfig, *, ways: Seq
     return names
 
 
+def _apply_policy(units: Sequence[Unit], part: RecomputePart) -> list[str]:
+    """Ask a policy of the user's own about every unit.
+
+    It answers with False or True (all is computed again), with operations whose results are kept, in the words of
+    `save_ops`, or with a policy of `torch.utils.checkpoint` for each operation.
+    """
+    key = "strategy.recompute.mode"
+    policy, names = load(part, key), []
+    for unit in units:
+        answer = call(policy, key, unit.name, unit.module, name=str(part), arguments=part.arguments)
+        if answer is False:
+            continue
+        if callable(answer):
+            _recompute(unit.module, frozenset(), partial(create_selective_checkpoint_contexts, answer))
+        elif answer is True or (isinstance(answer, list | tuple) and all(isinstance(each, str) for each in answer)):
+            _recompute(unit.module, frozenset() if answer is True else operations(answer))
+        else:
+            message = f"{str(part)!r} answered {answer!r} for {unit.name!r}"
+            remedy = "Return a bool, names of operations, or a policy of torch.utils.checkpoint."
+            raise ConfigError(Problem(key, message, remedy))
+        names.append(unit.name)
+    return names
+
+
 def kept_operations(module: nn.Module) -> frozenset[Any] | None:
     """The operations whose results a unit that recomputes keeps; None for one that does not recompute."""
     return getattr(module.forward, "kept", None)
 
 
-def _recompute(module: nn.Module, kept: frozenset[Any]) -> None:
+def _recompute(module: nn.Module, kept: frozenset[Any], contexts: Callable[[], Any] | None = None) -> None:
+    """`contexts` makes those of both passes, where not `kept` alone decides."""
     forward = module.forward
-    extra: dict[str, Any] = {"context_fn": _selective_context(kept)} if kept else {}
+    contexts = contexts or (_selective_context(kept) if kept else None)
+    extra: dict[str, Any] = {"context_fn": contexts} if contexts else {}
     counting = [part for part in module.modules() if isinstance(part, AnyBatchNorm)]
     if counting:
         extra = {"context_fn": _counted_once(counting, extra.get("context_fn"))}

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from plait.config.strategy import TilesConfig
 from plait.errors import ConfigError, ModelError, Problem
-from plait.torch_internals import disable_current_modes, has_values
+from plait.fake_tensors import on_fake_tensors
+from plait.torch_internals import disable_current_modes
 
 _PATH = "strategy.tiles.names"
 
@@ -55,9 +56,7 @@ def _tile(module: nn.Module, name: str, tokens: int) -> None:
             raise _unfit(name, "takes more than one tensor of tokens")
         if x.shape[-2] <= tokens:
             return forward(x)
-        # Tensors without values show nothing.
-        if unchecked and has_values(x) and not torch.compiler.is_compiling():
-            _check(module, forward, x, name, tokens)
+        if unchecked and not torch.compiler.is_compiling() and _check(x, module, forward, name, tokens):
             unchecked.clear()
         pieces = torch.split(x, tokens, dim=-2)
         if not torch.is_grad_enabled():
@@ -71,8 +70,9 @@ def _tile(module: nn.Module, name: str, tokens: int) -> None:
     module.forward = tiled
 
 
-def _check(module: nn.Module, forward: Any, x: Tensor, name: str, tokens: int) -> None:
-    """Try, at the first call, that a token's result does not change with the tokens beside it."""
+@on_fake_tensors(lambda x, module, forward, name, tokens: False)
+def _check(x: Tensor, module: nn.Module, forward: Any, name: str, tokens: int) -> bool:
+    """Try, at the first call, that a token's result does not change with the tokens beside it; whether it was tried."""
     training = {part: part.training for part in module.modules()}
     module.eval()  # what is dropped depends on the number of tokens
     try:
@@ -88,6 +88,7 @@ def _check(module: nn.Module, forward: Any, x: Tensor, name: str, tokens: int) -
     near = 64 * torch.finfo(alone.dtype).eps * float(other.abs().max())
     if not torch.allclose(alone, other, rtol=0.0, atol=near, equal_nan=True):
         raise _unfit(name, "looks at other tokens too")
+    return True
 
 
 def _unfit(name: str, what: str) -> ModelError:

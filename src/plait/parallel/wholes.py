@@ -16,12 +16,16 @@ from plait.torch_internals import (
     fsdp_end_of_backward,
     fsdp_gathers,
     fsdp_group,
+    fsdp_is_apart,
     fsdp_is_root,
+    fsdp_params,
+    fsdp_part,
     fsdp_show,
     fsdp_shown,
     fsdp_start,
     fsdp_state,
     fsdp_state_dict_hooks,
+    fsdp_wait,
 )
 from plait.transformers_internals import generate_alone
 
@@ -86,7 +90,7 @@ class Wholes:
         for group in self._groups():
             # Gathered ahead for a module that did not come next: still to arrive, and old when it is used.
             if fsdp_gathers(group):
-                group.wait_for_unshard()
+                fsdp_wait(group)
         for module in self._modules:
             module.reshard()
 
@@ -96,11 +100,11 @@ class Wholes:
         held = [
             (param, fsdp_shown(param))
             for group in self._groups()
-            if not group.is_sharded
-            for param in group.fsdp_params
+            if not fsdp_is_apart(group)
+            for param in fsdp_params(group)
         ]
         for param, _ in held:
-            fsdp_show(param, param.sharded_param)
+            fsdp_show(param, fsdp_part(param))
         try:
             yield
         finally:

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from plait.torch_internals import fsdp_around_backward, fsdp_begin_anew, fsdp_goes_forward, fsdp_groups, fsdp_state
+from plait.torch_internals import (
+    fsdp_around_backward,
+    fsdp_around_reduction,
+    fsdp_begin_anew,
+    fsdp_goes_forward,
+    fsdp_groups,
+    fsdp_state,
+)
 
 
 def allow_passes_within(modules: Sequence[FSDPModule]) -> None:
@@ -50,5 +57,7 @@ class _Passes:
             self._watch_group(group)
 
     def _watch_group(self, group: Any) -> None:
-        post_backward = group.post_backward
-        group.post_backward = lambda *args: None if self._within else post_backward(*args)
+        def around(post_backward: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args: None if self._within else post_backward(*args)
+
+        fsdp_around_reduction(group, around)

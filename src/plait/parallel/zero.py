@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,16 @@ from plait.parallel.units import Unit
 from plait.parallel.viewless import return_no_views
 from plait.parallel.within import allow_passes_within
 from plait.precision import FP32_MODULES, Policy
-from plait.torch_internals import fsdp_after_gathering, fsdp_group, fsdp_sums_any_formats, fsdp_whole
+from plait.torch_internals import (
+    fsdp_after_gathering,
+    fsdp_around_reduction,
+    fsdp_fill_gradients,
+    fsdp_group,
+    fsdp_params,
+    fsdp_reduces,
+    fsdp_sums_any_formats,
+    fsdp_whole,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +152,7 @@ def carry_attributes(model: nn.Module, names: AbstractSet[str]) -> None:
 
     for module in model.modules():
         group = fsdp_group(module)
-        for param in () if group is None else group.fsdp_params:
+        for param in () if group is None else fsdp_params(group):
             fsdp_after_gathering(param, give)
 
 
@@ -169,7 +179,7 @@ def _reduce_unused(root: FSDPModule, policy: Policy) -> None:
     for module in root.modules():
         group = fsdp_group(module)
         if group is not None:
-            group.post_backward = _with_zeros(group)
+            fsdp_around_reduction(group, partial(_with_zeros, group))
 
 
 def _pass_over_idle(sharded: Sequence[FSDPModule]) -> None:
@@ -179,38 +189,27 @@ def _pass_over_idle(sharded: Sequence[FSDPModule]) -> None:
     """
     for group in map(fsdp_group, sharded):
         if group is not None:
-            group.post_backward = _unless_idle(group)
+            fsdp_around_reduction(group, partial(_unless_idle, group))
 
 
-def _unless_idle(group: Any) -> Callable[..., Any]:
-    post_backward = group.post_backward
-
+def _unless_idle(group: Any, post_backward: Callable[..., Any]) -> Callable[..., Any]:
     def kept(*args: Any) -> Any:
-        called = any(fsdp_whole(each) is not None for each in group.fsdp_params)
-        return post_backward(*args) if called or group.reduce_grads else None
+        called = any(fsdp_whole(each) is not None for each in fsdp_params(group))
+        return post_backward(*args) if called or fsdp_reduces(group) else None
 
     return kept
 
 
-def _with_zeros(group: Any) -> Callable[..., Any]:
+def _with_zeros(group: Any, post_backward: Callable[..., Any]) -> Callable[..., Any]:
     """torch alone leaves such parameters out, each rank its own; so they get zeros before anything is reduced.
 
     What earlier micro-batches left is in the format of the sum already, and torch reduces one format at a time: then
     the gradients of parameters that took part in the last one alone, or in none, are given that format too.
     """
-    post_backward = group.post_backward
 
     def filled(*args: Any) -> Any:
-        members = [each for each in group.fsdp_params if group.reduce_grads and fsdp_whole(each) is not None]
-        members = [each for each in members if each.unsharded_param.requires_grad]
-        summed = any(each.unsharded_accumulated_grad is not None for each in members)
-        for each in members:
-            grad = each.unsharded_param.grad
-            if each.unsharded_accumulated_grad is not None or (grad is not None and not summed):
-                continue
-            grad = torch.zeros_like(each.unsharded_param) if grad is None else grad
-            each.unsharded_param.grad = None if summed else grad
-            each.unsharded_accumulated_grad = grad.to(each.reduce_dtype) if summed else None
+        if fsdp_reduces(group):
+            fsdp_fill_gradients(group)
         return post_backward(*args)
 
     return filled

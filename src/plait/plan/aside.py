@@ -73,7 +73,7 @@ def in_a_child(work: Callable[[], T], *, seconds: float) -> T | str:
     if not data:
         return _how_it_ended(os.waitstatus_to_exitcode(status))
     # From our own child, through a pipe that nobody else holds.
-    answer = pickle.loads(data)  # noqa: S301
+    answer = pickle.loads(data)  # noqa: S301  # from a child of this process
     return answer.reason() if isinstance(answer, _Raised) else answer
 
 

@@ -15,7 +15,15 @@ from plait.plan.recorder import Recorder
 from plait.spec.phase import Phase
 from plait.strategy.native.engine import NativeEngine
 from plait.strategy.native.offloaded import OffloadedViews
-from plait.torch_internals import fsdp_group, fsdp_whole, local_tensor, storage_key
+from plait.torch_internals import (
+    fsdp_gathered_memory,
+    fsdp_group,
+    fsdp_params,
+    fsdp_summed_gradient,
+    fsdp_whole,
+    local_tensor,
+    storage_key,
+)
 from plait.world import is_sharded
 from plait.world.patch import replaced
 
@@ -103,17 +111,17 @@ def _gathering(engine: NativeEngine) -> Iterator[Any]:
     """The parameters that `fully_shard` gathers, as it keeps them."""
     for module in engine.model.modules():
         group = fsdp_group(module)
-        yield from () if group is None else group.fsdp_params
+        yield from () if group is None else fsdp_params(group)
 
 
 def _gathered(param: Any) -> Iterator[tuple[str, Tensor]]:
     """What `fully_shard` holds of a parameter beside its shard."""
-    for tensor in getattr(param, "all_gather_outputs", ()):
+    for tensor in fsdp_gathered_memory(param):
         yield "gathered parameters", tensor
     whole = fsdp_whole(param)
     if whole is not None:
         yield "gathered parameters", whole
-    accumulated = getattr(param, "unsharded_accumulated_grad", None)
+    accumulated = fsdp_summed_gradient(param)
     if accumulated is not None:
         yield "gradients", accumulated
 

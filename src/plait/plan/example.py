@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from plait.config.data import Cifar10Data, ImageFolderData, JsonlData, TextData, TokensData, leaves
+from plait.config.model import OWN_MODEL
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, Problem
 
@@ -15,12 +16,15 @@ def example_of(config: RunConfig, micro: int) -> Any:
     """What the model is called with, for `micro` samples of `config.data`; without data, tokens where the model says
     how many it takes. To be called in a fake world: nothing in it has values."""
     data = next((source for _, source in leaves("data", config.data)), None)
+    if config.data is not None and config.data.collate is not None:
+        message = "a function of its own makes batches of them, so the shapes of a micro-batch are not known"
+        raise ConfigError(Problem("data.collate", message, "Start the run; a plan needs batches that are stacked."))
     if isinstance(data, TextData | JsonlData | TokensData):
         return _tokens(micro, data.seq_len, documents=data.document_mask)
     if isinstance(data, ImageFolderData | Cifar10Data):
         size = data.size if isinstance(data, ImageFolderData) else 32
         return torch.zeros(micro, 3, size, size), torch.zeros(micro, dtype=torch.int64)
-    length = getattr(config.model, "seq_len", None)
+    length = None if isinstance(config.model, OWN_MODEL) else getattr(config.model, "seq_len", None)
     if data is None and isinstance(length, int):
         return _tokens(micro, length, documents=False)
     kind = "there are none" if data is None else f"data of type {data.type!r}"

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from plait.config import resolve_batch, resolve_layout
-from plait.config.model import HFConfig, ImportedModel
+from plait.config.model import OWN_MODEL, HFConfig
 from plait.config.run import RunConfig
 from plait.errors import PlaitError, in_one_line
 from plait.models import build_model
@@ -206,7 +206,7 @@ class Ladder:
 
     def _least(self, config: RunConfig) -> float:
         """GiB that a device needs at least; 0 where that is not known: of a model that was given, or learns in part."""
-        if self.options or config.model is None or config.lora is not None or isinstance(config.model, ImportedModel):
+        if self.options or config.model is None or config.lora is not None or isinstance(config.model, OWN_MODEL):
             return 0.0
         return least_gib(config, self._params, resolve_layout(config.strategy, size=self.ranks, local_size=self._local))
 

@@ -11,7 +11,7 @@ import torch
 from plait.config.batch import resolve_batch
 from plait.config.graphs import with_graphs_decided
 from plait.config.layout import Layout, resolve_layout
-from plait.config.model import HFConfig
+from plait.config.model import OWN_MODEL, HFConfig
 from plait.config.run import RunConfig
 from plait.models import build_model
 from plait.plan.account import Account
@@ -196,7 +196,7 @@ def make_plan(
 def _flops_per_token(config: RunConfig) -> float | None:
     """By the described model's own account, for the length of the data's sequences."""
     length = getattr(config.data, "seq_len", getattr(config.model, "seq_len", None))
-    if config.model is None or config.model.type == "import" or not isinstance(length, int):
+    if config.model is None or isinstance(config.model, OWN_MODEL) or not isinstance(length, int):
         return None
     with torch.device("meta"):
         count = getattr(build_model(config.model, trust_code=config.trust_code), "flops_per_token", None)

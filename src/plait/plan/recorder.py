@@ -100,11 +100,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record until the block ends."""
         self._mode = active_fake_mode()
         assert self._mode is not None, "a recorder is entered inside a fake world"
-        with self._seeing():
+        with self.seeing():
             yield self
 
     @contextmanager
-    def _seeing(self) -> Iterator[None]:
+    def seeing(self) -> Iterator[None]:
         """Every operation, and storages that change their size by no operation."""
         resize = torch.UntypedStorage.resize_
 
@@ -184,10 +184,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if sent:
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor):
-                    self._hold(tensor, phase, sent=True)
+                    self.hold(tensor, phase, sent=True)
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, Tensor):
-                self._hold(tensor, phase, sent=sent)
+                self.hold(tensor, phase, sent=sent)
         hidden = hidden_bytes(func, args) if self._device == "cuda" else 0
         self._note_peak(phase, hidden)
         for watcher in self._watchers:
@@ -214,7 +214,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.at_peak is not None:
                 self.at_peak(name, beyond, kernel)
 
-    def _hold(self, tensor: Tensor, phase: Phase, *, sent: bool) -> None:
+    def hold(self, tensor: Tensor, phase: Phase, *, sent: bool) -> None:
+        """Count the memory of a tensor that exists in this phase; `sent`: another rank sent it."""
         device = claimed_device(tensor)
         if device.type != self._device:
             return

@@ -12,7 +12,7 @@ import torch
 from plait.config.batch import resolve_batch
 from plait.config.depth import depth_of, with_depth
 from plait.config.layout import resolve_layout
-from plait.config.model import HFConfig, ImportedModel, MoeConfig
+from plait.config.model import OWN_MODEL, HFConfig, MoeConfig
 from plait.config.run import RunConfig
 from plait.config.train import BatchConfig
 from plait.models import build_model
@@ -64,7 +64,7 @@ class Lengths:
 
 def layers_of(config: RunConfig) -> int | None:
     """How many layers the described model has; None where that cannot be told, or changed."""
-    return None if isinstance(config.model, ImportedModel) else depth_of(config.model)
+    return None if isinstance(config.model, OWN_MODEL) else depth_of(config.model)
 
 
 def lengths_of(config: RunConfig, ranks: int, per_host: int, stage: int) -> Lengths | None:

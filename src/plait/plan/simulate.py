@@ -32,7 +32,7 @@ from plait.plan.patience import Patience
 from plait.plan.recorder import Peak, Recorder
 from plait.plan.timing import Timing
 from plait.spec.phase import Phase
-from plait.strategy import Length, prepare_native
+from plait.strategy import Length, Preparation, described_loss, prepare_native
 from plait.strategy.native.engine import NativeEngine
 from plait.strategy.native.offloaded import OffloadedViews
 from plait.world.fake import fake_world
@@ -109,14 +109,16 @@ def simulate(
         micro_batches = config.strategy.pipeline.micro_batches
         batch = resolve_batch(config.batch, world.layout.data_parallel, micro_batches=micro_batches)
         engine = prepare_native(
-            config,
-            world,
-            model=model,
-            loss_function=loss_function,
-            length=_SOME_LENGTH,
-            accumulation=batch.accumulation,
-            example=make_example(config, batch.micro),
-            say=notes.append,
+            Preparation(
+                config,
+                world,
+                model=model,
+                loss_function=loss_function or described_loss(config),
+                length=_SOME_LENGTH,
+                accumulation=batch.accumulation,
+                example=make_example(config, batch.micro),
+                say=notes.append,
+            )
         )
         if engine.pipeline is not None:
             engine.pipeline.transport.foretold = received

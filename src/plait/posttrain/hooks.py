@@ -182,7 +182,7 @@ class ReferenceWords(Hook):
         for micro_batches in loader.epoch(0):
             for batch in micro_batches:
                 inputs, numbers = batch.inputs
-                said = runner.engine.evaluate(MicroBatch(inputs, batch.samples)).outputs
+                said = runner.engine.evaluate_micro_batch(MicroBatch(inputs, batch.samples)).outputs
                 if said is None or not batch.samples:
                     continue
                 chosen, rejected = said["logprobs"].float().cpu().chunk(2)

@@ -20,6 +20,7 @@ from plait.posttrain.metrics import CalibrationPlot, Preferences
 from plait.runner import Runner
 from plait.runner.hooks import Hook
 from plait.runner.metrics import Metric
+from plait.runner.sources import GivenObjects
 
 
 class PhaseRunner(Runner):
@@ -30,8 +31,17 @@ class PhaseRunner(Runner):
         check_phase(config)
         self.phase_data = data = prepare_data(config)
         own, metrics = _around(config, data)
-        objects = {"data": data.train, "val_data": data.val}
-        self._start(parsed, partial(make_model, config), objects, [*own, *hooks], metrics, None, data.collate)
+        self.begin(
+            parsed,
+            GivenObjects(
+                model=partial(make_model, config),
+                data=data.train,
+                val_data=data.val,
+                collate_fn=data.collate,
+                hooks=[*own, *hooks],
+                metrics=metrics,
+            ),
+        )
 
 
 def phase_runner(

@@ -17,13 +17,14 @@ from plait.checkpoint.convert import Source, open_source, read_description, tran
 from plait.config.model import GptConfig, HFConfig, LlamaConfig, ModelConfig
 from plait.config.posttrain import LoraConfig
 from plait.errors import CheckpointError, ModelError
+from plait.fake_tensors import on_fake_tensors
 from plait.models.portable import from_transformers
 from plait.posttrain.lora.adapter import Adapter
 from plait.posttrain.lora.attach import AdapterSpec
 from plait.posttrain.lora.layer import difference, is_transposed
 from plait.posttrain.lora.quantized import Quantized, whole_weight
 from plait.posttrain.parts import LoraDown, LoraUp, Part, ValueHead
-from plait.torch_internals import has_values, non_persistent_buffers
+from plait.torch_internals import non_persistent_buffers
 
 _SHOWN = 12
 _SCORE = "score.weight"
@@ -70,10 +71,17 @@ class Start:
             name = f"{prefix}.{key}" if prefix else key
             if not self._knows(name, tensor, module):
                 continue
-            if tensor.is_meta or not has_values(tensor):
-                tensor.zero_()  # nothing to set; said only so that it is seen to be set
+            if tensor.is_meta:
+                self._show_set(tensor, name, module)
             else:
-                tensor.copy_(self._read(name, module))
+                self._set(tensor, name, module)
+
+    def _show_set(self, tensor: Tensor, name: str, module: nn.Module) -> None:
+        tensor.zero_()  # nothing to set; said only so that it is seen to be set
+
+    @on_fake_tensors(_show_set, argument=1)
+    def _set(self, tensor: Tensor, name: str, module: nn.Module) -> None:
+        tensor.copy_(self._read(name, module))
 
     def _knows(self, name: str, tensor: Tensor, module: nn.Module) -> bool:
         if isinstance(module, LoraDown | LoraUp):

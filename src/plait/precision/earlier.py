@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.fake_tensors import is_like, on_fake_tensors
 from plait.ops.fp8_earlier import AT_ONCE, FORMATS, Earlier
-from plait.torch_internals import has_values
 
 
 class EarlierScales:
@@ -32,15 +32,14 @@ class EarlierScales:
         self._notes = torch.zeros(shape, dtype=torch.int32, device=device)
         limits = [[torch.finfo(dtype).max] for dtype in FORMATS]
         self._limits = torch.tensor(limits, device=device)
-        # A plan is about the steps that come after the first ones.
-        self._steps = 0 if has_values(self._history) else history
+        self._steps = _steps_seen(self._history)
         self._peaks = self._reckon()
 
     def of(self, rows: Sequence[int], x: Tensor) -> Earlier:
         """What is known of the layers with these numbers, for a pass of training over `x`."""
         first, count = rows[0], len(rows)
         # Layers of one module are neighbours here; for others, and for a count of activations, there is no view.
-        if list(rows) != list(range(first, first + count)) or has_values(x) != has_values(self._notes):
+        if list(rows) != list(range(first, first + count)) or not is_like(x, self._notes):
             return AT_ONCE
         peaks = self._peaks if self._steps == len(self._history) else None
         whole = Earlier(peaks, self._notes if torch.is_grad_enabled() else None)
@@ -85,3 +84,8 @@ class EarlierScales:
         self._history, self._steps = history.to(self._history.device), steps
         self._notes.zero_()
         self._peaks = self._reckon()
+
+
+@on_fake_tensors(lambda history: len(history))  # a plan is about the steps that come after the first ones
+def _steps_seen(history: Tensor) -> int:
+    return 0

@@ -67,6 +67,8 @@ def shrink(config: RunConfig, layers: int, notes: list[str]) -> dict[str, Any]:
     if model is None or depth is None:
         message = f"{layers}: a {getattr(model, 'type', 'model')} has no number of layers to shrink"
         raise ConfigError(Problem("--layers", message, f"Leave it out, or set one of {', '.join(LAYER_KEYS)}."))
+    if layers > depth:
+        raise ConfigError(Problem("--layers", f"{layers}, and the model has {depth}", "Write fewer, or leave it out."))
     notes.append(f"The model was shrunk from {depth} to {layers} layers.")
     if isinstance(model, HFConfig) and model.path is not None and model.pretrained:
         notes.append("The shrunk model started from random weights, not from the pretrained ones.")
@@ -98,7 +100,7 @@ def besides(strategy: StrategyConfig) -> list[str]:
     """What a strategy does besides spreading the run over ranks, each in a word or two."""
     offload = strategy.offload
     said = {
-        f"engine {strategy.engine}": strategy.engine != "native",
+        f"engine {strategy.engine_name}": strategy.engine != "native",
         f"recompute {strategy.recompute.mode}": strategy.recompute.mode != "none",
         "compile": strategy.compile.enabled,
         f"offload {offload.optimizer}": offload.on,

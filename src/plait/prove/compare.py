@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from plait.checkpoint.convert.plait import PlaitSource
+from plait.checkpoint.convert.source import Entry
 from plait.prove.job import Deviation
 
 TRIMMED = 4
@@ -24,8 +26,31 @@ _CHUNK = 1 << 24
 """Entries that are compared at once."""
 
 
-class State:
+class Tensors(Protocol):
+    """Tensors by name, one of which is looked at after the other."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """Shape and dtype of each."""
+
+    def read(self, name: str) -> Tensor:
+        """One of them, whole."""
+
+
+class Moment(Protocol):
     """A run's tensors after a step, and at its start."""
+
+    @property
+    def start(self) -> Tensors:
+        """Before the first step."""
+
+    @property
+    def now(self) -> Tensors:
+        """After this one."""
+
+
+class State:
+    """A run's tensors after a step, and at its start, in checkpoints."""
 
     def __init__(self, start: Path, now: Path) -> None:
         self.start, self.now = PlaitSource(start), PlaitSource(now)
@@ -36,7 +61,7 @@ class State:
         self.now.close()
 
 
-def compare(expected: State, found: State, names: Iterable[str], *, step: int) -> dict[str, Deviation]:
+def compare(expected: Moment, found: Moment, names: Iterable[str], *, step: int) -> dict[str, Deviation]:
     """How far `found` is from `expected`, for each name in order, and for each that only one of them has.
 
     Parameters are compared by how far they moved since the start; all else by value.

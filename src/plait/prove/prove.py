@@ -40,6 +40,8 @@ def prove(
     `certificate.html` are written there. The run's own `work_dir` is not touched. `say` hears how far it is.
     """
     config = _checked(source, overrides, steps)
+    if out is not None:
+        _prepare_folder(Path(out))
     cases = make_cases(config, ranks=ranks, layers=layers)
     rounding = rounding_of(config.precision, on_cpu=cases.candidate.device == "cpu")
     with tempfile.TemporaryDirectory(prefix="plait-prove-") as folder:
@@ -51,7 +53,6 @@ def prove(
         traces = [Trace.read(path / TRACE) for path in (one, one / NUDGED, many)]
     certificate = certify(cases, rounding, *traces)
     if out is not None:
-        Path(out).mkdir(parents=True, exist_ok=True)
         certificate.write(Path(out, "certificate.json"))
         write_page(certificate, Path(out, "certificate.html"))
     return certificate
@@ -64,6 +65,17 @@ def _checked(source: str | Path | Mapping[str, Any], overrides: Sequence[str], s
     if steps < 1:
         raise ConfigError(Problem("--steps", f"{steps}: there is nothing to compare", "Give 1 or more."))
     return parsed.config
+
+
+def _prepare_folder(out: Path) -> None:
+    """Make the folder of the certificate, and find out whether it takes files, before the steps cost time."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        message = f"{str(out)!r} cannot be written to: {error.strerror}"
+        raise ConfigError(Problem("--out", message, "Give another folder.")) from error
 
 
 def _run(job: Job, ranks: int, who: str) -> None:

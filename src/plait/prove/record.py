@@ -39,13 +39,14 @@ def run(job: Job) -> None:
 
 def _record(job: Job, folder: Path, against: Path | None, *, nudge: float) -> None:
     with Runner.from_config({**job.config, "work_dir": str(folder)}) as runner:
+        runner.setup()
         engine, world = runner.engine, runner.world
         trace = Trace(device=_device(world.device), versions=f"torch {torch.__version__}")
         switch = Switch(engine.model)
         trace.drops = list(dict.fromkeys(name for names in world.gather(switch.modules) for name in names))
-        trace.uncompared = _statistics(engine.model)
+        trace.uncompared = running_statistics(engine.model)
         if nudge:
-            _nudge(engine, nudge)
+            nudge_weights(engine, nudge)
         steps = _Steps(engine, folder, against, trace)
         steps.save(0)
         micro_batches: Any = None
@@ -116,7 +117,7 @@ def _batches(runner: Runner) -> Iterator[Any]:
         epoch += 1
 
 
-def _nudge(engine: Engine, size: float) -> None:
+def nudge_weights(engine: Engine, size: float) -> None:
     """Move every weight by up to `size` of itself; see [Note: where a tolerance comes from]."""
     for name, weight in engine.weights().items():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -126,8 +127,8 @@ def _nudge(engine: Engine, size: float) -> None:
     engine.weights_changed()
 
 
-def _statistics(model: nn.Module) -> list[str]:
-    """Running means and variances: ranks gather them over their own samples, one process over all in turn."""
+def running_statistics(model: nn.Module) -> list[str]:
+    """Running means and variances, by name: ranks gather them over their own samples, one process over all in turn."""
     owners = [(name, part) for name, part in model.named_modules() if hasattr(part, "running_mean")]
     return [
         f"model.{name}.{key}" if name else f"model.{key}"

@@ -13,6 +13,7 @@ from torch import nn
 from plait.config.layout import Layout
 from plait.config.strategy import StrategyConfig
 from plait.ops.drafts import write_whole
+from plait.strategy.engines import stage_of
 from plait.world import World
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def describe_run(runner: Runner) -> dict[str, Any]:
     config, world, batch = runner.config, runner.world, runner.batch
     model = runner.engine.model
     total, trained = runner.engine.parameter_count()
-    stage = config.strategy.stage if world.layout.replicas > 1 else None
+    stage = stage_of(config.strategy) if world.layout.replicas > 1 else None
     rows = [
         (
             "model",
@@ -93,7 +94,7 @@ _AXES = {
 
 def _axes(strategy: StrategyConfig, layout: Layout) -> list[str]:
     details = {
-        "pp": strategy.pipeline.schedule,
+        "pp": str(strategy.pipeline.schedule),
         "ep": "",
         "cp": strategy.context.kind,
         "tp": " (with the sequence)" if strategy.tensor.sequence_parallel else "",
@@ -109,7 +110,8 @@ def _strategy(runner: Runner, stage: int | None) -> str:
     if layout.dp_replicate > 1 and layout.dp_shard > 1:
         parts.append(f"{layout.dp_replicate} replicas × {layout.dp_shard} shards (HSDP)")
     if strategy.engine != "native":
-        parts.insert(0, strategy.engine if strategy.plugin is None else f"{strategy.engine} ({strategy.plugin})")
+        name = strategy.engine_name
+        parts.insert(0, name if strategy.plugin is None else f"{name} ({strategy.plugin})")
     if strategy.offload.on:
         places = {"optimizer": strategy.offload.optimizer, "weights": strategy.offload.params}
         words = {"cpu": "host memory", "nvme": "files"}

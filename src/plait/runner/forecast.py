@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from plait.config import resolve_layout
-from plait.config.engine import as_native
 from plait.errors import ConfigError
 from plait.plan.expectation import Forecast, forecast
 from plait.runner.sources import batch_of, first_inputs
 from plait.runner.throughput import memory_mib
 from plait.spec import EventKind
+from plait.strategy.engines import planned_as, stage_of
 from plait.world import Ranks, detect_ranks
 
 if TYPE_CHECKING:
@@ -28,43 +28,50 @@ class Foresight:
     """What this run expected, and what came of it."""
 
     def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+        self.runner = runner
         self._found: Forecast | str | None = None
 
     def looks(self) -> bool:
         """Whether this rank plans the run: one does, before it joins the others."""
-        return self._runner.config.plan.gate != "off" and detect_ranks().rank == 0 and not dist.is_initialized()
+        return self.runner.config.plan.gate != "off" and detect_ranks().rank == 0 and not dist.is_initialized()
 
-    def look(self, model: Any, loss_function: Any, data: Any, collate: Any) -> None:
+    def look(self) -> None:
         """Plan the run, on one rank, before it joins the others: a fake world and a real one do not go together."""
         if not self.looks():
             return
         ranks = detect_ranks()
-        self._found = SPLIT if ranks.split > 1 else self._forecast(ranks, model, loss_function, data, collate)
+        self._found = SPLIT if ranks.split > 1 else self.expect(ranks)
 
-    def _forecast(self, ranks: Ranks, model: Any, loss_function: Any, data: Any, collate: Any) -> Forecast | str | None:
+    def expect(self, ranks: Ranks) -> Forecast | str | None:
         """What a run on these ranks will take, or why that is not known; None where something else tells why."""
-        options = {"model": model, "loss_function": loss_function}
-        if data is not None:
-            micro = self._micro(ranks, data)
-            example = None if micro is None else first_inputs(data, micro, collate)
+        given = self.runner.given
+        options = {"model": given.model, "loss_function": given.loss_fn}
+        if given.data is not None:
+            micro = self.micro_batch(ranks)
+            example = None if micro is None else first_inputs(given.data, micro, given.collate_fn)
             if example is None:
                 return "the data give no sample without being used up"
             options["example"] = example
-        config = as_native(self._runner.config)
+        try:
+            config = planned_as(self.runner.config)
+        except ConfigError:  # it is told where the run is built
+            return None
+        if isinstance(config, str):
+            return config
         return forecast(config, ranks=ranks.size, local_ranks=ranks.local_size, **options)
 
-    def _micro(self, ranks: Ranks, data: Any) -> int | None:
-        config = self._runner.config
+    def micro_batch(self, ranks: Ranks) -> int | None:
+        """The size of a micro-batch on these ranks; None where the sections do not go together."""
+        config = self.runner.config
         try:
             layout = resolve_layout(config.strategy, size=ranks.size, local_size=ranks.local_size)
-            return batch_of(config, layout.data_parallel, data).micro
+            return batch_of(config, layout.data_parallel, self.runner.given.data).micro
         except ConfigError:  # it is told where the run is built
             return None
 
     def agree(self) -> None:
         """Let every rank know, and refuse a run that cannot fit."""
-        runner = self._runner
+        runner = self.runner
         if runner.config.plan.gate == "off":
             return
         found = self._found = runner.world.broadcast(self._found)
@@ -76,28 +83,28 @@ class Foresight:
     def tell(self) -> None:
         """Say what is expected."""
         found = self._found
-        if self._runner.world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._runner.world.device)  # the peak that is compared is this run's
+        if self.runner.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.runner.world.device)  # the peak that is compared is this run's
         if isinstance(found, str):
             level = "warning" if "\n" in found else "info"  # with the traceback of what nobody expected
-            self._runner.emit(EventKind.MESSAGE, level=level, text=f"no plan of this run: {found}")
+            self.runner.emit(EventKind.MESSAGE, level=level, text=f"no plan of this run: {found}")
         elif found is not None:
             step = "" if found.seconds is None else f", {found.seconds:.3g} s a step"
-            strategy = self._runner.config.strategy
-            like = "" if strategy.engine == "native" else f" (as the native engine at ZeRO stage {strategy.stage})"
+            strategy = self.runner.config.strategy
+            like = "" if strategy.engine == "native" else f" (as the native engine at ZeRO stage {stage_of(strategy)})"
             text = (
                 f"plan{like}: {found.needed_gib:.2f} of {found.memory_gib:.1f} GiB{step} (known in {found.took:.1f} s)"
             )
-            self._runner.emit(EventKind.MESSAGE, level="info", text=text)
+            self.runner.emit(EventKind.MESSAGE, level="info", text=text)
             if found.refusal is not None:
-                self._runner.emit(EventKind.MESSAGE, level="warning", text=str(found.refusal))
+                self.runner.emit(EventKind.MESSAGE, level="warning", text=str(found.refusal))
 
     def compare(self) -> dict[str, Any]:
         """Predicted and measured side by side, for the run's end."""
         found = self._found
         if not isinstance(found, Forecast):
             return {}
-        runner = self._runner
+        runner = self.runner
         peak, step = memory_mib(runner.world.device) / 1024, runner.step_time
         words = [f"peak {peak:.2f} GiB ({found.peak_gib:.2f} predicted)"]
         if step is not None and found.seconds is not None:

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from plait.config.train import AccuracyConfig, MetricConfig
 from plait.errors import ModelError
+from plait.plugins import make
 
 
 class Metric(ABC):
@@ -51,6 +53,16 @@ class Accuracy(Metric):
     def summarize(self, records: Sequence[bool]) -> Mapping[str, float]:
         """The share that was right."""
         return {self._name: sum(records) / len(records) if records else math.nan}
+
+
+def accuracy(config: AccuracyConfig) -> Accuracy:
+    """The metric that a section describes."""
+    return Accuracy(top=config.top, label=config.label, logits=config.logits, prefix=config.prefix)
+
+
+def build_metrics(configs: Sequence[MetricConfig]) -> list[Metric]:
+    """Build each metric of the section `metrics`."""
+    return [make(config, f"metrics.{index}", kind=Metric) for index, config in enumerate(configs)]
 
 
 def _label(inputs: Any, key: str) -> Tensor | None:

@@ -6,13 +6,44 @@ import atexit
 import gc
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from plait.config import Parsed, RunConfig, check, parse, parse_sections
+from plait.config.arguments import (
+    BackendArgument,
+    BatchArgument,
+    CheckpointArgument,
+    DataArgument,
+    DeviceArgument,
+    DpoArgument,
+    GrpoArgument,
+    HookArgument,
+    LogArgument,
+    LoraArgument,
+    MetricArgument,
+    ModelArgument,
+    OptimArgument,
+    PhaseArgument,
+    PlanArgument,
+    PosttrainArgument,
+    PpoArgument,
+    PrecisionArgument,
+    ProfileArgument,
+    RewardArgument,
+    RolloutArgument,
+    ScheduleArgument,
+    SftArgument,
+    StrategyArgument,
+    TrainArgument,
+    refuse_unknown_keywords,
+)
 from plait.errors import ConfigError, PlaitError, Problem, TrainingError, in_one_line
 from plait.launch import StepMemory
 from plait.monitor import Monitor, build_monitor, report_progress
@@ -23,50 +54,108 @@ from plait.runner.evaluate import evaluate
 from plait.runner.forecast import Foresight
 from plait.runner.hooks import Hook, HookTable, build_hooks
 from plait.runner.loop import train_loop
-from plait.runner.metrics import Metric
+from plait.runner.metrics import Metric, build_metrics
 from plait.runner.place import WorkDir
 from plait.runner.saving import Saver
 from plait.runner.signals import STOPPED, StopSignals
-from plait.runner.sources import batch_of, is_section, make_loader, refuse_second_shift
+from plait.runner.sources import Data, GivenObjects, batch_of, is_section, make_loader, refuse_second_shift, settle
 from plait.runner.suspects import whose
 from plait.runner.watch import StepWatch, tell_of_lengths
 from plait.spec import Event, EventKind, Note, Phase
-from plait.strategy import Engine, Length, prepare_engine
+from plait.strategy import Engine, Length, LossFunction, Preparation, prepare_engine
 from plait.world import World, detect_ranks, on_main, open_world
+
+_NOT_YET = "the Runner has no {} yet: call runner.setup(), as train(), validate() and test() do"
 
 
 class Runner:
     """Trains, validates and tests one model, as one run description says.
 
     `model` is a module, a function that makes one, or a section; the data are torch data sets, DataLoaders,
-    iterables, or sections. Everything else is a section of the run description: `optim`, `schedule`,
-    `precision`, `strategy`, `batch`, `train`, `checkpoint`, `log`, `work_dir`, `seed`, `device` and so on.
+    iterables, or sections. `hooks` and `metrics` are objects, sections and names side by side. Every other keyword is
+    a key of the run description (docs/configuration.md): a section is an object (`plait.Strategy(zero=3)`), a mapping
+    (`{"zero": 3}`), where it has one its short word (`"zero3"`), or a part of one's own (docs/write-your-own.md).
+    None is the same as leaving a keyword out.
     """
 
+    @refuse_unknown_keywords
     def __init__(
         self,
-        model: Any = None,
-        data: Any = None,
+        model: nn.Module | Callable[[], nn.Module] | ModelArgument | None = None,
+        data: Data | DataArgument | None = None,
         *,
-        val_data: Any = None,
-        test_data: Any = None,
-        metrics: Sequence[Metric] = (),
-        loss_fn: Any = None,
-        collate_fn: Any = None,
-        hooks: Sequence[Hook | Mapping[str, Any]] = (),
-        **sections: Any,
+        val_data: Data | DataArgument | None = None,
+        test_data: Data | DataArgument | None = None,
+        metrics: Sequence[Metric | MetricArgument] = (),
+        loss_fn: LossFunction | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        hooks: Sequence[Hook | HookArgument] = (),
+        model_inputs: int | Sequence[str] | None = None,
+        batch: BatchArgument | None = None,
+        optim: OptimArgument | None = None,
+        schedule: ScheduleArgument | None = None,
+        precision: PrecisionArgument | None = None,
+        strategy: StrategyArgument | None = None,
+        train: TrainArgument | None = None,
+        checkpoint: CheckpointArgument | None = None,
+        log: LogArgument | None = None,
+        plan: PlanArgument | None = None,
+        profile: ProfileArgument | None = None,
+        work_dir: str | PathLike[str] | None = None,
+        seed: int | None = None,
+        deterministic: bool | None = None,
+        device: DeviceArgument | None = None,
+        backend: BackendArgument | None = None,
+        timeout_s: float | None = None,
+        trust_code: bool | None = None,
+        phase: PhaseArgument | None = None,
+        posttrain: PosttrainArgument | None = None,
+        lora: LoraArgument | None = None,
+        sft: SftArgument | None = None,
+        reward: RewardArgument | None = None,
+        dpo: DpoArgument | None = None,
+        rollout: RolloutArgument | None = None,
+        ppo: PpoArgument | None = None,
+        grpo: GrpoArgument | None = None,
     ) -> None:
-        given = {"data": data, "val_data": val_data, "test_data": test_data}
-        described = {role: value for role, value in given.items() if is_section(value)}
-        if is_section(model):
-            described["model"] = model
-            model = None
-        own_hooks = [hook for hook in hooks if isinstance(hook, Hook)]
-        if described_hooks := [hook for hook in hooks if not isinstance(hook, Hook)]:
-            sections["hooks"] = described_hooks
-        parsed = parse_sections(**sections, **described)
-        objects = {role: value for role, value in given.items() if role not in described}
-        self._start(parsed, model, objects, own_hooks, metrics, loss_fn, collate_fn)
+        objects: dict[str, Any] = {"model": model, "data": data, "val_data": val_data, "test_data": test_data}
+        described = {key: objects.pop(key) for key in [*objects] if is_section(objects[key])}
+        made_hooks = [hook for hook in hooks if isinstance(hook, Hook)]
+        made_metrics = [metric for metric in metrics if isinstance(metric, Metric)]
+        parsed = parse_sections(
+            **described,
+            hooks=[hook for hook in hooks if not isinstance(hook, Hook)] or None,
+            metrics=[metric for metric in metrics if not isinstance(metric, Metric)] or None,
+            model_inputs=model_inputs,
+            work_dir=work_dir,
+            seed=seed,
+            deterministic=deterministic,
+            device=device,
+            backend=backend,
+            timeout_s=timeout_s,
+            batch=batch,
+            optim=optim,
+            schedule=schedule,
+            precision=precision,
+            strategy=strategy,
+            train=train,
+            checkpoint=checkpoint,
+            log=log,
+            plan=plan,
+            profile=profile,
+            trust_code=trust_code,
+            phase=phase,
+            posttrain=posttrain,
+            lora=lora,
+            sft=sft,
+            reward=reward,
+            dpo=dpo,
+            rollout=rollout,
+            ppo=ppo,
+            grpo=grpo,
+        )
+        given = GivenObjects(**objects, loss_fn=loss_fn, collate_fn=collate_fn, hooks=made_hooks, metrics=made_metrics)
+        self.begin(parsed, given)
 
     @classmethod
     def from_config(
@@ -79,22 +168,19 @@ class Runner:
     ) -> Runner:
         """A run described in a file or mapping, with dotted overrides (`optim.lr=3e-4`)."""
         runner = cls.__new__(cls)
-        runner._start(parse(source, overrides), None, {}, list(hooks), metrics, None, None)
+        runner.begin(parse(source, overrides), GivenObjects(hooks=hooks, metrics=metrics))
         return runner
 
-    def _start(
-        self,
-        parsed: Parsed,
-        model: Any,
-        objects: Mapping[str, Any],
-        hooks: list[Hook],
-        metrics: Sequence[Metric],
-        loss_fn: Any,
-        collate_fn: Any,
-    ) -> None:
+    def begin(self, parsed: Parsed, given: GivenObjects) -> None:
+        """Take over a run description and the objects beside it. Constructors of subclasses call it in place of ours.
+
+        Nothing is built here: see `setup`.
+        """
+        parsed, given = settle(parsed, given)
         self.parsed = parsed
         self.config: RunConfig = parsed.config
-        self._objects = {role: value for role, value in objects.items() if value is not None}
+        self.given = given
+        """What was given as objects."""
         if self.config.strategy.auto:
             message = "`auto` is resolved by `plait train` before the ranks start, and this run is not"
             remedy = "Start it with `plait train --nproc N`, or write what `plait plan --search` shows."
@@ -103,15 +189,14 @@ class Runner:
             # A wrong name is an error, not a missing plan.
             find_hardware(self.config.plan.hardware, key="plan.hardware")
         check(self.config, has_val=self.has("val_data"), require_length=False, origins=parsed.origins)
-        if model is None and self.config.model is None:
+        if given.model is None and self.config.model is None:
             raise ConfigError(Problem("model", "there is none", "Give a module, or a section with a type."))
-        if model is not None and not callable(model):  # a module is callable too
-            message = f"a {type(model).__name__} is no model"
+        if given.model is not None and not callable(given.model):  # a module is callable too
+            message = f"a {type(given.model).__name__} is no model"
             raise ConfigError(Problem("model", message, "Give a module, a function that makes one, or a section."))
         self._work_dir = WorkDir(self.config.work_dir)
-        self._model, self._loss_fn, self._collate = model, loss_fn, collate_fn
-        self.metrics = list(metrics)
-        self.hooks = HookTable([*build_hooks(self.config.hooks, self.config.profile), *hooks])
+        self.metrics = [*build_metrics(self.config.metrics), *given.metrics]
+        self.hooks = HookTable([*build_hooks(self.config.hooks, self.config.profile), *given.hooks])
         self.saver = Saver(self)
         self.foresight = Foresight(self)
         self.step_memory = StepMemory()
@@ -137,24 +222,52 @@ class Runner:
 
     def has(self, role: str) -> bool:
         """Whether there are `data`, `val_data` or `test_data`."""
-        return getattr(self.config, role) is not None or role in self._objects
+        return getattr(self.config, role) is not None or getattr(self.given, role) is not None
 
-    # ---- parts, made when first needed
+    # ---- building, in the order in which it happens
 
-    @property
-    def world(self) -> World:
-        """The processes of this run."""
-        if self._world is None:
-            ranks = detect_ranks()
-            if self.foresight.looks():
-                report_progress(self.config.log, ranks.rank, "planning the run")
-            self.foresight.look(self._model, self._loss_fn, self._objects.get("data"), self._collate)
-            if ranks.size > 1:
-                report_progress(self.config.log, ranks.rank, f"joining {ranks.size} ranks")
-            self._world = open_world(self.config)
-            if self._world.owns_processes:
-                atexit.register(self._leave)
-        return self._world
+    def setup(self) -> None:
+        """Build everything: plan → world → data → model → prepare → resume. Every rank must call it.
+
+        `train`, `validate` and `test` do, where nobody did before; afterwards it does nothing. From then on there are
+        `world`, `engine` and `step`.
+        """
+        if self._closed:  # without the others, each rank would take its own part of the data for the whole
+            raise TrainingError("this Runner is closed: train, validate and test inside `with`, or make another")
+        if self._engine is not None:
+            return
+        # The plan comes first: it plays a world of its own, which cannot be done in a process that has joined one.
+        # Then the world: everything below asks it which part of the work is this rank's.
+        self._plan_and_join()
+        self.foresight.agree()  # whether the run fits; nothing has been built or written yet
+        # The data before the model: its length decides the schedule, one of its batches what is recomputed, and what
+        # is wrong with it shows before minutes are spent on weights.
+        self._open_data()
+        self._open_log()
+        report_progress(self.config.log, self.world.rank, "building the model")
+        self._engine = self.prepare()
+        # The model of a pipeline was taken apart: nobody may hold on to it.
+        self.given = replace(self.given, model=None)
+        refuse_second_shift(self._engine.model, self.config)
+        self._engine.whose = partial(whose, self)
+        # Resuming last: it writes into the engine's state, and moves the position in the data.
+        self.enter(Phase.LOAD)
+        self.resumed_from = self.saver.resume()
+        self._follow_phases(self._engine)
+        self.enter(Phase.IDLE)
+
+    def _plan_and_join(self) -> None:
+        if self._world is not None:
+            return
+        ranks = detect_ranks()
+        if self.foresight.looks():
+            report_progress(self.config.log, ranks.rank, "planning the run")
+        self.foresight.look()
+        if ranks.size > 1:
+            report_progress(self.config.log, ranks.rank, f"joining {ranks.size} ranks")
+        self._world = open_world(self.config)
+        if self._world.owns_processes:
+            atexit.register(self._leave)
 
     def _leave(self) -> None:
         # A process group ends its threads when the last reference to it goes. Left to the end of the interpreter,
@@ -163,48 +276,19 @@ class Runner:
         self._engine = None
         gc.collect()
 
-    @property
-    def engine(self) -> Engine:
-        """The model, made ready."""
-        if self._engine is None:
-            self._build()
-        assert self._engine is not None
-        return self._engine
-
-    def _ready(self) -> Engine:
-        if self._closed:  # without the others, each rank would take its own part of the data for the whole
-            raise TrainingError("this Runner is closed: train, validate and test inside `with`, or make another")
-        return self.engine
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps so far."""
-        return self.engine.steps
-
-    def _build(self) -> None:
-        config, world = self.config, self.world
-        self.foresight.agree()
+    def _open_data(self) -> None:
+        config, world, data = self.config, self.world, self.given.data
         world.heartbeat.belongs_to(str(Path(config.work_dir).absolute()))
-        data, split = self._objects.get("data"), world.ranks.split
-        self.batch = batch_of(config, world.layout.data_parallel, data, split=split)
+        self.batch = batch_of(config, world.layout.data_parallel, data, split=world.ranks.split)
         world.heartbeat.can_go_on_with(possible_sizes(config, world.ranks, data, self.batch))
         report_progress(config.log, world.rank, "reading the data")
-        self.loader = self._loader("data")
+        self.loader = self.make_loader("data")
         self.steps_per_epoch: int | None = None if self.loader is None else self.loader.steps_per_epoch
-        self._make_work_dir(world)
-        self._monitor = build_monitor(config.log, Path(config.work_dir), world.rank)
+
+    def _open_log(self) -> None:
+        self._make_work_dir(self.world)
+        self._monitor = build_monitor(self.config.log, Path(self.config.work_dir), self.world.rank)
         weakref.finalize(self, self._monitor.close).atexit = False  # few scripts close a Runner
-        report_progress(config.log, world.rank, "building the model")
-        self._engine = engine = self._prepare()
-        refuse_second_shift(engine.model, config)
-        engine.whose = partial(whose, self)
-        self._model = None
-        self.enter(Phase.LOAD)
-        self.resumed_from = self.saver.resume()
-        if world.heartbeat.is_read:  # otherwise a step would tell nobody, six times
-            enter = world.heartbeat.enter
-            engine.on_phase = lambda phase: enter(phase, engine.steps)
-        self.enter(Phase.IDLE)
 
     def _make_work_dir(self, world: World) -> None:
         """Every rank writes there, each perhaps on a host of its own: all raise where one of them cannot."""
@@ -219,17 +303,38 @@ class Runner:
             where = f" (rank {rank})" if world.size > 1 else ""
             raise ConfigError(Problem("work_dir", f"{text.removeprefix('work_dir: ')}{where}", "Choose another one."))
 
-    def _prepare(self) -> Engine:
-        return prepare_engine(
+    def _follow_phases(self, engine: Engine) -> None:
+        if self.world.heartbeat.is_read:  # otherwise a step would tell nobody, six times
+            enter = self.world.heartbeat.enter
+            engine.on_phase = lambda phase: enter(phase, engine.steps)
+
+    # ---- what a subclass may do in another way
+
+    def prepare(self) -> Engine:
+        """Build the model and make it ready; a step of `setup`."""
+        return prepare_engine(self.preparation(example=self._example()))
+
+    def preparation(self, *, example: Any = None) -> Preparation:
+        """What is to be prepared."""
+        return Preparation(
             self.config,
             self.world,
-            model=self._model,
-            loss_function=self._loss_fn,
+            model=self.given.model,
+            loss_function=self.given.loss_fn,
             length=Length(self.total_steps, self.steps_per_epoch),
             accumulation=self.batch.accumulation,
-            example=self._example(),
+            example=example,
             say=self._say,
         )
+
+    def make_loader(self, role: str) -> Any:
+        """What gives the batches of `data`, `val_data` or `test_data`; None where there are no such data."""
+        given = getattr(self.given, role)
+        return make_loader(role, self.config, self.world, self.batch, given=given, collate=self.given.collate_fn)
+
+    def measure(self, role: str, limit: int | None) -> tuple[dict[str, float], int]:
+        """Measure on up to `limit` batches of `val_data` or `test_data`: the metrics, and how many batches it were."""
+        return evaluate(self.engine, self.eval_loader(role).epoch(0), self.metrics, role=role, limit=limit)
 
     def _example(self) -> Any:
         strategy = self.config.strategy
@@ -238,9 +343,34 @@ class Runner:
             return None
         return next(iter(self.loader.epoch(0, 0)))[0].inputs
 
-    def _loader(self, role: str) -> Any:
-        given = self._objects.get(role)
-        return make_loader(role, self.config, self.world, self.batch, given=given, collate=self._collate)
+    # ---- parts, once they are there
+
+    @property
+    def world(self) -> World:
+        """The processes of this run."""
+        if self._world is None:
+            raise TrainingError(_NOT_YET.format("world"))
+        return self._world
+
+    @property
+    def engine(self) -> Engine:
+        """The model, made ready."""
+        if self._engine is None:
+            raise TrainingError(_NOT_YET.format("engine"))
+        return self._engine
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        if self._engine is None:
+            raise TrainingError(_NOT_YET.format("step"))
+        return self._engine.steps
+
+    def eval_loader(self, role: str) -> Any:
+        """The loader of `val_data` or `test_data`."""
+        if role not in self._eval_loaders:
+            self._eval_loaders[role] = self.make_loader(role)
+        return self._eval_loaders[role]
 
     @property
     def by_epoch(self) -> bool:
@@ -268,11 +398,13 @@ class Runner:
             raise ConfigError(Problem("data", "there is nothing to train on", "Give data, or a section `data`."))
         if self.config.train.max_steps is None and self.config.train.max_epochs is None:
             raise ConfigError(Problem("train", "there is no end", "Set train.max_steps or train.max_epochs."))
-        if self._engine is None or self._engine.steps == 0:
-            self.saver.refuse_to_overwrite()
-        engine = self._ready()
+        if not self._closed and (self._engine is None or self._engine.steps == 0):
+            self._plan_and_join()
+            self.saver.refuse_to_overwrite()  # before the log of an earlier run is written to
+        self.setup()
+        engine = self.engine
         if self.has("val_data"):
-            self._eval_loader("val_data")  # what is wrong with it shows now, not after the first epoch
+            self.eval_loader("val_data")  # what is wrong with it shows now, not after the first epoch
         self.saver.check_folder()
         on_main(self.world, lambda: self._work_dir.take(self.config))
         self.stop_reason = self.watch = None
@@ -318,18 +450,19 @@ class Runner:
 
     def validate(self) -> dict[str, float]:
         """Measure on `val_data`."""
-        return self._measure("val_data", EventKind.VALIDATE)
+        return self._validate("val_data", EventKind.VALIDATE)
 
     def test(self) -> dict[str, float]:
         """Measure on `test_data`, or on `val_data` where there is no such thing."""
-        return self._measure("test_data" if self.has("test_data") else "val_data", EventKind.TEST)
+        return self._validate("test_data" if self.has("test_data") else "val_data", EventKind.TEST)
 
-    def _measure(self, role: str, kind: EventKind) -> dict[str, float]:
+    def _validate(self, role: str, kind: EventKind) -> dict[str, float]:
         if not self.has(role):
             remedy = f"Give {role}, or a section of that name."
             raise ConfigError(Problem(role, "there are no data to measure on", remedy))
-        self._ready().agree_on_buffers()
-        self._eval_loader(role)  # made before the clock starts
+        self.setup()
+        self.engine.agree_on_buffers()
+        self.eval_loader(role)  # made before the clock starts
         validating = kind is EventKind.VALIDATE
         for hook in self.hooks.before_validate if validating else self.hooks.before_test:
             hook(self)
@@ -337,23 +470,13 @@ class Runner:
         limit = self.config.train.val_batches if validating else None
         self.enter(Phase.EVALUATE)
         with self.engine.weights_to_use():
-            metrics, batches = self._evaluate(role, limit)
+            metrics, batches = self.measure(role, limit)
         self.enter(Phase.IDLE)
         seconds, max_epochs = time.perf_counter() - start, self.config.train.max_epochs
         self.emit(kind, metrics=metrics, batches=batches, time=seconds, by_epoch=self.by_epoch, max_epochs=max_epochs)
         for hook in self.hooks.after_validate if validating else self.hooks.after_test:
             hook(self, metrics)
         return metrics
-
-    def _evaluate(self, role: str, limit: int | None) -> tuple[dict[str, float], int]:
-        return evaluate(self.engine, self._eval_loader(role).epoch(0), self.metrics, role=role, limit=limit)
-
-    def _eval_loader(self, role: str) -> Any:
-        if self._engine is None:
-            self._build()
-        if role not in self._eval_loaders:
-            self._eval_loaders[role] = self._loader(role)
-        return self._eval_loaders[role]
 
     def stop(self, reason: str) -> None:
         """End training as soon as every rank knows: now after a validation or epoch, else within a few steps.

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from plait.checkpoint import CheckpointFolder, CheckpointWriter, Saved, attempt, together
+from plait.checkpoint import CheckpointFolder, CheckpointWriter, Saved, attempt, build_storage, together
 from plait.config import to_dict
 from plait.errors import CheckpointError
 from plait.runner.best import Best
-from plait.runner.frozen import FrozenPart
 from plait.runner.hooks import Hook
 from plait.runner.place import try_to_write
 from plait.runner.resuming import data_facts, go_back, resume
 from plait.spec import EventKind, Phase
 from plait.spec.later import Entry
-from plait.world import on_main, rng_state
+from plait.strategy import FrozenPart, tensors_of
+from plait.world import on_main
 
 if TYPE_CHECKING:
     from plait.runner.runner import Runner
@@ -33,6 +33,7 @@ class Saver:
         self._runner = runner
         self._config = config
         self.folder = CheckpointFolder(Path(runner.config.work_dir) / "checkpoints")
+        self.storage = build_storage(config.storage, self.folder)
         self.best = None
         if config.best is not None:
             self.best = Best(config.best.metric, config.best.mode, path="checkpoint.best.metric")
@@ -52,6 +53,7 @@ class Saver:
                 background=self._config.async_save,
                 node_local=self._config.node_local,
                 reopen=self._config.trainable_only,
+                storage=self.storage,
             )
         return self._writer
 
@@ -77,6 +79,8 @@ class Saver:
     def _newest_of_earlier_run(self) -> str | None:
         self.folder.sweep()
         newest = self.folder.newest()
+        if newest is None and self.storage is not None:
+            return self.storage.newest()
         return None if newest is None else newest.name
 
     def _newest_of_any_node(self) -> tuple[str | None, str]:
@@ -180,6 +184,11 @@ class Saver:
         if best:
             self.folder.link("best", target)
         self.folder.prune(self._config.keep, self._config.keep_every)
+        if self.storage is not None and self._runner.world.rank == 0:
+            link = self.folder.root / "best"
+            self.storage.prune(
+                self._config.keep, self._config.keep_every, link.resolve().name if link.exists() else None
+            )
 
     def validated(self, metrics: Mapping[str, float]) -> None:
         """After a validation: save it if it is the best one so far."""
@@ -202,12 +211,10 @@ class Saver:
 
     def _tensors(self) -> dict[str, Entry]:
         runner = self._runner
-        tensors = runner.engine.state_entries()
+        tensors = tensors_of(runner.engine)
         if self._config.trainable_only:
             frozen = self.frozen.names
             tensors = {name: tensor for name, tensor in tensors.items() if name not in frozen}
-        for name, tensor in rng_state(runner.world.device).items():
-            tensors[f"rng.{runner.world.rank}.{name}"] = tensor
         for name, hook in runner.hooks.named().items():
             tensors.update(self.hook_tensors(name, hook))
         return tensors

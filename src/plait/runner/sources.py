@@ -2,26 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from plait.config import ResolvedBatch, RunConfig, resolve_batch
-from plait.config.data import DataConfig, JsonlData, TextData, TokensData, leaves, texts
+from plait.config import Parsed, ResolvedBatch, RunConfig, resolve_batch
+from plait.config.base import Section
+from plait.config.data import DataConfig, DataPart, JsonlData, TextData, TokensData, leaves, texts
+from plait.config.model import GptConfig, HFConfig, LlamaConfig, ModelPart
 from plait.config.train import BatchConfig
 from plait.data import Loader, adopt, build_dataset, is_stream, prepare, tokenizer_path
 from plait.data.collate import stack
 from plait.errors import ConfigError, Problem
 from plait.parallel.hf import is_transformers_model
+from plait.plugins import function
+from plait.strategy import described_loss
 from plait.world import World, on_main
+
+if TYPE_CHECKING:
+    from plait.runner.hooks import Hook
+    from plait.runner.metrics import Metric
+
+
+class MapStyle(Protocol):
+    """A data set that knows how many samples it has, and gives each by its number."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+Data: TypeAlias = Dataset[Any] | DataLoader[Any] | MapStyle | Iterable[Any]
+"""What may be given as data."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenObjects:
+    """What a run is given as objects, beside its description."""
+
+    model: nn.Module | Callable[[], nn.Module] | None = None
+    data: Any = None
+    val_data: Any = None
+    test_data: Any = None
+    loss_fn: Any = None
+    collate_fn: Any = None
+    hooks: Sequence[Hook] = ()
+    metrics: Sequence[Metric] = ()
+
+
+def settle(parsed: Parsed, given: GivenObjects) -> tuple[Parsed, GivenObjects]:
+    """Both, with the loss that the description names among the objects, and without objects in the description.
+
+    A module or a DataLoader that stands in a section is as if it had been given beside the description.
+    """
+    config = parsed.config
+    moved: dict[str, Any] = {}
+    if isinstance(config.model, ModelPart) and isinstance(config.model.given, nn.Module) and not config.model.arguments:
+        moved["model"] = config.model.given
+    for role in ("data", "val_data", "test_data"):
+        section = getattr(config, role)
+        if isinstance(section, DataPart) and isinstance(section.given, DataLoader):
+            if further := section.model_fields_set - {"type"}:
+                message = "a DataLoader says itself how it loads, and takes no arguments"
+                raise ConfigError(Problem(f"{role}.{min(further)}", message, "Say it where the DataLoader is made."))
+            moved[role] = section.given
+    if moved:
+        parsed = replace(parsed, config=config.model_copy(update=dict.fromkeys(moved)))
+        given = replace(given, **moved)
+    if config.train.loss is not None and given.loss_fn is not None:
+        raise ConfigError(Problem("train.loss", "`loss_fn` was given from Python as well", "Leave out one of the two."))
+    return parsed, given if given.loss_fn is not None else replace(given, loss_fn=described_loss(config))
 
 
 def is_section(value: Any) -> bool:
-    """Whether data or a model were described (`{type: …}`) rather than given."""
-    return isinstance(value, Mapping) and "type" in value
+    """Whether data or a model were described (`{type: …}`, or a name alone) rather than given."""
+    return isinstance(value, (str, Section)) or (isinstance(value, Mapping) and "type" in value)
 
 
 def batch_of(config: RunConfig, data_parallel: int, given: Any, *, split: int = 1) -> ResolvedBatch:
@@ -40,7 +98,7 @@ def batch_of(config: RunConfig, data_parallel: int, given: Any, *, split: int = 
     micro_batches = config.strategy.pipeline.micro_batches
     batch = resolve_batch(section, data_parallel, micro_batches=micro_batches)
     if split > 1 and config.strategy.engine != "native":
-        message = f"memory was short with {batch.micro}, and the engine {config.strategy.engine} is told once"
+        message = f"memory was short with {batch.micro}, and the engine {config.strategy.engine_name} is told once"
         raise ConfigError(Problem("batch.micro", message, "Write a smaller one."))
     return batch.split(split)
 
@@ -80,6 +138,11 @@ def make_loader(
         "batch": batch,
     }
     if section is not None:
+        if section.collate is not None:
+            if collate is not None:
+                message, remedy = "`collate_fn` was given from Python as well", "Leave out one of the two."
+                raise ConfigError(Problem(f"{role}.collate", message, remedy))
+            collate = function(section.collate, f"{role}.collate", "samples")
         dataset = _described(role, section, config, world)
         pinned = section.pin_memory if section.pin_memory is not None else world.device.type == "cuda"
         return Loader(
@@ -144,6 +207,7 @@ def _prepare(role: str, section: DataConfig, config: RunConfig) -> Path | None:
 
 def _vocabulary(config: RunConfig) -> int | None:
     """How many tokens the described model knows, where its description says so."""
-    described = getattr(config.model, "config", None) or {}
-    size = getattr(config.model, "vocab_size", described.get("vocab_size"))
+    if isinstance(config.model, (GptConfig, LlamaConfig)):
+        return config.model.vocab_size
+    size = (config.model.config or {}).get("vocab_size") if isinstance(config.model, HFConfig) else None
     return size if isinstance(size, int) else None

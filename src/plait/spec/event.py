@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 class EventKind(StrEnum):
@@ -45,11 +45,21 @@ class Note(str):
     __slots__ = ()
 
 
+@runtime_checkable
 class Sink(Protocol):
-    """A place events go to."""
+    """A place events go to. One of your own stands in `log.sinks`; it needs no base class.
+
+    It is made as `Name(work_dir, **its keys)`, with `work_dir` as a `pathlib.Path` to a folder that is there, before
+    the first event; rank 0 has it alone. A class with an attribute `every_rank` that is true is made on every rank,
+    as `Name(work_dir, rank=…, **its keys)`, and hears what its own rank says. A further method `tick(step)` is called
+    after every step of training.
+
+    Whatever one of its methods raises is warned of in the other sinks, and the sink is closed and left out from then
+    on: training goes on. It is called in the thread that trains, which waits.
+    """
 
     def write(self, event: Event) -> None:
-        """Take one event. Must not raise for a kind it does not know."""
+        """Take one event. Must not raise for a kind that it does not know."""
 
     def close(self) -> None:
-        """Flush and release."""
+        """Flush and release: the run is over, or the sink has failed. It is called once."""

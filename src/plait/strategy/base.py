@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from plait.config.run import RunConfig
 from plait.spec import Phase
 from plait.spec.later import Entry
+from plait.strategy import evaluating, saving
 from plait.strategy.skips import Skips
 from plait.world import World
 
@@ -102,6 +105,8 @@ class Engine(ABC):
 
     model: nn.Module
     world: World
+    config: RunConfig
+    """What it was prepared with."""
     steps: int
     """Optimizer steps so far, skipped ones included."""
     skips: Skips
@@ -110,6 +115,7 @@ class Engine(ABC):
     """Is told what this rank begins to do."""
     whose: Callable[[int], str] = staticmethod(lambda step: "")
     """Says which samples a step had that went wrong, as the end of a sentence; nothing where nobody knows."""
+    _say: Callable[[str], None]
 
     @abstractmethod
     def train_step(self, micro_batches: Sequence[Any]) -> StepResult:
@@ -138,9 +144,50 @@ class Engine(ABC):
     def agree_on_buffers(self) -> None:
         """Make what each rank gathers for itself, such as running statistics, the same on all of them."""
 
+    @property
+    def optimizer_type(self) -> str:
+        """The name under which a checkpoint has the optimizer."""
+        return self.config.optim.type
+
+    @property
+    def pending(self) -> int:
+        """Micro-batches of a step that is not complete: their gradients are collected and not applied yet."""
+        return 0
+
+    def evaluate(self, batches: Iterable[Any], metrics: Sequence[evaluating.Measures] = ()) -> dict[str, float]:
+        """The mean `loss` over all targets of all ranks' micro-batches, without training on them; and the metrics.
+
+        `batches` are this rank's micro-batches. Ranks may have unequal numbers of them, but each one at least.
+        Every rank must call it.
+        """
+        self.agree_on_buffers()
+        with self.weights_to_use():
+            return evaluating.evaluate(self, batches, metrics)
+
     @abstractmethod
-    def evaluate(self, batch: Any) -> Evaluation:
-        """Forward one micro-batch without gradients, in evaluation mode."""
+    def evaluate_micro_batch(self, batch: Any) -> Evaluation:
+        """Forward one micro-batch without gradients, in evaluation mode. Nothing is summed over ranks.
+
+        Where the model is spread, every rank must call it equally often.
+        """
+
+    def save(self, folder: str | Path, *, extra: Mapping[str, Any] | None = None) -> Path:
+        """Write a checkpoint that any strategy on any number of ranks can `load`; returns its folder.
+
+        `extra` are numbers, texts, lists and dicts of the user's own, rank 0's, which `load` returns. The folder
+        appears when all is written; one that is there already is an error. Every rank must call it.
+        """
+        with self.weights_to_use():
+            return saving.save_engine(self, folder, extra)
+
+    def load(self, folder: str | Path, *, partial: Sequence[str] = ()) -> dict[str, Any]:
+        """Continue from a checkpoint that `save` or a Runner wrote; returns the `extra` that it was saved with.
+
+        `folder` is a checkpoint, or holds several, of which the newest is taken. Names that fit a pattern of `partial`
+        may differ, and stay as they are. Random state is restored where as many ranks have saved it. Every rank must
+        call it.
+        """
+        return saving.load_engine(self, folder, partial, self._say)
 
     @contextmanager
     def weights_to_use(self) -> Iterator[None]:

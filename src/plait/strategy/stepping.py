@@ -51,7 +51,7 @@ class SteppingEngine(Engine):
         if self._awaits_backward:
             raise TrainingError(
                 "engine(batch) was called twice without engine.backward(loss) in between; "
-                "engine.evaluate(batch) looks at a loss without training on it"
+                "engine.evaluate_micro_batch(batch) looks at a loss without training on it"
             )
         if self._pending == self.accumulation:
             raise TrainingError(
@@ -78,6 +78,11 @@ class SteppingEngine(Engine):
             return None
         self._pending = 0
         return self._finish_step()
+
+    @property
+    def pending(self) -> int:
+        """Micro-batches of a step that is not complete."""
+        return self._pending + self._awaits_backward
 
     def request_stop(self) -> None:
         """Ask every rank to stop after the step in progress; the answer is in that step's result."""

@@ -71,7 +71,7 @@ def fake_world(
         stack.enter_context(module_apply_replaced(_apply))
         stack.enter_context(replaced(nn.init, name_of_truncated_normal(), _draw_twice))
         stack.enter_context(Valueless(allow_non_fake_inputs=True))
-        yield World(ranks, kind, layout, mesh, owns_processes=False)
+        yield World(ranks, kind, layout, mesh, owns_processes=False, fake=True)
 
 
 def _leave() -> None:

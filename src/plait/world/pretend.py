@@ -37,8 +37,8 @@ def pretended_cuda(
         yield
         return
     with ExitStack() as stack:
+        stack.enter_context(cuda_hooks_say_yes())  # first: it refuses a layout that it does not know
         stack.enter_context(python_guards_cuda())
-        stack.enter_context(cuda_hooks_say_yes())
         if torch.version.cuda is None:
             # Without a CUDA kernel torch would take these operations apart, and a plan would see other memory.
             stack.enter_context(kernels_registered_for_cuda(FUSED_ON_CUDA, _never))

@@ -49,6 +49,9 @@ class World:
     """`dp_replicate`, `dp_shard`, and every other axis with more than one rank; absent with one process."""
     owns_processes: bool
     """Whether closing ends the process group; false where the caller had one already."""
+    fake: bool = False
+    """Whether this is a rank that a plan plays: its tensors are fake, its device, links, files and other ranks are not
+    those of this machine."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     """Where this rank says what it does."""
 

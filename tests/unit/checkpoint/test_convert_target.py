@@ -101,6 +101,14 @@ def test_a_kill_while_one_takes_the_place_of_another_loses_neither(
     assert {each.name for each in tmp_path.iterdir()} == {"from", "to"}
 
 
+def test_what_is_neither_file_nor_folder_is_never_replaced(tmp_path: Path, path: Path) -> None:
+    pipe = tmp_path / "pipe"  # or /dev/null, which root could lose
+    os.mkfifo(pipe)
+    with pytest.raises(CheckpointError, match=r"pipe is neither"):
+        run(path, pipe, "torch", overwrite=True)
+    assert pipe.is_fifo()
+
+
 def test_a_folder_of_other_things_is_never_replaced(tmp_path: Path, path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home/thesis.tex").write_text("years of work")

@@ -187,6 +187,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ["a", "b", "--to", "hff", "--dtype", "bf61", "--weights", "emma", "--shard-size", "big"],
         ["4 problems", "`hf`", "`bf16`", "`ema`", "'big'", "5GB"],
     ),
+    "no size": (["a", "b", "--to", "hf", "--shard-size", f"{'9' * 500}GB"], ["--shard-size", "5GB"]),
     "optimizer": (["a", "b", "--to", "hf", "--optimizer"], ["--optimizer", "--to torch"]),
     "looking without a place": (
         ["a", "b", "--to", "hf", "--all", "--verify"],

@@ -137,9 +137,9 @@ def test_a_run_on_such_a_folder_is_refused_too(
     assert call(monkeypatch, "train", "run.yaml", "plan.gate=off") == 2
     assert "code.Config" in capsys.readouterr().err
     assert not marker.exists()
-    with pytest.raises(AttributeError, match="register_for_auto_class"):  # theirs is no class of transformers
-        call(monkeypatch, "train", "run.yaml", "plan.gate=off", "--trust-code")
+    assert call(monkeypatch, "train", "run.yaml", "plan.gate=off", "--trust-code") == 2
     assert marker.exists()
+    assert "register_for_auto_class" in capsys.readouterr().err  # theirs is no class of transformers
 
 
 def test_code_of_a_tokenizer_is_not_run(

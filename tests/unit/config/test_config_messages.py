@@ -137,7 +137,7 @@ class TestTypes:
             ({"work_dir": 3}, "work_dir", "expected text, found 3", '"3"'),
             ({"batch": 32}, "batch", "expected keys and values, found 32", "total, micro and accumulation"),
             ({"precision": 3}, "precision", "expected keys and values, found 3", "a word alone is fine"),
-            ({"optim": "adamw"}, "optim", "expected keys and values, found 'adamw'", "{type: AdamW}"),
+            ({"optim": "adamw"}, "optim", "unknown type 'adamw'", "AdamW"),
             ({"optim": {"no_decay": "bias"}}, "optim.no_decay", "expected a list, found 'bias'", "[bias]"),
             ({"optim": {"betas": [0.9]}}, "optim.betas.1", "entry 1 is missing: found only [0.9]", ""),
             ({"optim": {"betas": [0, 0, 0]}}, "optim.betas", "expected 2 entries, found [0, 0, 0]", ""),

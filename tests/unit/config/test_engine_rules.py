@@ -57,7 +57,7 @@ def test_a_ds_config_that_is_not_there_is_named() -> None:
         ({"layout": {"cp": 2}}, "strategy.layout.cp"),
         ({"layout": {"ep": 2}}, "strategy.layout.ep"),
         ({"layout": {"dp_replicate": 2, "dp_shard": 2}}, "strategy.layout.dp_replicate"),
-        ({"compile": True}, "strategy.compile"),
+        ({"compile": True}, "strategy.compile.enabled"),
         ({"recompute": "auto"}, "strategy.recompute.mode"),
         ({"wrap": {"names": ["layers.*"]}}, "strategy.wrap.names"),
         ({"reshard_after_forward": True}, "strategy.reshard_after_forward"),

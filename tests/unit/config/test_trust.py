@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from plait.config import parse, parse_stored
-from plait.config.trust import StoredName, load_code, load_module, transformers_code
+from plait.config.show import rows
+from plait.config.trust import StoredName, code_keys, load_code, load_module, transformers_code
 from plait.errors import ConfigError
 
 EVIL = {"type": "import", "target": "os:system", "args": {"command": "true"}}
@@ -31,8 +32,8 @@ def names(config: Any) -> dict[str, str]:
         "data.sources.1.target": config.data.sources[1].target,
         "val_data.target": config.val_data.target,
         "hooks.0.target": config.hooks[0].target,
-        "grpo.reward": config.grpo.reward,
-        "ppo.reward": config.ppo.reward,
+        "grpo.reward.type": config.grpo.reward.type,
+        "ppo.reward.type": config.ppo.reward.type,
     }
 
 
@@ -71,6 +72,36 @@ def test_every_name_of_a_stored_description_is_refused_with_its_file() -> None:
             load_code(name, key=key)
 
 
+PARTS = {
+    "model.type": {"model": "os:system"},
+    "data.collate.type": {"data": {"type": "tokens", "path": "x", "collate": "os:system"}},
+    "test_data.sources.1.type": {"test_data": {"type": "mixture", "sources": ["os:path", "os:system"]}},
+    "train.loss.type": {"train": {"loss": {"type": "os:system"}}},
+    "log.sinks.1.type": {"log": {"sinks": ["jsonl", "os:system"]}},
+    "hooks.0.type": {"hooks": [{"type": "os:system", "command": "true"}]},
+    "metrics.0.type": {"metrics": ["os:system"]},
+    "grpo.reward.type": {"grpo": {"reward": {"type": "os:system"}}},
+}
+
+
+@pytest.mark.parametrize(("key", "content"), PARTS.items())
+def test_a_part_of_any_kind_in_the_config_that_a_run_left_is_refused(
+    tmp_path: Path, key: str, content: dict[str, Any]
+) -> None:
+    (tmp_path / "events-rank0.jsonl").touch()
+    (tmp_path / "config.yaml").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"config\.yaml") as caught:
+        parse(tmp_path / "config.yaml")
+    assert key in [problem.path for problem in caught.value.problems]
+    assert dict(rows(parse(tmp_path / "config.yaml", ["trust_code=true"]).config))[key] == "os:system"
+
+
+@pytest.mark.parametrize("key", PARTS)
+def test_stored_settings_that_name_a_part_are_known(key: str) -> None:
+    found = list(code_keys({"work_dir": "runs/a:b/c", "seed": 3, **PARTS[key]}))
+    assert {each.partition(".")[0] for each in found} == {key.partition(".")[0]}
+
+
 def test_names_of_a_described_run_and_trusted_ones_are_not_refused() -> None:
     for config in (parse(DESCRIPTION).config, parse_stored(DESCRIPTION, "file", trust_code=True)):
         assert not any(isinstance(name, StoredName) for name in names(config).values())
@@ -91,7 +122,7 @@ def test_copies_of_a_stored_name_are_stored_names() -> None:
         parse(config.model_dump()).config,
         parse({"model": config.model, "grpo": config.grpo, "hooks": config.hooks}).config,
     ):
-        for found in (made.model.target, made.grpo.reward, made.hooks[0].target):
+        for found in (made.model.target, made.grpo.reward.type, made.hooks[0].target):
             assert isinstance(found, StoredName)
             assert found.stored_in == "file"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
@@ -38,8 +39,22 @@ def test_preparing_does_the_work_that_building_then_finds_done(tmp_path: Path) -
 
 
 def test_a_data_set_of_the_users_own_is_imported_and_called() -> None:
-    dataset = build_dataset(ImportedData(target="fractions:Fraction", args={"numerator": 3}), training=True, seed=0)
-    assert dataset == 3
+    dataset = build_dataset(ImportedData(target="collections:Counter", args={"x": 3}), training=True, seed=0)
+    assert dataset["x"] == 3
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "key"),
+    [
+        ("os:getcwd", {}, "val_data.target"),
+        ("fractions:Fraction", {}, "val_data.target"),
+        ("collections:UserList", {"wide": 3}, "val_data.args.wide"),
+    ],
+)
+def test_what_makes_no_data_set_is_refused_by_key(target: str, args: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        build_dataset(ImportedData(target=target, args=args), training=True, seed=0, role="val_data")
+    assert [problem.path for problem in refused.value.problems] == [key]
 
 
 @pytest.mark.parametrize(

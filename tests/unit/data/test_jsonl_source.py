@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from plait.config.data import JsonlData
 from plait.data import TokenFile, build_dataset, load_tokenizer
 from plait.data.corpus import prepare_corpus
 from plait.data.jsonl import JsonlSource
-from plait.errors import DataError
+from plait.errors import ConfigError, DataError
 
 MAKE_PROBLEMS = Path(__file__).resolve().parents[3] / "examples" / "gsm8k" / "make_problems.py"
 
@@ -56,7 +55,7 @@ def test_a_bad_line_is_named_with_file_number_and_reason(tmp_path: Path, bad: st
 def test_keys_that_do_not_say_what_to_learn_are_refused(keys: dict[str, str]) -> None:
     with pytest.raises(DataError, match="either text_key, or prompt_key and completion_key"):
         JsonlSource("a.jsonl", **keys)
-    with pytest.raises(ValidationError, match="either text_key, or prompt_key and completion_key"):
+    with pytest.raises(ConfigError, match="either text_key, or prompt_key and completion_key"):
         JsonlData(path="a.jsonl", **keys)
 
 

@@ -119,7 +119,7 @@ def test_texts_of_a_mixture_share_the_tokenizer_of_the_first_and_so_does_validat
         mixture = runner.loader.dataset
         assert mixture.counts == [30, 10]
         assert len({source.tokens.meta.tokenizer for source in mixture.sources}) == 1
-        assert runner._eval_loader("val_data").dataset.tokens.meta.tokenizer == mixture.sources[0].tokens.meta.tokenizer
+        assert runner.eval_loader("val_data").dataset.tokens.meta.tokenizer == mixture.sources[0].tokens.meta.tokenizer
         assert (runner.step, mixture.seq_len, mixture.vocab_size) == (20, 16, 260)
 
 

@@ -11,6 +11,7 @@ from plait.config.data import TextData
 from plait.data import TokenFile, build_dataset, load_tokenizer, train_tokenizer
 from plait.data.cache import cached
 from plait.data.corpus import prepare_corpus
+from plait.data.jsonl import JsonlSource
 from plait.data.text import TextSource
 from plait.errors import DataError
 
@@ -173,6 +174,14 @@ def test_any_text_survives_encoding_and_decoding(text: str, tmp_path: Path) -> N
     assert list(tokenizer.encode_many([text, text])) == [tokens, tokens]
     assert tokenizer.decode([*tokens, tokenizer.end]) == text
     assert tokenizer.decode([*tokens, tokenizer.end], keep_special=True) == text + "<|endoftext|>"
+
+
+def test_a_file_that_cannot_be_read_in_the_middle_is_named() -> None:
+    unreadable = "/proc/self/mem"  # it can be opened, and reading its beginning is an error of the device
+    lines = JsonlSource(unreadable, text_key="text")
+    for read in (TextSource(unreadable).fingerprint, lines.fingerprint, lambda: list(lines.documents())):
+        with pytest.raises(DataError, match="/proc/self/mem cannot be read: Input/output error"):
+            read()
 
 
 def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from random import Random, SystemRandom
+from random import Random
 from typing import Any
 
 import pytest
@@ -74,11 +74,9 @@ def bounded() -> Iterator[None]:
 
 
 def draws(request: pytest.FixtureRequest, kind: str, fixed: int, whole: int) -> Iterator[tuple[str, Random]]:
-    """Generators of random numbers, and their names: the same few in every run, and with `--fresh` all, drawn anew."""
-    fresh = request.config.getoption("--fresh", default=False)
-    seed = SystemRandom().randrange(1 << 32) if fresh else 0
-    for number in range(whole if fresh else fixed):
-        name = f"{kind} {seed} {number}"
+    """Generators of random numbers, and their names: a few of the session's seed, and with `--fresh` all of them."""
+    for number in range(whole if request.config.option.fresh else fixed):
+        name = f"{kind} {request.config.option.draw} {number}"
         yield name, Random(name)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import shutil
 import socket
 import threading
 import time
@@ -618,7 +617,7 @@ def test_a_long_conversation_loses_its_beginning_and_keeps_what_the_system_said(
     assert "question 0" not in text
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
+@pytest.mark.real("chromium")
 def test_the_page_talks_in_a_real_browser(speaker: Speaker, tmp_path: Path) -> None:
     texts = "[...document.querySelectorAll('.turn')].map((box) => [box.className, box.textContent])"
     idle = "document.getElementById('send').textContent === 'Send'"

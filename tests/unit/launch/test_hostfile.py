@@ -41,6 +41,12 @@ fe80::1%eth0 slots=1
         ("a slots=1 b slots=2\n", r"hosts:1: cannot read 'a slots=1 b slots=2'"),
         ("a slots=1\na slots=2\n", r"hosts:2: 'a' is there twice"),
         ("# nobody\n", r"names no host"),
+        ("a slots=99999999999\n", r"hosts:1: slots=99999999999 is more than the 65536"),
+        (f"a slots={'9' * 5000}\n", r"hosts:1: slots=9{20} is no number from 1"),
+        ("a slots=٣\n", r"hosts:1: slots=٣ is no number from 1"),
+        ("a slots=1\n-oProxyCommand=touch${IFS}ran slots=1\n", r"hosts:2: '-oProxyCommand=.* is no name or address"),
+        ("a;id slots=1\n", r"hosts:1: 'a;id' is no name or address"),
+        ("a,b slots=1\n", r"hosts:1: 'a,b' is no name or address"),
     ],
 )
 def test_a_wrong_line_is_named_by_its_number(tmp_path: Path, text: str, message: str) -> None:
@@ -80,6 +86,8 @@ def test_exclude_takes_the_rest() -> None:
         ({"exclude": "worker-0:7"}, "'worker-0' has no slot 7; it has 0,1,2,3"),
         ({"include": "worker-0:a"}, "'a' in 'worker-0:a' is no list of slots"),
         ({"include": "@worker-0"}, "names no host"),
+        ({"include": "worker-0:²"}, "no list of slots"),
+        ({"include": f"worker-0:{'9' * 5000}"}, "no list of slots"),
         ({"exclude": "worker-0@worker-1@fd00::2"}, "leaves no slot"),
     ],
 )

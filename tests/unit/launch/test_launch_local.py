@@ -219,4 +219,16 @@ def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched_size() is None
     monkeypatch.setenv("WORLD_SIZE", "16")
     assert launched_size() == 16
+    for text in ("9" * 5000, "²", "x", ""):
+        monkeypatch.setenv("WORLD_SIZE", text)
+        assert launched_size() is None
+
+
+def test_an_error_is_told_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text in ("x", "", "9" * 5000):
+        monkeypatch.setenv("RANK", text)
+        tell(WorldError("RANK is wrong"))
+        assert capsys.readouterr().err == "plait: RANK is wrong\n"
     assert 1 <= cpu_count() <= (os.cpu_count() or 1)

@@ -111,7 +111,7 @@ def test_a_flag_of_the_launcher_after_the_script_is_noticed() -> None:
         (["--num_gpu", "2", "t.py"], "no flag --num_gpu; did you mean --num_gpus?"),
         (["--num_gpus", "two", "t.py"], "invalid int value: 'two'"),
         (["--num_gpus", "0", "t.py"], "--num_gpus 0: at least 1"),
-        (["--launcher", "rsh", "t.py"], "invalid choice: 'rsh'"),
+        (["--launcher", "rsh", "t.py"], "unknown launcher 'rsh'"),
         (["--num_gpus", "2"], "no script to launch"),
         (["--module", "--no_python", "t"], "contradict each other"),
         (["--no_local_rank", "--pass_local_rank", "t"], "contradict each other"),

@@ -32,7 +32,7 @@ HF: dict[str, Any] = {
     "intermediate_size": 48,
 }
 CPU = torch.device("cpu")
-TOKENS = torch.randint(50, (2, 11))
+TOKENS = torch.randint(50, (2, 11), generator=torch.Generator().manual_seed(1))
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:

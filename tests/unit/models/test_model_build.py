@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from plait.config.model import ImportedModel, ResNetConfig
+from plait.config.model import ImportedModel, ModelPart, ResNetConfig
+from plait.config.part import GivenName
 from plait.errors import ConfigError, ModelError
 from plait.models import build_model, preset
 from plait.models.common.protocol import Blocks, Initializable, LanguageModel
@@ -98,14 +99,36 @@ def test_an_imported_model_is_called_with_its_arguments():
 @pytest.mark.parametrize(
     ("target", "args", "said"),
     [
-        ("torch.nn:Linear", {"width": 3}, "do not fit torch.nn:Linear"),
-        ("torch:__version__", {}, "class or a function"),
-        ("builtins:dict", {}, "torch.nn.Module"),
+        ("torch.nn:Linear", {"width": 3}, r"model\.args\.width: 'torch.nn:Linear'"),
+        ("torch.nn:Linear", {"in_features": 3}, r"model\.args: .*out_features"),
+        ("torch:__version__", {}, r"model\.target: 'torch:__version__'"),
+        ("builtins:dict", {}, r"model\.target: 'builtins:dict' made a dict"),
     ],
 )
 def test_an_imported_model_that_cannot_be_made_says_why(target, args, said):
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ConfigError, match=said):
         build_model(ImportedModel(target=target, args=args))
+
+
+def full():
+    raise torch.OutOfMemoryError("no room")
+
+
+def broken():
+    raise ValueError("a width of 3")
+
+
+def test_a_constructor_that_fails_is_named_and_one_without_memory_is_not_to_blame():
+    with pytest.raises(ConfigError, match=r"broken.*ValueError: a width of 3 .*test_model_build\.py"):
+        build_model(ModelPart(type=f"{__name__}:broken"))
+    with pytest.raises(torch.OutOfMemoryError):
+        build_model(ModelPart(type=f"{__name__}:full"))
+
+
+def test_a_module_is_no_description():
+    with pytest.raises(ConfigError) as caught:
+        build_model(ModelPart(type=GivenName(nn.Linear(2, 2))))
+    assert caught.value.problems[0].path == "model.type"
 
 
 def test_an_imported_model_that_cannot_be_imported_names_its_key():

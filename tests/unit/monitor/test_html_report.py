@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -172,6 +174,16 @@ def test_the_files_of_a_run_give_the_same_page_as_its_events(tmp_path: Path, mak
         write_report(source, tmp_path / name, "run")
     pages = [re.sub(r"<footer>.*?</footer>", "", (tmp_path / name).read_text()) for name in ("a.html", "b.html")]
     assert pages[0] == pages[1]
+
+
+def test_a_page_goes_into_a_pipe_and_does_not_take_its_place(tmp_path: Path, make_run: Any) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as reader:
+        read = reader.submit(pipe.read_text)
+        write_report(make_run(0, 8), pipe, "run")
+        assert read.result(timeout=60).startswith("<!DOCTYPE html>")
+    assert pipe.is_fifo()
 
 
 def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path, make_run: Any) -> None:

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from plait.config import parse_sections
 from plait.errors import ConfigError
 from plait.parallel.expert.seats import Seats
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.strategy.native.engine import NativeEngine
 from plait.world import local_part
 from plait.world.fake import fake_world
@@ -64,7 +64,7 @@ def shapes(strategy: dict[str, Any], *, size: int, **sizes: Any) -> set[tuple[in
     """Of what one rank has of the experts' stacks."""
     config = parse_sections(model={**MODEL, **sizes}, strategy=strategy).config
     with fake_world(config, size=size) as world:
-        engine = prepare_native(config, world)
+        engine = prepare_native(Preparation(config, world))
         assert isinstance(engine, NativeEngine)
         stacks = {name: param for name, param in engine.model.named_parameters() if ".experts." in name}
         with torch.no_grad():

@@ -15,7 +15,7 @@ from plait.models import build_model, preset
 from plait.parallel.initializer import Initializer, find_initializer
 from plait.parallel.materialize import give_storage, initialize
 from plait.parallel.recording import Record
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import open_world
 
 CPU = torch.device("cpu")
@@ -246,7 +246,7 @@ def test_materializing_does_not_disturb_the_callers_random_numbers() -> None:
 
 def prepared(model: Any, **strategy: Any) -> nn.Module:
     config = parse_sections(seed=7, strategy=strategy, device="cpu").config
-    return prepare_native(config, open_world(config), model=model).model
+    return prepare_native(Preparation(config, open_world(config), model=model)).model
 
 
 @pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter.*")
@@ -278,7 +278,7 @@ def test_where_a_described_model_is_built_does_not_change_its_values(section: di
     states = []
     for meta_init in (True, False):
         config = parse_sections(seed=7, model=section, strategy={"meta_init": meta_init}, device="cpu").config
-        states.append(prepare_native(config, open_world(config)).state_tensors())
+        states.append(prepare_native(Preparation(config, open_world(config))).state_tensors())
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
@@ -319,6 +319,6 @@ def test_stored_weights_of_a_transformers_folder_are_loaded(tmp_path: Any) -> No
         config = parse_sections(
             model={"type": "hf", "path": tmp_path}, strategy={"meta_init": meta_init}, device="cpu"
         ).config
-        model = prepare_native(config, open_world(config)).model
+        model = prepare_native(Preparation(config, open_world(config))).model
         for name, tensor in stored.named_parameters():
             assert torch.equal(model.get_parameter(name), tensor), name

@@ -9,7 +9,7 @@ import torch
 
 from plait.config import parse_sections
 from plait.parallel.offload.params import ParamStream
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import open_world
 
 MODEL = {"type": "llama", "vocab_size": 64, "dim": 32, "layers": 6, "heads": 4, "kv_heads": 4, "ffn_dim": 64}
@@ -32,7 +32,7 @@ def most_blocks_here(monkeypatch: pytest.MonkeyPatch, **limits: int) -> float:
         found.append(len(blocks))
 
     with open_world(config) as world:
-        engine = prepare_native(config, world, say=lambda _: None)
+        engine = prepare_native(Preparation(config, world, say=lambda _: None))
         ids = torch.randint(0, 64, (2, 17))
         batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
         engine.train_step([batch])

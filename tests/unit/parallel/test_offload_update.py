@@ -17,10 +17,11 @@ from plait.config.rules import violations
 from plait.errors import ConfigError
 from plait.parallel.offload import visit
 from plait.parallel.offload.buckets import plan_spans
+from plait.parallel.offload.lanes import Lanes
 from plait.parallel.offload.space import updates_on_device
 from plait.parallel.offload.store import Offload, OffloadOptions
 from plait.parallel.offload.visit import Part, cut
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.strategy.native.offloaded import OffloadedViews
 from plait.world import open_world
 
@@ -39,7 +40,7 @@ class Net(nn.Module):
 def run(offload: dict[str, Any], batches: list[Tensor], **sections: Any) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and state of a run from the same weights."""
     config = parse_sections(**{"strategy": {"offload": offload}, "seed": 1, **sections}).config
-    engine = prepare_native(config, open_world(config), model=Net, say=lambda _: None)
+    engine = prepare_native(Preparation(config, open_world(config), model=Net, say=lambda _: None))
     assert isinstance(engine.views, OffloadedViews) == (offload.get("optimizer", "none") != "none")
     losses = [engine.train_step([batch]).loss for batch in batches]
     return losses, {name: tensor.clone() for name, tensor in engine.state_tensors().items()}
@@ -98,7 +99,7 @@ def test_one_run_may_use_device_memory_host_memory_and_files(
     found = []
     for strategy in ({}, {"offload": offload}):
         config = parse_sections(strategy=strategy, seed=1, optim={"type": optim}).config
-        engine = prepare_native(config, open_world(config), model=WideNet, say=lambda _: None)
+        engine = prepare_native(Preparation(config, open_world(config), model=WideNet, say=lambda _: None))
         losses = [engine.train_step([row]).loss for row in rows[:2]]
         early = engine.state_tensors()  # what a checkpoint would hold, in the middle
         losses += [engine.train_step([row]).loss for row in rows[2:]]
@@ -113,7 +114,7 @@ def test_a_delayed_update_reaches_the_model_one_step_late(batches: list[Tensor])
     found, state = run({"optimizer": "cpu", "delayed": True}, batches, optim={"type": "SGD", "lr": 0.5})
     torch.manual_seed(0)
     config = parse_sections(seed=1).config
-    net = prepare_native(config, open_world(config), model=Net, say=lambda _: None).model
+    net = prepare_native(Preparation(config, open_world(config), model=Net, say=lambda _: None)).model
     newest = {name: param.detach().clone() for name, param in net.named_parameters()}
     for batch, loss in zip(batches, found, strict=True):
         net.zero_grad()
@@ -141,7 +142,14 @@ def test_buckets_keep_the_order_and_the_first_share_stays_on_the_device() -> Non
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_rank_may_have_nothing_to_update(on_device: bool) -> None:
     params, options = [nn.Parameter(torch.empty(0, 4))], OffloadOptions("cpu", 8, ratio=0.3, on_device=on_device)
-    store = Offload(params, [torch.float32], order=[0], device=torch.device("cpu"), options=options, say=lambda _: None)
+    store = Offload(
+        params,
+        [torch.float32],
+        order=[0],
+        lanes=Lanes(torch.device("cpu"), fake=False),
+        options=options,
+        say=lambda _: None,
+    )
     store.attach(torch.optim.AdamW(store.masters, fused=True))
     store.outbox.take(0, torch.empty(0, 4))
     store.begin(1.0, None)
@@ -250,7 +258,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_names_the_gradient(
     said: list[str] = []
     offload = {"optimizer": tier, "update": update, **({"path": str(tmp_path)} if tier == "nvme" else {})}
     config = parse_sections(strategy={"offload": offload}, precision="bf16", seed=1).config
-    engine = prepare_native(config, open_world(config), model=Net, say=said.append)
+    engine = prepare_native(Preparation(config, open_world(config), model=Net, say=said.append))
     engine.train_step([torch.randn(4, 8)])
     before = {name: tensor.clone() for name, tensor in engine.state_tensors().items()}
     weight = engine.model.get_parameter("layers.1.weight")

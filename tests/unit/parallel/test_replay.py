@@ -20,7 +20,7 @@ from plait.parallel.initializer import Initializer, InTurn, find_initializer
 from plait.parallel.materialize import give_storage, initialize
 from plait.parallel.recording import Record
 from plait.parallel.replay import Replay
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.strategy.native.building import build_module
 from plait.world.fake import fake_world
 
@@ -435,5 +435,5 @@ def test_a_plan_runs_the_same_code(build: type[nn.Module], strategy: dict[str, A
     config = parse_sections(strategy=strategy, device="cpu").config
     with fake_world(config, rank=0, size=2, device="cpu") as world:
         assert isinstance(build_module(config, build)[1], Replay)
-        engine = prepare_native(config, world, model=build)
+        engine = prepare_native(Preparation(config, world, model=build))
         assert not any(param.is_meta for param in engine.model.parameters())

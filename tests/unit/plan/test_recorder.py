@@ -16,7 +16,7 @@ from plait.plan.hardware import find_hardware
 from plait.plan.recorder import Recorder
 from plait.plan.simulate import simulate
 from plait.spec.phase import Phase
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import open_world
 from plait.world.fake import fake_world
 
@@ -46,7 +46,7 @@ def tokens() -> dict[str, torch.Tensor]:
 def really_allocated(config: RunConfig) -> int:
     """The most that torch's CPU allocator had given out, as torch's own profiler saw it: every piece, hidden or not."""
     with open_world(config) as world, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        engine = prepare_native(config, world, accumulation=2)
+        engine = prepare_native(Preparation(config, world, accumulation=2))
         for _ in range(2):
             engine.train_step([tokens() for _ in range(2)])
     events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]

@@ -159,7 +159,7 @@ def test_a_text_begins_as_the_tokenizer_begins_texts(kind: Any, tmp_path: Path) 
     tokenizer = trained_tokenizer(["a conversation"], 300, MARKS)
     assert tokenizer.begin == ()
     begin = int(tokenizer.token_id("<bos>") or 0)
-    tokenizer._backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", begin)])
+    tokenizer.backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", begin)])
     tokenizer.save(tmp_path / "tokenizer.json")
     again = read_tokenizer(tmp_path)
     template = make_template(TemplateConfig(kind=kind), again, None)
@@ -278,7 +278,7 @@ def test_a_reward_model_reads_conversations_as_it_learned_to(tmp_path: Path) -> 
     other = tmp_path / "other"
     other.mkdir()
     trained_tokenizer(["a conversation about nothing"], 296, ("<x>", *MARKS)).save(other / "tokenizer.json")
-    critic = {"reward": "operator:itemgetter", "critic_start": judge}
+    critic = {"reward": "operator:setitem", "critic_start": judge}
     strange = {**online, "ppo": critic, "posttrain": {**description["posttrain"], "tokenizer": str(other)}}
     with (
         phase_runner("ppo", {**strange, "work_dir": str(tmp_path / "strange")}) as runner,

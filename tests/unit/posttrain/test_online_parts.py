@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from plait.config import check, parse
 from plait.config.batch import ResolvedBatch
 from plait.config.online import GrpoConfig, PpoConfig
+from plait.config.trust import entry_points_of
 from plait.errors import ConfigError, TrainingError
 from plait.posttrain.data.datasets import Row
 from plait.posttrain.data.prompts import Prompt, correctness, final_number, gsm8k_reward, task_reward
@@ -209,14 +211,65 @@ def test_what_cannot_work_is_refused_before_anything_starts(phase: Any, changes:
 
 def test_reward_functions_are_found_by_name_or_by_the_data() -> None:
     assert find_function(settings())[0] == "task"
-    assert find_function(settings(grpo={"reward": "operator:eq"}))[0] == "operator:eq"
-    with pytest.raises(ConfigError, match=r"grpo\.reward: 'nowhere:f'"):
+    assert find_function(settings(grpo={"reward": "operator:setitem"}))[0] == "operator:setitem"
+    with pytest.raises(ConfigError, match=r"grpo\.reward\.type: 'nowhere:f'"):
         find_function(settings(grpo={"reward": "nowhere:f"}))
-    with pytest.raises(ConfigError, match=r"grpo.reward: 'math:pi' is a float"):
+    with pytest.raises(ConfigError, match=r"grpo\.reward\.type: 'math:pi' is a float"):
         find_function(settings(grpo={"reward": "math:pi"}))
     unknown = settings(posttrain={"data": [{"type": "file", "path": "x.jsonl"}]})
     with pytest.raises(ConfigError, match="the data cannot be checked"):
         find_function(unknown)
+
+
+def near(prompt: str, answer: str, right: str | None, bonus: float = 0.0) -> float:
+    return float(answer == right) + bonus
+
+
+class Near:
+    def __init__(self, bonus: float) -> None:
+        self.bonus = bonus
+
+    def __call__(self, prompt: str, answer: str, right: str | None) -> float:
+        return near(prompt, answer, right, self.bonus)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        {"type": f"{__name__}:near", "bonus": 0.5},
+        {"type": near, "bonus": 0.5},
+        {"type": f"{__name__}:Near", "bonus": 0.5},
+        Near(0.5),
+        "near_enough",
+    ],
+    ids=["name", "function", "class", "object", "plug-in"],
+)
+def test_a_reward_of_ones_own_has_arguments(reward: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "judges-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: judges\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[plait.reward]\nnear_enough = judges:near\n")
+    (tmp_path / "judges.py").write_text(f"from {__name__} import Near\nnear = Near(0.5)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    entry_points_of.cache_clear()
+    for config in (settings(grpo={"reward": reward}), settings("ppo", ppo={"reward": reward})):
+        _, function = find_function(config)
+        assert (function("1+1=", "2", "2"), function("1+1=", "3", "2")) == (1.5, 0.5)
+    entry_points_of.cache_clear()
+
+
+def test_a_reward_that_cannot_be_called_so_is_refused_at_its_key() -> None:
+    for reward, key in (
+        ({"type": near, "bonsu": 1.0}, "grpo.reward.bonsu"),
+        ("operator:eq", "grpo.reward"),
+        (Near, "grpo.reward"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            find_function(settings(grpo={"reward": reward}))
+        assert caught.value.problems[0].path == key
+    with pytest.raises(ConfigError) as caught:
+        settings(grpo={"reward": "tsak"})
+    assert caught.value.problems[0].path == "grpo.reward"
 
 
 def test_equal_rewards_of_a_group_teach_nothing_and_are_counted() -> None:

@@ -132,6 +132,7 @@ def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(tmp_path: Path) 
     description["train"] = {"max_steps": 1000, "stop_after": 30}
     with phase_runner("grpo", description) as runner:
         assert isinstance(runner, OnlineRunner)
+        runner.setup()
         before = runner.step
         assert before >= 2
         assert runner.roller.experience.number == (before - 1) // 6
@@ -205,6 +206,7 @@ def test_adapters_may_learn_at_a_rate_of_their_own(tmp_path: Path) -> None:
     with phase_runner("grpo", describe(tmp_path, grpo={"group": 2}, lora=lora)) as runner:
         assert isinstance(runner, OnlineRunner)
         assert runner.online.reference == "start"  # with everything in training, the base moves too
+        runner.setup()
         optimizer: Any = runner.engine.updater.optimizer  # type: ignore[attr-defined]
         rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
     assert {rate for name, rate in rates.items() if ".lora_" in name} == {3e-4}

@@ -82,6 +82,7 @@ def test_a_reward_model_starts_from_the_tuned_body_and_gets_better(tuned: Path, 
     assert ElementTree.parse(tmp_path / "calibration.svg").getroot().get("aria-label")
     again = phase_runner("reward", describe(tmp_path / "again", posttrain={"start": str(tmp_path)}))
     with again as runner:  # a reward model that goes on keeps its head
+        runner.setup()
         assert torch.equal(runner.engine.model.get_parameter("head.weight"), weights(tmp_path)["model.head.weight"])
 
 
@@ -90,6 +91,7 @@ def test_the_adapter_of_a_reward_model_brings_its_head(tuned: Path, tmp_path: Pa
     after = run("reward", describe(tmp_path / "a", **changes, lora={"rank": 2}))
     lora = {"rank": 2, "adapter": str(tmp_path / "a" / "adapter")}
     with phase_runner("reward", describe(tmp_path / "b", **changes, lora=lora)) as runner:
+        runner.setup()
         for name, param in runner.engine.model.named_parameters():
             assert torch.equal(param, after[f"model.{name}"]), name
 
@@ -138,6 +140,7 @@ def test_an_adapter_is_written_alone_goes_on_and_is_merged_by_the_next_phase(tun
     named = tmp_path / "a" / "adapter" / "adapter_config.json"
     named.write_text(json.dumps({**json.loads(named.read_text()), "base_model_name_or_path": "another/model"}))
     with phase_runner("sft", describe(tmp_path / "b", posttrain=start, lora=more)) as runner:
+        runner.setup()
         continued = dict(runner.engine.model.named_parameters())
         assert all(torch.equal(continued[name], tensor) for name, tensor in adapter.tensors.items())
         runner.train()
@@ -148,6 +151,7 @@ def test_an_adapter_is_written_alone_goes_on_and_is_merged_by_the_next_phase(tun
         name = "blocks.0.attention.q"
         down, up = saved[f"model.{name}.lora_A.weight"], saved[f"model.{name}.lora_B.weight"]
         expected = saved[f"model.{name}.weight"] + 4.0 * up @ down
+        runner.setup()
         found = runner.engine.model.get_parameter(f"{name}.weight")
         assert torch.allclose(found, expected, atol=1e-6)
 
@@ -165,6 +169,7 @@ def test_what_learns_beside_an_adapter_is_not_in_its_folder_and_that_is_told(
 def test_a_packed_base_holds_the_weights_that_it_starts_from(tuned: Path, tmp_path: Path, meta: bool) -> None:
     changes: dict[str, Any] = {"posttrain": {"start": str(tuned)}, "strategy": {"meta_init": meta}}
     with phase_runner("sft", describe(tmp_path, **changes, lora={"rank": 2, "base": "int8"})) as runner:
+        runner.setup()
         saved, model = weights(tuned), runner.engine.model
         for name in lora_layers(model):
             layer, whole = model.get_submodule(name), saved[f"model.{name}.weight"]
@@ -189,6 +194,7 @@ def test_a_transformers_model_keeps_its_pretrained_weights_under_an_adapter_and_
     changes: dict[str, Any] = {"model": model, "posttrain": {"max_len": 16}, "lora": {"rank": 2, "targets": ["q_proj"]}}
     for phase in ("sft", "reward"):
         with phase_runner(phase, describe(tmp_path / phase, 2, **changes)) as runner:
+            runner.setup()
             found = dict(runner.engine.model.named_parameters())
             for name, param in original.named_parameters():
                 if not (phase == "reward" and name == "lm_head.weight"):
@@ -218,6 +224,7 @@ def test_a_run_with_adapters_becomes_a_plain_transformers_model(kind: str, tmp_p
     if kind == "gpt":  # and a model of Plait's own starts from such a folder
         again = describe(tmp_path / "again", model=model, posttrain={"start": str(tmp_path / "hf")})
         with phase_runner("sft", again) as runner:
+            runner.setup()
             assert torch.allclose(runner.engine.model.eval()(ids), expected, atol=1e-4)
 
 

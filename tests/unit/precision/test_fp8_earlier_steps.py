@@ -12,7 +12,7 @@ from torch import Tensor
 from plait.config import parse_sections
 from plait.ops.fp8_earlier import GRADIENT, INPUT, WEIGHT
 from plait.precision import EarlierScales
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import open_world
 
 LLAMA = {"type": "llama", "vocab_size": 32, "dim": 32, "layers": 1, "heads": 2, "ffn_dim": 48, "seq_len": 8}
@@ -24,7 +24,7 @@ def engine_with(history: int, *, scales: str = "earlier", **strategy: Any) -> An
     config = parse_sections(
         model=LLAMA, precision={"fp8": fp8}, strategy=strategy, optim={"type": "AdamW", "lr": 0.01}, device="cpu"
     ).config
-    return prepare_native(config, open_world(config), say=lambda _text: None)
+    return prepare_native(Preparation(config, open_world(config), say=lambda _text: None))
 
 
 def batches(count: int) -> list[Batch]:
@@ -77,7 +77,7 @@ def test_evaluation_finds_its_scales_at_once_and_keeps_nothing() -> None:
     now, earlier = engine_with(0, scales="now"), engine_with(2)
     assert losses(now, steps) == losses(earlier, steps)
     before = earlier.state()
-    assert earlier.evaluate(other).loss_sum == now.evaluate(other).loss_sum
+    assert earlier.evaluate_micro_batch(other).loss_sum == now.evaluate_micro_batch(other).loss_sum
     earlier.train_step(steps[0])
     after = peaks(earlier)
     assert torch.equal(after[..., 0], torch.tensor(list(before["fp8"]["peaks"].values()))[..., 1])

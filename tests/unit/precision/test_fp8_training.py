@@ -11,7 +11,7 @@ import torch
 from plait.config import check, parse_sections
 from plait.errors import ConfigError, ModelError, PlaitError
 from plait.precision.fp8 import Fp8Linear
-from plait.strategy import prepare, prepare_native
+from plait.strategy import Preparation, prepare, prepare_native
 from plait.world import open_world
 
 LLAMA = {"type": "llama", "vocab_size": 64, "dim": 32, "layers": 2, "heads": 4, "ffn_dim": 64, "seq_len": 32}
@@ -23,7 +23,7 @@ def losses_of(precision: Any, steps: int = 30, **strategy: Any) -> tuple[list[fl
     config = parse_sections(
         model=LLAMA, precision=precision, strategy=strategy, optim={"type": "AdamW", "lr": 5e-3}, device="cpu", seed=1
     ).config
-    engine: Any = prepare_native(config, open_world(config), say=lambda _text: None)
+    engine: Any = prepare_native(Preparation(config, open_world(config), say=lambda _text: None))
     generator = torch.Generator().manual_seed(5)
     losses = []
     for _ in range(steps):
@@ -96,7 +96,7 @@ def test_a_phase_that_wants_logits_has_no_use_for_a_head_in_8_bits() -> None:
         ({"precision": {"fp8": {"recipe": "rowwise", "scales": "earlier"}}}, "one number a tensor"),
         ({"precision": {"fp8": EARLIER}, "strategy": {"compile": True}}, "at once"),
         ({"precision": "fp8", "strategy": {"layout": {"tp": 2}}}, "tp"),
-        ({"precision": "fp8", "strategy": {"engine": "deepspeed"}}, "formats of its own"),
+        ({"precision": "fp8", "strategy": {"engine": "deepspeed"}}, "engine deepspeed"),
     ],
     ids=str,
 )

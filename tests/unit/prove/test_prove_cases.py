@@ -106,6 +106,18 @@ def test_layers_of_own_models_are_shrunk_on_both_sides() -> None:
     assert cases.notes == ("The model was shrunk from 6 to 2 layers.",)
 
 
+def test_a_model_is_not_shrunk_to_more_layers_than_it_has() -> None:
+    with pytest.raises(ConfigError, match="--layers: 7"):
+        make_cases(run(strategy="ddp"), layers=7)
+
+
+def test_a_folder_that_takes_no_certificate_is_found_before_the_steps(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "inside", "/proc/certificate"):
+        with pytest.raises(ConfigError, match=f"--out: '{out}'"):
+            prove({"model": GPT, "data": {"type": "import", "target": "builtins:list"}}, out=out)
+
+
 def test_layers_of_a_transformers_model_are_shrunk_by_its_own_key_with_lists_of_them(tmp_path: Path) -> None:
     described = {"model_type": "qwen2", "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3, "vocab_size": 9}
     (tmp_path / "config.json").write_text(json.dumps(described))

@@ -110,6 +110,7 @@ def test_the_page_is_whole_and_the_figures_are_beside_it(plain: tuple[Report, Pa
 def test_memory_at_the_peak_is_known_by_owner(plain: tuple[Report, Path], tmp_path: Path) -> None:
     memory = plain[0].memory
     with Runner(**settings(tmp_path, profile=None)) as runner:
+        runner.setup()
         numbers = sum(param.numel() for param in runner.engine.model.parameters())
     assert memory.parts["parameters"] == 4 * numbers
     assert memory.parts["optimizer"] == pytest.approx(8 * numbers, rel=0.01)

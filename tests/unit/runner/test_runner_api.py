@@ -65,6 +65,55 @@ def test_train_validate_and_test_as_the_documentation_shows(tmp_path: Path) -> N
     assert len(events(tmp_path, EventKind.TEST)) == 1
 
 
+def test_a_runner_has_its_parts_after_setup_and_not_before(tmp_path: Path) -> None:
+    made: list[Classifier] = []
+
+    def build() -> Classifier:
+        made.append(Classifier())
+        return made[-1]
+
+    runner = make(tmp_path, model=build, strategy={"meta_init": False})
+    for part in ("world", "engine", "step"):
+        with pytest.raises(TrainingError, match=rf"no {part} yet: call runner.setup"):
+            getattr(runner, part)
+    assert made == []
+    assert not (tmp_path / "run").exists()
+    runner.setup()
+    engine = runner.engine
+    assert (runner.step, runner.world.size, runner.batch.total, len(made)) == (0, 1, 4, 1)
+    runner.setup()
+    runner.train()
+    assert runner.engine is engine
+    assert (runner.step, len(made)) == (3, 1)
+    runner.close()
+    with pytest.raises(TrainingError, match="closed"):
+        runner.setup()
+
+
+def test_setup_resumes(tmp_path: Path) -> None:
+    make(tmp_path).train()
+    again = make(tmp_path, checkpoint={"resume": "auto"})
+    again.setup()
+    assert (again.step, again.epoch, again.step_in_epoch) == (3, 1, 0)
+
+
+def test_what_is_wrong_with_the_data_shows_before_a_model_is_built(tmp_path: Path) -> None:
+    def build() -> Classifier:
+        raise AssertionError("built")
+
+    data = {"type": "tokens", "path": str(tmp_path / "absent"), "seq_len": 8}
+    with pytest.raises(DataError, match="absent"):
+        make(tmp_path, model=build, data=data).setup()
+
+
+def test_a_folder_that_holds_a_run_is_refused_before_its_log_is_written_to(tmp_path: Path) -> None:
+    make(tmp_path, log={"console": "none"}).train()
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        make(tmp_path, log={"console": "none"}).train()
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
 def test_a_dataloader_trains_like_the_data_set_in_it(tmp_path: Path) -> None:
     data, ends = Points(12), []
     for given, batch in ((data, {"micro": 4}), (DataLoader(data, batch_size=4, shuffle=True), {})):
@@ -301,7 +350,8 @@ def test_a_vocabulary_larger_than_the_models_is_refused_before_training(tmp_path
     (tmp_path / "text.txt").write_text("".join(f"{random.random()} and more\n" for _ in range(200)))
     data = {"type": "text", "path": str(tmp_path / "text.txt"), "seq_len": 8, "cache": str(tmp_path / "cache")}
     small = Runner(model=Classifier(), data={**data, "vocab_size": 280}, work_dir=tmp_path / "a", log=QUIET)
-    size = small.engine and small.loader.dataset.vocab_size
+    small.setup()
+    size = small.loader.dataset.vocab_size
     tokenizer = next((tmp_path / "cache").rglob("tokenizer.json"))
     model = {"type": "gpt", "vocab_size": size - 1, "dim": 8, "layers": 1, "heads": 1, "seq_len": 8}
     with pytest.raises(ConfigError, match=rf"model.vocab_size: {size - 1}.*vocabulary of {size}"):
@@ -324,7 +374,7 @@ def test_validation_text_is_cut_by_the_training_tokenizer(tmp_path: Path) -> Non
     runner = make(tmp_path, model=model, **sources)
     runner.train()
     runner.validate()
-    tokens = [loader.dataset.tokens.meta.tokenizer for loader in (runner.loader, runner._eval_loader("val_data"))]
+    tokens = [loader.dataset.tokens.meta.tokenizer for loader in (runner.loader, runner.eval_loader("val_data"))]
     assert tokens[0] == tokens[1]
     with pytest.raises(ConfigError, match=r"val_data.tokenizer"):
         make(tmp_path, model=model, val_data=sources["val_data"], work_dir=tmp_path / "other").validate()

@@ -27,6 +27,7 @@ def trained(folder: Path, *, late: bool, hooks: list[Hook] | None = None, **sect
         "seed": 5,
     }
     runner = Runner(**{**settings, **sections}, hooks=hooks or [])
+    runner.setup()
     engine: Any = runner.engine
     engine.updater.stays_on_device = late
     runner.train()

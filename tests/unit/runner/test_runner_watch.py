@@ -43,6 +43,7 @@ def run(folder: Path, losses: Losses, *, late: bool = False, counts: Losses | No
     }
     settings["train"] |= sections.pop("train", {})
     with Runner(**{**settings, **sections}) as runner:
+        runner.setup()
         engine: Any = runner.engine
         engine.updater.stays_on_device = late
         runner.train()

@@ -13,7 +13,7 @@ import plait
 from plait.config import parse_sections
 from plait.errors import ConfigError, ModelError, NonFiniteError, TrainingError
 from plait.spec import LossTerm, MicroBatch
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.strategy.native.engine import NativeEngine
 from plait.world import open_world
 
@@ -42,7 +42,7 @@ def engine_of(model: Any = None, said: list[str] | None = None, loss_fn: Any = N
     sections = {"optim": {"type": "SGD", "lr": 0.1}, "device": "cpu", **sections}
     config = parse_sections(**sections).config
     say = said.append if said is not None else lambda _text: None
-    return prepare_native(config, open_world(config), model=model or Net(), loss_function=loss_fn, say=say)
+    return prepare_native(Preparation(config, open_world(config), model=model or Net(), loss_function=loss_fn, say=say))
 
 
 def weights(engine: NativeEngine) -> dict[str, Tensor]:
@@ -144,7 +144,7 @@ def test_a_row_of_layers_is_given_the_first_part_as_in_a_pipeline() -> None:
     engine = engine_of(row, optim={"type": "SGD", "lr": 1e-12}, loss_fn=of_pair)
     for inputs in ((x, y), [x, y], {"x": x, "y": y}):
         assert engine.train_step([inputs]).loss == pytest.approx(expected)
-        assert engine.evaluate(inputs).loss_sum == pytest.approx(expected)
+        assert engine.evaluate_micro_batch(inputs).loss_sum == pytest.approx(expected)
 
 
 def test_a_model_without_anything_to_train_is_refused() -> None:
@@ -410,13 +410,13 @@ def test_evaluation_sees_no_dropout_trains_nothing_and_leaves_the_mode() -> None
     engine = engine_of(Noisy())
     before = weights(engine)
     part = batch(8)
-    answers = [engine.evaluate(MicroBatch(part, 8)) for _ in range(2)]
+    answers = [engine.evaluate_micro_batch(MicroBatch(part, 8)) for _ in range(2)]
     assert answers[0].loss_sum == answers[1].loss_sum
     assert answers[0].loss_count == 8
     assert not answers[0].outputs.sum.requires_grad
     assert engine.model.training
     assert same(weights(engine), before)
-    assert engine.evaluate(MicroBatch(part, 0)).loss_count == 0
+    assert engine.evaluate_micro_batch(MicroBatch(part, 0)).loss_count == 0
 
 
 def test_prepare_refuses_contradictions_as_a_run_does() -> None:

@@ -17,7 +17,7 @@ from plait.config import parse_sections
 from plait.errors import NonFiniteError
 from plait.models import build_model
 from plait.spec import LossTerm
-from plait.strategy import StepResult, prepare_manual, prepare_native
+from plait.strategy import Preparation, StepResult, prepare_manual, prepare_native
 from plait.strategy.native import update
 from plait.strategy.native.late import Arriving
 from plait.world import open_world
@@ -38,7 +38,7 @@ def engine_of(said: list[str] | None = None, model: Any = None, prepare: Any = p
     torch.manual_seed(3)
     config = parse_sections(**{"optim": {"type": "AdamW", "lr": 0.01}, "device": "cpu", **sections}).config
     say = said.append if said is not None else lambda _text: None
-    engine = prepare(config, open_world(config), model=model or Net(), say=say)
+    engine = prepare(Preparation(config, open_world(config), model=model or Net(), say=say))
     engine.updater.stays_on_device = True
     return engine
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from plait.config import parse_sections
 from plait.errors import ModelError
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import open_world
 
 
@@ -44,7 +44,7 @@ def half_on_meta() -> nn.Module:
 def prepared(model: Any) -> list[str]:
     config = parse_sections(optim={"type": "SGD", "lr": 0.1}).config
     said: list[str] = []
-    prepare_native(config, open_world(config), model=model, say=said.append)
+    prepare_native(Preparation(config, open_world(config), model=model, say=said.append))
     return said
 
 

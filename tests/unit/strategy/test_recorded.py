@@ -19,7 +19,7 @@ from plait.config.rules import violations
 from plait.errors import ConfigError, TrainingError
 from plait.models import build_model
 from plait.spec import LossTerm, MicroBatch
-from plait.strategy import prepare_manual, prepare_native
+from plait.strategy import Preparation, prepare_manual, prepare_native
 from plait.strategy.native import recorded
 from plait.strategy.native.recorded import MOST, WARM_UP, RecordedPasses
 from plait.world import open_world
@@ -59,7 +59,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def engine_of(model: nn.Module, said: list[str] | None = None, *, records: bool = True, **sections: Any) -> Any:
     config = parse_sections(**{"optim": ADAM, "device": "cpu", **sections}).config
     say = said.append if said is not None else lambda _text: None
-    engine: Any = prepare_native(config, open_world(config), model=model, say=say)
+    engine: Any = prepare_native(Preparation(config, open_world(config), model=model, say=say))
     if records:
         engine._recorded = RecordedPasses(
             engine._both_passes, engine.model, engine.gradients, engine.world.device, "always", say
@@ -208,7 +208,7 @@ def test_evaluating_in_between_changes_nothing(made: list[Tape]) -> None:
     for _ in range(STEPS):
         batch = {"x": torch.randn(6, 4)}
         assert repeated.train_step([batch]).loss == plain.train_step([batch]).loss
-        assert repeated.evaluate(batch).loss_sum == plain.evaluate(batch).loss_sum
+        assert repeated.evaluate_micro_batch(batch).loss_sum == plain.evaluate_micro_batch(batch).loss_sum
     assert_same(plain, repeated)
     assert len(made) == 1
 
@@ -321,10 +321,10 @@ def test_what_repeats_itself_is_not_refused(sections: dict[str, Any]) -> None:
 def test_a_loop_of_ones_own_is_refused() -> None:
     config = parse_sections(optim=ADAM, device="cpu", strategy={"graphs": True}).config
     with pytest.raises(ConfigError, match="asks for them one by one"):
-        prepare_manual(config, open_world(config), model=Net())
+        prepare_manual(Preparation(config, open_world(config), model=Net()))
 
 
 def test_several_micro_batches_are_refused() -> None:
     config = parse_sections(optim=ADAM, device="cpu", strategy={"graphs": True}).config
     with pytest.raises(ConfigError, match="a step has 2"):
-        prepare_native(config, open_world(config), model=Net(), accumulation=2)
+        prepare_native(Preparation(config, open_world(config), model=Net(), accumulation=2))

@@ -16,7 +16,7 @@ from plait.config import parse_sections
 from plait.config.graphs import may_record, with_graphs_decided
 from plait.plan import make_plan
 from plait.plan.hardware import find_hardware
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.strategy.native import recorded, starving
 from plait.strategy.native.recorded import MOST_UNASKED, WARM_UP, RecordedPasses
 from plait.strategy.native.starving import AT_FIRST, LOOKS, ROOM, Starving
@@ -73,7 +73,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
 
 def engine_of(model: Net, said: list[str], *, records: bool = True) -> Any:
     config = parse_sections(optim={"type": "AdamW", "lr": 0.01, "implementation": "one-pass"}, device="cpu").config
-    engine: Any = prepare_native(config, open_world(config), model=model, say=said.append)
+    engine: Any = prepare_native(Preparation(config, open_world(config), model=model, say=said.append))
     if records:
         engine._recorded = RecordedPasses(
             engine._both_passes, engine.model, engine.gradients, engine.world.device, "where it pays", said.append
@@ -231,7 +231,7 @@ def test_others_are_not(given: dict[str, Any]) -> None:
 def test_on_a_cpu_nothing_is_recorded_and_nothing_said() -> None:
     said: list[str] = []
     config = parse_sections(model=RESNET, device="cpu").config
-    engine: Any = prepare_native(config, open_world(config), say=said.append)
+    engine: Any = prepare_native(Preparation(config, open_world(config), say=said.append))
     assert engine._recorded is None
     assert not [line for line in said if "graphs" in line]
 

@@ -13,7 +13,7 @@ from plait.config import parse_sections
 from plait.config.model import HFConfig
 from plait.models import build_model
 from plait.models.hf.presets import PRESETS
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import open_world
 
 WORDS = "the weights were trained in bf16, and precision is fp16"
@@ -22,7 +22,7 @@ WORDS = "the weights were trained in bf16, and precision is fp16"
 def said_by(given: Any = None, **sections: Any) -> list[str]:
     said: list[str] = []
     config = parse_sections(device="cpu", **sections).config
-    prepare_native(config, open_world(config), model=given, say=said.append)
+    prepare_native(Preparation(config, open_world(config), model=given, say=said.append))
     return [text for text in said if text.startswith(WORDS)]
 
 

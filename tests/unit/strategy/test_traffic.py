@@ -16,7 +16,7 @@ from plait.parallel.expert import expert_traffic
 from plait.parallel.pipeline import pipeline_traffic
 from plait.parallel.tensor import tensor_traffic
 from plait.parallel.traffic import data_traffic
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world.fake import fake_world
 
 WORLDS = pytest.mark.parametrize("size", [8, 64, 1024])
@@ -60,7 +60,7 @@ def play(
     played = Played()
     config = parse_sections(model=model, strategy=strategy, precision=precision, optim={"type": "AdamW"}).config
     with fake_world(config, rank=rank, size=size) as world:
-        engine = prepare_native(config, world, accumulation=micro_batches)
+        engine = prepare_native(Preparation(config, world, accumulation=micro_batches))
         played.shapes = [tuple(parameter.shape) for parameter in engine.model.parameters()]
         staged = engine._staged
         if staged is not None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from plait.config import parse_sections
 from plait.config.run import RunConfig
 from plait.errors import WorldError
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.torch_internals import has_values
 from plait.world.fake import fake_world
 
@@ -41,7 +41,7 @@ def test_a_rank_knows_its_place(rank: int) -> None:
 def test_a_rank_holds_its_share_of_what_is_sharded(size: int) -> None:
     config = config_of(zero=3)
     with fake_world(config, rank=size - 1, size=size) as world:
-        engine = prepare_native(config, world)
+        engine = prepare_native(Preparation(config, world))
         ids = torch.zeros(1, 16, dtype=torch.int64)
         engine.train_step([{"input_ids": ids, "labels": ids}])
         for param in engine.model.parameters():

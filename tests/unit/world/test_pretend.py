@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait import torch_internals
 from plait.config import parse_sections
 from plait.errors import UnsupportedVersionError
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import pretend
 from plait.world.fake import fake_world
 
@@ -52,7 +52,7 @@ def real_backward() -> None:
 def test_a_step_on_cuda_runs_forward_backward_and_the_optimizer() -> None:
     with fake_world(CONFIG, device="cuda") as world:
         assert torch.cuda.is_available()
-        engine = prepare_native(CONFIG, world)
+        engine = prepare_native(Preparation(CONFIG, world))
         assert {param.device.type for param in engine.model.parameters()} == {"cuda"}
         ids = torch.zeros(2, 16, dtype=torch.int64)
         engine.train_step([{"input_ids": ids, "labels": ids}])
@@ -129,6 +129,7 @@ def test_another_layout_is_refused_before_anything_is_written(
 ) -> None:
     read = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda self, **how: change(read(self, **how)))
+    monkeypatch.setattr(pretend, "python_guards_cuda", lambda: pytest.fail("the list of guards was reached"))
     before = surroundings()
     with pytest.raises(UnsupportedVersionError, match=re.escape(torch.__version__)), pretend.pretended_cuda():
         pass

@@ -98,12 +98,13 @@ def test_a_deterministic_run_gives_the_same_bits_twice() -> None:
 import torch
 from torch import nn
 from plait.config import parse_sections
-from plait.strategy import prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.world import open_world
 def model():
     return nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.3), nn.Linear(32, 1))
 config = parse_sections(seed=5, deterministic=True, device="cpu").config
-engine = prepare_native(config, open_world(config), model=model, loss_function=lambda out, _: out.square().mean())
+given = Preparation(config, open_world(config), model=model, loss_function=lambda out, _: out.square().mean())
+engine = prepare_native(given)
 assert torch.are_deterministic_algorithms_enabled()
 inputs = torch.linspace(-1, 1, 64).view(8, 8)
 print([engine.train_step([inputs]).loss.hex() for _ in range(3)])

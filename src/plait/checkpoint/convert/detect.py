@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+from torch import Tensor
 
 from plait.checkpoint.convert.chunks import METADATA
 from plait.checkpoint.convert.dcp import DcpSource
@@ -10,12 +15,13 @@ from plait.checkpoint.convert.deepspeed import DeepSpeedSource, is_deepspeed
 from plait.checkpoint.convert.huggingface import HuggingFaceSource, is_huggingface
 from plait.checkpoint.convert.megatron import is_megatron, open_megatron
 from plait.checkpoint.convert.plait import PlaitSource
-from plait.checkpoint.convert.source import Source
+from plait.checkpoint.convert.source import Entry, Source
 from plait.checkpoint.convert.torchfile import StateDictSource, TorchSource
 from plait.checkpoint.folder import CheckpointFolder
 from plait.checkpoint.manifest import NAME as MANIFEST
 from plait.config.files import read_name
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, ConfigError, Problem
+from plait.plugins import call, find
 
 UNDERSTOOD = """  a Plait checkpoint, or the work_dir of a run
   a Hugging Face folder: model.safetensors, or several with an index
@@ -24,31 +30,74 @@ UNDERSTOOD = """  a Plait checkpoint, or the work_dir of a run
   a Megatron checkpoint: the folder with `latest_checkpointed_iteration.txt`, or one of its iterations
   a state dict: a file of torch.save (.pt, .pth, .bin) or a .safetensors file"""
 
+_OPENERS: Mapping[str | None, Callable[[Path], Source]] = MappingProxyType(
+    {
+        "plait": PlaitSource,
+        "hf": HuggingFaceSource,
+        "dcp": DcpSource,
+        "deepspeed": DeepSpeedSource,
+        "megatron": open_megatron,
+    }
+)
+"""What opens each kind of folder."""
 _TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".th")
 
 
-def open_source(path: Path) -> Source:
-    """Open a checkpoint of any kind; a `CheckpointError` says what was found where it is none."""
+def open_source(path: Path, reader: str | None = None) -> Source:
+    """Open a checkpoint of any kind; a `CheckpointError` says what was found where it is none.
+
+    `reader` names a part of the user's own that reads it; see `Reader`.
+    """
     if not path.exists():
         raise CheckpointError(f"there is nothing at {path}")
+    if reader is not None:
+        return _open_with(reader, path)
     if path.is_file():
         return _open_file(path)
     path = newest_tag(path, "plait") or path
-    match kind_of(path):
-        case "plait":
-            return PlaitSource(path)
-        case "hf":
-            return HuggingFaceSource(path)
-        case "dcp":
-            return DcpSource(path)
-        case "deepspeed":
-            return DeepSpeedSource(path)
-        case "megatron":
-            return open_megatron(path)
+    kind = kind_of(path)
+    if kind in _OPENERS:
+        return _OPENERS[kind](path)
     newest = _newest_of_run(path)
     if newest is not None:
         return PlaitSource(newest) if kind_of(newest) == "plait" else DcpSource(newest)
     raise CheckpointError(f"{path} is no checkpoint: {_contents(path)}. What can be read:\n{UNDERSTOOD}")
+
+
+class Reader(Protocol):
+    """What `plait convert --from` may name: a function, or a class, that opens a file or folder."""
+
+    def __call__(self, path: Path, /) -> Source | Mapping[str, Tensor]:
+        """Its tensors as a `Source`, which reads one after another; or, of weights alone, all of them by name."""
+
+
+class MappingSource(Source):
+    """Weights that a reader of the user's own returned."""
+
+    def __init__(self, path: Path, kind: str, tensors: Mapping[str, Tensor]) -> None:
+        self.path, self.kind, self.state = path, kind, {}
+        self._tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        self.entries = {name: Entry(tensor.shape, tensor.dtype) for name, tensor in self._tensors.items()}
+        self.facts = {"holds": f"weights, as {kind} reads them"}
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor."""
+        return self._tensors[name].detach().cpu()
+
+    def close(self) -> None:
+        """Let go of the tensors."""
+        self._tensors = {}
+
+
+def _open_with(reader: str, path: Path) -> Source:
+    key = "--from"
+    made = call(find("converter", reader, key), key, path, name=reader, arguments={})
+    if isinstance(made, Source):
+        return made
+    if isinstance(made, Mapping) and all(isinstance(n, str) and isinstance(t, Tensor) for n, t in made.items()):
+        return MappingSource(path, reader, made)
+    message = f"{reader!r} returned a {type(made).__name__} for {path}"
+    raise ConfigError(Problem(key, message, "Return a plait.checkpoint.convert.Source, or tensors by name."))
 
 
 def kind_of(path: Path) -> str | None:

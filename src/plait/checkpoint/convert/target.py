@@ -42,6 +42,8 @@ def _refuse(target: Path, source: Path, *, overwrite: bool) -> None:
         raise CheckpointError(f"{target} exists; choose another name, or give --overwrite to replace it")
     if target.is_symlink():
         raise CheckpointError(f"{target} is a link; name what it points at to replace that")
+    if not (target.is_file() or target.is_dir()):
+        raise CheckpointError(f"{target} is neither a file nor a folder; choose another name")
     inside = source.resolve()
     if target.resolve() in inside.parents:
         raise CheckpointError(f"{target} holds {source}, which is to be converted; choose another name")

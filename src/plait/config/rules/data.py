@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from plait.config.data import (
+    OWN_DATA,
     SMALLEST_BPE,
-    Cifar10Data,
     DataSource,
-    ImageFolderData,
-    ImportedData,
     JsonlData,
     MixtureData,
     TextData,
@@ -26,7 +24,9 @@ _ROLES = ("data", "val_data", "test_data")
 
 def _sources(facts: Facts) -> Iterator[tuple[str, DataSource]]:
     for path in _ROLES:
-        yield from leaves(path, getattr(facts.config, path))
+        for place, source in leaves(path, getattr(facts.config, path)):
+            if not isinstance(source, OWN_DATA):  # whose keys are its own
+                yield place, source
 
 
 def sources_of_a_mixture_fit_together(facts: Facts) -> Iterator[Problem]:
@@ -39,7 +39,10 @@ def sources_of_a_mixture_fit_together(facts: Facts) -> Iterator[Problem]:
             message = f"{len(mixture.weights)} numbers for {len(mixture.sources)} sources"
             yield Problem(f"{path}.weights", message, "Write one for each source, in their order.")
         for place, source in leaves(path, mixture):
-            names, reason = ("shuffle", "workers", "pin_memory", "drop_last"), f"`{path}` as a whole is loaded"
+            names, reason = (
+                ("shuffle", "workers", "pin_memory", "drop_last", "collate"),
+                f"`{path}` as a whole is loaded",
+            )
             yield from idle(place, source, names, reason, f"Write it beside `{path}.sources`.")
             length = getattr(source, "seq_len", None)
             if length is not None and length != mixture.seq_len:
@@ -79,9 +82,7 @@ def labels_fit_the_task(facts: Facts) -> Iterator[Problem]:
     made = [path for path, source in _sources(facts) if isinstance(source, (TokensData, TextData, JsonlData))]
     if made:
         message = f"{model.task!r}, and the labels that `{made[0]}` gives are the next tokens"
-        remedy = (
-            f"Write `model.task: causal-lm`, or give a data set with the labels of this task: `{made[0]}.type: import`."
-        )
+        remedy = "Write `model.task: causal-lm`, or give a data set of your own with the labels of this task."
         yield Problem("model.task", message, remedy)
 
 
@@ -89,9 +90,7 @@ def sequences_fit_the_model(facts: Facts) -> Iterator[Problem]:
     """A model is made for sequences of up to `seq_len`; a GPT has no position beyond."""
     model = facts.config.model
     for path, source in _sources(facts):
-        if not isinstance(model, (GptConfig, LlamaConfig)) or isinstance(
-            source, (ImageFolderData, Cifar10Data, ImportedData)
-        ):
+        if not isinstance(model, (GptConfig, LlamaConfig)) or not isinstance(source, (TokensData, TextData, JsonlData)):
             continue
         if source.seq_len > model.seq_len:
             message = f"{source.seq_len} is longer than `model.seq_len`, {model.seq_len}"

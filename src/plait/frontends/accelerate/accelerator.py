@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import TrainingError
-from plait.frontends.accelerate.engine import LoopEngine, backward
+from plait.frontends.accelerate.engine import backward
 from plait.frontends.accelerate.gradients import step_count
 from plait.frontends.accelerate.keeping import Keeping
 from plait.frontends.accelerate.plugins import AutocastKwargs
 from plait.frontends.accelerate.profiling import ProfileKwargs
+from plait.strategy import LoopEngine
 
 
 class Accelerator(Keeping):

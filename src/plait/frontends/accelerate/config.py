@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.config.read import read
+from plait.config.words import whole_number
 from plait.errors import ConfigError, Problem
 from plait.frontends.accelerate.fsdp import read_fsdp
 from plait.frontends.accelerate.parts import (
@@ -94,7 +95,7 @@ def machines(config: Mapping[str, Any]) -> Machines | None:
         if not address:
             remedy = "Write the address of the machine whose machine_rank is 0."
             problems.append(Problem("main_process_ip", f"there is none, and num_machines is {count}", remedy))
-        if port is not None and (not str(port).isdecimal() or not 0 < int(port) < 1 << 16):
+        if port is not None and not 0 < (whole_number(str(port)) or 0) < 1 << 16:
             remedy = "Write one that is free on the machine whose machine_rank is 0, from 1 to 65535."
             problems.append(Problem("main_process_port", f"{port!r} is not a port", remedy))
         if isinstance(total, int) and total % count:

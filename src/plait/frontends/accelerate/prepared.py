@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.errors import TrainingError
-from plait.frontends.accelerate.engine import LoopEngine
-from plait.strategy import StepResult
+from plait.strategy import LoopEngine, StepResult
 from plait.torch_internals import count_schedule_step, schedule_steps
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 from plait.checkpoint import Checkpoint, entries, load_into, open_checkpoint, save_checkpoint
 from plait.config import RunConfig, to_dict
 from plait.errors import CheckpointError
-from plait.frontends.accelerate.engine import LoopEngine
 from plait.frontends.accelerate.gradients import GradientState
 from plait.frontends.accelerate.loader import PreparedLoader
 from plait.frontends.accelerate.packing import pack, unpack
 from plait.frontends.accelerate.prepared import PreparedOptimizer
 from plait.spec.later import Entry
+from plait.strategy import LoopEngine
 from plait.world import World, on_main, restore_rng_state, rng_state
 
 _OWN = "accelerate"

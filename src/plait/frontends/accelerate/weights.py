@@ -103,7 +103,7 @@ def write_object(value: Any, path: Path, *, safe: bool) -> None:
 def _size(limit: int | str) -> int:
     if isinstance(limit, int):
         return limit
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", limit.upper())
+    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([KMG]?I?B?)\s*", limit.upper())
     if found is None or found[2] not in _UNITS:
         raise ConfigError(Problem("max_shard_size", f"{limit!r} is no size", "Write 10GB or 500MiB."))
     return int(float(found[1]) * _UNITS[found[2]])

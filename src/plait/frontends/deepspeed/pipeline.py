@@ -78,7 +78,7 @@ class PipelineEngine(DeepSpeedEngine):
             raise TrainingError(f"reduce_output={reduce_output!r} is not offered: leave it out, or write None")
         count = num_micro_batches or self._batch.accumulation
         batches = self._prepared([next(data_iter) for _ in range(count)])
-        found = [self._native.evaluate(batch) for batch in batches]
+        found = [self._native.evaluate_micro_batch(batch) for batch in batches]
         outputs = [each.outputs for each in found] if self.is_last_stage() else None
         if not compute_loss:
             return outputs

@@ -24,8 +24,8 @@ class DeepSpeedScaler(LossScaler):
             super().update(overflow=overflow)
             return
         self._uncounted = False
-        if self._config.consecutive_hysteresis:
-            self._tolerance = self._config.hysteresis
+        if self.config.consecutive_hysteresis:
+            self.tolerance = self.config.hysteresis
 
     def state(self) -> dict[str, float]:
         """What a checkpoint carries."""

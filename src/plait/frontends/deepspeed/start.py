@@ -23,13 +23,12 @@ from plait.frontends.deepspeed.described import Parameters, as_groups, over_grou
 from plait.frontends.deepspeed.engine import DeepSpeedEngine
 from plait.frontends.deepspeed.facts import Parts
 from plait.frontends.deepspeed.link import link_parameters
-from plait.frontends.deepspeed.loader import DeepSpeedDataLoader
 from plait.frontends.deepspeed.pipe import PipelineModule
 from plait.frontends.deepspeed.runtime.lr_schedules import Scheduler
 from plait.frontends.deepspeed.scaler import DeepSpeedScaler
 from plait.monitor.console import spelled
 from plait.optim import OptimizerSource, OwnRates
-from plait.strategy import ManualEngine, prepare_native
+from plait.strategy import ManualEngine, Preparation, prepare_native
 from plait.world import World, device_in, open_world, restore_rng_state, rng_state
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
@@ -54,7 +53,7 @@ def initialize(
     config: ConfigSource | None = None,
     mesh_param: Any = None,
     config_params: ConfigSource | None = None,
-) -> tuple[DeepSpeedEngine, Optimizer | None, DeepSpeedDataLoader | None, Any]:
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Make a model ready to train as a DeepSpeed configuration says: (engine, optimizer, loader, scheduler).
 
     `optimizer` and `lr_scheduler` are objects, or functions that make them; a user's own optimizer stays the same
@@ -99,18 +98,17 @@ def _native(
 ) -> ManualEngine:
     """Plait's own engine, with the few things in it that DeepSpeed does in its own way."""
     before = rng_state(world.device)
-    native = prepare_native(
+    given = Preparation(
         run.model_copy(update={"schedule": None}),
         world,
         model=model,
         optimizer=optimizer,
         loss_function=model.loss_of if isinstance(model, PipelineModule) else None,
         accumulation=accumulation,
-        engine=ManualEngine,
         say=_say if world.is_main else _unheard,
     )
+    native = prepare_native(given, ManualEngine)
     restore_rng_state(before, world.device)  # the script's own seeds go on counting
-    assert isinstance(native, ManualEngine)
     native.updater.schedule = OwnRates()  # schedulers set the rates, and wait while steps are skipped
     if native.scaler is not None:
         native.updater.scaler = DeepSpeedScaler(run.precision.scaler)

@@ -23,8 +23,8 @@ from plait.frontends.deepspeed.foreign import foreign_state
 from plait.parallel.materialize import assign_whole
 
 if TYPE_CHECKING:
-    from plait.frontends.accelerate.engine import LoopEngine
     from plait.frontends.transformers.accelerator import TrainerAccelerator
+    from plait.strategy import LoopEngine
 
 OPTIMIZER, SCHEDULE, SCALER, STATE = "optimizer.pt", "scheduler.pt", "scaler.pt", "trainer_state.json"
 ADAPTERS = "adapter_model.safetensors"

@@ -10,9 +10,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
+from plait.fake_tensors import on_fake_tensors
 from plait.ops.fp8_cast import is_fused
 from plait.ops.triton import HAS_TRITON, interprets, on_device_of
-from plait.torch_internals import has_values
 
 SCALE = 2.0**15
 """What probabilities are multiplied by: one becomes 32,768, of at most 57,344. The smallest that is left is 2**-31."""
@@ -86,9 +86,22 @@ def write_others(
     if not is_fused(logits):
         write_others_plain(logits, labels, log_totals, rows, columns)
         return
-    if not has_values(logits):
-        _move(logits, rows, columns)
-        return
+    _write_triton(logits, labels, log_totals, rows, columns)
+
+
+def _write_fake(
+    logits: Tensor, labels: Tensor, log_totals: Tensor, rows: Tensor | None, columns: Tensor | None
+) -> None:
+    if rows is not None:
+        rows[:, : logits.shape[1]].copy_(logits)
+    if columns is not None:
+        columns[:, : len(logits)].copy_((logits if rows is None else rows[:, : logits.shape[1]]).t())
+
+
+@on_fake_tensors(_write_fake)
+def _write_triton(
+    logits: Tensor, labels: Tensor, log_totals: Tensor, rows: Tensor | None, columns: Tensor | None
+) -> None:
     height, width = logits.shape
     padded_height = height if columns is None else columns.shape[1]
     padded_width = width if rows is None else rows.shape[1]
@@ -129,11 +142,3 @@ def write_others_plain(
         if room is not None:
             # Padded while wide: not every operation knows the formats of 8 bits.
             room.copy_(F.pad(values, (0, room.shape[1] - values.shape[1])))
-
-
-def _move(logits: Tensor, rows: Tensor | None, columns: Tensor | None) -> None:
-    """What a plan sees: about the bytes that are read and written."""
-    if rows is not None:
-        rows[:, : logits.shape[1]].copy_(logits)
-    if columns is not None:
-        columns[:, : len(logits)].copy_((logits if rows is None else rows[:, : logits.shape[1]]).t())

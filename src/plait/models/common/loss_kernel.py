@@ -6,16 +6,12 @@ On tensors without values nothing is launched, so that a plan sees the memory th
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
+from plait.fake_tensors import on_fake_tensors
 from plait.models.common.protocol import IGNORE_INDEX
-from plait.torch_internals import has_values
-
-HAS_TRITON = find_spec("triton") is not None
-"""Triton comes with the CUDA builds of torch, not with the CPU build."""
+from plait.ops.triton import HAS_TRITON, has_kernels
 
 if HAS_TRITON:
     import triton
@@ -84,42 +80,55 @@ if HAS_TRITON:
 
 def is_fused(logits: Tensor) -> bool:
     """Whether these kernels are for such logits."""
-    return logits.is_cuda and (HAS_TRITON or not has_values(logits))
+    return logits.is_cuda and has_kernels(logits)
 
 
+def _loss_and_slopes_fake(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return logits.new_empty(len(logits), dtype=torch.float32), logits
+
+
+@on_fake_tensors(_loss_and_slopes_fake)
 def loss_and_slopes_triton(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Loss of each row, and its gradient in the place of the logits (rows, columns)."""
     rows, columns = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    if has_values(logits):
-        block = _block(columns)
-        with torch.cuda.device(logits.device):
-            _kernel[(rows,)](
-                logits, labels, losses, columns, logits.stride(0), ignored=IGNORE_INDEX, block=block, num_warps=16
-            )
+    block = _block(columns)
+    with torch.cuda.device(logits.device):
+        _kernel[(rows,)](
+            logits, labels, losses, columns, logits.stride(0), ignored=IGNORE_INDEX, block=block, num_warps=16
+        )
     return losses, logits
 
 
+def _row_statistics_fake(logits: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    found = logits.new_empty(3, len(logits), dtype=torch.float32)
+    return found[0], found[1], found[2]
+
+
+@on_fake_tensors(_row_statistics_fake)
 def row_statistics_triton(logits: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The twin of `split_loss.row_statistics`."""
     rows, columns = logits.shape
     found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
-    if has_values(logits):
-        block = _block(columns)
-        with torch.cuda.device(logits.device):
-            _statistics_kernel[(rows,)](
-                logits, place, found[0], found[1], found[2], columns, logits.stride(0), block=block, num_warps=16
-            )
+    block = _block(columns)
+    with torch.cuda.device(logits.device):
+        _statistics_kernel[(rows,)](
+            logits, place, found[0], found[1], found[2], columns, logits.stride(0), block=block, num_warps=16
+        )
     return found[0], found[1], found[2]
 
 
+def _slopes_fake(logits: Tensor, place: Tensor, log_total: Tensor) -> Tensor:
+    return logits
+
+
+@on_fake_tensors(_slopes_fake)
 def slopes_triton(logits: Tensor, place: Tensor, log_total: Tensor) -> Tensor:
     """The twin of `split_loss.slopes_of`; overwrites the logits."""
     rows, columns = logits.shape
-    if has_values(logits):
-        block = _block(columns)
-        with torch.cuda.device(logits.device):
-            _slopes_kernel[(rows,)](logits, place, log_total, columns, logits.stride(0), block=block, num_warps=16)
+    block = _block(columns)
+    with torch.cuda.device(logits.device):
+        _slopes_kernel[(rows,)](logits, place, log_total, columns, logits.stride(0), block=block, num_warps=16)
     return logits
 
 

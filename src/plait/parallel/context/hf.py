@@ -96,7 +96,9 @@ def _mask(
     way: Way, line: Line, *, attention_mask: Tensor | None = None, local_size: int | None = None, **shapes: Any
 ) -> Tensor | None:
     """What a model's own mask becomes: nothing where it is causal, documents where it tells padding from text."""
-    _check_window(local_size, shapes["q_length"] * line.size)
+    # transformers 5.0 names the queries by their positions.
+    queries = shapes["q_length"] if "q_length" in shapes else len(shapes["cache_position"])
+    _check_window(local_size, queries * line.size)
     if attention_mask is None:
         return None
     return _as_four_dimensions(way.mask(attention_mask.to(torch.int64), _whole_mask))

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from plait.fake_tensors import on_fake_tensors
 from plait.parallel.expert.exchange import exchange, exchange_counts, for_own_part, total
 from plait.parallel.expert.seats import Seats
-from plait.torch_internals import has_values
 from plait.world import is_sharded
 
 
@@ -116,14 +116,14 @@ def _in_compute_dtype(hidden: Tensor) -> Tensor:
     return hidden.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else hidden
 
 
-def _on_host(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """How many rows go to and come from each rank. Waits for the device.
+def _evenly(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    ranks = sent.shape[0]
+    even = [rows * (rank + 1) // ranks - rows * rank // ranks for rank in range(ranks)]
+    return even, even
 
-    Where tensors have no values (a fake world, which only plays a step), rows are shared out evenly.
-    """
-    if not has_values(sent):
-        ranks = sent.shape[0]
-        even = [rows * (rank + 1) // ranks - rows * rank // ranks for rank in range(ranks)]
-        return even, even
+
+@on_fake_tensors(_evenly)
+def _on_host(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """How many rows go to and come from each rank. Waits for the device."""
     sizes = torch.stack([sent.sum(1), received.sum(1)]).tolist()
     return sizes[0], sizes[1]

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from plait.errors import ConfigError, Problem
+from plait.fake_tensors import on_fake_tensors
 from plait.ops.host import host_empty
 from plait.parallel.units import Unit
-from plait.torch_internals import has_values, storage_key, tree_leaves, version_of
+from plait.torch_internals import storage_key, tree_leaves, version_of
 from plait.world import is_sharded, local_part
 
 LEAST = 1 << 16
@@ -122,8 +123,7 @@ class _Luggage:
         if fitting:
             return self._rooms.pop(min(fitting, key=lambda at: self._rooms[at][0].numel()))
         self.bytes += flat.nbytes
-        pinned = flat.is_cuda and has_values(flat)
-        return host_empty(flat.nbytes, dtype=torch.uint8, pinned=pinned), None
+        return host_empty(flat.nbytes, dtype=torch.uint8, pinned=_has_streams(flat)), None
 
     def free(self, room: Tensor, mark: Any) -> None:
         """Take host memory back."""
@@ -132,7 +132,7 @@ class _Luggage:
     def copy_out(self, room: Tensor, flat: Tensor, mark: Any) -> Any:
         """Copy to the host, once `flat` is computed and `room` was read; returns a mark."""
         target = room[: flat.nbytes].view(flat.dtype)
-        if not (flat.is_cuda and has_values(flat)):
+        if not _has_streams(flat):
             target.copy_(flat)
             return None
         stream = self._stream(0)
@@ -146,7 +146,7 @@ class _Luggage:
     def copy_back(self, room: Tensor, flat: Tensor) -> Any:
         """Copy from the host to memory that the current stream got; returns a mark."""
         source = room[: flat.nbytes].view(flat.dtype)
-        if not (flat.is_cuda and has_values(flat)):
+        if not _has_streams(flat):
             flat.copy_(source)
             return None
         stream = self._stream(1)
@@ -268,6 +268,12 @@ def _dense(tensor: Tensor) -> tuple[Tensor, int, tuple[int, ...]]:
         return tensor.as_strided((whole,), (1,), 0), int(tensor.storage_offset()), tensor.stride()
     compact = tensor.contiguous() if not tensor.is_contiguous() else tensor
     return compact.view(-1), 0, compact.stride()
+
+
+@on_fake_tensors(lambda flat: False)
+def _has_streams(flat: Tensor) -> bool:
+    """Whether a tensor travels on a stream of its own, to and from pinned memory."""
+    return flat.is_cuda
 
 
 def _own(module: nn.Module) -> Iterator[Tensor]:

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from plait.parallel.gradients import Gradients
 from plait.parallel.listening import listen
 from plait.parallel.offload.outbox import Outbox
-from plait.torch_internals import fsdp_copy_in_stream, fsdp_group, fsdp_reduced_in_order
+from plait.torch_internals import (
+    fsdp_copy_in_stream,
+    fsdp_group,
+    fsdp_params,
+    fsdp_part,
+    fsdp_part_sizes,
+    fsdp_reduced_in_order,
+)
 from plait.world import is_sharded, settled_part
 
 
@@ -90,9 +97,9 @@ def listen_to_shards(model: nn.Module, index_of: dict[int, int], receive: Callab
         if group is None:
             continue
         module.set_all_reduce_hook(_hook_of(group, index_of, receive))
-        for member in group.fsdp_params:
-            if member.sharded_param.requires_grad:
-                member.sharded_param.register_post_accumulate_grad_hook(_forget)
+        for part in map(fsdp_part, fsdp_params(group)):
+            if part.requires_grad:
+                part.register_post_accumulate_grad_hook(_forget)  # type: ignore[no-untyped-call]
 
 
 def gathering_stream(module: nn.Module) -> Any:
@@ -106,11 +113,12 @@ def _hook_of(group: Any, index_of: dict[int, int], receive: Callable[[int, Tenso
         at = 0
         with torch.no_grad():
             for member in fsdp_reduced_in_order(group):
-                if not member.sharded_param.requires_grad:
+                part = fsdp_part(member)
+                if not part.requires_grad:
                     continue
-                size = member.sharded_size
-                receive(index_of[id(member.sharded_param)], flat[at : at + size.numel()].view(size))
-                at += member.padded_sharded_param_size.numel()
+                shape, padded = fsdp_part_sizes(member)
+                receive(index_of[id(part)], flat[at : at + shape.numel()].view(shape))
+                at += padded
         assert at == flat.numel(), "a group's gradients are reduced together"
 
     return hook

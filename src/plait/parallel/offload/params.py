@@ -24,7 +24,17 @@ from plait.ops.host import host_empty
 from plait.parallel.offload.buckets import Bucket
 from plait.parallel.offload.lanes import Lanes
 from plait.parallel.offload.shelf import Shelf
-from plait.torch_internals import fsdp_copy_in_stream, fsdp_gathers, fsdp_group, fsdp_keep_part, fsdp_shard_data
+from plait.torch_internals import (
+    fsdp_around_gathering,
+    fsdp_copy_in_stream,
+    fsdp_gathers,
+    fsdp_group,
+    fsdp_is_gathered,
+    fsdp_keep_part,
+    fsdp_params,
+    fsdp_part,
+    fsdp_shard_data,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +90,13 @@ class ParamStream:
     def take(self, module: nn.Module) -> None:
         """Take a module of `fully_shard` over: from now on its weights are those that `put` was given."""
         group = fsdp_group(module)
-        if group is None or sum(member.sharded_param.numel() for member in group.fsdp_params) < self._limits.persistent:
+        members = [] if group is None else fsdp_params(group)
+        params = [fsdp_part(member) for member in members]
+        if group is None or sum(param.numel() for param in params) < self._limits.persistent:
             return
-        shards = [fsdp_shard_data(member) for member in group.fsdp_params]
+        shards = [fsdp_shard_data(member) for member in members]
         mine = _Group(shards, sum(shard.numel() for shard in shards))
-        mine.params = [member.sharded_param for member in group.fsdp_params]
+        mine.params = params
         if self._folder is None or (self._queue is None and self.lanes.separate):
             mine.copies = [self.lanes.room(shard.shape, shard.dtype) for shard in shards]
         elif self._queue is None:  # a plan of CPU ranks: there are no files, and nothing else may take memory
@@ -93,7 +105,7 @@ class ParamStream:
             layout = [((number, "param"), shard.dtype, shard.shape) for number, shard in enumerate(shards)]
             mine.shelf = Shelf(self._queue, self._folder, layout)
         with torch.no_grad():
-            for position, (member, shard) in enumerate(zip(group.fsdp_params, shards, strict=True)):
+            for position, (member, shard) in enumerate(zip(members, shards, strict=True)):
                 if mine.shelf is None:
                     mine.copies[position].copy_(shard)
                 else:
@@ -114,19 +126,15 @@ class ParamStream:
         return list({id(bucket): bucket for bucket in found if bucket is not None}.values())
 
     def _surround(self, group: Any, number: int) -> None:
-        unshard, wait_for_unshard = group.unshard, group.wait_for_unshard
-
-        def fetched(async_op: bool = False) -> None:
-            if not group.is_unsharded and not fsdp_gathers(group):
+        def fetch() -> None:
+            if not fsdp_is_gathered(group) and not fsdp_gathers(group):
                 self._arrive(number, group)
-            unshard(async_op)
 
-        def released() -> None:
-            wait_for_unshard()
-            if group.is_unsharded:
+        def release() -> None:
+            if fsdp_is_gathered(group):
                 self._release(self._groups[number])
 
-        group.unshard, group.wait_for_unshard = fetched, released
+        fsdp_around_gathering(group, fetch, release)
 
     def host_bytes(self) -> int:
         """Host memory that the weights take; those in files only while they pass."""

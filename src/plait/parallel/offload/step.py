@@ -13,7 +13,7 @@ from plait.ops.adam import AdamNumbers, adam_step
 from plait.ops.crew import Crew
 from plait.optim import bare_step, clip_by_value, supports_grad_scale
 from plait.parallel.offload.buckets import Bucket
-from plait.torch_internals import foreach_mul_, has_values
+from plait.torch_internals import foreach_mul_
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def step_bucket(
 def _in_one_pass(optimizer: Optimizer, bucket: Bucket, grads: Sequence[Tensor], rooms: Sequence[Tensor | None]) -> bool:
     """Whether the kernel that widens gradients and rounds weights as it goes can do it, and has something to do."""
     first = bucket.masters[0]
-    if type(optimizer).step not in (Adam.step, AdamW.step) or first.device.type != "cpu" or not has_values(first):
+    if type(optimizer).step not in (Adam.step, AdamW.step) or first.device.type != "cpu":
         return False
     asked = all(
         group.get("fused") and not (group["amsgrad"] or group["maximize"] or group["capturable"])

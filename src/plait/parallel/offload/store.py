@@ -22,7 +22,6 @@ from plait.parallel.offload.params import ParamStream
 from plait.parallel.offload.passage import ROOMS, Passage
 from plait.parallel.offload.update import Updates
 from plait.parallel.offload.visit import Visits
-from plait.torch_internals import has_values
 from plait.world import local_part
 
 
@@ -59,7 +58,7 @@ class Offload:
         dtypes: Sequence[torch.dtype],
         *,
         order: Sequence[int],
-        device: torch.device,
+        lanes: Lanes,
         options: OffloadOptions,
         stream: ParamStream | None = None,
         say: Callable[[str], None],
@@ -74,8 +73,8 @@ class Offload:
                 if (place := stream.place_of(param)) is not None:
                     targets[index] = stream.target(place, targets[index].shape)
                     sinks[index] = None if not stream.in_files else partial(stream.put, place)
-        # One lane each way: whoever writes weights on the host must know what still reads them.
-        self.lanes = Lanes(device, fake=not has_values(targets[0])) if stream is None else stream.lanes
+        # Those of `stream`, too: whoever writes weights on the host must know what still reads them.
+        self.lanes = lanes
         self.options = options
         shares: list[tuple[Home, float]] = [("device", options.ratio), ("cpu", options.host_ratio), (options.home, 1.0)]
         spans = plan_spans([target.numel() for target in targets], order, limit=options.limit, shares=shares)

@@ -17,6 +17,9 @@ from plait.parallel.pipeline.pipeline import Bubble, Pipeline
 from plait.parallel.pipeline.run import BeforeBackward, LossOf
 from plait.parallel.pipeline.schedule import (
     SCHEDULES,
+    Action,
+    Kind,
+    OwnSchedule,
     check_micro_batches,
     check_pipeline,
     is_legal,
@@ -32,11 +35,14 @@ from plait.parallel.pipeline.traffic import pipeline_traffic
 
 __all__ = [
     "SCHEDULES",
+    "Action",
     "BeforeBackward",
     "Bubble",
+    "Kind",
     "LayerSpec",
     "LayerStack",
     "LossOf",
+    "OwnSchedule",
     "Pipeline",
     "Plan",
     "Stage",

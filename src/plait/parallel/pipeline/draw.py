@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from plait.parallel.pipeline.schedule import Kind, make_table, placement_of, resolve_virtual
+from plait.parallel.pipeline.schedule import Kind, ScheduleName, make_table, placement_of, resolve_virtual
 from plait.parallel.pipeline.timeline import Span, bubble_of, length_of, simulate
 
 _UNIT, _ROW, _LEFT, _TOP, _BOTTOM = 24, 30, 64, 54, 44
@@ -26,7 +26,7 @@ text { fill: var(--ink); } .soft { fill: var(--soft); } .head { font-size: 14px;
 """
 
 
-def draw_schedule(word: str, ranks: int, micro_batches: int, virtual: int | None = None) -> str:
+def draw_schedule(word: ScheduleName, ranks: int, micro_batches: int, virtual: int | None = None) -> str:
     """The SVG text of a schedule over so many ranks, each with `virtual` stages.
 
     A box bears the number of its micro-batch, and is darker the later its stage comes among those of the rank; its

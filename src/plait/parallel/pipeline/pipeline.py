@@ -24,6 +24,7 @@ from torch import nn
 from plait.parallel.pipeline.clock import Clock
 from plait.parallel.pipeline.run import BeforeBackward, LossOf, Run
 from plait.parallel.pipeline.schedule import (
+    ScheduleName,
     Table,
     find_schedule,
     forward_table,
@@ -69,7 +70,7 @@ class Pipeline:
         self,
         stages: Sequence[Stage],
         *,
-        schedule: str,
+        schedule: ScheduleName,
         group: dist.ProcessGroup,
         device: torch.device,
         splits_backward: bool = True,
@@ -148,7 +149,7 @@ class Pipeline:
         dist.all_reduce(total, group=self._group)
         table = self._table(self._counts.most_common(1)[0][0], backward=True)
         theory = bubble_of(simulate(table, len(self.placement)))
-        return Bubble(self.schedule, 1.0 - float(total) / (self.ranks * float(longest)), theory)
+        return Bubble(str(self.schedule), 1.0 - float(total) / (self.ranks * float(longest)), theory)
 
     def _table(self, count: int, *, backward: bool) -> Table:
         if not backward:

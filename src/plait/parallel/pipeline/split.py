@@ -11,7 +11,7 @@ from torch import nn
 from plait.parallel.pipeline.balance import Bounds, balance, cut_at
 from plait.parallel.pipeline.layers import Layer
 from plait.parallel.pipeline.outline import Call, Extent, Outline, outline_of
-from plait.parallel.pipeline.schedule import placement_of
+from plait.parallel.pipeline.schedule import ScheduleName, placement_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def plan_stages(
     model: nn.Module | Sequence[Layer],
     *,
     ranks: int,
-    schedule: str,
+    schedule: ScheduleName,
     virtual: int | None = None,
     split: str | Sequence[str] = "parameters",
     costs: Sequence[float] | None = None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from plait.parallel.pipeline.schedule import Action, Kind, Table, make_table, placement_of
+from plait.parallel.pipeline.schedule import Action, Kind, ScheduleName, Table, make_table, placement_of
 
 COSTS: Mapping[Kind, float] = MappingProxyType(
     {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
@@ -28,6 +28,18 @@ def simulate(table: Table, stages: int, costs: Mapping[Kind, float] = COSTS) -> 
 
     Raises AssertionError for a table in which ranks wait for each other for ever.
     """
+    spans = _laid_out(table, stages, costs)
+    assert all(len(done) == len(work) for done, work in zip(spans, table, strict=True)), "a table that cannot be run"
+    return spans
+
+
+def stuck_at(table: Table, stages: int) -> Action | None:
+    """The first action that a rank waits for ever to begin; None where all of the table can be run."""
+    spans = _laid_out(table, stages, COSTS)
+    return next((work[len(done)] for done, work in zip(spans, table, strict=True) if len(done) < len(work)), None)
+
+
+def _laid_out(table: Table, stages: int, costs: Mapping[Kind, float]) -> list[list[Span]]:
     done: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in table]
     free = [0.0] * len(table)
@@ -44,7 +56,6 @@ def simulate(table: Table, stages: int, costs: Mapping[Kind, float] = COSTS) -> 
                 free[rank] = done[action] = start + costs[action.kind]
                 spans[rank].append(Span(action, start, free[rank]))
                 progress = True
-    assert all(len(done) == len(work) for done, work in zip(spans, table, strict=True)), "a table that cannot be run"
     return spans
 
 
@@ -76,7 +87,7 @@ def length_of(spans: Sequence[Sequence[Span]]) -> float:
     return max(rank[-1].end for rank in spans)
 
 
-def theoretical_bubble(word: str, ranks: int, micro_batches: int, virtual: int | None = None) -> float:
+def theoretical_bubble(word: ScheduleName, ranks: int, micro_batches: int, virtual: int | None = None) -> float:
     """The idle share of a step under a schedule, were all stages equally long and sending free.
 
     Each rank has `virtual` stages. For GPipe and 1F1B over p ranks it is (p - 1) / (m + p - 1), interleaved

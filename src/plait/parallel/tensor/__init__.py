@@ -3,7 +3,7 @@
 from plait.parallel.tensor.apply import apply_tensor_parallel, stays_whole, words_of
 from plait.parallel.tensor.async_tp import why_no_async
 from plait.parallel.tensor.parameters import sharding_dim
-from plait.parallel.tensor.plan import WORDS, read_plan
+from plait.parallel.tensor.plan import WORDS, plan_of, read_plan
 from plait.parallel.tensor.sequence import check_sequence
 from plait.parallel.tensor.traffic import Traffic, tensor_traffic
 
@@ -12,6 +12,7 @@ __all__ = [
     "Traffic",
     "apply_tensor_parallel",
     "check_sequence",
+    "plan_of",
     "read_plan",
     "sharding_dim",
     "stays_whole",

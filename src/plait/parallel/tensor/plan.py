@@ -8,12 +8,14 @@ from types import MappingProxyType
 
 from torch import nn
 
+from plait.config.strategy import TensorPlanPart
 from plait.config.words import choose
 from plait.errors import ConfigError, Problem
 from plait.parallel.tensor.linear import Colwise, ColwiseGather, Heads, KvHeads, QkvHeads, Rowwise, RowwiseSplit
 from plait.parallel.tensor.sequence import Block, Inner, Region, Sequence, WholeSequence
 from plait.parallel.tensor.style import PLAN_KEY, SEQUENCE_KEY, Style
 from plait.parallel.tensor.vocabulary import VocabEmbedding, VocabHead
+from plait.plugins import call, load
 
 
 class Whole(Style):
@@ -72,6 +74,17 @@ def read_plan(model: nn.Module, plan: Mapping[str, str], *, stage: bool = False)
     if problems:
         raise ConfigError(problems)
     return {name: next(iter(found[name].values())) for name in names if name in found}
+
+
+def plan_of(plan: dict[str, str] | TensorPlanPart, model: nn.Module) -> Mapping[str, str] | None:
+    """The plan that `strategy.tensor.plan` says, or makes of the model; None where it says nothing."""
+    if not isinstance(plan, TensorPlanPart):
+        return plan or None
+    made = call(load(plan, PLAN_KEY), PLAN_KEY, model, name=str(plan), arguments=plan.arguments)
+    if not isinstance(made, Mapping) or not all(isinstance(each, str) for pair in made.items() for each in pair):
+        message = f"{str(plan)!r} returned a {type(made).__name__}, and patterns with words were expected"
+        raise ConfigError(Problem(PLAN_KEY, message, "Return {'layers.*.mlp.up': 'colwise', …}."))
+    return made
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -33,18 +33,18 @@ class ChatTokenizer(TextTokenizer):
 
     def token_id(self, text: str) -> int | None:
         """The token that a text is; None where it is none."""
-        found: int | None = self._backend.token_to_id(text)
+        found: int | None = self.backend.token_to_id(text)
         return found
 
     @property
     def controls(self) -> tuple[str, ...]:
         """The texts of control tokens, which are no such tokens where somebody writes them."""
-        return tuple(token.content for token in self._backend.get_added_tokens_decoder().values() if token.special)
+        return tuple(token.content for token in self.backend.get_added_tokens_decoder().values() if token.special)
 
     @property
     def vocabulary(self) -> dict[str, int]:
         """Every token with its number."""
-        found: dict[str, int] = self._backend.get_vocab()
+        found: dict[str, int] = self.backend.get_vocab()
         return found
 
 

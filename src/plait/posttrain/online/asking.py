@@ -33,7 +33,7 @@ def ask(
     for first in range(0, len(order[::parts]), rows):
         mine = share[first : first + rows]
         chosen = mine or order[:1]  # a rank without work helps those who share the model with it
-        said = engine.evaluate(MicroBatch(inputs(chosen), len(mine))).outputs
+        said = engine.evaluate_micro_batch(MicroBatch(inputs(chosen), len(mine))).outputs
         if said is None:  # others along `tp` say the same
             continue
         for name, whole in found.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -26,9 +26,8 @@ from plait.posttrain.data.template import chat_template_in, template_of_run
 from plait.posttrain.data.tokenizer import read_tokenizer
 from plait.posttrain.online.critic import Judging, valuing
 from plait.posttrain.online.settings import Online
-from plait.strategy import Length, prepare_native
+from plait.strategy import Preparation, prepare_native
 from plait.strategy.native.engine import NativeEngine
-from plait.world import World
 
 Say = Callable[[str], None]
 
@@ -42,30 +41,26 @@ class Cast:
     critic: NativeEngine | None
 
 
-def make_cast(config: RunConfig, world: World, data: PhaseData, *, length: Length, accumulation: int, say: Say) -> Cast:
-    """Build them all, each with its first weights. Every rank must take part."""
+def make_cast(policy: Preparation, data: PhaseData) -> Cast:
+    """Build them all beside the policy, each with its first weights. Every rank must take part."""
+    config = policy.config
     online = Online.of(config)
     judge = critic = reference = None
     if online.reference == "start":
-        reference = _frozen(config, world, lambda: make_model(config), say)
+        reference = _frozen(policy, lambda: make_model(config))
     if isinstance(online.method, PpoConfig):
         ppo = online.method
         if ppo.reward_model is not None:
             described = described_in(ppo.reward_model, config)
-            check_judge(config, described, ppo.reward_model, data, say)
+            check_judge(config, described, ppo.reward_model, data, policy.say)
             make = partial(
                 make_value_model, described, ppo.reward_model, lambda _: Judging, trust_code=config.trust_code
             )
-            judge = _frozen(config, world, make, say)
+            judge = _frozen(policy, make)
         if ppo.critic_start is not None and (kept := tokenizer_beside(ppo.critic_start)) is not None:
             check_same_tokens("ppo.critic_start", kept, data.tokenizer)
         critic = prepare_native(
-            critic_config(config, ppo),
-            world,
-            model=partial(make_critic, config, ppo),
-            length=length,
-            accumulation=accumulation,
-            say=say,
+            replace(policy, config=critic_config(config, ppo), model=partial(make_critic, config, ppo))
         )
     return Cast(reference, judge, critic)
 
@@ -91,13 +86,16 @@ def critic_config(config: RunConfig, ppo: PpoConfig) -> RunConfig:
     return config.model_copy(update={"optim": optim, "strategy": strategy})
 
 
-def _frozen(config: RunConfig, world: World, make: Callable[[], nn.Module], say: Say) -> NativeEngine:
+def _frozen(policy: Preparation, make: Callable[[], nn.Module]) -> NativeEngine:
     """A model that is only asked: sharded as the run is, without optimizer state, in the format that computes."""
     plain = {"offload": OffloadConfig(), "compile": CompileConfig(), "recompute": RecomputeConfig()}
+    config = policy.config
     strategy = config.strategy.model_copy(update=plain)
     precision = config.precision.model_copy(update={"master": config.precision.compute in ("fp32", "tf32")})
     changes = {"strategy": strategy, "precision": precision, "optim": SGDConfig(no_decay=()), "schedule": None}
-    return prepare_native(config.model_copy(update=changes), world, model=lambda: _held_still(make()), say=say)
+    return prepare_native(
+        Preparation(config.model_copy(update=changes), policy.world, model=lambda: _held_still(make()), say=policy.say)
+    )
 
 
 def _held_still(model: nn.Module) -> nn.Module:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from plait.config import Layout, resolve_layout
-from plait.config.engine import as_native
 from plait.config.online import PpoConfig
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, PlaitError, Problem
@@ -28,6 +27,7 @@ from plait.posttrain.online.settings import Online
 from plait.precision import make_policy
 from plait.runner.forecast import Foresight
 from plait.spec import EventKind
+from plait.strategy.engines import planned_as
 from plait.world import Ranks
 
 _GIB = 2**30
@@ -61,15 +61,21 @@ class OnlineForesight(Foresight):
 
     _beside: Beside | None = None
 
-    def _forecast(self, ranks: Ranks, model: Any, loss_function: Any, data: Any, collate: Any) -> Forecast | str | None:
+    def expect(self, ranks: Ranks) -> Forecast | str | None:
         """Plan the policy's training with answers as long as they may be, and add the others."""
-        config = self._runner.config
-        micro = self._micro(ranks, data)
+        config, given = self.runner.config, self.runner.given
+        micro = self.micro_batch(ranks)
         if micro is None:
             return None
+        try:
+            planned = planned_as(config)
+        except ConfigError:  # it is told where the run is built
+            return None
+        if isinstance(planned, str):
+            return planned
         example = learned_from(config, micro)
         sizes = {"ranks": ranks.size, "local_ranks": ranks.local_size}
-        found = forecast(as_native(config), **sizes, model=model, loss_function=loss_function, example=example)
+        found = forecast(planned, **sizes, model=given.model, loss_function=given.loss_fn, example=example)
         if isinstance(found, Forecast):
             layout = resolve_layout(config.strategy, size=ranks.size, local_size=ranks.local_size)
             try:
@@ -83,7 +89,7 @@ class OnlineForesight(Foresight):
         """Say what is expected, and of whom."""
         super().tell()
         if self._beside is not None:
-            self._runner.emit(EventKind.MESSAGE, level="info", text=f"beside the policy: {self._beside}")
+            self.runner.emit(EventKind.MESSAGE, level="info", text=f"beside the policy: {self._beside}")
 
 
 def learned_from(config: RunConfig, rows: int) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from plait.posttrain.build import make_writer
 from plait.posttrain.data.prepare import longest, prepare_rows
 from plait.posttrain.data.prompts import Prompt, correctness
 from plait.posttrain.online.cast import Cast, make_cast
-from plait.posttrain.online.evaluate import measure
+from plait.posttrain.online.evaluate import measure as measure_answers
 from plait.posttrain.online.experience import Experience
 from plait.posttrain.online.foresight import OnlineForesight
 from plait.posttrain.online.hooks import Critic, Rollouts
@@ -30,7 +30,7 @@ from plait.posttrain.online.writing import Stop, Writer
 from plait.posttrain.run import PhaseRunner
 from plait.runner.hooks import Hook
 from plait.spec import Phase
-from plait.strategy import Engine, Length, ManualEngine, prepare_manual
+from plait.strategy import Engine, ManualEngine, prepare_manual
 
 
 class OnlineRunner(PhaseRunner):
@@ -52,20 +52,17 @@ class OnlineRunner(PhaseRunner):
         self.online = online
         self.foresight = OnlineForesight(self)
 
-    def _prepare(self) -> Engine:
-        config, world = self.config, self.world
-        length = Length(self.total_steps, self.steps_per_epoch)
-        engine = prepare_manual(
-            config, world, model=self._model, length=length, accumulation=self.batch.accumulation, say=self.warn
-        )
-        self.cast = make_cast(
-            config, world, self.phase_data, length=length, accumulation=self.batch.accumulation, say=self.warn
-        )
+    def prepare(self) -> Engine:
+        """Build the policy, the models beside it, and what makes answers."""
+        given = self.preparation()
+        engine = prepare_manual(given)
+        self.cast = make_cast(given, self.phase_data)
         self._assemble(engine)
         return engine
 
-    def _build(self) -> None:
-        super()._build()
+    def setup(self) -> None:
+        """As of any run; the critic reports its phases too."""
+        super().setup()
         if self.cast.critic is not None:  # it learns in steps of its own, and memory may be short in those
             self.cast.critic.on_phase = self.engine.on_phase
 
@@ -121,7 +118,8 @@ class OnlineRunner(PhaseRunner):
         tokens, texts = (tuple(end for end in ends if isinstance(end, kind)) for kind in (int, str))
         return Stop(tokens, texts)  # type: ignore[arg-type]
 
-    def _loader(self, role: str) -> Any:
+    def make_loader(self, role: str) -> Any:
+        """What makes answers where the old ones are used up."""
         if role != "data":
             return _Nothing()
         config, data, online = self.config, self.phase_data, self.online
@@ -143,11 +141,12 @@ class OnlineRunner(PhaseRunner):
         self.roller.roll(number, self.step)
         self.enter(Phase.IDLE)
 
-    def _evaluate(self, role: str, limit: int | None) -> tuple[dict[str, float], int]:
-        prompts: Sequence[Prompt] = self._objects[role]
+    def measure(self, role: str, limit: int | None) -> tuple[dict[str, float], int]:
+        """Answer the prompts, and score the answers."""
+        prompts: Sequence[Prompt] = getattr(self.given, role)
         if limit is not None:
             prompts = prompts[: limit * self.batch.total]
-        found = measure(self._writer, prompts, self._sampling)
+        found = measure_answers(self._writer, prompts, self._sampling)
         return found, -(-len(prompts) // self.batch.total)
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from plait.config.online import GrpoConfig, RolloutConfig
 from plait.config.posttrain import ExampleData, Gsm8kData, PosttrainConfig, TaskData
 from plait.config.run import RunConfig
-from plait.config.trust import load_code
 from plait.errors import ConfigError, Problem, TrainingError
+from plait.plugins import function
 from plait.posttrain.data.datasets import stack
 from plait.posttrain.data.prompts import Check, Prompt, gsm8k_reward, task_reward
 from plait.posttrain.data.records import Message
@@ -165,13 +165,9 @@ def find_function(config: RunConfig) -> tuple[str, Check]:
         return name, task_reward(sources)
     if name == "gsm8k":
         return name, gsm8k_reward
-    function: Check = load_code(name, key=f"{phase}.reward")
-    if not callable(function):
-        message = f"{name!r} is a {type(function).__name__}"
-        raise ConfigError(Problem(f"{phase}.reward", message, "Name a function of (prompt, answer, right answer)."))
-    return name, function
+    return str(name.type), function(name, f"{phase}.reward", "prompt", "answer", "right answer")
 
 
-def _own(sources: Sequence[ExampleData]) -> str | None:
+def _own(sources: Sequence[ExampleData]) -> Literal["task", "gsm8k"] | None:
     kinds = {type(source) for source in sources}
     return "task" if kinds == {TaskData} else "gsm8k" if kinds == {Gsm8kData} else None

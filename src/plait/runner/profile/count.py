@@ -153,19 +153,19 @@ class _RealRecorder(Recorder):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                self._hold(tensor, self.current_phase(), sent=False)
+                self.hold(tensor, self.current_phase(), sent=False)
         return out
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
         """Record until the block ends."""
-        with self._seeing():
+        with self.seeing():
             yield self
 
     def know(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Count what is there already."""
         for _, tensor in tensors:
-            self._hold(local_part(tensor.detach()), Phase.BUILD, sent=False)
+            self.hold(local_part(tensor.detach()), Phase.BUILD, sent=False)
 
 
 @contextmanager

@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from plait.config.run import RunConfig
 from plait.optim import grad_norm
 from plait.strategy.foreign.build import Built
 from plait.strategy.foreign.engine import ForeignEngine
 from plait.strategy.foreign.loss import EvenNormalizer, StepNormalizer
 from plait.strategy.foreign.states import States
+from plait.strategy.preparation import Preparation
 from plait.torch_internals import foreach_mul_
-from plait.world import World
 
 
 class ColossalEngine(ForeignEngine):
@@ -28,11 +27,10 @@ class ColossalEngine(ForeignEngine):
         wrapper: Any,
         states: States,
         built: Built,
-        world: World,
-        config: RunConfig,
-        **options: Any,
+        given: Preparation,
     ) -> None:
         """`boosted` and `wrapper` are what `booster` made of the model and its optimizer."""
+        config = given.config
         self._booster = booster
         self._boosted = boosted
         self._wrapper = wrapper
@@ -40,7 +38,7 @@ class ColossalEngine(ForeignEngine):
         self._stage = config.strategy.stage
         self._clip_norm = config.train.clip_norm
         normalizer = StepNormalizer if self._plugin == "gemini" else EvenNormalizer
-        super().__init__(boosted, states, built, world, config, normalizer=normalizer, **options)
+        super().__init__(boosted, states, built, given, normalizer=normalizer)
 
     def _backward(self, loss: Tensor, *, last: bool) -> None:
         # It takes the mean over ranks, and the loss is this rank's part of a mean over all of them already.

@@ -12,27 +12,15 @@ from plait.strategy.colossalai.library import load_colossalai
 from plait.strategy.colossalai.plugins import make_plugin
 from plait.strategy.colossalai.states import states_of
 from plait.strategy.foreign.build import Built, build_whole
-from plait.strategy.native.building import ModelSource
-from plait.strategy.native.forward import Say
-from plait.strategy.native.loss import LossFunction
-from plait.strategy.native.prepare import Length
+from plait.strategy.preparation import Preparation
 from plait.world import World, seed_everything
 
 
-def prepare_colossalai(
-    config: RunConfig,
-    world: World,
-    *,
-    model: ModelSource = None,
-    loss_function: LossFunction | None = None,
-    length: Length | None = None,
-    accumulation: int = 1,
-    example: Any = None,
-    say: Say = print,
-) -> ColossalEngine:
-    """Make a model ready to train with ColossalAI, as `config` says; `example` is what other engines look at."""
+def prepare_colossalai(given: Preparation) -> ColossalEngine:
+    """Make a model ready to train with ColossalAI, as its configuration says."""
+    config, world = given.config, given.world
     colossalai = load_colossalai(world)
-    built = build_whole(config, world, model, accumulation=accumulation, say=say)
+    built = build_whole(given)
     booster = colossalai.booster.Booster(plugin=make_plugin(config))
     boosted, wrapper = _boost(booster, built, config, world)
     seed_everything(config.seed, world.rank)
@@ -42,12 +30,7 @@ def prepare_colossalai(
         wrapper,
         states_of(boosted, wrapper),
         built,
-        world,
-        config,
-        schedule=(length or Length()).schedule(config),
-        loss_function=loss_function,
-        accumulation=accumulation,
-        say=say,
+        given,
     )
     engine.restore_originals()
     return engine

@@ -22,20 +22,23 @@ import torch
 from torch import Tensor
 
 from plait.optim import grad_norm
+from plait.strategy.foreign.build import Built
 from plait.strategy.foreign.engine import ForeignEngine
 from plait.strategy.foreign.loss import EvenNormalizer
+from plait.strategy.foreign.states import States
 from plait.strategy.native.loss import LossNormalizer
+from plait.strategy.preparation import Preparation
 from plait.torch_internals import foreach_mul_
 
 
 class DeepSpeedEngine(ForeignEngine):
     """Steps through `deepspeed.initialize`'s engine, which owns backward, reduction, clipping and update."""
 
-    def __init__(self, library_engine: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, library_engine: Any, states: States, built: Built, given: Preparation) -> None:
         self._theirs = library_engine
         self._scales = hasattr(self._theirs.optimizer, "override_loss_scale") and self._theirs.zero_optimization()
         normalizer = LossNormalizer if self._scales else EvenNormalizer
-        super().__init__(library_engine, *args, normalizer=normalizer, **kwargs)
+        super().__init__(library_engine, states, built, given, normalizer=normalizer)
         moving = self._theirs.fp16_enabled() and self._theirs.dynamic_loss_scale()
         self._moving_scaler = self._theirs.optimizer.loss_scaler if moving else None
         if self._moving_scaler is not None:

@@ -18,32 +18,20 @@ from plait.strategy.deepspeed.library import load_deepspeed
 from plait.strategy.deepspeed.norms import widen_norms
 from plait.strategy.deepspeed.states import states_of
 from plait.strategy.foreign.build import Built, build_whole
-from plait.strategy.native.building import ModelSource
-from plait.strategy.native.forward import Say
-from plait.strategy.native.loss import LossFunction
-from plait.strategy.native.prepare import Length
-from plait.world import World, seed_everything
+from plait.strategy.preparation import Preparation
+from plait.world import seed_everything
 
 
-def prepare_deepspeed(
-    config: RunConfig,
-    world: World,
-    *,
-    model: ModelSource = None,
-    loss_function: LossFunction | None = None,
-    length: Length | None = None,
-    accumulation: int = 1,
-    example: Any = None,
-    say: Say = print,
-) -> DeepSpeedEngine:
-    """Make a model ready to train with DeepSpeed, as `config` says; `example` is what other engines look at."""
-    deepspeed = load_deepspeed(world, say)
-    described = describe(config, world.size, accumulation)
+def prepare_deepspeed(given: Preparation) -> DeepSpeedEngine:
+    """Make a model ready to train with DeepSpeed, as its configuration says."""
+    config, world = given.config, given.world
+    deepspeed = load_deepspeed(world, given.say)
+    described = describe(config, world.size, given.accumulation)
     if config.precision.compute == "fp16" and not deepspeed.accelerator.get_accelerator().is_fp16_supported():
         message = f"DeepSpeed has no fp16 on this {world.device.type}"
         raise ConfigError(Problem("precision.compute", message, "Write `bf16`, or use `engine: native`."))
     _check_files(deepspeed, described)
-    built = build_whole(config, world, model, accumulation=accumulation, say=say)
+    built = build_whole(given)
     if DTYPES[config.precision.compute].itemsize < 4:
         widen_norms(built.module)
     theirs = _initialize(deepspeed, built, described, config)
@@ -53,12 +41,7 @@ def prepare_deepspeed(
         theirs,
         states,
         built,
-        world,
-        config,
-        schedule=(length or Length()).schedule(config),
-        loss_function=loss_function,
-        accumulation=accumulation,
-        say=say,
+        given,
     )
     engine.restore_originals()
     return engine

@@ -14,11 +14,10 @@ from plait.parallel.attachments import attributes_of, give_attributes
 from plait.parallel.buffers import persistent_buffers
 from plait.parallel.recompute import apply_recompute
 from plait.parallel.units import find_units
-from plait.precision import make_policy
-from plait.strategy.native.building import ModelSource, build_module, load_pretrained_into
-from plait.strategy.native.forward import Say
+from plait.strategy.native.building import build_module, load_pretrained_into
 from plait.strategy.native.spread import refuse_hooks
-from plait.world import World, make_deterministic
+from plait.strategy.preparation import Preparation
+from plait.world import make_deterministic
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +48,14 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name.replace("_fsdp_wrapped_module.", ""): param for name, param in module.named_parameters()}
 
 
-def build_whole(config: RunConfig, world: World, model: ModelSource, *, accumulation: int, say: Say) -> Built:
+def build_whole(given: Preparation) -> Built:
     """Make the model on the host, with the values that it has under every other engine."""
-    policy, host = make_policy(config.precision), torch.device("cpu")
+    config, world, policy, host = given.config, given.world, given.policy, torch.device("cpu")
     if config.deterministic:
         make_deterministic()
     torch.set_float32_matmul_precision("high" if policy.tf32 else "highest")
-    module, initializer = build_module(config, model, say=say)
-    refuse_hooks(config, world, module, accumulation=accumulation)
+    module, initializer = build_module(config, given.model, say=given.say)
+    refuse_hooks(given, module)
     if initializer is None:
         module.to(host)
         if world.everyone is not None:
@@ -66,8 +65,8 @@ def build_whole(config: RunConfig, world: World, model: ModelSource, *, accumula
         materialize.give_storage(module, host)
         give_attributes(module, attributes)
         materialize.initialize(module, initializer, seed=config.seed, device=world.device)
-    if model is None:
-        load_pretrained_into(module, module, config, say=say)
+    if given.model is None:
+        load_pretrained_into(given, module, module)
     groups = split_groups(module, config.optim)
     apply_recompute(find_units(module, config.strategy.wrap), config.strategy.recompute)
     params = dict(module.named_parameters())

@@ -11,11 +11,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from plait.config.run import RunConfig
 from plait.errors import TrainingError
-from plait.optim import Schedule
 from plait.parallel.replicate import average_buffers
-from plait.precision import make_policy
 from plait.spec import Phase
 from plait.spec.batch import first_part
 from plait.strategy.base import Evaluation, StepResult
@@ -23,11 +20,13 @@ from plait.strategy.foreign.build import Built, named_parameters
 from plait.strategy.foreign.loss import EvenNormalizer
 from plait.strategy.foreign.states import States
 from plait.strategy.foreign.wholes import as_share, share_of
-from plait.strategy.native.forward import Forward, Say
-from plait.strategy.native.loss import LossFunction, LossNormalizer, WeightedLoss, read_loss
+from plait.strategy.native.fields import select_inputs
+from plait.strategy.native.forward import Forward
+from plait.strategy.native.loss import LossNormalizer, WeightedLoss, read_loss
+from plait.strategy.preparation import Preparation
 from plait.strategy.skips import Skips
 from plait.strategy.stepping import SteppingEngine, inputs_and_samples, unheard
-from plait.world import World, is_sharded, local_part
+from plait.world import is_sharded, local_part
 
 
 class ForeignEngine(SteppingEngine):
@@ -38,23 +37,20 @@ class ForeignEngine(SteppingEngine):
         called: nn.Module,
         states: States,
         built: Built,
-        world: World,
-        config: RunConfig,
+        given: Preparation,
         *,
-        schedule: Schedule,
-        loss_function: LossFunction | None,
-        accumulation: int,
         normalizer: type[LossNormalizer] = EvenNormalizer,
-        say: Say,
     ) -> None:
         """`called` is what the library wants to be called for a forward pass.
 
         `normalizer` divides losses: as the native engine does it, where a correction of the gradients costs nothing.
         """
+        config, world = given.config, given.world
         self.model = built.module
         self.world = world
+        self.config = config
         self.steps = 0
-        self.accumulation = accumulation
+        self.accumulation = given.accumulation
         self.optimizer = states.optimizer
         """The torch optimizer whose groups carry the learning rates."""
         self._built = built
@@ -64,12 +60,13 @@ class ForeignEngine(SteppingEngine):
         self.skips = Skips(config.train.guard)
         scaler = config.precision.scaler
         self._lowest_scale = scaler.minimum if scaler.static is None else math.inf
-        self._schedule = schedule
-        self._loss_function = loss_function
-        self._say = say
+        self._schedule = given.schedule()
+        self._loss_function = given.loss_function
+        self._say = given.say
         self._normalizer = normalizer(world.everyone, world.device)
-        policy = make_policy(config.precision)
-        self._forward = Forward(_Row.around(called, built.module), world.device, policy, compiled=(), say=say)
+        select = select_inputs(built.module, config.model_inputs, has_loss=given.loss_function is not None)
+        row = _Row.around(called, built.module)
+        self._forward = Forward(row, world.device, given.policy, compiled=(), select=select, say=given.say)
         self._mesh = world.submesh("dp_replicate", "dp_shard")
         self._peers = world.group("dp_replicate", "dp_shard")
         # What was handed out last and may be written to, as long as somebody holds it; see [Note: states by way of
@@ -149,7 +146,7 @@ class ForeignEngine(SteppingEngine):
         if self._peers is not None:
             average_buffers(self.model, self._peers, self.world.size)
 
-    def evaluate(self, batch: Any) -> Evaluation:
+    def evaluate_micro_batch(self, batch: Any) -> Evaluation:
         """Forward one micro-batch without gradients, in evaluation mode."""
         inputs, samples = inputs_and_samples(batch)
         inputs = self._forward.ready(inputs)

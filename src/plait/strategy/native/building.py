@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from plait.config.files import read_json_object
+from plait.config.model import OWN_MODEL, HFConfig
 from plait.config.run import RunConfig
-from plait.errors import ModelError
+from plait.errors import ConfigError, ModelError
 from plait.models import build_model
 from plait.parallel import materialize
 from plait.parallel.attachments import why_not_on_meta
@@ -20,10 +21,8 @@ from plait.parallel.initializer import Initializer, find_initializer
 from plait.parallel.recording import Record
 from plait.spec import Note
 from plait.strategy.native.forward import Say
-from plait.torch_internals import has_values
+from plait.strategy.preparation import ModelSource, Preparation
 from plait.world import is_sharded, seed_everything
-
-ModelSource = nn.Module | Callable[[], nn.Module] | None
 
 
 def build_module(
@@ -52,7 +51,7 @@ def _build(config: RunConfig, model: ModelSource, say: Say) -> tuple[nn.Module, 
     seed_everything(config.seed, 0)  # whatever the constructor draws, the seed decides
     module = model()
     # Plait's own models start from the same values wherever they are built.
-    own = described is not None and described.type != "import"
+    own = described is not None and not isinstance(described, OWN_MODEL)
     return module, getattr(module, "init_weights") if own else None  # noqa: B009
 
 
@@ -61,7 +60,11 @@ def _build_on_meta(model: Callable[[], nn.Module]) -> tuple[tuple[nn.Module, Ini
     try:
         with torch.device("meta"), Record() as built:
             module = model()
-    except (RuntimeError, NotImplementedError) as error:  # a constructor that looks at values; if not, it fails again
+    except (RuntimeError, NotImplementedError, ConfigError) as raised:
+        error = raised.__cause__ if isinstance(raised, ConfigError) else raised
+        if not isinstance(error, (RuntimeError, NotImplementedError)):
+            raise
+        # A constructor that looks at values; if not, it fails again.
         return None, f"its constructor raised {type(error).__name__} there: {str(error).partition(chr(10))[0]}"
     initializer = find_initializer(module, built)
     if initializer is None:
@@ -108,7 +111,7 @@ def _check_parameters(module: nn.Module, say: Say) -> None:
                 f"the parameter {name!r} has shape (0,), as after deepspeed.zero.Init or another library that keeps "
                 "weights elsewhere: build the model without that, or load its weights before it is prepared"
             )
-    there = [(name, param) for name, param in module.named_parameters() if _has_values(param)]
+    there = [(name, param) for name, param in module.named_parameters() if _is_checked(param)]
     _say_not_finite([name for name, param in there if not _is_finite(param.detach())], say)
 
 
@@ -124,9 +127,9 @@ def _say_not_finite(names: Sequence[str], say: Say) -> None:
         )
 
 
-def _has_values(param: nn.Parameter) -> bool:
+def _is_checked(param: nn.Parameter) -> bool:
     numbers = param.is_floating_point() or param.is_complex()
-    return numbers and not param.is_meta and has_values(param) and not is_sharded(param)
+    return numbers and not param.is_meta and not is_sharded(param)
 
 
 SMALLER_RANGE = (
@@ -135,16 +138,17 @@ SMALLER_RANGE = (
 )
 
 
-def warn_of_smaller_range(config: RunConfig, module: nn.Module, say: Say) -> None:
+def warn_of_smaller_range(given: Preparation, module: nn.Module) -> None:
     """Say that weights which were trained in bf16 are about to be computed with in fp16."""
+    config = given.config
     if config.precision.compute == "fp16" and "bfloat16" in (_stored_dtype(config), _own_dtype(module)):
-        say(SMALLER_RANGE)
+        given.say(SMALLER_RANGE)
 
 
 def _pretrained(config: RunConfig) -> str | None:
     """The folder of `transformers` that the weights come from; None where they come from nowhere."""
     described = config.model
-    if described is None or described.type != "hf" or not described.pretrained:
+    if not isinstance(described, HFConfig) or not described.pretrained:
         return None
     return described.path
 
@@ -168,19 +172,14 @@ def _own_dtype(module: nn.Module) -> str | None:
 
 
 def load_pretrained_into(
-    skeleton: nn.Module,
-    module: nn.Module,
-    config: RunConfig,
-    *,
-    keep: materialize.Keep | None = None,
-    say: Say = lambda _text: None,
+    given: Preparation, skeleton: nn.Module, module: nn.Module, *, keep: materialize.Keep | None = None
 ) -> None:
     """Fill a model, or the stages of one that this rank holds, from a folder of `transformers`.
 
     `skeleton` is the whole model, whose names and shapes say what the folder must have. `keep` is given the values of
     each parameter before they are rounded.
     """
-    folder = _pretrained(config)
+    folder = _pretrained(given.config)
     if folder is None:
         return
     from plait.models.hf import load_pretrained
@@ -192,10 +191,10 @@ def load_pretrained_into(
     def put(name: str, whole: Tensor) -> None:
         if name in tensors:
             tensor = tensors[name]
-            if has_values(whole) and whole.is_floating_point() and not _is_finite(whole):
+            if whole.is_floating_point() and not _is_finite(whole):
                 wrong.append(name)
             if keep is None or not isinstance(tensor, nn.Parameter) or not keep(tensor, whole):
                 materialize.assign_whole(tensor, whole)
 
     load_pretrained(skeleton, folder, put)
-    _say_not_finite(wrong, say)
+    _say_not_finite(wrong, given.say)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from plait.config.run import RunConfig
 from plait.errors import ModelError, TrainingError
 from plait.optim import is_known
 from plait.optim.numbers import merged
@@ -21,6 +22,7 @@ from plait.spec.later import Entry
 from plait.strategy.base import Evaluation, StepResult
 from plait.strategy.native import state
 from plait.strategy.native.blame import find_culprit, first_of
+from plait.strategy.native.fields import Select
 from plait.strategy.native.forward import Forward, Say
 from plait.strategy.native.loss import LossFunction, LossNormalizer, Sums, WeightedLoss, read_loss
 from plait.strategy.native.norms import refuse_unlike_gradients
@@ -53,6 +55,7 @@ class NativeEngine(SteppingEngine):
         self,
         model: nn.Module,
         world: World,
+        config: RunConfig,
         *,
         policy: Policy,
         gradients: Gradients | None,
@@ -65,11 +68,16 @@ class NativeEngine(SteppingEngine):
         staged: StagedSteps | None = None,
         scales: EarlierScales | None = None,
         recording: Recording | None = None,
+        select: Select | None = None,
         say: Say,
     ) -> None:
-        """`recording`: when both passes of a step are recorded and repeated; see `recorded`."""
+        """`recording`: when both passes of a step are recorded and repeated; see `recorded`.
+
+        `select` picks what of a micro-batch the model gets; see `fields`.
+        """
         self.model = model
         self.world = world
+        self.config = config
         self.steps = 0
         self.accumulation = accumulation
         self.views = views
@@ -84,7 +92,14 @@ class NativeEngine(SteppingEngine):
         self._counts = world.coordinate("tp") == 0 and (staged is None or staged.pipeline.has_last)
         self._normalizer = LossNormalizer(world.everyone, world.device, counts=self._counts)
         self._forward = Forward(
-            model, world.device, policy, compiled=compiled, cut=cut, before=views.before_forward, say=say
+            model,
+            world.device,
+            policy,
+            compiled=compiled,
+            cut=cut,
+            before=views.before_forward,
+            select=select,
+            say=say,
         )
         self._recorded: RecordedPasses | None = None
         if recording is not None:
@@ -133,7 +148,7 @@ class NativeEngine(SteppingEngine):
             return loss if scaler is None else loss * scaler.scale
 
         with self._forward.context():
-            staged.train(ready, read, self._normalizer, scale)
+            staged.train(ready, [self._forward.of_model(each) for each in ready], read, self._normalizer, scale)
 
     def _train_recorded(self, recorded: RecordedPasses, batch: Any) -> None:
         self.on_phase(Phase.FORWARD)
@@ -245,7 +260,7 @@ class NativeEngine(SteppingEngine):
         if self._staged is None:
             return self._forward(ready)
         with self._forward.context():
-            return self._staged.answer(ready)
+            return self._staged.answer(self._forward.of_model(ready))
 
     def keep_wholes(self) -> None:
         """Below stage 3: have whole weights between steps, too. Every rank must call it."""
@@ -289,7 +304,7 @@ class NativeEngine(SteppingEngine):
         if self._peers is not None:
             average_buffers(self.model, self._peers, self.world.layout.replicas)
 
-    def evaluate(self, batch: Any) -> Evaluation:
+    def evaluate_micro_batch(self, batch: Any) -> Evaluation:
         """Forward one micro-batch without gradients, in evaluation mode."""
         with self.weights_to_use():
             return self._evaluate(batch)

@@ -14,6 +14,7 @@ from plait.errors import ModelError
 from plait.parallel.compiling import undo_compile
 from plait.precision import Policy, cast_floats
 from plait.spec.batch import first_part
+from plait.strategy.native.fields import Select
 from plait.strategy.native.moving import Mover
 
 Say = Callable[[str], None]
@@ -31,9 +32,13 @@ class Forward:
         compiled: Sequence[nn.Module],
         cut: Callable[[Any], Any] | None = None,
         before: Callable[[], None] | None = None,
+        select: Select | None = None,
         say: Say,
     ) -> None:
-        """`cut` makes this rank's part of a micro-batch, where ranks share one; `before` is done before each call."""
+        """`cut` makes this rank's part of a micro-batch, where ranks share one; `before` is done before each call.
+
+        `select` picks what of a micro-batch the model gets; see `fields`.
+        """
         self._model = model
         self._move = Mover(device) if device.type != "cpu" else None
         self._cast_to = policy.compute if policy.mixed and policy.cast_inputs else None
@@ -41,6 +46,7 @@ class Forward:
         self._compiled = list(compiled)
         self._cut = cut
         self._before = before
+        self._select = select
         self._say = say
         # An `nn.Sequential` takes one argument. A pipeline calls it with the first part of a micro-batch, and so do we.
         self._is_row = type(model).forward is nn.Sequential.forward
@@ -55,6 +61,10 @@ class Forward:
             inputs = self._move(inputs)
         return inputs if self._cast_to is None else cast_floats(inputs, self._cast_to)
 
+    def of_model(self, inputs: Any) -> Any:
+        """What of a micro-batch's inputs the model is called with."""
+        return inputs if self._select is None else self._select(inputs)
+
     def context(self) -> AbstractContextManager[Any]:
         """The context for a forward pass that a pipeline runs. What must be done before the pass is done here."""
         if self._before is not None:
@@ -63,6 +73,8 @@ class Forward:
 
     def __call__(self, inputs: Any) -> Any:
         """What the model says to inputs that are ready: a mapping or a row of arguments, or the only one."""
+        if self._select is not None:
+            inputs = self._select(inputs)
         if self._is_row:
             return self.call((first_part(inputs),), {})
         kind = type(inputs)
@@ -120,12 +132,13 @@ def _refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     name, takes = type(model).__name__, ", ".join(signature.parameters) or "nothing"
     unknown = [key for key in kwargs if key not in signature.parameters]
     if unknown:
-        remedy = "Let `forward` take them, or leave them out of the data"
+        remedy = "Let `forward` take them, leave them out of the data, or say with `model_inputs` what the model gets"
         if set(unknown) <= {"positions", "document_ids"}:
             remedy += ": with `data.document_mask: false` nothing says where a document begins"
         return ModelError(f"{name}.forward takes {takes}, and a micro-batch has {', '.join(unknown)} too. {remedy}")
     has = ", ".join(kwargs) if kwargs else f"{len(args)} value{'s' if len(args) != 1 else ''} in a row"
     return ModelError(
         f"{name}.forward takes {takes}, and a micro-batch has {has}: {reason}. Let `forward` take the targets as well "
-        "and return the loss (`def forward(self, x, y)`), or let the data give what it takes, by name: `{'x': …}`"
+        "and return the loss (`def forward(self, x, y)`), give a loss_fn(outputs, batch) that compares them, or let "
+        "the data give what it takes, by name: `{'x': …}`"
     )

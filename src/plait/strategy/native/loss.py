@@ -10,10 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.config.run import RunConfig
 from plait.errors import ModelError
+from plait.plugins import function
 from plait.spec import LossTerm
 
 LossFunction = Callable[[Any, Any], Any]
+
+
+def described_loss(config: RunConfig) -> LossFunction | None:
+    """The function that `train.loss` names; None where the model's own result is learned."""
+    return None if config.train.loss is None else function(config.train.loss, "train.loss", "outputs", "batch")
 
 
 class WeightedLoss(NamedTuple):

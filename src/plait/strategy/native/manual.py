@@ -9,20 +9,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from plait.config.run import RunConfig
 from plait.errors import ConfigError, Problem, TrainingError
-from plait.optim import OptimizerSource
 from plait.parallel.entrances import open_entrances
 from plait.precision import LossScaler
 from plait.spec import Phase
 from plait.strategy.base import StepResult
-from plait.strategy.native.building import ModelSource
 from plait.strategy.native.engine import NativeEngine
-from plait.strategy.native.forward import Say
 from plait.strategy.native.loss import Sums
-from plait.strategy.native.prepare import Length, prepare_native
+from plait.strategy.native.prepare import prepare_native
+from plait.strategy.preparation import Preparation
 from plait.torch_internals import mark_stepped
-from plait.world import World
 
 
 class ManualEngine(NativeEngine):
@@ -46,6 +42,12 @@ class ManualEngine(NativeEngine):
     def optimizer(self) -> Optimizer:
         """What updates the weights; a user's own where one was given."""
         return self.updater.optimizer
+
+    @property
+    def optimizer_type(self) -> str:
+        """The class of a user's own optimizer; else as `config.optim` says."""
+        kind = type(self.optimizer)
+        return super().optimizer_type if kind.__module__.startswith("plait.") else kind.__name__
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -167,19 +169,9 @@ def clip_limit(name: str, limit: float) -> float:
     return float(limit)
 
 
-def prepare_manual(
-    config: RunConfig,
-    world: World,
-    *,
-    model: ModelSource,
-    optimizer: OptimizerSource | None = None,
-    accumulation: int = 1,
-    length: Length | None = None,
-    example: Any = None,
-    say: Say = print,
-) -> ManualEngine:
-    """Make a model ready for a loop of the user's own, as `config` says; see `prepare_native`."""
-    if config.strategy.layout.cp > 1:
+def prepare_manual(given: Preparation) -> ManualEngine:
+    """Make a model ready for a loop of the user's own."""
+    if given.config.strategy.layout.cp > 1:
         raise ConfigError(
             Problem(
                 "strategy.layout.cp",
@@ -187,16 +179,4 @@ def prepare_manual(
                 "Use `train_step`, or leave it out.",
             )
         )
-    engine = prepare_native(
-        config,
-        world,
-        model=model,
-        optimizer=optimizer,
-        accumulation=accumulation,
-        length=length,
-        example=example,
-        engine=ManualEngine,
-        say=say,
-    )
-    assert isinstance(engine, ManualEngine)
-    return engine
+    return prepare_native(given, ManualEngine)

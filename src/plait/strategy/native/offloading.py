@@ -22,26 +22,26 @@ from plait.parallel.offload.space import check_space, numbers_in_a_bucket, state
 from plait.parallel.offload.store import Offload, OffloadOptions
 from plait.parallel.replicate import GradientBuckets
 from plait.parallel.units import Unit
-from plait.precision import Policy
-from plait.strategy.native.forward import Say
 from plait.strategy.native.offloaded import OffloadedViews
 from plait.strategy.native.replicated import make_buckets
 from plait.strategy.native.views import trainable
-from plait.torch_internals import has_values
-from plait.world import World, is_sharded, local_part, same_kind
+from plait.strategy.preparation import Preparation
+from plait.world import is_sharded, local_part, same_kind
 
 
 class Offloading:
     """Takes the weights of a model away from the device while it is being made."""
 
-    def __init__(self, config: RunConfig, world: World, policy: Policy, say: Say) -> None:
+    def __init__(self, given: Preparation) -> None:
+        config, world, policy = given.config, given.world, given.policy
         if config.strategy.offload.ratio == "auto":
             message = "`auto` is resolved by `plait train` before the ranks start, and this run is not"
             remedy = "Start it with `plait train`, or write the number that `plait.plan.shares.with_ratio` finds."
             raise ConfigError(Problem("strategy.offload.ratio", message, remedy))
+        self._given = given
         self._config = config
         self._world = world
-        self._say = say
+        self._say = given.say
         self.rounds = policy.mixed and policy.master
         """Whether the model computes with weights in a smaller format."""
         self._policy = policy
@@ -49,7 +49,8 @@ class Offloading:
         self._kept: dict[nn.Parameter, Tensor] = {}
         self._index_of: dict[nn.Parameter, int] = {}
         self.store: Offload | None = None
-        self._stream = _param_stream(config, world)
+        self._lanes = Lanes(world.device, fake=world.fake)
+        self._stream = _param_stream(config, self._lanes)
         self.take_params = None if self._stream is None else self._stream.take
         """What takes the weights of a unit away, where they do not live on the device."""
 
@@ -91,13 +92,13 @@ class Offloading:
     def open(self, model: nn.Module, units: Sequence[Sequence[Unit]]) -> None:
         """Make the places for the trained weights of a model; whatever was kept before moves there."""
         names, params = trainable(model)
-        offload, device = self._config.strategy.offload, self._world.device
+        offload = self._config.strategy.offload
         with torch.no_grad():
             parts = [local_part(param.detach()) for param in params]
         sizes = [part.numel() for part in parts]
         dtypes = [self._master_dtype(part) for part in parts]
         folder = offload_folder(self._config) if offload.uses_files else None
-        if has_values(parts[0]):
+        if not self._world.fake:
             warning = check_space(self._config, self._world, sizes, folder)
             if warning and self._world.is_main:
                 self._say(warning)
@@ -110,28 +111,28 @@ class Offloading:
             host_ratio=offload.host_ratio,
             state_bytes=state_bytes(self._config),
             delayed=offload.delayed,
-            on_device=self._on_device(has_values(parts[0])),
+            on_device=self._on_device(),
             folder=folder,
         )
         order = _order(params, [unit for each in units for unit in each])
         self.store = Offload(
-            params, dtypes, order=order, device=device, options=options, stream=self._stream, say=self._say
+            params, dtypes, order=order, lanes=self._lanes, options=options, stream=self._stream, say=self._say
         )
         self._index_of = {param: index for index, param in enumerate(params)}
         for param in params:
             if param in self._kept:
                 self.store.keep(self._index_of[param], self._kept.pop(param))
 
-    def _on_device(self, real: bool) -> bool:
+    def _on_device(self) -> bool:
         """Whether the device computes the update; all ranks must do the same, for some may hold the same weights."""
         world = self._world
         mine = updates_on_device(
             self._config,
             world.device.type,
             cores=cpu_count() / world.ranks.local_size,
-            link_gbps=lambda: link_gbps(world.device) if real else float("inf"),
+            link_gbps=lambda: float("inf") if world.fake else link_gbps(world.device),
         )
-        return not world.any(not mine) if real else mine
+        return mine if world.fake else not world.any(not mine)
 
     def _master_dtype(self, part: Tensor) -> torch.dtype:
         return torch.float32 if self.rounds and part.dtype == self._policy.compute else part.dtype
@@ -184,7 +185,7 @@ class Offloading:
         layout = self._world.layout
         if layout.replicas == 1 and layout.pp == 1:
             return None
-        return make_buckets(params, self._policy, self._config, self._world)
+        return make_buckets(self._given, params)
 
     def _sum_dtype(self, tensor: Tensor) -> torch.dtype:
         return self._policy.reduce if tensor.dtype == self._policy.compute else tensor.dtype
@@ -231,13 +232,13 @@ class Settled:
         self._buckets.finish()
 
 
-def _param_stream(config: RunConfig, world: World) -> ParamStream | None:
+def _param_stream(config: RunConfig, lanes: Lanes) -> ParamStream | None:
     offload = config.strategy.offload
     if offload.params == "none":
         return None
     limits = ParamLimits(offload.prefetch_params, offload.live_params, offload.persistent_params)
     folder = offload_folder(config) if offload.params == "nvme" else None
-    return ParamStream(Lanes(world.device, fake=not has_values(torch.empty(0))), limits, folder)
+    return ParamStream(lanes, limits, folder)
 
 
 def offload_folder(config: RunConfig) -> Path:

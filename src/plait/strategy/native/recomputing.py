@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
 
-from plait.config.run import RunConfig
 from plait.optim import is_one_pass
 from plait.parallel.activations import Activations, UnitAccount
 from plait.parallel.recompute import Way
 from plait.parallel.units import Unit, find_units
-from plait.precision import Policy
 from plait.spec import Note
-from plait.strategy.native.forward import Say
-from plait.world import World
+from plait.strategy.preparation import Preparation
 
 _SAID: dict[Way, str] = {
     "full": "everything",
@@ -52,35 +48,32 @@ def _scaled(account: UnitAccount, factor: float) -> UnitAccount:
     return replace(account, **sizes)
 
 
-def count_whole(module: nn.Module, example: Any, *, config: RunConfig, world: World) -> WholeModel | None:
+def count_whole(given: Preparation, module: nn.Module) -> WholeModel | None:
     """What the model keeps, where `recompute: auto` has to know it before the model is spread; else None."""
-    layout = world.layout
+    config, layout = given.config, given.world.layout
     if config.strategy.recompute.mode != "auto" or layout.pp * layout.ep * layout.cp * layout.tp == 1:
         return None
     from plait.parallel.budget import measure
 
     units = find_units(module, config.strategy.wrap)
-    found = measure(module, units, example, config, world)
+    found = measure(module, units, given.example, config, given.world)
     names = [unit.name for unit in units]
     return WholeModel(dict(zip(names, found.units, strict=True)), found.outside, found.passing)
 
 
 def choose_ways(
+    given: Preparation,
     parts: Sequence[nn.Module],
     all_units: Sequence[Sequence[Unit]],
-    example: Any,
     *,
-    config: RunConfig,
-    world: World,
     late: bool,
     whole: WholeModel | None,
-    accumulation: int,
-    say: Say,
 ) -> list[list[Way]]:
     """What each unit of each part computes again.
 
     `late`: gradients exist from their backward pass to the update only.
     """
+    config, world = given.config, given.world
     if config.strategy.recompute.mode != "auto":
         return [[] for _ in parts]
     from plait.parallel.budget import ways_to_recompute
@@ -92,18 +85,19 @@ def choose_ways(
         strategy, layout = config.strategy, world.layout
         together = layout.cp * (layout.tp if strategy.tensor.sequence_parallel else 1)
         waits = strategy.pipeline.schedule in ("gpipe", "looped_bfs")  # for all forward passes
-        under_way = accumulation if waits else min(accumulation, layout.pp)
+        under_way = given.accumulation if waits else min(given.accumulation, layout.pp)
         found = whole.of(units, together, under_way if layout.pp > 1 else 1)
-    ways = ways_to_recompute(module, units, example, config=config, world=world, late_gradients=late, found=found)
+    ways = ways_to_recompute(module, units, given.example, config=config, world=world, late_gradients=late, found=found)
     counts = Counter(ways)
     told = [f"{counts[way]} of {len(ways)} blocks recompute {text}" for way, text in _SAID.items() if counts[way]]
-    say(Note(f"recompute: auto: {', '.join(told) or 'everything fits, and nothing is recomputed'}"))
+    given.say(Note(f"recompute: auto: {', '.join(told) or 'everything fits, and nothing is recomputed'}"))
     rest = iter(ways)
     return [[next(rest) for _ in each] for each in all_units]
 
 
-def gradients_come_late(config: RunConfig, world: World, policy: Policy) -> bool:
+def gradients_come_late(given: Preparation) -> bool:
     """Whether one process keeps each gradient as its backward pass made it; for steps of one micro-batch."""
+    config, world, policy = given.config, given.world, given.policy
     if world.layout.size > 1 or config.train.clip_value is not None:
         return False
     return not (policy.mixed and policy.master) or is_one_pass(config.optim, [torch.empty(1, device=world.device)])

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from torch import nn
 
-from plait.config.run import RunConfig
 from plait.optim import is_one_pass
 from plait.parallel.gradients import Gradients
 from plait.parallel.replicate import GradientBuckets
 from plait.parallel.single import OwnGradients
-from plait.precision import Policy
 from plait.strategy.native.casting import round_parameters
 from plait.strategy.native.rounded import RoundedViews
 from plait.strategy.native.views import BucketViews, DirectViews, ShardViews, Views, trainable
-from plait.world import World, is_sharded
+from plait.strategy.preparation import Preparation
+from plait.world import is_sharded
 
 
 def replicate(
-    module: nn.Module, policy: Policy, config: RunConfig, world: World, *, elementwise: bool, leaves: bool
+    given: Preparation, module: nn.Module, *, elementwise: bool, leaves: bool
 ) -> tuple[Gradients | None, Views]:
     """What collects the gradients of a model at ZeRO stage 0, if anything has to, and the views of its parameters.
 
     `leaves`: gradients may stay what the backward pass makes them, where that is exact.
     """
-    layout = world.layout
+    layout, policy = given.world.layout, given.policy
     rounds = policy.mixed and policy.master
     rounded = round_parameters(module, policy.compute) if rounds else {}
     names, params = trainable(module)
@@ -34,16 +33,17 @@ def replicate(
     masters = [rounded.get(param) for param in params]
     # A checkpoint holds them as they were, on every layout alike.
     frozen = {param: data for param, data in rounded.items() if not param.requires_grad}
-    alone = leaves and layout.size == 1 and config.train.clip_value is None
-    if alone and is_one_pass(config.optim, [rounded.get(param, param) for param in params]):
+    alone = leaves and layout.size == 1 and given.config.train.clip_value is None
+    if alone and is_one_pass(given.config.optim, [rounded.get(param, param) for param in params]):
         own = OwnGradients(params, policy.reduce)
         return own, RoundedViews(names, params, own, masters, frozen)
-    buckets = make_buckets(params, policy, config, world)
+    buckets = make_buckets(given, params)
     return buckets, BucketViews(names, params, buckets, masters, frozen, elementwise=elementwise)
 
 
-def make_buckets(params: list[nn.Parameter], policy: Policy, config: RunConfig, world: World) -> GradientBuckets:
+def make_buckets(given: Preparation, params: list[nn.Parameter]) -> GradientBuckets:
     """Buckets that sum each gradient over the ranks that see other data. Every rank must make them."""
+    world, policy = given.world, given.policy
     # Both groups are made here, on every rank: a stage of a pipeline may have no experts, where another has some.
     dense = world.group("dp_replicate", "dp_shard", "ep", "cp")
     of_experts = world.group("dp_replicate", "dp_shard", "cp")
@@ -51,7 +51,7 @@ def make_buckets(params: list[nn.Parameter], policy: Policy, config: RunConfig, 
         params,
         dtype_of=lambda param: policy.reduce if param.dtype == policy.compute else param.dtype,
         group_of=lambda param: of_experts if _is_expert(param) else dense,
-        bucket_bytes=int(config.strategy.bucket_mb * 2**20),
+        bucket_bytes=int(given.config.strategy.bucket_mb * 2**20),
     )
 
 

@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from plait.config.run import RunConfig
+from plait.config.strategy import PipelineSchedulePart
 from plait.errors import ConfigError, ModelError, Problem
+from plait.fake_tensors import class_of
 from plait.parallel.attachments import Attributes, gradient_hooks, held_elsewhere, memory_in_common
 from plait.parallel.gradients import Gradients
 from plait.parallel.initializer import Initializer, InTurn
 from plait.parallel.replay import Replay
 from plait.parallel.units import Unit
-from plait.precision import Policy, make_policy
 from plait.strategy.native.views import Views
-from plait.torch_internals import has_values
-from plait.world import World, is_sharded
+from plait.strategy.preparation import Preparation
+from plait.world import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,18 +33,24 @@ if TYPE_CHECKING:
     from plait.parallel.pipeline import Stage
     from plait.strategy.native.staged import StagedSteps
 
+Stages = Sequence["Stage"]
+"""The pipeline stages of this rank; none where there is no pipeline."""
+
 _MOSTLY_WHOLE = 0.5
 """Above this share of whole parameters tensor parallelism is not what somebody expects who asks for it."""
 _ONE_MESSAGE = 25 << 20
 """Bytes: as much as DistributedDataParallel sends at once."""
 
 
-def refuse_hooks(config: RunConfig, world: World, module: nn.Module, *, accumulation: int) -> None:
+def refuse_hooks(given: Preparation, module: nn.Module, *, whole_steps: bool = True) -> None:
     """Refuse gradient hooks where they would not see the gradient of a step.
 
     [Note: what a gradient hook may see] A hook gets what one backward pass gives on one rank. Only where that is the
     step's gradient, divided by the step's number of targets, does the hook do the same as in a plain loop.
+    Without `whole_steps`, a loop of the user's own sums as many micro-batches as it likes.
     """
+    config, world = given.config, given.world
+    accumulation = given.accumulation if whole_steps else 1
     if world.size > 1:
         reason = f"{world.size} ranks sum their gradients"
     elif accumulation > 1:
@@ -62,15 +69,15 @@ def refuse_hooks(config: RunConfig, world: World, module: nn.Module, *, accumula
         )
 
 
-def refuse_exchange(config: RunConfig, world: World, module: nn.Module) -> None:
+def refuse_exchange(given: Preparation, module: nn.Module) -> None:
     """Refuse a model that would keep the parameters from before they are exchanged for others."""
-    layout, strategy = world.layout, config.strategy
+    world, strategy = given.world, given.config.strategy
+    layout = world.layout
     sharded = strategy.stage > 0 and world.size > 1
     exchanged = sharded or layout.tp * layout.ep * layout.pp > 1 or strategy.offload.on
     if exchanged:
         _refuse_references(module)
-    rounds = make_policy(config.precision).mixed
-    if exchanged or rounds or any(param.device != world.device for param in module.parameters()):
+    if exchanged or given.policy.mixed or any(param.device != world.device for param in module.parameters()):
         shared = memory_in_common(module, buffers=False)
         if shared is not None:
             raise ModelError(
@@ -89,7 +96,7 @@ def _refuse_references(module: nn.Module) -> None:
                 "train without strategy.zero, offload and tensor, expert and pipeline ranks"
             )
     for name, param in module.named_parameters():
-        if type(param) is not nn.Parameter and not is_sharded(param) and has_values(param):
+        if class_of(param) is not nn.Parameter and not is_sharded(param):
             raise ModelError(
                 f"the parameter {name!r} is a {type(param).__name__}, a class of its own, which a shard of it would "
                 "not be: use nn.Parameter, or train without strategy.zero, offload and tensor, expert and pipeline "
@@ -97,11 +104,12 @@ def _refuse_references(module: nn.Module) -> None:
             )
 
 
-def split_stages(module: nn.Module, config: RunConfig, world: World, example: Any, *, sharded: bool) -> list[Stage]:
+def split_stages(given: Preparation, module: nn.Module) -> Stages:
     """This rank's stages of a pipeline; none where there is no pipeline. The module is reduced to the last of them.
 
-    `sharded`: each of them will be sharded, so a weight that two of them hold is a tensor of each.
+    Where each of them will be sharded, a weight that two of them hold is a tensor of each.
     """
+    config, world, sharded = given.config, given.world, given.sharded
     group = world.group("pp")
     if group is None:
         return []
@@ -114,11 +122,11 @@ def split_stages(module: nn.Module, config: RunConfig, world: World, example: An
     options = config.strategy.pipeline
     costs = None
     if options.split == "time":
-        if example is None:
+        if given.example is None:
             message = "'time' needs one micro-batch to measure, and there is none"
             remedy = "Pass example=… to plait.prepare, or write `split: parameters`."
             raise ConfigError(Problem("strategy.pipeline.split", message, remedy))
-        costs = agree(measure_layers(module, example, device=world.device), world.device, group)
+        costs = agree(measure_layers(module, given.example, device=world.device), world.device, group)
     plan = plan_stages(
         module,
         ranks=world.layout.pp,
@@ -145,15 +153,17 @@ def joined(parts: Sequence[nn.Module], *, sharded: bool) -> nn.Module:
     return StageSet(parts)
 
 
-def staged_steps(
-    stages: Sequence[Stage], collectors: Sequence[Gradients], views: Views, config: RunConfig, world: World
-) -> StagedSteps:
+def staged_steps(given: Preparation, stages: Stages, collectors: Sequence[Gradients], views: Views) -> StagedSteps:
     """What runs the stages; every rank must make it."""
-    from plait.parallel.pipeline import Pipeline
+    from plait.parallel.pipeline import Pipeline, make_table
     from plait.strategy.native.staged import StagedSteps
 
+    config, world = given.config, given.world
     options, group = config.strategy.pipeline, world.group("pp")
     assert group is not None
+    count = options.micro_batches or config.batch.accumulation
+    if count is not None and isinstance(options.schedule, PipelineSchedulePart):
+        make_table(options.schedule, world.layout.pp, count)  # looks through it, before the first step
     # Recomputation runs a block again in its backward pass; in halves it would run twice.
     splits = config.strategy.recompute.mode == "none"
     pipeline = Pipeline(stages, schedule=options.schedule, group=group, device=world.device, splits_backward=splits)
@@ -163,12 +173,11 @@ def staged_steps(
     return StagedSteps(pipeline, of_stage, find)
 
 
-def shard_part(
-    part: nn.Module, units: list[Unit], experts: list[nn.Module], config: RunConfig, policy: Policy, world: World
-) -> Gradients:
+def shard_part(given: Preparation, part: nn.Module, units: list[Unit], experts: list[nn.Module]) -> Gradients:
     """Shard a model, or a stage of one, as the ZeRO stage says."""
     from plait.parallel import zero
 
+    config, world = given.config, given.world
     strategy = config.strategy
     options = zero.ShardingOptions(
         strategy.stage, strategy.reshard_after_forward, strategy.forward_prefetch, strategy.backward_prefetch
@@ -186,7 +195,7 @@ def shard_part(
         units,
         mesh=mesh,
         placement=_cut_once_more(mesh) if world.layout.tp > 1 else None,
-        policy=policy,
+        policy=given.policy,
         options=options,
         experts=shared,
         at_once=_is_one_message(part, config),
@@ -240,24 +249,23 @@ def rebound(initializer: Initializer, part: nn.Module) -> Initializer:
 Cut = Callable[[Any], Any]
 
 
-def spread_axes(
-    module: nn.Module, config: RunConfig, world: World, *, stage: bool, say: Callable[[str], None]
-) -> tuple[Cut | None, list[nn.Module]]:
+def spread_axes(given: Preparation, module: nn.Module, *, stage: bool) -> tuple[Cut | None, list[nn.Module]]:
     """Spread layers, sequences and experts over ranks; returns what cuts a micro-batch, and what holds experts."""
-    strategy = config.strategy
+    strategy, world = given.config.strategy, given.world
     tensor, context = world.submesh("tp"), world.submesh("cp")
     cut: Cut | None = None
     experts: list[nn.Module] = []
     alike = None
     if tensor is not None:
-        from plait.parallel.tensor import apply_tensor_parallel, stays_whole
+        from plait.parallel.tensor import apply_tensor_parallel, plan_of, stays_whole
 
         options = strategy.tensor
-        alike = stays_whole(module, options.plan or None, sequence=options.sequence_parallel, stage=stage)
+        plan = plan_of(options.plan, module)
+        alike = stays_whole(module, plan, sequence=options.sequence_parallel, stage=stage)
         apply_tensor_parallel(
             module,
             tensor,
-            plan=options.plan or None,
+            plan=plan,
             sequence=options.sequence_parallel,
             async_tp=options.async_tp,
             stage=stage,
@@ -280,7 +288,7 @@ def spread_axes(
 
         experts = list(apply_expert_parallel(module, shared, alike=alike, stage=stage).values())
     if tensor is not None:
-        _say_what_stays_whole(module, tensor.size(), say)
+        _say_what_stays_whole(module, tensor.size(), given.say)
     return cut, experts
 
 

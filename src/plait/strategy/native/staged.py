@@ -79,11 +79,12 @@ class StagedSteps:
     def train(
         self,
         ready: Sequence[Any],
+        inputs: Sequence[Any],
         read_loss: ReadLoss,
         normalizer: LossNormalizer,
         scale: Callable[[Tensor], Tensor],
     ) -> None:
-        """Forward and backward over all micro-batches of a step."""
+        """Forward and backward over all micro-batches of a step; `inputs` is what of each the model gets."""
         count = len(ready)
         normalizer.expect(_targets(ready[0]) * count)
 
@@ -96,7 +97,7 @@ class StagedSteps:
             self._collectors[stage.index].before_backward(last=last)
 
         self.pipeline.tied.refresh()
-        self.pipeline.step(ready, loss_of, before_backward if self._collectors else None)
+        self.pipeline.step(inputs, loss_of, before_backward if self._collectors else None)
         if not self.pipeline.has_last:
             normalizer.add_nothing()
 

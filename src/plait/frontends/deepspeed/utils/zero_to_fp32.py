@@ -162,7 +162,7 @@ def _bytes(size: str | int | None) -> int | None:
     """`5GB` is 5 × 10⁹, `5GiB` 5 × 2³⁰."""
     if size is None or isinstance(size, int):
         return size
-    found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B\s*", size, re.IGNORECASE)
+    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(i?)B\s*", size, re.IGNORECASE)
     if found is None:
         raise CheckpointError(f"max_shard_size {size!r} is no size; write 5GB, 500MB or a number of bytes")
     power = " KMGT".index(found[2].upper() or " ")

@@ -91,7 +91,7 @@ class BaseModel(BaseModule):
         return call_with(self, data, mode)
 
     @abstractmethod
-    def forward(self, inputs: Any, data_samples: Any = None, mode: str = "tensor") -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Losses in mode `loss`, predictions in mode `predict`, anything in mode `tensor`."""
 
 

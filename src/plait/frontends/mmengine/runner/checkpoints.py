@@ -29,6 +29,10 @@ class Checkpoints(Facts):
         """The model, made ready."""
         raise NotImplementedError
 
+    def setup(self) -> None:
+        """Make the model and its optimizer ready, unless that was done."""
+        raise NotImplementedError
+
     def load_or_resume(self) -> None:
         """What `load_from` and `resume` ask for, once."""
         if self._loaded:
@@ -52,12 +56,13 @@ class Checkpoints(Facts):
             self.load_checkpoint(filename)
             return
         self.phases.loop("train")
+        self.setup()
         self.saver.resume(filename)
         self.logger.info(f"resumed epoch: {self.epoch}, iter: {self.iter}")
 
     def load_checkpoint(self, filename: str | Path) -> None:
         """Take a checkpoint's weights."""
-        _ = self.engine
+        self.setup()
         self.saver.load_weights(filename)
         self.logger.info(f"Load checkpoint from {filename}")
 
@@ -73,6 +78,7 @@ class Checkpoints(Facts):
     ) -> None:
         """Write a checkpoint. `by_epoch`: at the end of an epoch, or of an iteration, that is about to be counted."""
         loop = self.phases.loop("train")
+        self.setup()
         epoch = loop.epoch + (by_epoch is True and loop.by_epoch)
         iteration = loop.iter + (by_epoch is False)
         step = 0 if by_epoch is True and loop.by_epoch else iteration

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from plait.config.words import choose
-from plait.errors import ConfigError, ModelError, Problem
+from plait.errors import ConfigError, ModelError, Problem, TrainingError
 from plait.frontends.account import Answer
 from plait.frontends.mmengine.config.config import as_config
 from plait.frontends.mmengine.evaluator import build_evaluator
@@ -40,7 +40,7 @@ from plait.frontends.mmengine.strategy.table import Sheet
 from plait.frontends.mmengine.visualization import Visualizer, build_visualizer
 from plait.precision import make_policy
 from plait.spec import Phase
-from plait.strategy.native.manual import ManualEngine, prepare_manual
+from plait.strategy import ManualEngine, Preparation, prepare_manual
 from plait.world import detect_ranks, on_main, open_world, restore_rng_state, rng_state
 
 
@@ -174,13 +174,15 @@ class BaseRunner(Checkpoints):
 
     @property
     def engine(self) -> ManualEngine:
-        """The model, made ready; made when first asked for."""
+        """The model, made ready; `setup` does that."""
         if self._engine is None:
-            self._prepare()
-        assert self._engine is not None
+            raise TrainingError("the runner has no engine yet: call runner.setup(), as train(), val() and test() do")
         return self._engine
 
-    def _prepare(self) -> None:
+    def setup(self) -> None:
+        """Make the model and its optimizer ready, unless that was done; what a user calls does it first."""
+        if self._engine is not None:
+            return
         model, sheet = self.model, self._sheet
         if self.strategy.sync_bn is not None:
             model = self._with_sync_bn(model)
@@ -200,9 +202,8 @@ class BaseRunner(Checkpoints):
             sheet, work_dir=self.work_dir, seed=self.seed, deterministic=self.deterministic, log={"console": "none"}
         )
         generators = rng_state(self.device)
-        self._engine = engine = prepare_manual(
-            self.config, self.world, model=model, optimizer=optimizer, say=self.logger.warning
-        )
+        given = Preparation(self.config, self.world, model=model, optimizer=optimizer, say=self.logger.warning)
+        self._engine = engine = prepare_manual(given)
         restore_rng_state(generators, self.device)  # what preparing drew is not missing afterwards
         self.model = engine.model
         self._route_calls(engine)
@@ -237,7 +238,8 @@ class BaseRunner(Checkpoints):
 
     def train(self) -> nn.Module:
         """Train to the end, from the start or from a checkpoint; returns the model."""
-        loop, _ = self.phases.loop("train"), self.engine
+        loop = self.phases.loop("train")
+        self.setup()
         if self.phases.has("val"):
             self.phases.loop("val")  # what is wrong with it shows now, not after the first epoch
         self._tell()
@@ -259,7 +261,8 @@ class BaseRunner(Checkpoints):
         return self._evaluate("test")
 
     def _evaluate(self, mode: str) -> dict[str, float]:
-        loop, _ = self.phases.loop(mode), self.engine
+        loop = self.phases.loop(mode)
+        self.setup()
         with self._shown():
             self.call_hook("before_run")
             self.load_or_resume()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plait.checkpoint import Shares, fingerprint, held_pieces
 from plait.errors import CheckpointError
-from plait.strategy.base import Engine
 from plait.world import Channel
+
+if TYPE_CHECKING:
+    from plait.strategy.base import Engine
 
 
 @dataclass(frozen=True, slots=True)

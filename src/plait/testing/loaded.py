@@ -15,7 +15,7 @@ for name in (
     "plait.models.llama",
     "plait.models.moe",
     "plait.parallel.tensor",
-    "tests.multi.parity",
+    "plait.testing",
 ):
     import_module(name)
 with suppress(ImportError):

@@ -1,0 +1,223 @@
+"""Where checkpoints are kept besides the `work_dir`: a folder, an object store, whatever can hold files.
+
+[Note: local first]
+A checkpoint is written to the `work_dir` as ever, and then copied: so saving and loading have one format and one code
+for them, training waits for no store (with `checkpoint.async_save`), and what a store lacks (renaming, syncing, writing
+at an offset) is not needed. The manifest is copied last, and is the first to be deleted: in a store too, a folder with
+a manifest is complete, and one without it is nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+
+from plait.checkpoint.folder import CheckpointFolder
+from plait.checkpoint.manifest import NAME, is_complete, read_manifest, saved_at
+from plait.config.train import FolderStorageConfig, StorageConfig
+from plait.errors import CheckpointError, ConfigError, PlaitError, Problem
+from plait.plugins import build
+
+T = TypeVar("T")
+_KEY = "checkpoint.storage"
+_MANIFEST = re.compile(rf"(step-\d+)/{re.escape(NAME)}$")
+
+
+@runtime_checkable
+class Storage(Protocol):
+    """What `checkpoint.storage` may name. File names are relative, with slashes: `step-00000010/index.json`.
+
+    It belongs to one run. Made on every rank; called on the first rank of each file system. Errors may be of any kind.
+    """
+
+    def write(self, name: str, source: Path) -> None:
+        """Copy a local file there, over one that has the name; it returns once the file is complete."""
+
+    def read(self, name: str, target: Path) -> None:
+        """Copy a file from there to a local one."""
+
+    def names(self, prefix: str) -> Iterable[str]:
+        """The names of all files that begin with `prefix`."""
+
+    def delete(self, name: str) -> None:
+        """Remove a file."""
+
+
+class AtomicStorage(Storage, Protocol):
+    """A storage in which a folder gets its name at one moment. It says so; without a word it is assumed not to."""
+
+    atomic_rename: ClassVar[bool]
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a folder another name; nothing has that name."""
+
+
+class FolderStorage:
+    """Another folder, perhaps on another disk."""
+
+    atomic_rename = True
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def write(self, name: str, source: Path) -> None:
+        """Copy a file, to the disk."""
+        target = self._root / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+        with target.open("rb+") as file:
+            os.fsync(file.fileno())
+
+    def read(self, name: str, target: Path) -> None:
+        """Copy a file from there."""
+        shutil.copyfile(self._root / name, target)
+
+    def names(self, prefix: str) -> list[str]:
+        """Every file whose name begins so."""
+        found = (path.relative_to(self._root).as_posix() for path in self._root.rglob("*") if path.is_file())
+        return [name for name in found if name.startswith(prefix)]
+
+    def delete(self, name: str) -> None:
+        """Remove a file, and its folder with the last one."""
+        path = self._root / name
+        path.unlink()
+        if not any(path.parent.iterdir()):
+            path.parent.rmdir()
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a folder."""
+        os.replace(self._root / old, self._root / new)
+
+
+def folder_storage(config: FolderStorageConfig) -> FolderStorage:
+    """As `checkpoint.storage` describes it."""
+    return FolderStorage(Path(config.path))
+
+
+def build_storage(config: StorageConfig | None, folder: CheckpointFolder) -> StoredCheckpoints | None:
+    """What keeps the checkpoints of `folder` besides, as `checkpoint.storage` says; None where it says nothing."""
+    if config is None:
+        return None
+    storage = build(config, _KEY, accepts=Storage)
+    missing = [each for each in ("write", "read", "names", "delete") if not callable(getattr(storage, each, None))]
+    if getattr(storage, "atomic_rename", False) and not callable(getattr(storage, "rename", None)):
+        missing.append("rename")
+    if missing:
+        message = f"a {type(storage).__name__} has no method {missing[0]!r}"
+        raise ConfigError(Problem(f"{_KEY}.type", message, "Give it the methods of `plait.checkpoint.Storage`."))
+    return StoredCheckpoints(storage, folder, str(config.type))
+
+
+class StoredCheckpoints:
+    """The checkpoints of one run in a storage; see [Note: local first]."""
+
+    def __init__(self, storage: Any, folder: CheckpointFolder, name: str) -> None:
+        self._storage = storage
+        self._folder = folder
+        self._name = name
+        self._renames = bool(getattr(storage, "atomic_rename", False))
+
+    # ---- writing: `clear` on one rank, `put` on the first of each file system, `seal` on one rank
+
+    def clear(self, target: Path) -> None:
+        """Make way for a checkpoint: no file of an earlier one stays, and no part of one that was interrupted."""
+        self._remove(self._place(target))
+        if not self._renames:
+            self._remove(target.name)
+
+    def put(self, target: Path) -> None:
+        """Copy the files that this file system has, all but the manifest."""
+        for path in sorted(target.iterdir()):
+            if path.name != NAME:
+                self._storage.write(f"{self._place(target)}/{path.name}", path)
+
+    def seal(self, target: Path) -> None:
+        """Copy the manifest, once all else is there; only with it a checkpoint is one."""
+        place = self._place(target)
+        there = set(self._storage.names(f"{place}/"))
+        lacking = [name for name in read_manifest(target).files if f"{place}/{name}" not in there]
+        if lacking:
+            raise CheckpointError(f"{self._name} does not have {lacking[0]!r}, which was written to it")
+        self._storage.write(f"{place}/{NAME}", target / NAME)
+        if self._renames:
+            self._remove(target.name)
+            self._storage.rename(place, target.name)
+
+    def prune(self, keep: int, keep_every: int | None, best: str | None) -> None:
+        """Keep what `CheckpointFolder.prune` would, and nothing that is incomplete."""
+        complete = self._complete()
+        newest = sorted(complete, key=lambda name: (complete[name], name))[-keep:]
+        for name in {each.partition("/")[0] for each in self._storage.names(".step-")}:
+            self._remove(name)
+        for name in {each.partition("/")[0] for each in self._storage.names("step-")}:
+            milestone = keep_every is not None and int(name.removeprefix("step-")) % keep_every == 0
+            if name not in complete or not (name in newest or name == best or milestone):
+                self._remove(name)
+
+    def _place(self, target: Path) -> str:
+        return f".{target.name}.tmp" if self._renames else target.name
+
+    def _remove(self, name: str) -> None:
+        files = sorted(self._storage.names(f"{name}/"), key=lambda file: not file.endswith(f"/{NAME}"))
+        for file in files:
+            self._storage.delete(file)
+
+    def _complete(self) -> dict[str, float]:
+        """The complete checkpoints there, and when each was saved."""
+        found = {}
+        with TemporaryDirectory() as folder:
+            for file in list(self._storage.names("step-")):
+                if (match := _MANIFEST.match(file)) is not None:
+                    self._storage.read(file, Path(folder) / NAME)
+                    found[match[1]] = saved_at(Path(folder))
+        return found
+
+    # ---- reading, on the first rank of each file system
+
+    def newest(self) -> str | None:
+        """The name of the checkpoint that was saved last."""
+        complete = self._asked(self._complete)
+        return max(complete, key=lambda name: (complete[name], name), default=None)
+
+    def fetch(self, wanted: str) -> str:
+        """Bring what `checkpoint.resume` names to the folder of the run, if only the storage has it.
+
+        Returns what names it there. With `auto` that is the newest, where the folder has none as new.
+        """
+        complete = self._asked(self._complete)
+        if wanted == "auto":
+            here = self._folder.newest()
+            newest = max(complete, key=lambda name: (complete[name], name), default=None)
+            if newest is not None and (here is None or saved_at(here) < complete[newest]):
+                self._asked(lambda: self._fetch(newest))
+            return wanted
+        if Path(wanted).exists() or wanted not in complete:
+            return wanted
+        if not is_complete(self._folder.root / wanted):
+            self._asked(lambda: self._fetch(wanted))
+        return str(self._folder.root / wanted)
+
+    def _fetch(self, name: str) -> None:
+        target = self._folder.root / name
+        unfinished = target.with_name(f".fetched-{name}")  # which `sweep` removes, should this be interrupted
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        self._storage.read(f"{name}/{NAME}", unfinished / NAME)
+        for file in read_manifest(unfinished).files:
+            self._storage.read(f"{name}/{file}", unfinished / file)
+        os.replace(unfinished, target)
+
+    def _asked(self, question: Callable[[], T]) -> T:
+        try:
+            return question()
+        except PlaitError:
+            raise
+        except Exception as error:  # whatever a storage of somebody else's raises
+            raise CheckpointError(
+                f"{_KEY} {self._name!r} cannot be read ({type(error).__name__}: {error}); mend it, or leave it out"
+            ) from error

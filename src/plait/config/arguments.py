@@ -1,0 +1,90 @@
+"""What a keyword of `Runner` or `prepare` takes: a section as an object, as a mapping or, where it has one, its word.
+
+`PathText` and such are what a section holds; these are what somebody may write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import signature
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
+
+from plait.config.data import DataConfig
+from plait.config.model import ModelConfig
+from plait.config.online import GrpoConfig, PpoConfig, RolloutConfig
+from plait.config.optim import OptimConfig
+from plait.config.parse import parse_sections
+from plait.config.plan import PlanConfig
+from plait.config.posttrain import DpoConfig, LoraConfig, Phase, PosttrainConfig, RewardConfig, SftConfig
+from plait.config.precision import PrecisionConfig
+from plait.config.profile import ProfileConfig
+from plait.config.schedule import ScheduleConfig
+from plait.config.strategy import StrategyConfig
+from plait.config.train import BatchConfig, CheckpointConfig, HookConfig, LogConfig, MetricConfig, TrainConfig
+from plait.config.words import choose, nearest, show
+from plait.errors import ConfigError, Problem
+
+Keys: TypeAlias = Mapping[str, Any]
+Own: TypeAlias = str | Callable[..., Any]
+"""A part of one's own: `package.module:name`, a plug-in's name, or what makes one. A word of Plait's is one, too."""
+
+
+class OptimizerObject(Protocol):
+    """An optimizer over the model's parameters."""
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def step(self) -> Callable[..., Any]:
+        """Called once per step."""
+
+
+ModelArgument: TypeAlias = ModelConfig | Keys | str
+DataArgument: TypeAlias = DataConfig | Keys | str
+BatchArgument: TypeAlias = BatchConfig | Keys
+OptimArgument: TypeAlias = OptimConfig | Keys | Own | OptimizerObject
+ScheduleArgument: TypeAlias = ScheduleConfig | Keys | Own
+PrecisionArgument: TypeAlias = PrecisionConfig | Keys | str
+StrategyArgument: TypeAlias = StrategyConfig | Keys | str
+TrainArgument: TypeAlias = TrainConfig | Keys
+CheckpointArgument: TypeAlias = CheckpointConfig | Keys
+LogArgument: TypeAlias = LogConfig | Keys
+PlanArgument: TypeAlias = PlanConfig | Keys | Literal["refuse", "warn", "off", False]
+ProfileArgument: TypeAlias = ProfileConfig | Keys
+HookArgument: TypeAlias = HookConfig | Keys | Own
+MetricArgument: TypeAlias = MetricConfig | Keys | Own
+PosttrainArgument: TypeAlias = PosttrainConfig | Keys
+LoraArgument: TypeAlias = LoraConfig | Keys
+SftArgument: TypeAlias = SftConfig | Keys
+RewardArgument: TypeAlias = RewardConfig | Keys
+DpoArgument: TypeAlias = DpoConfig | Keys
+RolloutArgument: TypeAlias = RolloutConfig | Keys
+PpoArgument: TypeAlias = PpoConfig | Keys
+GrpoArgument: TypeAlias = GrpoConfig | Keys
+DeviceArgument: TypeAlias = Literal["auto", "cpu", "cuda", "xpu", "mps"]
+PhaseArgument: TypeAlias = Phase
+BackendArgument: TypeAlias = Literal["auto", "gloo", "nccl", "xccl", "mpi"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def refuse_unknown_keywords(function: Function) -> Function:
+    """A misspelt keyword is refused as a misspelt key in a file is, with the one that was meant."""
+    parameters = signature(function).parameters
+
+    @wraps(function)
+    def checked(*args: Any, **keywords: Any) -> Any:
+        if unknown := {key: value for key, value in keywords.items() if key not in parameters}:
+            known = [name for name in parameters if name != "self"]
+            # Of a word that other frameworks have, and of a key of an inner section, the parser has more to say.
+            parse_sections(**{key: value for key, value in unknown.items() if nearest(key, known) is None})
+            raise ConfigError(
+                [
+                    Problem(key, f"unknown keyword, with the value {show(value)}", choose(key, known, "keyword"))
+                    for key, value in unknown.items()
+                ]
+            )
+        return function(*args, **keywords)
+
+    return cast(Function, checked)

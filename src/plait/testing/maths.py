@@ -1,0 +1,277 @@
+"""Assertions that a part does under every strategy what it does on one process."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.config import parse_sections
+from plait.config.layout import least_ranks
+from plait.config.strategy import SHORTHANDS
+from plait.errors import ConfigError, Problem
+from plait.prove.certificate import Finding, judge
+from plait.prove.tolerance import Rounding, rounding_of
+from plait.testing.ranks import RankFailedError, RankPool
+from plait.testing.runs import MODEL, Recorded, Tokens, record
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "tp2")
+"""What a part is held against where nobody says."""
+TOTAL, MICRO = 8, 2
+"""Samples of a step, and of a micro-batch."""
+_AXIS = re.compile(r"(pp|ep|cp|tp)(\d+)")
+_WHAT = "strategies"
+
+Strategy = str | Mapping[str, Any]
+
+
+def assert_same_maths(
+    *,
+    strategies: Sequence[Strategy] = STRATEGIES,
+    steps: int = 3,
+    dtype: str = "fp32",
+    tolerance: float | None = None,
+    allow_refusal: bool = False,
+    timeout_s: float = 300.0,
+    **given: Any,
+) -> dict[str, str]:
+    """Train under each strategy on real ranks and on one process, and compare all there is after each step.
+
+    `given` are keywords of `plait.Runner`: the part under test, and what it needs around it. What is not given is tiny:
+    a decoder of two layers, random tokens, AdamW. A strategy is a word (`zero2`), a word with axes (`zero3+tp2`), or a
+    section. Losses, gradient norms, skipped steps, every parameter, buffer and optimizer state, and the tensors of
+    hooks must agree. How far they may be apart is measured: by what one rounding of the weights changes in one process
+    (as `plait prove` does); or it is `tolerance`, relative to each tensor's norm.
+
+    Raises `AssertionError` at the first difference, naming strategy, step and tensor. Returns what became of each
+    strategy: `same`, or with `allow_refusal` the reason why Plait refuses it for this part.
+    """
+    _check(given, steps)
+    outcomes: dict[str, str] = {}
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="plait-testing-")))
+        pools = _Pools(stack, timeout_s)
+        run = _Runs(given, steps, dtype, work, pools)
+        rounding = run.rounding(tolerance)
+        twins: tuple[Recorded, Recorded] | None = None
+        for strategy in strategies:
+            name = _name(strategy)
+            section, ranks = strategy_of(strategy)
+            twins = twins or run.reference(rounding)
+            try:
+                found = run.on(ranks, name, strategy=section)
+            except RankFailedError as error:
+                if error.refusal is None:
+                    raise AssertionError(f"{name} on {ranks} ranks failed:\n{error}") from None
+                if not allow_refusal:
+                    raise AssertionError(
+                        f"{name} is refused: {error.refusal}\n"
+                        "Leave it out of `strategies`, or write allow_refusal=True."
+                    ) from None
+                outcomes[name] = error.refusal
+                continue
+            _compare(f"{name} on {ranks} ranks", twins, found, rounding)
+            outcomes[name] = "same"
+    return outcomes
+
+
+def assert_same_after_resume(
+    *,
+    saved: tuple[Strategy, int] = ("zero2", 2),
+    resumed: tuple[Strategy, int] = ("zero3", 4),
+    at: int = 2,
+    steps: int = 4,
+    dtype: str = "fp32",
+    tolerance: float | None = None,
+    timeout_s: float = 300.0,
+    **given: Any,
+) -> None:
+    """Train to step `at` under one strategy, save, continue under another, and compare with one uninterrupted process.
+
+    `saved` and `resumed` are a strategy and a number of ranks. The rest is as in `assert_same_maths`; what was loaded
+    must besides be what was saved, bit for bit.
+    """
+    _check(given, steps)
+    if not 0 < at < steps:
+        raise ConfigError(Problem("at", f"{at} is not a step within {steps}", f"Write 1 to {steps - 1}."))
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="plait-testing-")))
+        run = _Runs(given, steps, dtype, work, _Pools(stack, timeout_s))
+        rounding = run.rounding(tolerance)
+        twins = run.reference(rounding)
+        parts = []
+        for (strategy, ranks), checkpoint, end in (
+            (saved, {"last": True}, at),
+            (resumed, {"last": False, "resume": str(work / "saved" / "checkpoints")}, None),
+        ):
+            where = "saved" if end else "resumed"
+            section, _ = strategy_of(strategy)
+            changes: dict[str, Any] = {"strategy": section, "checkpoint": checkpoint}
+            if end:
+                changes["train"] = {**run.train, "stop_after": end}
+            parts.append(run.on(ranks, where, **changes))
+        before, after = parts
+        what = f"{_name(resumed[0])} on {resumed[1]} ranks, resumed from {_name(saved[0])} on {saved[1]} at step {at},"
+        _compare_loaded(what, before.states[-1], after.states[0])
+        joined = Recorded(states=[*before.states, *after.states[1:]])
+        for key in ("loss", "grad_norm", "targets", "skipped"):
+            setattr(joined.trace, key, [*getattr(before.trace, key), *getattr(after.trace, key)])
+        _compare(what, twins, joined, rounding)
+
+
+def strategy_of(strategy: Strategy) -> tuple[Any, int]:
+    """A strategy's section and how many ranks show what it does: two for data parallelism, times its other axes."""
+    if not isinstance(strategy, str):
+        config = parse_sections(strategy=strategy).config.strategy
+        least = least_ranks(config)
+        data = config.layout.dp_replicate or config.layout.dp_shard
+        return strategy, least if data or (least > 1 and config.stage == 0) else 2 * least
+    words = strategy.split("+")
+    axes = {m[1]: int(m[2]) for word in words if (m := _AXIS.fullmatch(word))}
+    stages = [word for word in words if not _AXIS.fullmatch(word)]
+    unknown = [word for word in stages if word not in SHORTHANDS or word in ("auto", "single")]
+    if unknown or len(stages) > 1:
+        known = ", ".join(word for word in SHORTHANDS if word not in ("auto", "single"))
+        message = f"{strategy!r} is not a strategy to test"
+        raise ConfigError(
+            Problem(_WHAT, message, f"Write one of {known}, axes such as tp2 or pp2, both with +, or a section.")
+        )
+    section = dict(SHORTHANDS[stages[0]]) if stages else {}
+    return {**section, **({"layout": axes} if axes else {})}, (2 if stages else 1) * prod(axes.values())
+
+
+class _Pools:
+    """Ranks of each number, started when first needed."""
+
+    def __init__(self, stack: ExitStack, timeout_s: float) -> None:
+        self._stack, self._timeout_s = stack, timeout_s
+        self._pools: dict[int, RankPool] = {}
+
+    def __getitem__(self, ranks: int) -> RankPool:
+        if ranks not in self._pools:
+            self._pools[ranks] = self._stack.enter_context(RankPool(ranks, timeout_s=self._timeout_s))
+        return self._pools[ranks]
+
+
+class _Runs:
+    """The same run under any strategy."""
+
+    def __init__(self, given: Mapping[str, Any], steps: int, dtype: str, work: Path, pools: _Pools) -> None:
+        self.train = {**dict(given.get("train") or {}), "max_steps": steps}
+        self._work, self._pools = work, pools
+        self._given: dict[str, Any] = {
+            "model": MODEL,
+            "precision": dtype,
+            "batch": {"total": TOTAL, "micro": MICRO},
+            "seed": 0,
+            "device": "cpu",
+            "log": {"console": "none", "sinks": []},
+            "checkpoint": {"last": False},
+            **given,
+            "plan": "off",
+            "train": self.train,
+        }
+        if given.get("data") is None:
+            self._given["data"] = Tokens(TOTAL * steps)
+
+    def rounding(self, tolerance: float | None) -> Rounding:
+        """How far two runs may be apart."""
+        if tolerance is not None:
+            return Rounding("a fixed tolerance", tolerance, roundings=1.0, margin=0.0)
+        return rounding_of(parse_sections(precision=self._given["precision"]).config.precision, on_cpu=True)
+
+    def reference(self, rounding: Rounding) -> tuple[Recorded, Recorded]:
+        """The run on one process; and again, with weights that are off by one rounding."""
+        nudge = rounding.epsilon if rounding.margin else 0.0
+        try:
+            first = self.on(1, "one-process", strategy="single")
+            return first, self.on(1, "one-process-again", nudge=nudge, strategy="single") if nudge else first
+        except RankFailedError as error:
+            raise AssertionError(f"one process alone failed:\n{error.refusal or error}") from None
+
+    def on(self, ranks: int, folder: str, *, nudge: float = 0.0, **changes: Any) -> Recorded:
+        """What happens on so many ranks."""
+        given = {**self._given, **changes, "work_dir": str(self._work / folder)}
+        found: Recorded = self._pools[ranks].run(record, given, nudge)[0]
+        return found
+
+
+def _check(given: Mapping[str, Any], steps: int) -> None:
+    if steps < 1:
+        raise ConfigError(Problem("steps", f"{steps}: there is nothing to compare", "Write 1 or more."))
+    for key in ("strategy", "work_dir", "plan"):
+        if key in given:
+            remedy = "Write `strategies=(…)`." if key == "strategy" else "Leave it out."
+            raise ConfigError(Problem(key, "is decided by the comparison itself", remedy))
+    if given.get("model") is not None and given.get("data") is None and not isinstance(given["model"], Mapping):
+        raise ConfigError(Problem("data", "a model of one's own needs data of its form", "Give a data set with it."))
+    for key, value in given.items():
+        try:
+            pickle.dumps(value)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            message = f"cannot be sent to other processes ({error})"
+            remedy = "Define it at the top level of a module, or write `package.module:name`."
+            raise ConfigError(Problem(key, message, remedy)) from None
+
+
+def _name(strategy: Strategy) -> str:
+    return strategy if isinstance(strategy, str) else repr(dict(strategy))
+
+
+def _compare(what: str, twins: tuple[Recorded, Recorded], found: Recorded, rounding: Rounding) -> None:
+    reference, nudged = twins
+    if len(found.states) != len(reference.states):
+        raise AssertionError(
+            f"{what} made {len(found.states) - 1} steps, and one process {len(reference.states) - 1}: are the data the "
+            "same on every rank?"
+        )
+    trace = found.against(reference)
+    findings = judge(reference.trace, nudged.against(reference), trace, rounding)
+    wrong = next((finding for finding in findings if not finding.agrees), None)
+    if wrong is not None:
+        raise AssertionError(f"{what} differs from one process {_at(wrong)}{_values(wrong, reference, found)}")
+    tensors = [finding for finding in findings if finding.is_tensor and finding.step]
+    if tensors and all(finding.is_noise for finding in tensors):
+        raise AssertionError(
+            f"{what} cannot be compared: one rounding of the weights changes every tensor of one process by half of "
+            "itself. Give a smaller learning rate or fewer steps"
+        )
+
+
+def _at(finding: Finding) -> str:
+    when = f"after step {finding.step}" if finding.step else "before the first step"
+    off = f"is off by {finding.deviation:.2e} of its size, allowed are {finding.allowed:.2e}"
+    return f"{when}: {finding.name} {finding.detail if finding.detail and finding.is_tensor else off}"
+
+
+def _values(finding: Finding, reference: Recorded, found: Recorded) -> str:
+    if not finding.is_tensor:
+        return f" ({finding.detail})"
+    if finding.detail:
+        return ""
+    return _largest(reference.states[finding.step][finding.name], found.states[finding.step][finding.name])
+
+
+def _largest(expected: Tensor, found: Tensor) -> str:
+    """Where two tensors differ most, and both values."""
+    gap = (found.double() - expected.double()).abs().nan_to_num(torch.inf).reshape(-1)
+    index = int(gap.argmax())
+    place = [int(each) for each in torch.unravel_index(torch.tensor(index), expected.shape)]
+    values = found.reshape(-1)[index], expected.reshape(-1)[index]
+    return "; most at {}: {:.9g} instead of {:.9g}".format(place, *(float(value) for value in values))
+
+
+def _compare_loaded(what: str, saved: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> None:
+    for name, tensor in saved.items():
+        if name not in loaded:
+            raise AssertionError(f"{what} did not load {name}, which was saved")
+        if not torch.equal(tensor, loaded[name]):
+            raise AssertionError(f"{what} loaded another {name} than was saved{_largest(tensor, loaded[name])}")

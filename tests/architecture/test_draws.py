@@ -1,0 +1,65 @@
+"""Random inputs of tests come from the seed of the session alone, whichever tests run beside them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TESTS = """
+import random
+import numpy, pytest, torch
+from hypothesis import given, strategies
+from tests.unit.fuzz.mutate import draws
+
+def drawn():
+    return random.random(), numpy.random.random(), torch.rand(()).item()
+
+@pytest.fixture(scope="session")
+def shared():
+    return drawn()
+
+def test_first(shared):
+    import own_constants
+    print("first", drawn())
+
+def test_second(request, shared):
+    print("second", shared, drawn(), [(name, found.random()) for name, found in draws(request, "kind", 2, 3)])
+
+seen = []
+
+@given(strategies.integers())
+def test_third(number):
+    seen.append(number)
+
+def test_fourth():
+    print("fourth", seen)
+"""
+
+
+def inputs(folder: Path, *words: str) -> dict[str, str]:
+    """What the tests printed that were run."""
+    (folder / "test_drawing.py").write_text(TESTS)
+    (folder / "own_constants.py").write_text("\n".join(f"N{number} = {number**5}" for number in range(99)))
+    (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT} .\ntimeout = 100\n")
+    command = [sys.executable, "-m", "pytest", "-s", "-p", "tests.conftest", "-p", "no:cacheprovider", *words]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environment())
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return dict(re.findall(r"(first|second|fourth|random inputs: --draw) (.+)", ended.stdout))
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_what_is_drawn_depends_on_the_seed_of_the_session_alone(tmp_path: Path) -> None:
+    words = ("-k", "second or third or fourth")
+    whole, alone = inputs(tmp_path), inputs(tmp_path, *words)
+    del whole["first"]
+    assert whole == alone
+    fresh = inputs(tmp_path, "--fresh", *words)
+    assert all(fresh[key] != alone[key] for key in alone)
+    assert inputs(tmp_path, "--fresh", "--draw", fresh["random inputs: --draw"], *words) == fresh
