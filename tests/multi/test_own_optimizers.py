@@ -1,9 +1,9 @@
 """Optimizers of other people under every way of spreading: equal to one process, or refused with the reason.
 
 [Note: SOAP and rounding] It turns gradients into the directions of a decomposition. Early on most of these are
-arbitrary, so that sums in another order give another decomposition, and other steps. Where gradients are the same to the
-bit, as under ZeRO, it is compared as it is. Elsewhere `eps` makes steps proportional to momentum, in whatever directions
-that is looked at, and what the directions are is not compared.
+arbitrary, so that sums in another order give another decomposition, and other steps. Where gradients are the same to
+the bit, as under ZeRO, it is compared as it is. Elsewhere `eps` makes steps proportional to momentum, whatever the
+directions, and what the directions are is not compared.
 """
 
 from __future__ import annotations

@@ -161,7 +161,8 @@ class Engine(ABC):
         Every rank must call it.
         """
         self.agree_on_buffers()
-        return evaluating.evaluate(self, batches, metrics)
+        with self.weights_to_use():
+            return evaluating.evaluate(self, batches, metrics)
 
     @abstractmethod
     def evaluate_micro_batch(self, batch: Any) -> Evaluation:
@@ -176,7 +177,8 @@ class Engine(ABC):
         `extra` are numbers, texts, lists and dicts of the user's own, rank 0's, which `load` returns. The folder
         appears when all is written; one that is there already is an error. Every rank must call it.
         """
-        return saving.save_engine(self, folder, extra)
+        with self.weights_to_use():
+            return saving.save_engine(self, folder, extra)
 
     def load(self, folder: str | Path, *, partial: Sequence[str] = ()) -> dict[str, Any]:
         """Continue from a checkpoint that `save` or a Runner wrote; returns the `extra` that it was saved with.
