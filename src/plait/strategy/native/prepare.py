@@ -329,6 +329,7 @@ def _finish(model: Assembly, views: Views, engine: type[NativeEngine]) -> Native
         scaler=LossScaler(config.precision.scaler) if given.policy.compute == torch.float16 else None,
         config=config.train,
         device=given.device,
+        planned=world.fake,
     )
     return engine(
         model.module,
