@@ -17,7 +17,8 @@ from plait.config.override import split_override
 from plait.config.read import read
 from plait.config.words import counted, show
 from plait.errors import ConfigError, Problem
-from plait.tune import Candidate, Rank, Tuned, make_tune_config, rank_by_rule, tune
+from plait.plan.candidate import Candidate
+from plait.tune import Rank, Tuned, make_tune_config, rank_by_rule, tune
 
 _ROWS = 20
 """Trials that the table shows; the files have them all."""

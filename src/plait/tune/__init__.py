@@ -1,6 +1,5 @@
 """`plait tune`: the fastest settings, found by measuring."""
 
-from plait.plan.candidate import Candidate
 from plait.tune.autotuning import Account, Translated, translate_autotuning
 from plait.tune.config import TuneConfig, make_tune_config
 from plait.tune.order import Rank, rank_by_rule
@@ -9,7 +8,6 @@ from plait.tune.trial import Outcome
 
 __all__ = [
     "Account",
-    "Candidate",
     "Outcome",
     "Rank",
     "Translated",

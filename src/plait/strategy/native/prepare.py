@@ -34,11 +34,12 @@ from plait.optim import (
     split_groups,
 )
 from plait.optim.one_pass import OnePassAdam
-from plait.parallel import compiling, materialize, recompute
+from plait.parallel import compiling, materialize
 from plait.parallel.attachments import attributes_of, give_attributes
 from plait.parallel.gradients import Gradients, as_one
 from plait.parallel.hf import train_without_caches
 from plait.parallel.offload.activations import offload_activations
+from plait.parallel.recompute import apply_recompute
 from plait.parallel.tiles import tile_layers
 from plait.parallel.units import Unit, find_units
 from plait.precision import Fp8Linear, LossScaler, Policy, make_policy, scale_by_earlier_steps
@@ -163,7 +164,7 @@ def prepare_native(
     compiled = []
     for part, units, chosen in zip(parts, all_units, ways, strict=True):
         tile_layers(part, strategy.tiles)
-        if recompute.apply_recompute(units, strategy.recompute, ways=chosen):
+        if apply_recompute(units, strategy.recompute, ways=chosen):
             train_without_caches(part)
         offload_activations(units, strategy.offload.activations, device)  # around recomputing, whose inputs travel
         compiled += _compile(part, units, config, device, sharded=sharded or bool(stages), say=say)
