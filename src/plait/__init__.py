@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from plait.spec import LossTerm as LossTerm
     from plait.strategy import prepare as prepare
 else:
-    from plait.lazy import attach
+    from plait.lazy import attach_names
 
-    attach(
+    attach_names(
         __name__,
         {
             "runner": ["Runner"],

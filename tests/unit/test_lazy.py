@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -11,9 +12,9 @@ from types import ModuleType
 import pytest
 
 INIT = """
-from plait.lazy import attach
-attach(__name__, {"shape": ["shape", "Square"], "deep.inner": ["inside"], "broken": ["whole"], "deep": ["lower"],
-    ".": ["tools"]})
+from plait.lazy import attach_names
+attach_names(__name__, {"shape": ["shape", "Square"], "deep.inner": ["inside"], "broken": ["whole"],
+    ".": ["tools", "deep.lower"]})
 """
 
 
@@ -85,10 +86,15 @@ def test_a_file_that_is_not_offered_is_imported_as_ever(toy: ModuleType) -> None
     assert isinstance(unoffered, ModuleType)
 
 
-def test_an_unknown_name_is_an_attribute_error_with_the_nearest_name(toy: ModuleType) -> None:
-    with pytest.raises(AttributeError, match=r"toy_package.*Sqare.*'Square'"):
+def test_an_unknown_name_is_an_attribute_error(toy: ModuleType) -> None:
+    with pytest.raises(AttributeError, match=r"toy_package.*Sqare"):
         _ = toy.Sqare
     assert not hasattr(toy, "__wrapped__")
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    done = subprocess.run([sys.executable, "-c", "import plait; plait.Runer"], capture_output=True, text=True)
+    assert "'Runner'" in done.stderr
 
 
 def test_an_error_within_a_file_is_not_taken_for_a_missing_name(toy: ModuleType) -> None:

@@ -28,7 +28,7 @@ from plait.checkpoint.staging import Staging
 from plait.checkpoint.tensorfile import TensorFileWriter, digest, read_slots
 from plait.checkpoint.together import attempt, together
 from plait.errors import CheckpointError
-from plait.spec.later import Entry
+from plait.spec import Entry
 from plait.world import Channel, World
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from plait.config.data import (
+from plait.config import (
     Cifar10Data,
     DataConfig,
     ImageFolderData,
@@ -14,9 +14,9 @@ from plait.config.data import (
     MixtureData,
     TextData,
     TokensData,
+    load_code,
     texts,
 )
-from plait.config.trust import load_code
 from plait.data.corpus import prepare_corpus
 from plait.data.packing import PackedTokens
 from plait.data.tokens import TokenFile

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from plait.errors import ConfigError, PlaitError
-from plait.spec.beat import FOLDER_VARIABLE
+from plait.spec import FOLDER_VARIABLE
 
 _PREFIX = "plait-ranks-"
 _YOUNG_S = 60.0

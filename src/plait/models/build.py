@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from plait.config.model import GptConfig, HFConfig, ImportedModel, LlamaConfig, ModelConfig, MoeConfig, ResNetConfig
+from plait.config import GptConfig, HFConfig, ImportedModel, LlamaConfig, ModelConfig, MoeConfig, ResNetConfig
 from plait.errors import ModelError
 
 

@@ -6,8 +6,7 @@ import inspect
 
 from torch import nn
 
-from plait.config.model import ImportedModel
-from plait.config.trust import load_code
+from plait.config import ImportedModel, load_code
 from plait.errors import ModelError
 
 

@@ -8,13 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from plait.config.train import LogConfig
+from plait.config import LogConfig
 from plait.monitor.console import ConsoleSink, choose_mode, spelled
 from plait.monitor.fanout import Monitor
 from plait.monitor.html import HtmlSink
 from plait.monitor.jsonl import JsonlSink
 from plait.monitor.line import prefix
-from plait.spec.event import Event, EventKind, Sink
+from plait.spec import Event, EventKind, Sink
 
 
 def build_monitor(config: LogConfig, work_dir: Path, rank: int, *, wandb: Mapping[str, Any] | None = None) -> Monitor:

@@ -15,9 +15,18 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from plait.ops.adam import AdamNumbers, adam_step_plain
-from plait.ops.adam8bit import adam8bit_step
-from plait.ops.blockwise import Levels, Packed, make_levels, pack_into, unpack_on_host, width_of, zeros
+from plait.ops import (
+    AdamNumbers,
+    Levels,
+    Packed,
+    adam8bit_step,
+    adam_step_plain,
+    make_levels,
+    pack_into,
+    unpack_on_host,
+    width_of,
+    zeros,
+)
 from plait.optim.base import OwnOptimizer, with_gradient
 
 MIN_WIDTH = 64

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
-from plait.config.schedule import (
+from plait.config import (
     ConstantConfig,
     CosineConfig,
     CosineRestartConfig,

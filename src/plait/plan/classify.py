@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.ops.blockwise import Packed
-from plait.parallel.offload.collect import StreamedGradients
+from plait.ops import Packed
+from plait.parallel import StreamedGradients
 from plait.plan.recorder import Recorder
-from plait.spec.phase import Phase
-from plait.strategy.native.engine import NativeEngine
-from plait.strategy.native.offloaded import OffloadedViews
+from plait.spec import Phase
+from plait.strategy import NativeEngine, OffloadedViews
 from plait.torch_internals import fsdp_group, fsdp_whole, local_tensor, storage_key
-from plait.world import is_sharded
-from plait.world.patch import replaced
+from plait.world import is_sharded, replaced
 
 PARTS = (
     "parameters",

@@ -7,9 +7,16 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from plait.config import RunConfig, resolve_batch, resolve_layout
-from plait.config.model import GptConfig, LlamaConfig
-from plait.config.optim import AdafactorConfig, LambConfig, MuonConfig
+from plait.config import (
+    AdafactorConfig,
+    GptConfig,
+    LambConfig,
+    LlamaConfig,
+    MuonConfig,
+    RunConfig,
+    resolve_batch,
+    resolve_layout,
+)
 from plait.plan.candidate import Candidate
 
 Settings = dict[str, Any]

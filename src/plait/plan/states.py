@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from plait.config.layout import Layout
-from plait.config.optim import (
+from plait.config import (
     AdafactorConfig,
     AdagradConfig,
     AdamConfig,
     AdamW8bitConfig,
     AdamWConfig,
+    Layout,
     LionConfig,
     MuonConfig,
+    RunConfig,
     SGDConfig,
 )
-from plait.config.run import RunConfig
 
 
 def count_params(model: nn.Module) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.ops.fp8_earlier import AT_ONCE, FORMATS, Earlier
+from plait.ops import AT_ONCE, FORMATS, Earlier
 from plait.torch_internals import has_values
 
 

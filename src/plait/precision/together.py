@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from plait.ops.gated import feed_forward as feed_forward_plain
-from plait.ops.linears import is_plain
-from plait.ops.linears import spoken_for as spoken_for_plain
-from plait.ops.linears import through_all as through_plain
+from plait.ops import feed_forward as feed_forward_plain
+from plait.ops import is_plain
+from plait.ops import spoken_for as spoken_for_plain
+from plait.ops import through_all as through_plain
 from plait.precision.fp8 import are_fp8, feed_forward_fp8, through_fp8
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plait.checkpoint.convert.plait import PlaitSource
+from plait.checkpoint import PlaitSource
 from plait.prove.job import Deviation
 
 TRIMMED = 4

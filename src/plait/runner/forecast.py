@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from plait.config import resolve_layout
-from plait.config.engine import as_native
+from plait.config import as_native, resolve_layout
 from plait.errors import ConfigError
-from plait.plan.expectation import Forecast, forecast
+from plait.plan import Forecast, forecast
 from plait.runner.sources import batch_of, first_inputs
 from plait.runner.throughput import memory_mib
 from plait.spec import EventKind

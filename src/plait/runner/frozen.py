@@ -8,7 +8,7 @@ from typing import Any
 
 from plait.checkpoint import Shares, fingerprint, held_pieces
 from plait.errors import CheckpointError
-from plait.strategy.base import Engine
+from plait.strategy import Engine
 from plait.world import Channel
 
 

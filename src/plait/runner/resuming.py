@@ -19,13 +19,11 @@ from plait.checkpoint import (
     open_checkpoint,
     together,
 )
-from plait.config import to_dict
-from plait.config.words import listed, show
+from plait.config import listed, show, to_dict
 from plait.errors import CheckpointError
 from plait.runner.frozen import check_left_out
-from plait.spec import EventKind
-from plait.spec.later import Entry
-from plait.strategy.native.building import SMALLER_RANGE
+from plait.spec import Entry, EventKind
+from plait.strategy import SMALLER_RANGE
 from plait.world import on_main, restore_rng_state, rng_state
 
 if TYPE_CHECKING:

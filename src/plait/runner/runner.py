@@ -16,7 +16,7 @@ from plait.config import Parsed, RunConfig, check, parse, parse_sections
 from plait.errors import ConfigError, PlaitError, Problem, TrainingError, in_one_line
 from plait.launch import StepMemory
 from plait.monitor import Monitor, build_monitor, report_progress
-from plait.plan.hardware import find_hardware
+from plait.plan import find_hardware
 from plait.runner.describe import describe_run, write_report
 from plait.runner.elastic import possible_sizes
 from plait.runner.evaluate import evaluate

@@ -17,8 +17,7 @@ from plait.runner.frozen import FrozenPart
 from plait.runner.hooks import Hook
 from plait.runner.place import try_to_write
 from plait.runner.resuming import data_facts, go_back, resume
-from plait.spec import EventKind, Phase
-from plait.spec.later import Entry
+from plait.spec import Entry, EventKind, Phase
 from plait.world import on_main, rng_state
 
 if TYPE_CHECKING:

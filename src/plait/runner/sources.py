@@ -9,13 +9,21 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from plait.config import ResolvedBatch, RunConfig, resolve_batch
-from plait.config.data import DataConfig, JsonlData, TextData, TokensData, leaves, texts
-from plait.config.train import BatchConfig
-from plait.data import Loader, adopt, build_dataset, is_stream, prepare, tokenizer_path
-from plait.data.collate import stack
+from plait.config import (
+    BatchConfig,
+    DataConfig,
+    JsonlData,
+    ResolvedBatch,
+    RunConfig,
+    TextData,
+    TokensData,
+    leaves,
+    resolve_batch,
+    texts,
+)
+from plait.data import Loader, adopt, build_dataset, is_stream, prepare, stack, tokenizer_path
 from plait.errors import ConfigError, Problem
-from plait.parallel.hf import is_transformers_model
+from plait.parallel import is_transformers_model
 from plait.world import World, on_main
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from plait.config.run import RunConfig
+from plait.config import RunConfig
 from plait.strategy.base import Engine
 from plait.strategy.native.building import ModelSource
 from plait.strategy.native.forward import Say

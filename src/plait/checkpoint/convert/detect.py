@@ -14,7 +14,7 @@ from plait.checkpoint.convert.source import Source
 from plait.checkpoint.convert.torchfile import StateDictSource, TorchSource
 from plait.checkpoint.folder import CheckpointFolder
 from plait.checkpoint.manifest import NAME as MANIFEST
-from plait.config.files import read_name
+from plait.config import read_name
 from plait.errors import CheckpointError
 
 UNDERSTOOD = """  a Plait checkpoint, or the work_dir of a run

@@ -9,8 +9,18 @@ from plait.frontends.accelerate.absent import explain_absent_modules, not_offere
 
 if TYPE_CHECKING:
     from plait.frontends.accelerate.accelerator import Accelerator as Accelerator
+    from plait.frontends.accelerate.config import as_overrides as as_overrides
+    from plait.frontends.accelerate.config import is_accelerate as is_accelerate
+    from plait.frontends.accelerate.config import machines as machines
+    from plait.frontends.accelerate.config import processes as processes
     from plait.frontends.accelerate.config import translate as translate
+    from plait.frontends.accelerate.engine import LoopEngine as LoopEngine
+    from plait.frontends.accelerate.engine import backward as backward
+    from plait.frontends.accelerate.engine import build_engine as build_engine
+    from plait.frontends.accelerate.gather import Gatherer as Gatherer
     from plait.frontends.accelerate.loader import skip_first_batches as skip_first_batches
+    from plait.frontends.accelerate.packing import pack as pack
+    from plait.frontends.accelerate.packing import unpack as unpack
     from plait.frontends.accelerate.plugins import AutocastKwargs as AutocastKwargs
     from plait.frontends.accelerate.plugins import DataLoaderConfiguration as DataLoaderConfiguration
     from plait.frontends.accelerate.plugins import DDPCommunicationHookType as DDPCommunicationHookType
@@ -23,19 +33,31 @@ if TYPE_CHECKING:
     from plait.frontends.accelerate.plugins import InitProcessGroupKwargs as InitProcessGroupKwargs
     from plait.frontends.accelerate.plugins import ParallelismConfig as ParallelismConfig
     from plait.frontends.accelerate.plugins import ProjectConfiguration as ProjectConfiguration
+    from plait.frontends.accelerate.plugins import TorchDynamoPlugin as TorchDynamoPlugin
+    from plait.frontends.accelerate.prepared import PreparedModel as PreparedModel
+    from plait.frontends.accelerate.prepared import PreparedOptimizer as PreparedOptimizer
     from plait.frontends.accelerate.process import PartialState as PartialState
     from plait.frontends.accelerate.profiling import ProfileKwargs as ProfileKwargs
+    from plait.frontends.accelerate.saving import PLACED as PLACED
+    from plait.frontends.accelerate.saving import groups_of as groups_of
+    from plait.frontends.accelerate.saving import restore_groups as restore_groups
+    from plait.frontends.accelerate.settings import build_config as build_config
+    from plait.frontends.accelerate.settings import merged as merged
     from plait.frontends.accelerate.utils.memory import find_executable_batch_size as find_executable_batch_size
     from plait.frontends.accelerate.utils.random import synchronize_rng_states as synchronize_rng_states
+    from plait.frontends.accelerate.weights import whole as whole
 else:
-    from plait.lazy import attach
+    from plait.lazy import attach_names
 
-    attach(
+    attach_names(
         __name__,
         {
             "accelerator": ["Accelerator"],
-            "config": ["translate"],
+            "config": ["as_overrides", "is_accelerate", "machines", "processes", "translate"],
+            "engine": ["LoopEngine", "backward", "build_engine"],
+            "gather": ["Gatherer"],
             "loader": ["skip_first_batches"],
+            "packing": ["pack", "unpack"],
             "plugins": [
                 "AutocastKwargs",
                 "DDPCommunicationHookType",
@@ -49,11 +71,16 @@ else:
                 "InitProcessGroupKwargs",
                 "ParallelismConfig",
                 "ProjectConfiguration",
+                "TorchDynamoPlugin",
             ],
+            "prepared": ["PreparedModel", "PreparedOptimizer"],
             "process": ["PartialState"],
             "profiling": ["ProfileKwargs"],
+            "saving": ["PLACED", "groups_of", "restore_groups"],
+            "settings": ["build_config", "merged"],
             "utils.memory": ["find_executable_batch_size"],
             "utils.random": ["synchronize_rng_states"],
+            "weights": ["whole"],
         },
         unknown=not_offered,
     )

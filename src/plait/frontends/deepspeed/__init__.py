@@ -22,22 +22,30 @@ if TYPE_CHECKING:
     from plait.frontends.deepspeed import zero as zero
     from plait.frontends.deepspeed.accelerator import get_accelerator as get_accelerator
     from plait.frontends.deepspeed.comm import init_distributed as init_distributed
+    from plait.frontends.deepspeed.config import KEYS as KEYS
+    from plait.frontends.deepspeed.config import search as search
+    from plait.frontends.deepspeed.config import translate as translate
+    from plait.frontends.deepspeed.config.read import read_config as read_config
+    from plait.frontends.deepspeed.described import Parameters as Parameters
+    from plait.frontends.deepspeed.described import Recipe as Recipe
     from plait.frontends.deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
+    from plait.frontends.deepspeed.foreign import foreign_state as foreign_state
     from plait.frontends.deepspeed.inference import InferenceEngine as InferenceEngine
     from plait.frontends.deepspeed.inference import init_inference as init_inference
     from plait.frontends.deepspeed.pipe import LayerSpec as LayerSpec
     from plait.frontends.deepspeed.pipe import PipelineModule as PipelineModule
     from plait.frontends.deepspeed.pipe import TiedLayerSpec as TiedLayerSpec
     from plait.frontends.deepspeed.pipeline import PipelineEngine as PipelineEngine
+    from plait.frontends.deepspeed.runtime.lr_schedules import Scheduler as Scheduler
     from plait.frontends.deepspeed.start import add_config_arguments as add_config_arguments
     from plait.frontends.deepspeed.start import initialize as initialize
     from plait.frontends.deepspeed.utils import OnDevice as OnDevice
     from plait.frontends.deepspeed.utils import log_dist as log_dist
     from plait.frontends.deepspeed.utils import logger as logger
 else:
-    from plait.lazy import attach
+    from plait.lazy import attach_names
 
-    attach(
+    attach_names(
         __name__,
         {
             ".": [
@@ -55,10 +63,15 @@ else:
             ],
             "accelerator": ["get_accelerator"],
             "comm": ["init_distributed"],
+            "config": ["KEYS", "search", "translate"],
+            "config.read": ["read_config"],
+            "described": ["Parameters", "Recipe"],
             "engine": ["DeepSpeedEngine"],
+            "foreign": ["foreign_state"],
             "inference": ["InferenceEngine", "init_inference"],
             "pipe": ["LayerSpec", "PipelineModule", "TiedLayerSpec"],
             "pipeline": ["PipelineEngine"],
+            "runtime.lr_schedules": ["Scheduler"],
             "start": ["add_config_arguments", "initialize"],
             "utils": ["OnDevice", "log_dist", "logger"],
         },

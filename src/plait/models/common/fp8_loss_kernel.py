@@ -10,8 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from plait.ops.fp8_cast import is_fused
-from plait.ops.triton import HAS_TRITON, interprets, on_device_of
+from plait.ops import HAS_TRITON, interprets, is_fused, on_device_of
 from plait.torch_internals import has_values
 
 SCALE = 2.0**15
@@ -23,7 +22,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from plait.ops.fp8_kernel import pair, turn
+    from plait.ops import pair, turn
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _kernel(  # type: ignore[no-untyped-def]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from plait.errors import ConfigError, Problem
-from plait.ops.host import host_empty
+from plait.ops import host_empty
 from plait.parallel.units import Unit
 from plait.torch_internals import has_values, storage_key, tree_leaves, version_of
 from plait.world import is_sharded, local_part

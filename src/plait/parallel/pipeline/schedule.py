@@ -12,7 +12,7 @@ from enum import StrEnum
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from plait.config.strategy import PipelineConfig
+from plait.config import PipelineConfig
 from plait.errors import ConfigError, Problem
 
 

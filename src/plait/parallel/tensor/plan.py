@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from torch import nn
 
-from plait.config.words import choose
+from plait.config import choose
 from plait.errors import ConfigError, Problem
 from plait.parallel.tensor.linear import Colwise, ColwiseGather, Heads, KvHeads, QkvHeads, Rowwise, RowwiseSplit
 from plait.parallel.tensor.sequence import Block, Inner, Region, Sequence, WholeSequence

@@ -9,10 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from plait.config.online import GrpoConfig, RolloutConfig
-from plait.config.posttrain import ExampleData, Gsm8kData, PosttrainConfig, TaskData
-from plait.config.run import RunConfig
-from plait.config.trust import load_code
+from plait.config import (
+    ExampleData,
+    GrpoConfig,
+    Gsm8kData,
+    PosttrainConfig,
+    RolloutConfig,
+    RunConfig,
+    TaskData,
+    load_code,
+)
 from plait.errors import ConfigError, Problem, TrainingError
 from plait.posttrain.data.datasets import stack
 from plait.posttrain.data.prompts import Check, Prompt, gsm8k_reward, task_reward
@@ -20,7 +26,7 @@ from plait.posttrain.data.records import Message
 from plait.posttrain.data.template import Template
 from plait.posttrain.online.asking import ask
 from plait.posttrain.online.settings import Online
-from plait.strategy.native.engine import NativeEngine
+from plait.strategy import NativeEngine
 from plait.world import World
 
 NONE = math.nan

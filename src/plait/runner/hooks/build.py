@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plait.config.profile import ProfileConfig
-from plait.config.train import EarlyStopConfig, EmaConfig, HookConfig, ImportedHook, RollbackConfig
-from plait.config.trust import load_code
+from plait.config import EarlyStopConfig, EmaConfig, HookConfig, ImportedHook, ProfileConfig, RollbackConfig, load_code
 from plait.errors import ConfigError, Problem
 from plait.runner.hooks.base import Hook
 from plait.runner.hooks.early_stop import EarlyStop

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from plait.config.run import RunConfig
+from plait.config import RunConfig
 from plait.optim import grad_norm
 from plait.strategy.foreign.build import Built
 from plait.strategy.foreign.engine import ForeignEngine

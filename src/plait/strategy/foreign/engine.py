@@ -11,13 +11,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from plait.config.run import RunConfig
+from plait.config import RunConfig
 from plait.errors import TrainingError
 from plait.optim import Schedule
-from plait.parallel.replicate import average_buffers
+from plait.parallel import average_buffers
 from plait.precision import make_policy
-from plait.spec import Phase
-from plait.spec.batch import first_part
+from plait.spec import Phase, first_part
 from plait.strategy.base import Evaluation, StepResult
 from plait.strategy.foreign.build import Built, named_parameters
 from plait.strategy.foreign.loss import EvenNormalizer

@@ -10,12 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError, TrainingError
-from plait.parallel.gradients import Gradients
-from plait.parallel.replicate import average_buffers
-from plait.parallel.wholes import Wholes
+from plait.parallel import Gradients, Wholes, average_buffers
 from plait.precision import EarlierScales, Policy
-from plait.spec import Phase
-from plait.spec.later import Entry
+from plait.spec import Entry, Phase
 from plait.strategy.base import Evaluation, StepResult
 from plait.strategy.native import state
 from plait.strategy.native.blame import find_culprit, first_of
@@ -29,7 +26,7 @@ from plait.strategy.stepping import SteppingEngine, inputs_and_samples, unheard
 from plait.world import World
 
 if TYPE_CHECKING:
-    from plait.parallel.pipeline import Bubble, Pipeline
+    from plait.parallel import Bubble, Pipeline
     from plait.strategy.native.staged import StagedSteps
 
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from plait.config.run import RunConfig
-from plait.ops.triton import has_kernels
-from plait.parallel import compiling
-from plait.parallel.units import Unit
+from plait.config import RunConfig
+from plait.ops import has_kernels
+from plait.parallel import Unit, compiling
 from plait.precision import Fp8Linear, apply_fp8
 from plait.spec import Note
 from plait.strategy.native.forward import Say
@@ -41,7 +40,7 @@ def use_fp8_at_the_head(module: nn.Module, config: RunConfig) -> None:
     wanted, compiler = config.precision.fp8, config.strategy.compile
     if not wanted.head:
         return
-    from plait.models.fp8_head import use_fp8_head  # which loads `models.hf`
+    from plait.models import use_fp8_head  # which loads `models.hf`
 
     use_fp8_head(module, emulated=wanted.emulate, traced=compiler.enabled and compiler.scope == "model")
 
@@ -55,7 +54,7 @@ def use_kernels(module: nn.Module, config: RunConfig, device: torch.device, say:
     if not has_kernels(torch.empty(0, device=device)):
         say("strategy.kernels: the package triton is not installed, so norms, gates and rotations stay plain")
         return
-    from plait.models.fused import fuse  # which loads all models
+    from plait.models import fuse  # which loads all models
 
     counts = fuse(module)
     if counts:

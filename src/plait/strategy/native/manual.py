@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from plait.config.run import RunConfig
+from plait.config import RunConfig
 from plait.errors import ConfigError, Problem, TrainingError
 from plait.optim import OptimizerSource
-from plait.parallel.entrances import open_entrances
+from plait.parallel import open_entrances
 from plait.precision import LossScaler
 from plait.spec import Phase
 from plait.strategy.base import StepResult

@@ -20,7 +20,7 @@ from plait.torch_internals import has_values
 from plait.world import World, is_sharded
 
 if TYPE_CHECKING:
-    from plait.parallel.pipeline import Stage
+    from plait.parallel import Stage
 
 
 def weigh_norms(views: Views, world: World, stages: Sequence[Stage]) -> None:

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from plait.config.graphs import check_graphs, may_record
-from plait.config.run import RunConfig
+from plait.config import RunConfig, check_graphs, may_record
 from plait.errors import ModelError
-from plait.ops.attention import choose_attention
+from plait.ops import choose_attention
 from plait.optim import (
     Adoption,
     GroupSpec,
+    OnePassAdam,
     OptimizerSource,
     OwnRates,
     Schedule,
@@ -33,15 +33,20 @@ from plait.optim import (
     is_elementwise,
     split_groups,
 )
-from plait.optim.one_pass import OnePassAdam
-from plait.parallel import compiling, materialize
-from plait.parallel.attachments import attributes_of, give_attributes
-from plait.parallel.gradients import Gradients, as_one
-from plait.parallel.hf import train_without_caches
-from plait.parallel.offload.activations import offload_activations
-from plait.parallel.recompute import apply_recompute
-from plait.parallel.tiles import tile_layers
-from plait.parallel.units import Unit, find_units
+from plait.parallel import (
+    Gradients,
+    Unit,
+    apply_recompute,
+    as_one,
+    attributes_of,
+    compiling,
+    find_units,
+    give_attributes,
+    materialize,
+    offload_activations,
+    tile_layers,
+    train_without_caches,
+)
 from plait.precision import Fp8Linear, LossScaler, Policy, make_policy, scale_by_earlier_steps
 from plait.strategy.native.building import ModelSource, build_module, load_pretrained_into, warn_of_smaller_range
 from plait.strategy.native.casting import cast_parameters

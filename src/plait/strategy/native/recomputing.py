@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.config.run import RunConfig
+from plait.config import RunConfig
 from plait.optim import is_one_pass
-from plait.parallel.activations import Activations, UnitAccount
-from plait.parallel.recompute import Way
-from plait.parallel.units import Unit, find_units
+from plait.parallel import Activations, Unit, UnitAccount, Way, find_units
 from plait.precision import Policy
 from plait.spec import Note
 from plait.strategy.native.forward import Say
@@ -57,7 +55,7 @@ def count_whole(module: nn.Module, example: Any, *, config: RunConfig, world: Wo
     layout = world.layout
     if config.strategy.recompute.mode != "auto" or layout.pp * layout.ep * layout.cp * layout.tp == 1:
         return None
-    from plait.parallel.budget import measure
+    from plait.parallel import measure
 
     units = find_units(module, config.strategy.wrap)
     found = measure(module, units, example, config, world)
@@ -83,7 +81,7 @@ def choose_ways(
     """
     if config.strategy.recompute.mode != "auto":
         return [[] for _ in parts]
-    from plait.parallel.budget import ways_to_recompute
+    from plait.parallel import ways_to_recompute
 
     module = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
     units = [unit for each in all_units for unit in each]

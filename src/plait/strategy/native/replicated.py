@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from plait.config.run import RunConfig
+from plait.config import RunConfig
 from plait.optim import is_one_pass
-from plait.parallel.gradients import Gradients
-from plait.parallel.replicate import GradientBuckets
-from plait.parallel.single import OwnGradients
+from plait.parallel import GradientBuckets, Gradients, OwnGradients
 from plait.precision import Policy
 from plait.strategy.native.casting import round_parameters
 from plait.strategy.native.rounded import RoundedViews

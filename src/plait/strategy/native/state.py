@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from plait.ops.blockwise import Packed, pack_from_host, unpack_on_host
-from plait.optim.base import MakeState, OwnOptimizer
-from plait.parallel.buffers import persistent_buffers
-from plait.spec.later import Entry, Later
+from plait.ops import Packed, pack_from_host, unpack_on_host
+from plait.optim import MakeState, OwnOptimizer
+from plait.parallel import persistent_buffers
+from plait.spec import Entry, Later
 from plait.strategy.native.views import Views
 from plait.world import is_sharded
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from plait.config.train import TrainConfig
+from plait.config import TrainConfig
 from plait.optim import (
+    OnePassAdam,
     OwnRates,
     Schedule,
     bare_step,
@@ -20,7 +21,6 @@ from plait.optim import (
     supports_grad_scale,
     whole_norm,
 )
-from plait.optim.one_pass import OnePassAdam
 from plait.precision import LossScaler
 from plait.strategy.base import Numbers, StepResult
 from plait.strategy.native.late import Arriving

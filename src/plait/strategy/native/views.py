@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.optim.base import MakeState
-from plait.parallel.replicate import GradientBuckets
+from plait.optim import MakeState
+from plait.parallel import GradientBuckets
 from plait.torch_internals import foreach_copy_
 from plait.world import is_sharded, local_part, same_kind, settled_part
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.config.words import choose
+from plait.config import choose
 from plait.errors import ConfigError, ModelError, Problem
-from plait.frontends.account import Answer
+from plait.frontends import Answer
 from plait.frontends.mmengine.config.config import as_config
 from plait.frontends.mmengine.evaluator import build_evaluator
 from plait.frontends.mmengine.logging import MessageHub, make_logger
@@ -40,7 +40,7 @@ from plait.frontends.mmengine.strategy.table import Sheet
 from plait.frontends.mmengine.visualization import Visualizer, build_visualizer
 from plait.precision import make_policy
 from plait.spec import Phase
-from plait.strategy.native.manual import ManualEngine, prepare_manual
+from plait.strategy import ManualEngine, prepare_manual
 from plait.world import detect_ranks, on_main, open_world, restore_rng_state, rng_state
 
 
