@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from plait.config.train import TrainConfig
+from plait.config import TrainConfig
 from plait.errors import ConfigError, Problem
 from plait.optim import (
+    OnePassAdam,
     OwnRates,
+    Record,
     Schedule,
     bare_step,
     clip_by_value,
     grad_norm,
+    has_two_modes,
     part_norms,
     supports_grad_scale,
     whole_norm,
 )
-from plait.optim.numbers import Record
-from plait.optim.one_pass import OnePassAdam
-from plait.optim.trial import has_two_modes
 from plait.precision import LossScaler
 from plait.strategy.base import Numbers, StepResult
 from plait.strategy.native.late import Arriving
