@@ -36,6 +36,7 @@ from torch.optim import (
 )
 
 from plait.config import OptimConfig, OptimPart
+from plait.optim.base import OwnOptimizer
 from plait.plugins import load
 
 Sees = Literal["parts", "dtensors", "wholes"]
@@ -71,5 +72,6 @@ def kind_of(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Whether its class is torch's or Plait's: all that such a one keeps from step to step is tensors."""
-    return type(optimizer).__module__.startswith(("torch.optim.", "plait.optim."))
+    """Whether its step is torch's or Plait's: all that such a one keeps from step to step is tensors."""
+    own = isinstance(optimizer, OwnOptimizer) or type(optimizer).__module__.startswith(("torch.optim.", "plait.optim."))
+    return own or kind_of(type(optimizer)) in _TORCH

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from torch.optim import LBFGS, Optimizer, SparseAdam
@@ -60,7 +61,8 @@ def unusable(optimizer: Optimizer) -> str | None:
         return f"{kind} evaluates the model several times a step, and an engine has its gradients once"
     if isinstance(optimizer, SparseAdam):
         return f"{kind} wants sparse gradients, and here gradients are dense"
-    closure = next(iter(inspect.signature(optimizer.step).parameters.values()), None)
+    # Of the class: a scheduler of torch puts a function around the step of the object.
+    closure = next(islice(inspect.signature(type(optimizer).step).parameters.values(), 1, None), None)
     if closure is not None and closure.default is closure.empty and closure.kind is closure.POSITIONAL_OR_KEYWORD:
         return f"{kind} wants a closure in step(), to evaluate the model again, and an engine has its gradients once"
     return None

@@ -52,6 +52,12 @@ def test_a_function_makes_one() -> None:
     assert optimizer.param_groups[0]["initial_lr"] == 0.25
 
 
+def test_one_that_wants_a_closure_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        made(Asks)
+    assert caught.value.problems[0].path == "optim.type"
+
+
 @pytest.mark.parametrize(
     ("value", "path"),
     [
@@ -91,6 +97,11 @@ class Plain(torch.optim.Optimizer):
 class Unlike(Plain):
     def direction(self, group: dict[str, Any], param: Tensor) -> Tensor:
         return super().direction(group, param) * sum(float(each.grad.norm()) for each in group["params"])
+
+
+class Asks(Plain):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
 
 
 class Noisy(Plain):

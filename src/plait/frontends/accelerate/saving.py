@@ -6,6 +6,7 @@ The first engine lies where a run's would; what a script has besides lies where 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,13 @@ def save(own: Belongings, folder: Path) -> None:
         if engine.pending and not own.gradients.stepped:
             raise CheckpointError("save_state was called between backward and step: gradients are in no checkpoint")
         engine.agree_on_buffers()
+    with ExitStack() as stack:
+        for engine in own.engines:
+            stack.enter_context(engine.weights_to_use())
+        _save(own, folder)
+
+
+def _save(own: Belongings, folder: Path) -> None:
     tensors, packed = own.world.broadcast(_things(own))  # rank 0's, where ranks differ
     for index, engine in enumerate(own.engines):
         tensors.update({_place(index, name): tensor for name, tensor in engine.state_entries().items()})

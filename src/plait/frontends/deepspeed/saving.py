@@ -91,24 +91,25 @@ class Saver:
         root = Path(save_dir)
         native, target = self._native, root / tag
         native.agree_on_buffers()
-        tensors = native.state_entries()
-        untrained = sorted(native.frozen())
-        if not frozen:
-            tensors = {name: each for name, each in tensors.items() if name.removeprefix("model.") not in untrained}
-        state = {"engine": native.state(), "tied": _tied(native.model), "untrained": untrained}
-        of_client: dict[str, Tensor] = {}
-        state[_OURS] = encode(dict(own), of_client, "client")
-        if self._world.is_main:
-            tensors |= of_client
+        with native.weights_to_use():
+            tensors = native.state_entries()
+            untrained = sorted(native.frozen())
+            if not frozen:
+                tensors = {name: each for name, each in tensors.items() if name.removeprefix("model.") not in untrained}
+            state = {"engine": native.state(), "tied": _tied(native.model), "untrained": untrained}
+            of_client: dict[str, Tensor] = {}
+            state[_OURS] = encode(dict(own), of_client, "client")
+            if self._world.is_main:
+                tensors |= of_client
 
-        def tidy() -> None:
-            write_whole(root / _SCRIPT, _SCRIPT_TEXT)
-            if latest:
-                write_whole(root / LATEST, tag)
+            def tidy() -> None:
+                write_whole(root / _SCRIPT, _SCRIPT_TEXT)
+                if latest:
+                    write_whole(root / LATEST, tag)
 
-        writer = self._writer_for(root)
-        writer.wait()
-        writer.save(target, tensors, state, step=native.steps, tidy=tidy)
+            writer = self._writer_for(root)
+            writer.wait()
+            writer.save(target, tensors, state, step=native.steps, tidy=tidy)
         return target
 
     def _writer_for(self, root: Path) -> CheckpointWriter:

@@ -21,8 +21,9 @@ def save(accelerator: TrainerAccelerator, folder: Path) -> None:
     engine.agree_on_buffers()
     config = {**to_dict(accelerator.config), "optim": {"type": type(engine.optimizer).__name__}}
     groups = pack(groups_of(engine.optimizer), {}, "groups")
-    state = {"engine": engine.state(), "config": config, "hooks": {_HOOK: {"groups": groups}}}
-    save_checkpoint(folder, engine.state_entries(), state, step=engine.steps, world=world)
+    with engine.weights_to_use():
+        state = {"engine": engine.state(), "config": config, "hooks": {_HOOK: {"groups": groups}}}
+        save_checkpoint(folder, engine.state_entries(), state, step=engine.steps, world=world)
 
 
 def load(accelerator: TrainerAccelerator, folder: Path, *, weights_only: bool = False) -> None:

@@ -135,7 +135,8 @@ def _fill(engine: LoopEngine, checkpoint: Path, entries: Mapping[str, Entry], re
     engine.allocate_optimizer_state(room)
     tensors = engine.state_tensors()
     for name in entries:
-        assign_whole(tensors[f"optim.{name}"], read(name))
+        if f"optim.{name}" in tensors:  # else another rank updates that parameter
+            assign_whole(tensors[f"optim.{name}"], read(name))
     engine.state_loaded()
 
 

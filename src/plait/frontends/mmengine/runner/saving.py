@@ -60,14 +60,15 @@ class Saver:
         if self._writer is None:
             background = runner.config.checkpoint.async_save
             self._writer = CheckpointWriter(path.parent, runner.world, background=background)
-        tensors = runner.engine.state_entries()
-        if not optimizer:
-            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("optim.")}
-        tensors.update(self._hook_tensors())
-        for name, tensor in rng_state(runner.device).items():
-            tensors[f"rng.{runner.world.rank}.{name}"] = tensor
-        state = self._state(position, schedulers=schedulers, meta=meta)
-        self._writer.save(path, tensors, state, step=runner.engine.steps, tidy=tidy)
+        with runner.engine.weights_to_use():
+            tensors = runner.engine.state_entries()
+            if not optimizer:
+                tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("optim.")}
+            tensors.update(self._hook_tensors())
+            for name, tensor in rng_state(runner.device).items():
+                tensors[f"rng.{runner.world.rank}.{name}"] = tensor
+            state = self._state(position, schedulers=schedulers, meta=meta)
+            self._writer.save(path, tensors, state, step=runner.engine.steps, tidy=tidy)
         runner.enter(Phase.IDLE)
 
     def _state(self, position: Mapping[str, int], *, schedulers: bool, meta: Any) -> dict[str, Any]:
