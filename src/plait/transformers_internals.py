@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from plait.errors import UnsupportedVersionError
 
-CHECKED = ("5.0", "5.23")
+CHECKED = ("5.0", "5.12", "5.23")
 """The releases of transformers with which every name was tried."""
 
 ATTRIBUTES = {
