@@ -125,6 +125,7 @@ class DataPart(_Loading, Part):
     """A data set of one's own: a class or function that makes it, called with the further keys."""
 
     kind = "data"
+    own = ("tokens", "text", "jsonl", "image_folder", "cifar10", "mixture", "import")
 
 
 OWN_DATA = (ImportedData, DataPart)

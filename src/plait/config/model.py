@@ -116,6 +116,7 @@ class ModelPart(Part):
     """A model of one's own: a class or function that makes a `torch.nn.Module`, called with the further keys."""
 
     kind = "model"
+    own = ("gpt", "llama", "moe", "resnet", "hf", "import")
 
 
 OWN_MODEL = (ImportedModel, ModelPart)

@@ -192,6 +192,7 @@ class OptimPart(_Optim, Part):
     """
 
     kind = "optimizer"
+    own = ("AdamW", "Adam", "AdamW8bit", "SGD", "Adagrad", "Lion", "Lamb", "Adafactor", "Muon")
     short: ClassVar[Mapping[str, str]] = {
         name: f"torch.optim:{name}"
         for name in ("ASGD", "Adadelta", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop", "SparseAdam")

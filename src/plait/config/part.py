@@ -99,7 +99,7 @@ class Part(Shorthand):
 
     kind: ClassVar[Kind]
     own: ClassVar[tuple[str, ...]] = ()
-    """The words for Plait's own parts of this kind, where no union of sections knows them."""
+    """The words for Plait's own parts of this kind."""
     short: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Words for parts of somebody else's: `package.module:name` of each."""
 
@@ -156,6 +156,8 @@ def is_part(part: type[Part], name: Any) -> bool:
     """Whether a `type` names a part of somebody's own, and not one of Plait's. Imports nothing."""
     if not isinstance(name, str):
         return _is_object(name)
+    if name in part.own:  # plug-ins are looked for where nothing else has the name: it takes a while
+        return False
     if isinstance(name, GivenName) or ":" in name or name.startswith("<"):
         return True
     return name in part.short or name in entry_points_of(part.kind)
@@ -185,7 +187,7 @@ def own_or_part(part: type[Part]) -> Callable[[Any], str]:
 
     def tag(value: Any) -> str:
         name = value.get("type") if isinstance(value, Mapping) else None
-        if part.own and isinstance(value, Mapping):
+        if len(part.own) == 1 and isinstance(value, Mapping):  # no union that would say which types there are
             return OWN_TAG if name in part.own else PART_TAG
         return PART_TAG if isinstance(value, part) or is_part(part, name) else OWN_TAG
 

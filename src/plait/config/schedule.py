@@ -116,6 +116,21 @@ class SchedulePart(Part):
     """
 
     kind = "schedule"
+    own = (
+        "ConstantLR",
+        "LinearLR",
+        "CosineAnnealingLR",
+        "CosineAnnealingWarmRestarts",
+        "PolynomialLR",
+        "MultiStepLR",
+        "ExponentialLR",
+        "WSD",
+        "WarmupLR",
+        "WarmupDecayLR",
+        "WarmupCosineLR",
+        "OneCycle",
+        "LRRangeTest",
+    )
     short: ClassVar[Mapping[str, str]] = {
         name: f"torch.optim.lr_scheduler:{name}" for name in ("CyclicLR", "OneCycleLR", "ReduceLROnPlateau", "StepLR")
     }

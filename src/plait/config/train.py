@@ -196,6 +196,7 @@ class HookPart(Part):
     """A hook of one's own: a class derived from `plait.runner.Hook`, or what makes one, called with further keys."""
 
     kind = "hook"
+    own = ("ema", "early_stop", "rollback", "import")
 
     priority: NonNegativeInt | None = None
     """Lower goes first. Absent: as the hook says, which is 50 where it says nothing."""

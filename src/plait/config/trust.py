@@ -18,14 +18,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationInfo, ValidatorFunctionWrapHandler
 
 from plait.config.words import nearest
 from plait.errors import ConfigError, PlaitError, Problem
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 STORED_IN = "stored_in"
 """In the context of a validation: the stored file that the values come from."""
@@ -66,6 +68,8 @@ def keep_origin(value: Any, check: ValidatorFunctionWrapHandler, info: Validatio
 @cache
 def entry_points_of(kind: str) -> Mapping[str, tuple[EntryPoint, ...]]:
     """The installed plug-ins of a kind by name, read from what their packages declare. Imports none of them."""
+    from importlib.metadata import entry_points  # and every package's files: only where a name is not Plait's
+
     found: dict[str, tuple[EntryPoint, ...]] = {}
     for each in entry_points(group=f"plait.{kind}"):
         found[each.name] = (*found.get(each.name, ()), each)
@@ -74,6 +78,8 @@ def entry_points_of(kind: str) -> Mapping[str, tuple[EntryPoint, ...]]:
 
 def plugin_kinds() -> list[str]:
     """Every kind for which an installed package declares a plug-in, by the names of their groups."""
+    from importlib.metadata import entry_points
+
     return sorted(group.removeprefix("plait.") for group in entry_points().groups if group.startswith("plait."))
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from plait.config import parse, parse_sections
+from plait.config.base import Section
 from plait.config.optim import AdamWConfig, OptimPart
 from plait.config.part import GivenName
+from plait.config.run import RunConfig
 from plait.config.show import to_dict
+from plait.config.tree import items, literals, open_part, sections
 from plait.errors import ConfigError
 
 
@@ -70,6 +74,44 @@ def test_what_is_neither_a_word_nor_a_part_is_refused_at_its_key(value: Any, pat
     with pytest.raises(ConfigError) as caught:
         optim(value)
     assert [problem.path for problem in caught.value.problems] == [path]
+
+
+def open_unions(section: type[Section]) -> Iterator[Any]:
+    for info in section.model_fields.values():
+        if open_part(info.annotation) is not None:
+            yield info.annotation
+        for each in items(info.annotation):
+            if open_part(each) is not None:
+                yield each
+        for inner in sections(info.annotation).values():
+            yield from open_unions(inner)
+
+
+def test_the_words_that_a_part_knows_as_plaits_are_those_of_the_schema() -> None:
+    seen: dict[Any, set[str]] = {}
+    for annotation in open_unions(RunConfig):
+        part = open_part(annotation)
+        seen.setdefault(part, set()).update([*sections(annotation), *map(str, literals(annotation))])
+    assert {part.kind for part in seen} >= {"optimizer", "schedule", "model", "data", "hook", "sink", "engine"}
+    for part, words in seen.items():
+        assert words == set(part.own), part
+
+
+def test_a_run_of_plaits_own_parts_looks_for_no_plug_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading what every installed package declares takes longer than the rest of a parse."""
+    looked_for: list[str] = []
+    monkeypatch.setattr("plait.config.part.entry_points_of", lambda kind: looked_for.append(kind) or {})
+    parse_sections(
+        model={"type": "gpt"},
+        data={"type": "tokens", "path": "x"},
+        optim="SGD",
+        schedule={"type": "WSD", "decay": 3},
+        hooks=[{"type": "ema"}],
+        metrics=["accuracy"],
+        strategy={"recompute": "full", "pipeline": {"schedule": "zbv"}},
+        log={"sinks": ["jsonl"]},
+    )
+    assert looked_for == []
 
 
 def test_a_copy_for_another_process_keeps_the_name_alone() -> None:
