@@ -129,7 +129,7 @@ def _refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         reason = str(error)
     else:
         return None
-    name, takes = type(model).__name__, ", ".join(signature.parameters) or "nothing"
+    name, takes = type(model).__name__.removeprefix("FSDP"), ", ".join(signature.parameters) or "nothing"
     unknown = [key for key in kwargs if key not in signature.parameters]
     if unknown:
         remedy = "Let `forward` take them, leave them out of the data, or say with `model_inputs` what the model gets"
