@@ -15,91 +15,218 @@ A section of the run description is an object, a mapping (`dict(zero=3)`) or, wh
 Names are loaded on first use, so that `import plait` costs next to nothing.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from plait import errors
 
-if TYPE_CHECKING:
-    from plait.config.data import (
-        Cifar10Data,
-        ImageFolderData,
-        ImportedData,
-        JsonlData,
-        MixtureData,
-        TextData,
-        TokensData,
-    )
-    from plait.config.model import GptConfig as GptModel
-    from plait.config.model import HFConfig as HFModel
-    from plait.config.model import ImportedModel
-    from plait.config.model import LlamaConfig as LlamaModel
-    from plait.config.model import MoeConfig as MoeModel
-    from plait.config.model import ResNetConfig as ResNetModel
-    from plait.config.offload import OffloadConfig as Offload
-    from plait.config.online import GrpoConfig as Grpo
-    from plait.config.online import PpoConfig as Ppo
-    from plait.config.online import RolloutConfig as Rollout
-    from plait.config.online import VllmConfig as Vllm
-    from plait.config.optim import AdafactorConfig as AdafactorOptim
-    from plait.config.optim import AdagradConfig as AdagradOptim
-    from plait.config.optim import AdamConfig as AdamOptim
-    from plait.config.optim import AdamW8bitConfig as AdamW8bitOptim
-    from plait.config.optim import AdamWConfig as AdamWOptim
-    from plait.config.optim import LambConfig as LambOptim
-    from plait.config.optim import LionConfig as LionOptim
-    from plait.config.optim import MuonConfig as MuonOptim
-    from plait.config.optim import SGDConfig as SGDOptim
-    from plait.config.plan import PlanConfig as Plan
-    from plait.config.posttrain import DpoConfig as Dpo
-    from plait.config.posttrain import FileData, Gsm8kData, TaskData
-    from plait.config.posttrain import LoraConfig as Lora
-    from plait.config.posttrain import PosttrainConfig as Posttrain
-    from plait.config.posttrain import RewardConfig as Reward
-    from plait.config.posttrain import SftConfig as Sft
-    from plait.config.posttrain import TemplateConfig as Template
-    from plait.config.precision import Fp8Config as Fp8
-    from plait.config.precision import PrecisionConfig as Precision
-    from plait.config.precision import ScalerConfig as Scaler
-    from plait.config.profile import ProfileConfig as Profile
-    from plait.config.schedule import ConstantConfig as ConstantLRSchedule
-    from plait.config.schedule import CosineConfig as CosineAnnealingLRSchedule
-    from plait.config.schedule import CosineRestartConfig as CosineAnnealingWarmRestartsSchedule
-    from plait.config.schedule import ExponentialConfig as ExponentialLRSchedule
-    from plait.config.schedule import LinearConfig as LinearLRSchedule
-    from plait.config.schedule import LRRangeTestConfig as LRRangeTestSchedule
-    from plait.config.schedule import MultiStepConfig as MultiStepLRSchedule
-    from plait.config.schedule import OneCycleConfig as OneCycleSchedule
-    from plait.config.schedule import PolynomialConfig as PolynomialLRSchedule
-    from plait.config.schedule import WarmupConfig as WarmupLRSchedule
-    from plait.config.schedule import WarmupCosineConfig as WarmupCosineLRSchedule
-    from plait.config.schedule import WarmupDecayConfig as WarmupDecayLRSchedule
-    from plait.config.strategy import CompileConfig as Compile
-    from plait.config.strategy import ContextConfig as ContextParallel
-    from plait.config.strategy import LayoutConfig as Layout
-    from plait.config.strategy import PipelineConfig as PipelineParallel
-    from plait.config.strategy import RecomputeConfig as Recompute
-    from plait.config.strategy import StrategyConfig as Strategy
-    from plait.config.strategy import TensorConfig as TensorParallel
-    from plait.config.strategy import TilesConfig as Tiles
-    from plait.config.strategy import WrapConfig as Wrap
-    from plait.config.train import BatchConfig as Batch
-    from plait.config.train import BestConfig as Best
-    from plait.config.train import CheckpointConfig as Checkpoint
-    from plait.config.train import EarlyStopConfig as EarlyStopHook
-    from plait.config.train import EmaConfig as EmaHook
-    from plait.config.train import GuardConfig as Guard
-    from plait.config.train import ImportedHook
-    from plait.config.train import LogConfig as Log
-    from plait.config.train import RollbackConfig as RollbackHook
-    from plait.config.train import TrainConfig as Train
-    from plait.runner import Accuracy, Hook, Metric, Runner
-    from plait.spec import Event, EventKind, LossTerm, MicroBatch, Sink
-    from plait.strategy import Engine, Evaluation, StepResult, prepare
-    from plait.world import World
-
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from plait.checkpoint import Storage as Storage
+    from plait.config import AccuracyConfig as AccuracyMetric
+    from plait.config import AdafactorConfig as AdafactorOptim
+    from plait.config import AdagradConfig as AdagradOptim
+    from plait.config import AdamConfig as AdamOptim
+    from plait.config import AdamW8bitConfig as AdamW8bitOptim
+    from plait.config import AdamWConfig as AdamWOptim
+    from plait.config import BatchConfig as Batch
+    from plait.config import BestConfig as Best
+    from plait.config import CheckpointConfig as Checkpoint
+    from plait.config import Cifar10Data as Cifar10Data
+    from plait.config import CompileConfig as Compile
+    from plait.config import ConstantConfig as ConstantLRSchedule
+    from plait.config import ContextConfig as ContextParallel
+    from plait.config import CosineConfig as CosineAnnealingLRSchedule
+    from plait.config import CosineRestartConfig as CosineAnnealingWarmRestartsSchedule
+    from plait.config import DpoConfig as Dpo
+    from plait.config import EarlyStopConfig as EarlyStopHook
+    from plait.config import EmaConfig as EmaHook
+    from plait.config import ExponentialConfig as ExponentialLRSchedule
+    from plait.config import FileData as FileData
+    from plait.config import FolderStorageConfig as FolderStorage
+    from plait.config import Fp8Config as Fp8
+    from plait.config import GptConfig as GptModel
+    from plait.config import GrpoConfig as Grpo
+    from plait.config import Gsm8kData as Gsm8kData
+    from plait.config import GuardConfig as Guard
+    from plait.config import HFConfig as HFModel
+    from plait.config import ImageFolderData as ImageFolderData
+    from plait.config import ImportedData as ImportedData
+    from plait.config import ImportedHook as ImportedHook
+    from plait.config import ImportedModel as ImportedModel
+    from plait.config import JsonlData as JsonlData
+    from plait.config import LambConfig as LambOptim
+    from plait.config import LayoutConfig as Layout
+    from plait.config import LinearConfig as LinearLRSchedule
+    from plait.config import LionConfig as LionOptim
+    from plait.config import LlamaConfig as LlamaModel
+    from plait.config import LogConfig as Log
+    from plait.config import LoraConfig as Lora
+    from plait.config import LRRangeTestConfig as LRRangeTestSchedule
+    from plait.config import MixtureData as MixtureData
+    from plait.config import MoeConfig as MoeModel
+    from plait.config import MultiStepConfig as MultiStepLRSchedule
+    from plait.config import MuonConfig as MuonOptim
+    from plait.config import OffloadConfig as Offload
+    from plait.config import OneCycleConfig as OneCycleSchedule
+    from plait.config import PipelineConfig as PipelineParallel
+    from plait.config import PlanConfig as Plan
+    from plait.config import PolynomialConfig as PolynomialLRSchedule
+    from plait.config import PosttrainConfig as Posttrain
+    from plait.config import PpoConfig as Ppo
+    from plait.config import PrecisionConfig as Precision
+    from plait.config import ProfileConfig as Profile
+    from plait.config import RecomputeConfig as Recompute
+    from plait.config import ResNetConfig as ResNetModel
+    from plait.config import RewardConfig as Reward
+    from plait.config import RollbackConfig as RollbackHook
+    from plait.config import RolloutConfig as Rollout
+    from plait.config import ScalerConfig as Scaler
+    from plait.config import SftConfig as Sft
+    from plait.config import SGDConfig as SGDOptim
+    from plait.config import StrategyConfig as Strategy
+    from plait.config import TaskData as TaskData
+    from plait.config import TemplateConfig as Template
+    from plait.config import TensorConfig as TensorParallel
+    from plait.config import TextData as TextData
+    from plait.config import TilesConfig as Tiles
+    from plait.config import TokensData as TokensData
+    from plait.config import TrainConfig as Train
+    from plait.config import VllmConfig as Vllm
+    from plait.config import WarmupConfig as WarmupLRSchedule
+    from plait.config import WarmupCosineConfig as WarmupCosineLRSchedule
+    from plait.config import WarmupDecayConfig as WarmupDecayLRSchedule
+    from plait.config import WrapConfig as Wrap
+    from plait.config import WSDConfig as WSDSchedule
+    from plait.runner import Accuracy as Accuracy
+    from plait.runner import Hook as Hook
+    from plait.runner import Metric as Metric
+    from plait.runner import Runner as Runner
+    from plait.spec import Event as Event
+    from plait.spec import EventKind as EventKind
+    from plait.spec import LossTerm as LossTerm
+    from plait.spec import MicroBatch as MicroBatch
+    from plait.spec import Sink as Sink
+    from plait.strategy import Built as Built
+    from plait.strategy import Engine as Engine
+    from plait.strategy import Evaluation as Evaluation
+    from plait.strategy import LossNormalizer as LossNormalizer
+    from plait.strategy import Preparation as Preparation
+    from plait.strategy import Skips as Skips
+    from plait.strategy import SteppingEngine as SteppingEngine
+    from plait.strategy import StepResult as StepResult
+    from plait.strategy import WeightedLoss as WeightedLoss
+    from plait.strategy import build_whole as build_whole
+    from plait.strategy import prepare as prepare
+    from plait.strategy import read_loss as read_loss
+    from plait.world import World as World
+else:
+    from plait.lazy import attach_names
+
+    attach_names(
+        __name__,
+        {
+            "checkpoint": ["Storage"],
+            "config": [
+                "AccuracyMetric=AccuracyConfig",
+                "FolderStorage=FolderStorageConfig",
+                "WSDSchedule=WSDConfig",
+                "AdafactorOptim=AdafactorConfig",
+                "AdagradOptim=AdagradConfig",
+                "AdamOptim=AdamConfig",
+                "AdamW8bitOptim=AdamW8bitConfig",
+                "AdamWOptim=AdamWConfig",
+                "Batch=BatchConfig",
+                "Best=BestConfig",
+                "Checkpoint=CheckpointConfig",
+                "Cifar10Data",
+                "Compile=CompileConfig",
+                "ConstantLRSchedule=ConstantConfig",
+                "ContextParallel=ContextConfig",
+                "CosineAnnealingLRSchedule=CosineConfig",
+                "CosineAnnealingWarmRestartsSchedule=CosineRestartConfig",
+                "Dpo=DpoConfig",
+                "EarlyStopHook=EarlyStopConfig",
+                "EmaHook=EmaConfig",
+                "ExponentialLRSchedule=ExponentialConfig",
+                "FileData",
+                "Fp8=Fp8Config",
+                "GptModel=GptConfig",
+                "Grpo=GrpoConfig",
+                "Gsm8kData",
+                "Guard=GuardConfig",
+                "HFModel=HFConfig",
+                "ImageFolderData",
+                "ImportedData",
+                "ImportedHook",
+                "ImportedModel",
+                "JsonlData",
+                "LRRangeTestSchedule=LRRangeTestConfig",
+                "LambOptim=LambConfig",
+                "Layout=LayoutConfig",
+                "LinearLRSchedule=LinearConfig",
+                "LionOptim=LionConfig",
+                "LlamaModel=LlamaConfig",
+                "Log=LogConfig",
+                "Lora=LoraConfig",
+                "MixtureData",
+                "MoeModel=MoeConfig",
+                "MultiStepLRSchedule=MultiStepConfig",
+                "MuonOptim=MuonConfig",
+                "Offload=OffloadConfig",
+                "OneCycleSchedule=OneCycleConfig",
+                "PipelineParallel=PipelineConfig",
+                "Plan=PlanConfig",
+                "PolynomialLRSchedule=PolynomialConfig",
+                "Posttrain=PosttrainConfig",
+                "Ppo=PpoConfig",
+                "Precision=PrecisionConfig",
+                "Profile=ProfileConfig",
+                "Recompute=RecomputeConfig",
+                "ResNetModel=ResNetConfig",
+                "Reward=RewardConfig",
+                "RollbackHook=RollbackConfig",
+                "Rollout=RolloutConfig",
+                "SGDOptim=SGDConfig",
+                "Scaler=ScalerConfig",
+                "Sft=SftConfig",
+                "Strategy=StrategyConfig",
+                "TaskData",
+                "Template=TemplateConfig",
+                "TensorParallel=TensorConfig",
+                "TextData",
+                "Tiles=TilesConfig",
+                "TokensData",
+                "Train=TrainConfig",
+                "Vllm=VllmConfig",
+                "WarmupCosineLRSchedule=WarmupCosineConfig",
+                "WarmupDecayLRSchedule=WarmupDecayConfig",
+                "WarmupLRSchedule=WarmupConfig",
+                "Wrap=WrapConfig",
+            ],
+            "runner": ["Accuracy", "Hook", "Metric", "Runner"],
+            "spec": ["Event", "EventKind", "LossTerm", "MicroBatch", "Sink"],
+            "strategy": [
+                "Engine",
+                "Evaluation",
+                "StepResult",
+                "prepare",
+                "Built",
+                "LossNormalizer",
+                "Preparation",
+                "Skips",
+                "SteppingEngine",
+                "WeightedLoss",
+                "build_whole",
+                "read_loss",
+            ],
+            "world": ["World"],
+        },
+    )
+
 __all__ = [
     "Accuracy",
+    "AccuracyMetric",
     "AdafactorOptim",
     "AdagradOptim",
     "AdamOptim",
@@ -107,6 +234,7 @@ __all__ = [
     "AdamWOptim",
     "Batch",
     "Best",
+    "Built",
     "Checkpoint",
     "Cifar10Data",
     "Compile",
@@ -123,6 +251,7 @@ __all__ = [
     "EventKind",
     "ExponentialLRSchedule",
     "FileData",
+    "FolderStorage",
     "Fp8",
     "GptModel",
     "Grpo",
@@ -143,6 +272,7 @@ __all__ = [
     "LlamaModel",
     "Log",
     "Lora",
+    "LossNormalizer",
     "LossTerm",
     "Metric",
     "MicroBatch",
@@ -158,6 +288,7 @@ __all__ = [
     "Posttrain",
     "Ppo",
     "Precision",
+    "Preparation",
     "Profile",
     "Recompute",
     "ResNetModel",
@@ -169,7 +300,10 @@ __all__ = [
     "Scaler",
     "Sft",
     "Sink",
+    "Skips",
     "StepResult",
+    "SteppingEngine",
+    "Storage",
     "Strategy",
     "TaskData",
     "Template",
@@ -179,78 +313,16 @@ __all__ = [
     "TokensData",
     "Train",
     "Vllm",
+    "WSDSchedule",
     "WarmupCosineLRSchedule",
     "WarmupDecayLRSchedule",
     "WarmupLRSchedule",
+    "WeightedLoss",
     "World",
     "Wrap",
     "__version__",
+    "build_whole",
     "errors",
     "prepare",
+    "read_loss",
 ]
-
-# Where a name comes from, as above: type checkers read only that, and Python only this. `Public=Inside`: a section's
-# class is called `StrategyConfig` in its own room, where a `Checkpoint` is a checkpoint, and a `Plan` a plan.
-_ROOMS = {
-    "plait.config.strategy": (
-        "Strategy=StrategyConfig Layout=LayoutConfig TensorParallel=TensorConfig "
-        "PipelineParallel=PipelineConfig ContextParallel=ContextConfig Wrap=WrapConfig "
-        "Recompute=RecomputeConfig Tiles=TilesConfig Compile=CompileConfig"
-    ),
-    "plait.config.offload": "Offload=OffloadConfig",
-    "plait.config.precision": "Precision=PrecisionConfig Scaler=ScalerConfig Fp8=Fp8Config",
-    "plait.config.train": (
-        "Batch=BatchConfig Train=TrainConfig Guard=GuardConfig Checkpoint=CheckpointConfig "
-        "Best=BestConfig Log=LogConfig EmaHook=EmaConfig EarlyStopHook=EarlyStopConfig "
-        "RollbackHook=RollbackConfig ImportedHook"
-    ),
-    "plait.config.plan": "Plan=PlanConfig",
-    "plait.config.profile": "Profile=ProfileConfig",
-    "plait.config.optim": (
-        "AdamWOptim=AdamWConfig AdamOptim=AdamConfig AdamW8bitOptim=AdamW8bitConfig SGDOptim=SGDConfig "
-        "AdagradOptim=AdagradConfig LionOptim=LionConfig LambOptim=LambConfig "
-        "AdafactorOptim=AdafactorConfig MuonOptim=MuonConfig"
-    ),
-    "plait.config.schedule": (
-        "ConstantLRSchedule=ConstantConfig LinearLRSchedule=LinearConfig "
-        "CosineAnnealingLRSchedule=CosineConfig CosineAnnealingWarmRestartsSchedule=CosineRestartConfig "
-        "PolynomialLRSchedule=PolynomialConfig MultiStepLRSchedule=MultiStepConfig "
-        "ExponentialLRSchedule=ExponentialConfig WarmupLRSchedule=WarmupConfig "
-        "WarmupDecayLRSchedule=WarmupDecayConfig WarmupCosineLRSchedule=WarmupCosineConfig "
-        "OneCycleSchedule=OneCycleConfig LRRangeTestSchedule=LRRangeTestConfig"
-    ),
-    "plait.config.model": (
-        "GptModel=GptConfig LlamaModel=LlamaConfig MoeModel=MoeConfig ResNetModel=ResNetConfig "
-        "HFModel=HFConfig ImportedModel"
-    ),
-    "plait.config.data": "TokensData TextData JsonlData ImageFolderData Cifar10Data ImportedData MixtureData",
-    "plait.config.posttrain": (
-        "Posttrain=PosttrainConfig Template=TemplateConfig Lora=LoraConfig Sft=SftConfig "
-        "Reward=RewardConfig Dpo=DpoConfig TaskData FileData Gsm8kData"
-    ),
-    "plait.config.online": "Rollout=RolloutConfig Vllm=VllmConfig Ppo=PpoConfig Grpo=GrpoConfig",
-    "plait.runner": "Runner Hook Metric Accuracy",
-    "plait.strategy": "prepare Engine StepResult Evaluation",
-    "plait.spec": "LossTerm MicroBatch Event EventKind Sink",
-    "plait.world": "World",
-}
-_HOMES = {
-    name: (module, inside or name)
-    for module, names in _ROOMS.items()
-    for name, _, inside in (entry.partition("=") for entry in names.split())
-}
-
-
-if not TYPE_CHECKING:  # to a type checker, a module that has this has every name
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
-            raise AttributeError(f"module 'plait' has no attribute {name!r}")
-        from importlib import import_module
-
-        module, inside = _HOMES[name]
-        return getattr(import_module(module), inside)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

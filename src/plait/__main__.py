@@ -9,7 +9,7 @@ def main() -> Any:
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # and not ignored, as `nohup` and shells do for what runs behind
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from plait.cli.main import main as run
+    from plait.cli import main as run
 
     signal.signal(signal.SIGINT, handler)
     return run()

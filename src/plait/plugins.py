@@ -21,12 +21,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
-from plait.config.base import Section
-from plait.config.part import Imported, Kind, Part
-from plait.config.run import RunConfig
-from plait.config.tree import own_words
-from plait.config.trust import StoredName, entry_points_of, load_code, load_plugin, plugin_kinds
-from plait.config.words import choose, listed
+from plait.config import (
+    Imported,
+    Kind,
+    Part,
+    RunConfig,
+    Section,
+    StoredName,
+    choose,
+    entry_points_of,
+    listed,
+    load_code,
+    load_plugin,
+    own_words,
+    plugin_kinds,
+)
 from plait.errors import ConfigError, PlaitError, Problem
 
 

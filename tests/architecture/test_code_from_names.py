@@ -18,7 +18,7 @@ OWN_FILE = "a configuration of MMEngine is a Python file that the user names"
 CLOSED = "an Unpickler whose find_class knows a closed list of names"
 OWN_PROCESS = "bytes from this job's own processes, through a pipe or process group"
 ALLOWED = {
-    ("__init__.py", "import_module"): "names of Plait's own modules, from a table beside it",
+    ("lazy.py", "import_module"): "names of Plait's own modules, from the tables in its packages",
     ("torch_internals.py", "import_module"): "modules of torch, from a table in that file",
     ("cli/torch_facts.py", "import_module"): "packages from a table beside it, for `plait doctor`",
     ("models/hf/model.py", "find_spec"): "a module of transformers, by a model type that transformers has",

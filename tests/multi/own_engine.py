@@ -58,8 +58,6 @@ class DdpEngine(SteppingEngine):
         return read_loss(outputs, batch.inputs, batch.samples, self._loss_function)
 
     def _begin_backward(self, loss: Tensor, *, last: bool) -> None:
-        if self.world.size > 1:
-            self._called.require_backward_grad_sync = last
         (loss * self.world.size).backward()  # DDP takes the mean over ranks of what are parts of a mean
 
     def _finish_step(self) -> StepResult:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -404,3 +406,23 @@ def test_the_page_names_all_that_an_engine_has() -> None:
     names = {name for name in (*vars(Engine), *Engine.__annotations__) if not name.startswith("_")}
     text = PAGE.read_text(encoding="utf-8")
     assert sorted(name for name in names if not re.search(rf"`{name}\b", text)) == []
+
+
+def test_the_commands_read_what_it_saved(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    engine = engine_of("single")
+    engine.save(tmp_path / "saved", extra={"best": 1.0})
+    words_of = {"</s>": 0, **{f"w{i}": i for i in range(1, MODEL["vocab_size"])}}
+    tokenizer = Tokenizer(models.WordLevel(words_of, unk_token="w1"))
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for words, said in (
+        (["convert", "--inspect", "saved"], "model.embedding.weight"),
+        (["generate", "saved", "--tokenizer", "tokenizer.json", "--prompt", "w1 w2", "--tokens", "3"], "w"),
+    ):
+        command = [sys.executable, "-m", "plait", *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout

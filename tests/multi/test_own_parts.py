@@ -33,7 +33,8 @@ def assert_same_run(found: Outcome, expected: Outcome) -> None:
 def test_an_engine_by_name_equals_one_process_saved_on_two_ranks_and_resumed_natively(
     two_ranks: RankPool, tmp_path: Path
 ) -> None:
-    sections: dict[str, Any] = {"train": {"by_epoch": True, "max_epochs": 2, "clip_norm": 0.5}}
+    train = {"by_epoch": True, "max_epochs": 2, "clip_norm": 0.5}
+    sections: dict[str, Any] = {"train": train, "batch": {"total": 4, "micro": 1}}
     options = {"validation": 6}
     whole = fit(0, 1, {**sections, "work_dir": tmp_path / "whole"}, **options)
     own = {**sections, "strategy": ENGINE, "work_dir": tmp_path / "own"}

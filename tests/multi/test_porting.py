@@ -18,6 +18,7 @@ import plait
 from plait.config import parse_sections
 from plait.models import build_model
 
+pytestmark = pytest.mark.timeout(900)  # whole scripts, one after the other
 PORTING = Path(__file__).parents[2] / "examples" / "porting"
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -46,7 +47,7 @@ def compare(found: dict[str, float], expected: dict[str, float]) -> None:
 
 @pytest.mark.parametrize(
     ("guide", "count", "strategies"),
-    [("ddp", 10, ("ddp", "zero3")), ("fsdp2", 6, ("fsdp", "zero1")), ("nanogpt", 14, ("ddp", "zero2"))],
+    [("ddp", 10, ("ddp", "zero3")), ("fsdp2", 6, ("fsdp",)), ("nanogpt", 14, ("zero2",))],
 )
 def test_a_ported_script_has_the_losses_of_the_one_before(
     tmp_path: Path, guide: str, count: int, strategies: tuple[str, ...]

@@ -77,6 +77,7 @@ def by_hand(
     with make(run, hooks, **{**sections, "train": stop}) as runner:
         runner.train()
     with make(run, [trace := Trace(), *hooks], **sections) as runner:
+        runner.setup()
         assert runner.step == saved
         per_epoch = SAMPLES // TOTAL
         runner.set_position(taken // per_epoch, taken % per_epoch, samples=TOTAL)
@@ -145,6 +146,7 @@ def test_a_run_that_ends_after_going_back_resumes_past_the_data_in_question(tmp_
     with make(str(tmp_path), [Harm(12), GOING_BACK, Crash()]) as runner, pytest.raises(AssertionError, match="back"):
         runner.train()
     with make(str(tmp_path), [trace := Trace(), GOING_BACK]) as runner:
+        runner.setup()
         assert (runner.step, runner.epoch, runner.step_in_epoch) == (10, 1, 4)
         runner.train()
     assert len(trace.numbers) == 20 * TOTAL

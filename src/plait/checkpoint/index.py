@@ -12,7 +12,7 @@ import torch
 
 from plait.checkpoint.pieces import Piece
 from plait.checkpoint.tensorfile import BLOCK, DTYPES, Slot
-from plait.config.files import parse_json
+from plait.config import parse_json
 
 NAME = "index.json"
 

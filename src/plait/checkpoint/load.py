@@ -20,7 +20,7 @@ from plait.checkpoint.pieces import Held, held_pieces
 from plait.checkpoint.read import PieceReader, try_to_read
 from plait.checkpoint.tensorfile import digest
 from plait.errors import CheckpointError
-from plait.spec.later import Entry
+from plait.spec import Entry
 from plait.world import World
 
 _Given = TypeVar("_Given")

@@ -14,7 +14,7 @@ from typing import Any
 from plait.checkpoint import index
 from plait.checkpoint.index import Index
 from plait.checkpoint.tensorfile import digest
-from plait.config.files import parse_json
+from plait.config import parse_json
 from plait.errors import CheckpointError
 
 FORMAT = 2

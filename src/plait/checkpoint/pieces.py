@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.tensorfile import BLOCK
-from plait.spec.later import Entry, Later
+from plait.spec import Entry, Later
 from plait.world import Channel, is_sharded
 
 STRIP = 4 * BLOCK

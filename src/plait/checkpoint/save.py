@@ -29,7 +29,7 @@ from plait.checkpoint.storage import StoredCheckpoints
 from plait.checkpoint.tensorfile import TensorFileWriter, digest, read_slots
 from plait.checkpoint.together import attempt, together
 from plait.errors import CheckpointError
-from plait.spec.later import Entry
+from plait.spec import Entry
 from plait.world import Channel, World
 
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from plait.checkpoint.folder import CheckpointFolder
 from plait.checkpoint.manifest import NAME, is_complete, read_manifest, saved_at
-from plait.config.train import FolderStorageConfig, StorageConfig
+from plait.config import FolderStorageConfig, StorageConfig
 from plait.errors import CheckpointError, ConfigError, PlaitError, Problem
 from plait.plugins import build
 

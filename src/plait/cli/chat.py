@@ -10,9 +10,7 @@ import typer
 
 from plait.cli.speaking import Opening, open_speaker
 from plait.errors import DataError, GenerateError
-from plait.generate.options import Sampling
-from plait.generate.printable import printable
-from plait.generate.speaker import Speaker, Turn
+from plait.generate import Sampling, Speaker, Turn, printable
 
 _COMMAND = re.compile(r"/[a-z]+")
 HELP = "/clear begins anew, /undo takes the last question back, /quit ends (so does Ctrl-D); Ctrl-C stops an answer"

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from plait.config import RunConfig, resolve_batch, resolve_layout
 from plait.errors import ConfigError
-from plait.plan.candidate import Candidate
+from plait.plan import Candidate
 
 _BEFORE = ("strategy.layout.", "strategy.offload.", "strategy.", "batch.")
 _AFTER = (".mode", ".enabled")

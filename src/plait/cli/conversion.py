@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plait.checkpoint.convert import (
+from plait.checkpoint import (
     Description,
     Kind,
     Source,
@@ -17,17 +17,21 @@ from plait.checkpoint.convert import (
     with_state,
     without_padding,
 )
-from plait.config import parse_stored
-from plait.config.data import texts as text_sources
-from plait.config.files import read_json_object
-from plait.config.posttrain import PosttrainConfig
+from plait.config import PosttrainConfig, parse_stored, read_json_object
+from plait.config import texts as text_sources
 from plait.data import load_tokenizer, tokenizer_path
 from plait.errors import CheckpointError, ConfigError, DataError, ModelError, PlaitError, Problem
-from plait.models.portable import from_transformers, to_transformers
-from plait.posttrain.data.prepare import tokenizer_beside
-from plait.posttrain.data.template import CHAT_TEMPLATE, template_of_run
-from plait.posttrain.data.tokenizer import SETTINGS, read_settings, read_tokenizer
-from plait.posttrain.lora.merged import has_adapters, merged
+from plait.models import from_transformers, to_transformers
+from plait.posttrain import (
+    CHAT_TEMPLATE,
+    SETTINGS,
+    has_adapters,
+    merged,
+    read_settings,
+    read_tokenizer,
+    template_of_run,
+    tokenizer_beside,
+)
 
 TEMPLATES = (CHAT_TEMPLATE, "chat_template.json")
 """Where folders of `transformers` keep a chat template, beside the tokenizer's settings."""

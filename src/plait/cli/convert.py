@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from plait.config.part import choose_type
-from plait.config.trust import entry_points_of
-from plait.config.words import choose
+from plait.config import choose, choose_type, entry_points_of
 from plait.errors import CheckpointError, ConfigError, Problem
 
 if TYPE_CHECKING:
-    from plait.checkpoint.convert import Source
+    from plait.checkpoint import Source
 
 _DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -83,7 +81,7 @@ def convert(src: str | None, dst: str | None, options: Options) -> None:
 
     from plait.checkpoint import convert as room
     from plait.cli.conversion import prepared
-    from plait.monitor.units import duration, size
+    from plait.monitor import duration, size
 
     start = time.perf_counter()
     to: Any = options.to
@@ -129,9 +127,8 @@ def _show(path: str, *, every: bool, verify: bool, from_: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from plait.checkpoint.convert import open_source
-    from plait.checkpoint.convert.summary import parts, rows
-    from plait.monitor.units import compact, size
+    from plait.checkpoint import open_source, parts, rows
+    from plait.monitor import compact, size
 
     with open_source(Path(path), from_) as source:
         verified = source.verify() if verify else None

@@ -14,7 +14,7 @@ from rich.text import Text
 from plait.cli.files import write_file
 from plait.config import dialect
 from plait.errors import ConfigError, Problem
-from plait.launch.environment import report
+from plait.launch import report
 from plait.plugins import installed
 
 
@@ -61,7 +61,7 @@ def measure(out: str | None, folder: str) -> None:
     """Measure this machine, print the figures, and write them where `plait plan --gpu FILE` can read them."""
     if out is not None and Path(out).suffix not in (".yaml", ".yml"):
         raise ConfigError(Problem("--out", f"{out!r} is no YAML file", "Write a name that ends in .yaml."))
-    from plait.plan.measure import measure_hardware
+    from plait.plan import measure_hardware
 
     found = measure_hardware(folder=folder)
     _print(found.rows)

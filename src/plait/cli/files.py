@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from plait.config.encoding import as_utf8
+from plait.config import as_utf8
 from plait.errors import ConfigError, Problem
 
 

@@ -12,17 +12,11 @@ import typer
 from plait.cli.files import write_file
 from plait.cli.here import import_from_here
 from plait.cli.speaking import Opening, open_speaker
-from plait.config.encoding import as_utf8
-from plait.config.files import parse_json
+from plait.config import as_utf8, parse_json
 from plait.errors import DataError, GenerateError
-from plait.generate.options import Sampling
-from plait.generate.perplexity import Perplexity, measure_perplexity
-from plait.generate.printable import printable
-from plait.generate.side_by_side import page_of
-from plait.generate.speaker import Speaker, Turn
-from plait.posttrain.data.records import Message
-from plait.posttrain.judge import Question, open_judge, run_behind
-from plait.posttrain.judge import held_out as kept_back
+from plait.generate import Perplexity, Sampling, Speaker, Turn, measure_perplexity, page_of, printable
+from plait.posttrain import Message, Question, open_judge, run_behind
+from plait.posttrain import held_out as kept_back
 
 _MORE = ("messages", "system", "history", "instruction", "input", "tools")
 """What a prompt of a file may have beside its text, and cannot have here."""

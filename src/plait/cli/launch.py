@@ -9,15 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plait.errors import WorldError
-from plait.launch.flags import flags
-from plait.launch.options import Options, misplaced, parse_options
-from plait.launch.prepare import prepare
-from plait.launch.program import absent, find_program
-from plait.launch.setup import Setup, code_folder
-from plait.launch.slurm import in_allocation
+from plait.launch import (
+    Options,
+    Setup,
+    absent,
+    code_folder,
+    find_program,
+    flags,
+    in_allocation,
+    misplaced,
+    parse_options,
+    prepare,
+)
 
 if TYPE_CHECKING:
-    from plait.launch.preflight import HostCheck, Preflight
+    from plait.launch import HostCheck, Preflight
 
 _MOST_ROWS = 32
 """Of more hosts than this, only those with a finding are shown."""
@@ -93,7 +99,7 @@ def _cleared(setup: Setup) -> Setup:
 def _checked(setup: Setup) -> Preflight:
     if setup.launcher == "slurm" and not in_allocation():
         raise WorldError("--preflight: Slurm has given out no hosts yet; run it inside an allocation")
-    from plait.launch.preflight import preflight
+    from plait.launch import preflight
 
     fixed = None if setup.options.master_port is None else setup.options.master_port_by
     found = preflight(setup.job, setup.reach, code=code_folder(setup.options), fixed_port=fixed)

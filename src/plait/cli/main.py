@@ -55,7 +55,7 @@ class _Described(TyperCommand):
 
 
 def _is_setting(key: str) -> bool:
-    from plait.config.run import RunConfig
+    from plait.config import RunConfig
 
     return "." in key or key in RunConfig.model_fields
 

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from plait.cli.train import _count
-from plait.config.read import ENDINGS
+from plait.config import ENDINGS
 from plait.errors import ConfigError, Problem
 from plait.launch import run_here
 
 if TYPE_CHECKING:
-    from plait.posttrain.pipeline.chain import Step
-    from plait.posttrain.pipeline.run import Start
+    from plait.posttrain import Start, Step
 
 HELP = """usage: plait pipeline FILE… [key=value…] [options]
        plait pipeline --step 1 2 3 --actor-model FOLDER [options]
@@ -78,7 +77,7 @@ def pipeline(words: Sequence[str]) -> None:
     if "dry_run" in asked.own:
         _show(steps)
         return
-    from plait.posttrain.pipeline.run import run_steps
+    from plait.posttrain import run_steps
 
     code = run_steps(steps, start, typer.echo)
     _show(steps)
@@ -89,9 +88,8 @@ def pipeline(words: Sequence[str]) -> None:
 
 def sort_words(words: Sequence[str]) -> Asked:
     """Files, settings and flags apart. A flag takes what stands behind it, up to the next flag or setting."""
-    from plait.config.words import nearest
-    from plait.posttrain.flags import FLAGS
-    from plait.posttrain.steps import WORDS
+    from plait.config import nearest
+    from plait.posttrain import FLAGS, WORDS
 
     asked = Asked()
     taking: list[str] = []
@@ -154,7 +152,7 @@ def _is_number(word: str) -> bool:
 
 def _place(asked: Asked) -> tuple[int, int, Start]:
     """Ranks in all, ranks on one host, and what starts them."""
-    from plait.posttrain.steps import read_steps
+    from plait.posttrain import read_steps
 
     steps, nproc, hostfile = read_steps(asked.words), asked.own.get("nproc"), asked.own.get("hostfile")
     said = any(word.startswith(("--deployment-type", "--deployment_type")) for word in asked.words)
@@ -169,7 +167,7 @@ def _place(asked: Asked) -> tuple[int, int, Start]:
     if hostfile is None:
         count = _count(nproc or (steps.nproc if said else None) or "1")
         return count, count, lambda command: run_here([sys.executable, "-m", "plait", *command], count)
-    from plait.launch.hostfile import read_hostfile
+    from plait.launch import read_hostfile
 
     slots = [len(each) for each in read_hostfile(Path(hostfile)).values()]
     return sum(slots), max(slots), lambda command: _on_hosts(hostfile, command)
@@ -188,10 +186,7 @@ def _on_hosts(hostfile: str, command: list[str]) -> int:
 def _steps(asked: Asked, ranks: int, local: int) -> list[Step]:
     from dataclasses import replace
 
-    from plait.posttrain.flags import translate
-    from plait.posttrain.pipeline.check import make_steps
-    from plait.posttrain.pipeline.describe import as_overrides, from_files, from_words, with_words
-    from plait.posttrain.steps import read_steps
+    from plait.posttrain import as_overrides, from_files, from_words, make_steps, read_steps, translate, with_words
 
     words = read_steps(asked.words)
     given = [word[2:].partition("=")[0].replace("-", "_") for word in asked.words if word.startswith("--")]
@@ -210,7 +205,7 @@ def _show(steps: Sequence[Step]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from plait.posttrain.pipeline.summary import next_commands, outcome_of
+    from plait.posttrain import next_commands, outcome_of
 
     table = Table("step", "phase", "state", "time", "figures", "begins with", "result", box=None, pad_edge=False)
     for step in steps:

@@ -11,22 +11,15 @@ import typer
 
 from plait.cli.files import write_file
 from plait.cli.here import import_from_here
-from plait.config import parse, resolve_batch, resolve_layout
-from plait.config.data import unit_of
-from plait.config.layout import least_ranks
-from plait.config.run import RunConfig
+from plait.config import RunConfig, least_ranks, parse, resolve_batch, resolve_layout, unit_of
 from plait.errors import ConfigError, Problem
-from plait.monitor.units import duration
+from plait.monitor import duration
 from plait.spec import Phase
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from plait.plan.hardware import Hardware
-    from plait.plan.ladder import Rung
-    from plait.plan.plan import Plan
-    from plait.plan.rankplan import Known
-    from plait.plan.ways import Search
+    from plait.plan import Hardware, Known, Plan, Rung, Search
 
 GIB, MIB = 2**30, 2**20
 _SHOWN = 12
@@ -66,7 +59,7 @@ def draw_pipeline(config: str, overrides: Sequence[str], out: str | None, *, ran
     pipeline = strategy.pipeline
     batch = resolve_batch(found.batch, layout.data_parallel, micro_batches=pipeline.micro_batches)
 
-    from plait.parallel.pipeline import draw_schedule, theoretical_bubble
+    from plait.parallel import draw_schedule, theoretical_bubble
 
     picture = draw_schedule(pipeline.schedule, layout.pp, batch.accumulation, pipeline.stages_per_rank)
     path = Path(out or "schedule.svg")
@@ -89,8 +82,8 @@ def plan_run(
     """Show what a run will take, and what to change where it does not fit; whether it fits."""
     from rich.console import Console
 
-    from plait.plan.plan import make_plan
-    from plait.strategy.engines import planned_as
+    from plait.plan import make_plan
+    from plait.strategy import planned_as
 
     asked = parse(source, overrides).config
     if asked.strategy.auto:
@@ -114,7 +107,7 @@ def plan_run(
         write_file(out, json.dumps(plan.to_dict(), indent=1) + "\n", "--out")
         console.print(f"{out}: all figures")
     if timeline is not None:
-        from plait.plan.timeline import draw_timeline
+        from plait.plan import draw_timeline
 
         write_file(timeline, draw_timeline(plan), "--timeline")
         console.print(f"{timeline}: memory from the build to a save")
@@ -126,7 +119,7 @@ def plan_run(
 def search_run(source: str, overrides: Sequence[str], *, gpu: str | None, gpus: int | None, out: str | None) -> bool:
     """Show the fastest ways to spread a run that fit, and why the others do not; whether any does."""
     from plait.cli.columns import wide_console
-    from plait.plan.ways import search
+    from plait.plan import search
 
     config = parse(source, overrides).config
     import_from_here()
@@ -150,7 +143,7 @@ def search_run(source: str, overrides: Sequence[str], *, gpu: str | None, gpus: 
 
 
 def _machine(gpu: str | None, config: RunConfig) -> Hardware:
-    from plait.plan.hardware import find_hardware, hardware_here
+    from plait.plan import find_hardware, hardware_here
 
     given = gpu or config.plan.hardware
     return hardware_here(config.device) if given is None else find_hardware(given)
@@ -201,7 +194,7 @@ def _show(console: Console, plan: Plan, config: RunConfig) -> None:
 
 def _memory_rows(plan: Plan) -> Iterator[tuple[str, list[float | None]]]:
     """By phase and by part, the columns of each rank: its device, and its host where that is another memory."""
-    from plait.plan.host import host_peaks
+    from plait.plan import host_peaks
 
     width = len(_columns(plan))
     peaks = [(rank.account.peaks(), host_peaks(rank.account, plan.hardware))[:width] for rank in plan.ranks]
@@ -249,7 +242,7 @@ def _time_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
 
 def _show_ladder(console: Console, config: RunConfig, machine: Hardware, ranks: int, known: Known) -> None:
     """Rung by rung as they are planned; at the end what to write, that nothing helps, or that the time was up."""
-    from plait.plan.ladder import Ladder
+    from plait.plan import Ladder
 
     console.print("\nOne change after the other, each on top of those before:")
     ladder = Ladder(config, machine, ranks, known=known)

@@ -8,9 +8,7 @@ from dataclasses import replace
 
 from plait.cli.running import train_with
 from plait.cli.train import _count, _show
-from plait.config import Parsed, check, parse, resolve_batch, resolve_layout
-from plait.config.draft import origin_of
-from plait.config.paths import missing_paths, missing_starts
+from plait.config import Parsed, check, missing_paths, missing_starts, origin_of, parse, resolve_batch, resolve_layout
 from plait.errors import ConfigError, Problem
 from plait.launch import launched_rank, launched_size, run_here
 from plait.monitor import report_progress
@@ -50,7 +48,7 @@ def _look_for_files(parsed: Parsed) -> None:
 
 def _run(parsed: Parsed, words: Sequence[str]) -> None:
     from plait.cli.here import import_from_here
-    from plait.posttrain.run import make_runner
+    from plait.posttrain import make_runner
 
     import_from_here()
     with make_runner(parsed) as runner:

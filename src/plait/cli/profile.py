@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from plait.cli.running import leave_if_stopped
 from plait.cli.train import _check, _count
-from plait.config import parse
-from plait.config.profile import ProfileConfig
+from plait.config import ProfileConfig, parse
 from plait.errors import TrainingError
 from plait.launch import launched_size, run_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from plait.runner.profile import Report
+    from plait.runner import Report
 
 
 _WIDTH = 132
@@ -56,8 +55,7 @@ def _without_saving(given: Any) -> list[str]:
 
 def _run(config: str, words: Sequence[str], wanted: ProfileConfig) -> None:
     from plait.cli.here import import_from_here
-    from plait.runner import Runner
-    from plait.runner.profile import Profile
+    from plait.runner import Profile, Runner
 
     import_from_here()
     hook = Profile(wanted, then_stop=True)
@@ -73,7 +71,7 @@ def _run(config: str, words: Sequence[str], wanted: ProfileConfig) -> None:
 def _show(report: Report, folder: str) -> None:
     from rich.console import Console
 
-    from plait.runner.profile.table import grids, headline
+    from plait.runner import grids, headline
 
     console = Console(highlight=False)
     if not console.is_terminal:

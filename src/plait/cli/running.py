@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from plait.launch import LEAK_REMEDY, become_smaller, growth_text, launched_size
-from plait.spec.phase import Phase
+from plait.spec import Phase
 
 if TYPE_CHECKING:
     from plait.runner import Runner
@@ -29,7 +29,7 @@ def train_with(runner: Runner, words: Sequence[str]) -> None:
 
 def leave_if_stopped(runner: Runner) -> None:
     """End a process whose run a signal has stopped. Every rank must ask."""
-    from plait.runner.signals import STOPPED
+    from plait.runner import STOPPED
 
     # The ranks wait for each other here: some launchers end the others as soon as one has left with such a code.
     if not runner.stopping() or (code := STOPPED.get(str(runner.stop_reason))) is None:

@@ -9,8 +9,7 @@ import typer
 
 from plait.cli.speaking import Opening, open_speaker
 from plait.errors import GenerateError
-from plait.generate.printable import printable
-from plait.generate.serve import HERE, Limits, Server
+from plait.generate import HERE, Limits, Server, printable
 
 
 def serve(

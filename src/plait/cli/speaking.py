@@ -11,34 +11,31 @@ import torch
 import typer
 from torch import nn
 
-from plait.checkpoint import CheckpointFolder, load_into, open_checkpoint
-from plait.checkpoint.convert import kind_of, open_source, read_description
-from plait.checkpoint.manifest import NAME as MANIFEST
-from plait.config import RunConfig, parse, parse_stored
-from plait.config.files import read_json_object
-from plait.config.model import HFConfig, ModelConfig
-from plait.config.posttrain import PosttrainConfig
+from plait.checkpoint import NAME as MANIFEST
+from plait.checkpoint import CheckpointFolder, kind_of, load_into, open_checkpoint, open_source, read_description
+from plait.config import HFConfig, ModelConfig, PosttrainConfig, RunConfig, parse, parse_stored, read_json_object
 from plait.data import tokenizer_path
 from plait.errors import ConfigError, DataError, GenerateError, ModelError, Problem
-from plait.generate.generator import Generator, context_of
-from plait.generate.speaker import Speaker, Turn
-from plait.generate.tools import CLOSE, OPEN, ToolCall, read_calls
-from plait.models import build_model
-from plait.models.portable import from_transformers
-from plait.parallel.buffers import persistent_buffers
-from plait.posttrain.data.records import Message
-from plait.posttrain.data.template import (
+from plait.generate import CLOSE, OPEN, Generator, Speaker, ToolCall, Turn, context_of, read_calls
+from plait.models import build_model, from_transformers
+from plait.parallel import persistent_buffers
+from plait.posttrain import (
+    NAME,
+    AdapterSpec,
+    ChatTokenizer,
+    Message,
     OfTokenizer,
     Template,
     UnwritableError,
+    attach,
     chat_template_in,
+    fill_all,
+    open_start,
+    read_adapter,
+    read_tokenizer,
     template_of_run,
     tokenizer_folder,
 )
-from plait.posttrain.data.tokenizer import NAME, ChatTokenizer, read_tokenizer
-from plait.posttrain.lora.adapter import read_adapter
-from plait.posttrain.lora.attach import AdapterSpec, attach
-from plait.posttrain.start import fill_all, open_start
 from plait.world import open_world
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -182,7 +179,7 @@ def _load_trained_part(place: Path, config: RunConfig, opening: Opening) -> nn.M
 
 def _load_streamed(place: Path, config: RunConfig | None, opening: Opening) -> nn.Module:
     """A model of which the device holds two blocks at a time."""
-    from plait.generate.streamed import build_streamed
+    from plait.generate import build_streamed
 
     tier = opening.offload
     if tier not in ("cpu", "nvme"):

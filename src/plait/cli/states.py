@@ -14,7 +14,7 @@ def show_states(config: str, overrides: Sequence[str], *, gpus: int = 1) -> None
     """Print the account of the run's own model, and DeepSpeed's tables for it. The model is never given storage."""
     found = parse(config, overrides).config
 
-    from plait.plan.states import account_of, zero2_table, zero3_table
+    from plait.plan import account_of, zero2_table, zero3_table
 
     total, largest = _count(found)
     account = account_of(found, total)
@@ -36,7 +36,7 @@ def _count(config: RunConfig) -> tuple[int, int]:
 
     from plait.cli.here import import_from_here
     from plait.models import build_model
-    from plait.plan.states import count_params
+    from plait.plan import count_params
 
     import_from_here()
     try:

@@ -81,7 +81,7 @@ def generate(
 ) -> None:
     """Continue texts with a trained language model."""
     from plait.cli.generate import generate as run
-    from plait.generate.options import Sampling
+    from plait.generate import Sampling
 
     sampling = Sampling(tokens, temperature, top_k, top_p, repetition_penalty, tuple(stop or ()), seed)
     opening = _opening(adapter, tokenizer, dtype, offload, offload_path, trust_code=trust_code)
@@ -122,7 +122,7 @@ def chat(
     if (model is None) == (path is None):
         raise typer.BadParameter("name one model: `plait chat MODEL` or `plait chat --path MODEL`")
     from plait.cli.chat import chat as run
-    from plait.generate.options import Sampling
+    from plait.generate import Sampling
 
     sampling = Sampling(tokens, temperature, top_k, top_p, repetition_penalty, tuple(stop or ()), seed)
     run(model or path or "", sampling, _opening(adapter, tokenizer, dtype, trust_code=trust_code), system=system)
@@ -148,7 +148,7 @@ def serve(
     trust_code: TrustCode = False,
 ) -> None:
     """Answer over HTTP in the words of OpenAI's API, with a web page to try it."""
-    from plait.generate.serve import Limits  # isort: skip  # first: without its extra nothing else is loaded
+    from plait.generate import Limits  # isort: skip  # first: without its extra nothing else is loaded
 
     from plait.cli.serve import serve as run
 

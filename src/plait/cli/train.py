@@ -6,11 +6,22 @@ import sys
 from collections.abc import Sequence
 
 from plait.cli.running import train_with
-from plait.config import Parsed, describe, parse, resolve_batch, resolve_layout
-from plait.config.complete import check_complete
-from plait.config.graphs import check_graphs
-from plait.config.train import OWN_HOOK, AccuracyConfig, EarlyStopConfig, MetricPart
-from plait.config.words import listed, show, whole_number
+from plait.config import (
+    OWN_HOOK,
+    AccuracyConfig,
+    EarlyStopConfig,
+    MetricPart,
+    Parsed,
+    check_complete,
+    check_graphs,
+    describe,
+    listed,
+    parse,
+    resolve_batch,
+    resolve_layout,
+    show,
+    whole_number,
+)
 from plait.errors import ConfigError, Problem
 from plait.launch import Machines, gpu_count, launched_rank, launched_size, run_here, run_share
 from plait.monitor import report_progress
@@ -71,8 +82,7 @@ def _check_found_alike(parsed: Parsed) -> None:
 
 def _found(config: str, overrides: Sequence[str], ranks: int) -> list[str]:
     """The settings of the fastest way to spread the run, for `strategy: auto`."""
-    from plait.plan.aside import in_a_child
-    from plait.plan.gate import best_settings
+    from plait.plan import best_settings, in_a_child
 
     asked = [*overrides, "strategy.auto=false"]
     wanted = parse(config, asked).config
@@ -86,8 +96,7 @@ def _found(config: str, overrides: Sequence[str], ranks: int) -> list[str]:
 
 def _shared(config: str, overrides: Sequence[str], ranks: int) -> list[str]:
     """A number for `strategy.offload.ratio: auto`."""
-    from plait.plan.aside import in_a_child
-    from plait.plan.gate import best_ratio
+    from plait.plan import best_ratio, in_a_child
 
     wanted = parse(config, overrides).config
     found = in_a_child(lambda: best_ratio(wanted, ranks), seconds=600.0)
@@ -102,8 +111,8 @@ def _accelerated(path: str, *, launched: bool) -> tuple[list[str], str | None, M
 
     Who was `launched` already has its ranks from there.
     """
-    from plait.config.read import read
-    from plait.frontends.accelerate.config import as_overrides, machines, processes, translate
+    from plait.config import read
+    from plait.frontends.accelerate import as_overrides, machines, processes, translate
 
     found = translate(path)
     if not launched:
@@ -134,7 +143,7 @@ def _check(parsed: Parsed, ranks: int) -> None:
     check_graphs(config, ranks=ranks, accumulation=batch.accumulation)
     if layout.pp > 1:
         # Late: it brings torch, which the launcher otherwise does without.
-        from plait.parallel.pipeline import check_pipeline
+        from plait.parallel import check_pipeline
 
         check_pipeline(pipeline, layout.pp, batch.accumulation)
 

@@ -10,10 +10,9 @@ from typing import Any
 import typer
 
 from plait.cli.files import write_file
-from plait.config import dialect, parse
-from plait.config.run import RunConfig
+from plait.config import RunConfig, dialect, parse
 from plait.errors import ConfigError, Problem
-from plait.frontends.account import Account, Answer, Translation
+from plait.frontends import Account, Answer, Translation
 
 _YOURS = "# `model` and `data` are yours to add: the other framework leaves them to the script."
 
@@ -42,10 +41,10 @@ def convert_config(src: str, dst: str | None, *, overwrite: bool) -> None:
 
 def translated(path: Path) -> tuple[str, Translation]:
     """Which framework a configuration is of, and what it says in Plait's words."""
-    from plait.frontends.accelerate.config import is_accelerate
-    from plait.frontends.accelerate.config import translate as from_accelerate
-    from plait.frontends.deepspeed.config import KEYS, read_config
-    from plait.frontends.deepspeed.config import translate as from_deepspeed
+    from plait.frontends.accelerate import is_accelerate
+    from plait.frontends.accelerate import translate as from_accelerate
+    from plait.frontends.deepspeed import KEYS, read_config
+    from plait.frontends.deepspeed import translate as from_deepspeed
 
     config = read_config(path)
     known: list[tuple[str, bool, Callable[[Path], Translation]]] = [
@@ -73,14 +72,14 @@ def written(file: str, name: str, translation: Translation, search: dict[str, An
 
 def _search(path: Path) -> dict[str, Any]:
     """What the `autotuning` section asks `plait tune` for."""
-    from plait.frontends.deepspeed.config import search
+    from plait.frontends.deepspeed import search
 
     found = search(path)
     return {} if found is None or not found.enabled else found.config.model_dump(mode="json", exclude_defaults=True)
 
 
 def _is_ours(config: dict[str, Any]) -> bool:
-    from plait.frontends.deepspeed.config import KEYS
+    from plait.frontends.deepspeed import KEYS
 
     if not config or not all(key in RunConfig.model_fields for key in config):
         return False

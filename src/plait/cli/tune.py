@@ -13,12 +13,10 @@ from rich.table import Column, Table
 
 from plait.cli.columns import as_columns, wide_console
 from plait.cli.here import import_from_here
-from plait.config import RunConfig, parse
-from plait.config.override import split_override
-from plait.config.read import read
-from plait.config.words import counted, show
+from plait.config import RunConfig, counted, parse, read, show, split_override
 from plait.errors import ConfigError, Problem
-from plait.tune import Candidate, Rank, Tuned, make_tune_config, rank_by_rule, tune
+from plait.plan import Candidate
+from plait.tune import Rank, Tuned, make_tune_config, rank_by_rule, tune
 
 _ROWS = 20
 """Trials that the table shows; the files have them all."""
@@ -115,9 +113,7 @@ def _by_plan(ranks: int) -> Rank:
     """The order that the plan expects; where it knows nothing, a rule of thumb."""
 
     def rank(run: RunConfig, found: Sequence[Candidate]) -> Sequence[Candidate]:
-        from plait.plan.aside import in_a_child
-        from plait.plan.hardware import hardware_here
-        from plait.plan.ways import in_expected_order
+        from plait.plan import hardware_here, in_a_child, in_expected_order
 
         def order() -> list[Candidate]:
             return in_expected_order(run, found, hardware_here(run.device), ranks)

@@ -140,7 +140,7 @@ class Draft:
                 if inner not in self.origins and path in self.origins:
                     self._mark((*keys, key), expanded[key], self.origins[path])
                 if not isinstance(value, dict):
-                    self.written[inner] = path
+                    self.written[inner] = self.written.get(path, path)
         return expanded
 
     def _expanded(self, value: Any, annotation: Any, keys: Keys) -> Any:

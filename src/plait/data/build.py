@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader
 
-from plait.config.data import (
+from plait.config import (
     OWN_DATA,
     Cifar10Data,
     DataConfig,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plait.errors import DataError
-from plait.ops.drafts import drafting
+from plait.ops import drafting
 
 
 def cache_root(setting: str | None) -> Path:

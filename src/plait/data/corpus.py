@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from plait.config.data import JsonlData, TextData
+from plait.config import JsonlData, TextData
 from plait.data.cache import cache_root, cached
 from plait.data.jsonl import JsonlSource
 from plait.data.text import Document, TextSource, hash_files

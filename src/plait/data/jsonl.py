@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from plait.config.encoding import as_utf8
-from plait.config.files import parse_json
+from plait.config import as_utf8, parse_json
 from plait.data.text import Document, find_files, hash_files, open_file
 from plait.errors import DataError
 

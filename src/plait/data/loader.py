@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
-from plait.config.words import counted
+from plait.config import counted
 from plait.data.adopt import adopt
 from plait.data.collate import Collate, stack
 from plait.data.fetch import Fetch

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from plait.config.words import counted
+from plait.config import counted
 from plait.data.order import mix
 from plait.data.tokens import TokenFile
 from plait.errors import DataError

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 
-from plait.config.encoding import as_utf8
+from plait.config import as_utf8
 from plait.data.tokenizer import END
 from plait.errors import DataError
 

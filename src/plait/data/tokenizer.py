@@ -8,8 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from plait.config.data import SMALLEST_BPE
-from plait.config.encoding import half_character
+from plait.config import SMALLEST_BPE, half_character
 from plait.errors import DataError
 
 END = "<|endoftext|>"

@@ -22,7 +22,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.config.files import parse_json
+from plait.config import parse_json
 from plait.errors import DataError
 
 VERSION = 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from plait.config.words import show
+from plait.config import show
 from plait.errors import ConfigError, Problem
 
 _WIDEST = 56

@@ -13,8 +13,7 @@ from plait.generate.choose import choose
 from plait.generate.decoder import Decoder
 from plait.generate.graph import Recorded
 from plait.generate.options import Completion, Sampling
-from plait.ops.chance import Chance
-from plait.ops.note import Book, note
+from plait.ops import Book, Chance, note
 
 CHECK_EVERY = 16
 """Tokens between two looks at which rows are done; each look waits for the device."""

@@ -23,9 +23,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from plait.generate.decoder import Call, GrowingDecoder, lengths_of, padded
 from plait.generate.quick import QuickStep, fused, takes_model
-from plait.models.common.attention import Attention
-from plait.ops.chance import Chance
-from plait.ops.ends import At
+from plait.models import Attention
+from plait.ops import At, Chance
 
 SLOTS = 64
 """The cache is a multiple of so many tokens long: kernels that take a mask want its rows aligned."""

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.generate.options import Sampling
-from plait.ops.chance import Chance
-from plait.ops.draw import bits_of, draw, place_of, weights_of
-from plait.ops.greedy import greedy, logprob_of
+from plait.ops import Chance, bits_of, draw, greedy, logprob_of, place_of, weights_of
 
 
 def choose(

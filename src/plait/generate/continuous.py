@@ -18,7 +18,7 @@ from plait.generate.choose import choose
 from plait.generate.decoder import Decoder, GrowingDecoder
 from plait.generate.graph import Recorded
 from plait.generate.options import Sampling
-from plait.ops.chance import Chance, with_seed
+from plait.ops import Chance, with_seed
 
 
 class Token(NamedTuple):

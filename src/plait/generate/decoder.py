@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.ops.chance import Chance
-from plait.ops.draw import draw
-from plait.ops.greedy import greedy
+from plait.ops import Chance, draw, greedy
 from plait.world import is_sharded
 
 Call = Callable[..., Any]

@@ -16,7 +16,7 @@ from plait.generate.continuous import ContinuousBatch, Row
 from plait.generate.decoder import Call, Decoder, PlainDecoder
 from plait.generate.hf import TransformersDecoder, accepts
 from plait.generate.options import Completion, Sampling, check_prompts
-from plait.models.common.attention import Attention
+from plait.models import Attention
 
 CONTEXT_KEYS = ("seq_len", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 """What models call the number of tokens that they are made for."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from plait.ops.record import record
+from plait.ops import record
 
 WARM_UP = 1
 """Steps done before recording: libraries set themselves up in the first one. They count like any other."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from plait.errors import GenerateError, RolloutMismatchError
 from plait.generate.decoder import filled_up, padded
 from plait.generate.options import Completion
-from plait.strategy.native.manual import ManualEngine
+from plait.strategy import ManualEngine
 from plait.world import is_sharded
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}

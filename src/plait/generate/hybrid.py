@@ -24,8 +24,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from plait.config.online import VllmConfig
-from plait.config.run import RunConfig
+from plait.config import RunConfig, VllmConfig
 from plait.errors import GenerateError
 from plait.generate.batch import Decode
 from plait.generate.decoder import filled_up
@@ -38,7 +37,7 @@ from plait.generate.room import cache_bytes, fits
 from plait.generate.vllm import VllmWriter
 from plait.models import build_model
 from plait.precision import make_policy
-from plait.strategy.native.manual import ManualEngine
+from plait.strategy import ManualEngine
 
 Mode = Literal["auto", "gathered", "sharded", "trainer", "vllm"]
 Merge = Callable[[nn.Module, Weights], Weights]

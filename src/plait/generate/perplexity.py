@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from plait.errors import GenerateError
-from plait.models.common.loss import cross_entropy
-from plait.models.common.protocol import IGNORE_INDEX
+from plait.models import IGNORE_INDEX, cross_entropy
 from plait.world import is_sharded
 
 

@@ -14,18 +14,42 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from plait.models.common.attention import Attention, attend
-from plait.models.common.head import LMHead
-from plait.models.common.rope import rotary_table, rotate_both
-from plait.models.fused import FusedAttention, FusedLlamaBlock, FusedRMSNorm, FusedSwiGLU, fuse, rotate_together
-from plait.models.llama.block import LlamaBlock, SwiGLU
-from plait.models.llama.model import Llama
-from plait.ops.chain import AHEAD, Ahead
-from plait.ops.chance import Chance
-from plait.ops.decode_attention import attend_cached, takes
-from plait.ops.ends import At, drawn, likeliest, look_up
-from plait.ops.skinny import EARLY, Norm, Stream, add, ahead_of, gated, make_counters, project
-from plait.ops.triton import has_kernels
+from plait.models import (
+    Attention,
+    FusedAttention,
+    FusedLlamaBlock,
+    FusedRMSNorm,
+    FusedSwiGLU,
+    Llama,
+    LlamaBlock,
+    LMHead,
+    SwiGLU,
+    attend,
+    fuse,
+    rotary_table,
+    rotate_both,
+    rotate_together,
+)
+from plait.ops import (
+    AHEAD,
+    EARLY,
+    Ahead,
+    At,
+    Chance,
+    Norm,
+    Stream,
+    add,
+    ahead_of,
+    attend_cached,
+    drawn,
+    gated,
+    has_kernels,
+    likeliest,
+    look_up,
+    make_counters,
+    project,
+    takes,
+)
 from plait.torch_internals import compiled_call, forward_hooks
 
 _PARTS = (LlamaBlock, Attention, SwiGLU, nn.RMSNorm)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor
 
 from plait.errors import ModelError
-from plait.models.common.exchange import Made
+from plait.models import Made
 
 Weights = Iterable[tuple[str, Tensor]]
 """Parameters with their names, each whole."""

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.parallel.initializer import find_initializer
-from plait.parallel.recording import Record
-from plait.strategy.native.engine import NativeEngine
+from plait.parallel import Record, find_initializer
+from plait.strategy import NativeEngine
 from plait.world import is_sharded, local_part, same_kind
 
 

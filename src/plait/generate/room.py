@@ -6,7 +6,7 @@ import psutil
 import torch
 from torch import nn
 
-from plait.models.common.attention import Attention
+from plait.models import Attention
 from plait.world import World
 
 MARGIN = 1.25

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from plait.config.encoding import half_character
-from plait.data.tokenizer import TextTokenizer
+from plait.config import half_character
+from plait.data import TextTokenizer
 from plait.errors import ContextError, GenerateError
 from plait.generate.continuous import Row
 from plait.generate.generator import Generator

@@ -8,11 +8,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from plait.config.run import RunConfig
-from plait.parallel import materialize
-from plait.parallel.offload.stream import WeightStream, stream_weights
-from plait.parallel.units import find_units
-from plait.strategy.native.building import build_module
+from plait.config import RunConfig
+from plait.parallel import WeightStream, find_units, materialize, stream_weights
+from plait.strategy import build_module
 
 
 def build_streamed(

@@ -27,16 +27,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait.config.model import ModelConfig
-from plait.config.online import VllmConfig
+from plait.config import ModelConfig, VllmConfig
 from plait.errors import GenerateError, MissingExtraError
 from plait.generate.batch import Decode, end_of_text
 from plait.generate.options import Completion, Sampling
 from plait.generate.renamed import Weights, in_names_of_transformers, with_own_head
-from plait.models.portable import to_transformers
-from plait.world import World
-from plait.world.export import export_ranks, open_group_of_one
-from plait.world.seeding import restore_rng_state, rng_state
+from plait.models import to_transformers
+from plait.world import World, export_ranks, open_group_of_one, restore_rng_state, rng_state
 
 BLOCK = 128
 """Tokens of the largest block in which vLLM hands out its cache."""

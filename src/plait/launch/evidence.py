@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from plait.spec.beat import Beat
+from plait.spec import Beat
 
 
 @dataclass(slots=True)

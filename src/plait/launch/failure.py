@@ -17,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from plait.config.words import whole_number
+from plait.config import whole_number
 from plait.errors import ConfigError, PlaitError
-from plait.spec.beat import FOLDER_VARIABLE
+from plait.spec import FOLDER_VARIABLE
 
 _PREFIX = "plait-ranks-"
 _YOUNG_S = 60.0

@@ -6,8 +6,7 @@ import argparse
 import shlex
 from typing import Any, NoReturn
 
-from plait.config.part import choose_type
-from plait.config.trust import entry_points_of
+from plait.config import choose_type, entry_points_of
 from plait.errors import WorldError
 
 LAUNCHERS = ("local", "ssh", "pdsh", "openmpi", "mpich", "mvapich", "impi", "slurm")

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from plait.config.files import read_lines
+from plait.config import read_lines
 from plait.errors import WorldError
-from plait.spec.beat import FOLDER_VARIABLE
+from plait.spec import FOLDER_VARIABLE
 
 PREFIXES = ("NCCL_", "PYTHON", "TORCH_", "PYTORCH_", "GLOO_", "UCX_", "MV2_", "FI_", "OMP_", "MLFLOW", "PLAIT_")
 """Variables whose names begin so are forwarded."""

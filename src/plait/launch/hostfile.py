@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
-from plait.config.files import read_lines
-from plait.config.words import whole_number
+from plait.config import read_lines, whole_number
 from plait.errors import WorldError
 
 Pool = dict[str, tuple[int, ...]]

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from plait.config.words import whole_number
+from plait.config import whole_number
 from plait.errors import WorldError
 from plait.launch.binding import available_cores, cpu_count
 from plait.launch.failure import Messages

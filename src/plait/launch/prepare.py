@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from plait.config.words import whole_number
+from plait.config import whole_number
 from plait.errors import WorldError
 from plait.launch import forward, slurm
 from plait.launch.binding import cpu_count, parse_cores

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
-from plait.config.words import whole_number
+from plait.config import whole_number
 from plait.errors import PlaitError, WorldError
 from plait.launch.job import Job
 from plait.launch.node import attend_here

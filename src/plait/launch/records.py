@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from plait.launch.evidence import Evidence
 from plait.launch.job import Job, Place
-from plait.spec.phase import Phase
+from plait.spec import Phase
 
 _KEPT_LINES = 60
 STOPPED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from plait.config.words import whole_number
+from plait.config import whole_number
 from plait.errors import WorldError
 from plait.launch.command import Command
 from plait.launch.hostfile import Pool

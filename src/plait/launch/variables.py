@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from plait.config.words import whole_number
+from plait.config import whole_number
 from plait.errors import WorldError
 from plait.launch.network import is_this_host
 from plait.launch.options import Options

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from plait.launch.records import Record
-from plait.spec.phase import Phase
+from plait.spec import Phase
 
 EVERY_S = 1.0
 _OFFSET_S = 0.125

@@ -12,7 +12,7 @@ from pathlib import Path
 from plait.launch.evidence import Evidence
 from plait.launch.memory import OomCounter, StepMemory, Trail, anonymous_bytes
 from plait.launch.records import Record
-from plait.spec.beat import STACK_SIGNAL, read_beat
+from plait.spec import STACK_SIGNAL, read_beat
 
 _LOG_BYTES = 1 << 14
 _RECENT_S = 30.0

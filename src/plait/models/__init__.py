@@ -5,6 +5,52 @@
 `plait.models.common.protocol`.
 """
 
-from plait.models.build import build_model, preset
+from typing import TYPE_CHECKING
 
-__all__ = ["build_model", "preset"]
+if TYPE_CHECKING:
+    from plait.models.build import build_model as build_model
+    from plait.models.build import preset as preset
+    from plait.models.common import attention as attention
+    from plait.models.common.attention import Attention as Attention
+    from plait.models.common.attention import attend as attend
+    from plait.models.common.exchange import Made as Made
+    from plait.models.common.head import LMHead as LMHead
+    from plait.models.common.loss import cross_entropy as cross_entropy
+    from plait.models.common.protocol import IGNORE_INDEX as IGNORE_INDEX
+    from plait.models.common.rope import rotary_table as rotary_table
+    from plait.models.common.rope import rotate_both as rotate_both
+    from plait.models.fp8_head import use_fp8_head as use_fp8_head
+    from plait.models.fused import FusedAttention as FusedAttention
+    from plait.models.fused import FusedLlamaBlock as FusedLlamaBlock
+    from plait.models.fused import FusedRMSNorm as FusedRMSNorm
+    from plait.models.fused import FusedSwiGLU as FusedSwiGLU
+    from plait.models.fused import fuse as fuse
+    from plait.models.fused import rotate_together as rotate_together
+    from plait.models.hf import load_pretrained as load_pretrained
+    from plait.models.llama.block import LlamaBlock as LlamaBlock
+    from plait.models.llama.block import SwiGLU as SwiGLU
+    from plait.models.llama.model import Llama as Llama
+    from plait.models.portable import from_transformers as from_transformers
+    from plait.models.portable import to_transformers as to_transformers
+else:
+    from plait.lazy import attach_names
+
+    attach_names(
+        __name__,
+        {
+            ".": ["common.attention"],
+            "build": ["build_model", "preset"],
+            "common.attention": ["Attention", "attend"],
+            "common.exchange": ["Made"],
+            "common.head": ["LMHead"],
+            "common.loss": ["cross_entropy"],
+            "common.protocol": ["IGNORE_INDEX"],
+            "common.rope": ["rotary_table", "rotate_both"],
+            "fp8_head": ["use_fp8_head"],
+            "fused": ["FusedAttention", "FusedLlamaBlock", "FusedRMSNorm", "FusedSwiGLU", "fuse", "rotate_together"],
+            "hf": ["load_pretrained"],
+            "llama.block": ["LlamaBlock", "SwiGLU"],
+            "llama.model": ["Llama"],
+            "portable": ["from_transformers", "to_transformers"],
+        },
+    )

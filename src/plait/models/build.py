@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from plait.config.model import GptConfig, HFConfig, LlamaConfig, ModelConfig, ModelPart, MoeConfig, ResNetConfig
+from plait.config import GptConfig, HFConfig, LlamaConfig, ModelConfig, ModelPart, MoeConfig, ResNetConfig
 from plait.errors import ConfigError, ModelError, Problem
 from plait.plugins import make
 

@@ -9,7 +9,7 @@ from plait.models.common.fp8_loss import Fp8Head
 from plait.models.common.head import LMHead
 from plait.models.hf.head import head_of
 from plait.models.hf.model import CausalLM
-from plait.ops.fp8_cast import MULTIPLE
+from plait.ops import MULTIPLE
 
 
 def use_fp8_head(model: nn.Module, *, emulated: bool, traced: bool = False) -> None:

@@ -16,9 +16,8 @@ from plait.models.common.attention import Attention, Shared
 from plait.models.common.rope import Rotary
 from plait.models.hf.fused import fuse_transformers
 from plait.models.llama.block import LlamaBlock, SwiGLU
-from plait.ops.rms_norm import add_rms_norm, rms_norm, rms_norm_beside
-from plait.ops.rotate import rotate
-from plait.precision.together import feed_forward, through_all
+from plait.ops import add_rms_norm, rms_norm, rms_norm_beside, rotate
+from plait.precision import feed_forward, through_all
 
 _EPS = 1.1920929e-07
 """What torch takes where an RMSNorm has no `eps`: the smallest step of fp32."""

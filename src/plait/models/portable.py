@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from plait.config.model import GptConfig, HFConfig, LlamaConfig, ModelConfig, MoeConfig
+from plait.config import GptConfig, HFConfig, LlamaConfig, ModelConfig, MoeConfig
 from plait.errors import ModelError
 from plait.models.common.exchange import Made, by_translation
 

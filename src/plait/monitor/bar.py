@@ -14,7 +14,7 @@ from rich.text import Text
 
 from plait.monitor.table import Table
 from plait.monitor.units import clock, compact, decimal, number
-from plait.spec.event import Event
+from plait.spec import Event
 
 REFRESH_S = 0.2
 COLOURS = {"info": "default", "warning": "yellow", "error": "bold red"}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from plait.config.files import parse_json
+from plait.config import parse_json
 from plait.monitor.page import card, text
 from plait.monitor.units import decimal, number
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from plait.config.train import LogConfig, SinkPart
+from plait.config import LogConfig, SinkPart
 from plait.monitor.console import ConsoleSink, choose_mode, spelled
 from plait.monitor.fanout import Monitor
 from plait.monitor.line import prefix
 from plait.plugins import load, make
-from plait.spec.event import Event, EventKind, Sink
+from plait.spec import Event, EventKind, Sink
 
 _OWN = MappingProxyType(
     {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TextIO
 
-from plait.config.words import counted
+from plait.config import counted
 from plait.monitor.line import event_line, level, prefix
 from plait.monitor.table import Table, pairs, plain, tables
 from plait.monitor.units import clock, number
-from plait.spec.event import Event, EventKind
+from plait.spec import Event, EventKind
 
 if TYPE_CHECKING:
     from plait.monitor.bar import Bar

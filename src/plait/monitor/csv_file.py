@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plait.monitor.scalars import scalars
-from plait.spec.event import Event, EventKind
+from plait.spec import Event, EventKind
 
 KINDS = (EventKind.TRAIN, EventKind.VALIDATE, EventKind.TEST)
 

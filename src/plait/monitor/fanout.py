@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from plait.monitor.console import ConsoleSink
-from plait.spec.event import Event, EventKind, Sink
+from plait.spec import Event, EventKind, Sink
 
 
 class Monitor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from plait.monitor.scalars import scalars
 from plait.monitor.units import number
-from plait.spec.event import Event, EventKind
+from plait.spec import Event, EventKind
 
 Point = tuple[int, float]
 

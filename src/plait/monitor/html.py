@@ -11,7 +11,7 @@ from plait.monitor.beside import answers_card, picture_cards
 from plait.monitor.history import history
 from plait.monitor.jsonl import events_path, read_events
 from plait.monitor.panels import loss_card, small_cards
-from plait.spec.event import Event, EventKind
+from plait.spec import Event, EventKind
 
 
 def write_report(

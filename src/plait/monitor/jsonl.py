@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from plait.config.files import parse_json
+from plait.config import parse_json
 from plait.errors import DataError
 from plait.monitor.table import tables
-from plait.spec.event import Event, EventKind
+from plait.spec import Event, EventKind
 
 MEASUREMENTS = (EventKind.TRAIN, EventKind.VALIDATE, EventKind.TEST)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from plait.monitor.history import History
 from plait.monitor.units import decimal
-from plait.spec.event import EventKind
+from plait.spec import EventKind
 
 
 def percent(value: float) -> str:

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from plait.monitor.units import clock, compact, decimal, duration, number, size
-from plait.spec.event import Event, EventKind
+from plait.spec import Event, EventKind
 
 EVALUATIONS = {EventKind.VALIDATE: "val", EventKind.TEST: "test"}
 

@@ -15,7 +15,7 @@ from plait.monitor.learning import learned
 from plait.monitor.style import CSS
 from plait.monitor.table import pairs, tables
 from plait.monitor.units import clock, compact, decimal, duration, number, size
-from plait.spec.event import Event, EventKind
+from plait.spec import Event, EventKind
 
 PALETTE = 6
 MAX_MESSAGES = 200

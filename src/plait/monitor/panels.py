@@ -11,7 +11,7 @@ from plait.monitor.learning import MEASURES
 from plait.monitor.page import PALETTE, card, steps_text, text
 from plait.monitor.svg import Chart, Marker, Series, render
 from plait.monitor.units import compact, decimal
-from plait.spec.event import EventKind
+from plait.spec import EventKind
 
 LINE_KEY = '<svg viewBox="0 0 26 10"><path class="line" d="M1 5 L25 5"/></svg>'
 DOT_KEY = (

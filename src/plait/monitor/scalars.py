@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plait.monitor.units import number
-from plait.spec.event import Event, EventKind
+from plait.spec import Event, EventKind
 
 BOOKKEEPING = frozenset({"eta", "step_in_epoch", "steps_per_epoch", "max_steps", "max_epochs", "by_epoch"})
 """Keys of a TRAIN event that place it in the run and measure nothing."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from plait.errors import MissingExtraError
 from plait.monitor.scalars import scalars
-from plait.spec.event import Event, EventKind
+from plait.spec import Event, EventKind
 
 GROUPS = {EventKind.TRAIN: "train", EventKind.VALIDATE: "val", EventKind.TEST: "test"}
 

@@ -10,7 +10,7 @@ from typing import Any
 from plait.errors import MissingExtraError
 from plait.monitor.scalars import scalars
 from plait.monitor.table import tables
-from plait.spec.event import Event, EventKind
+from plait.spec import Event, EventKind
 
 GROUPS = {EventKind.TRAIN: "train", EventKind.VALIDATE: "val", EventKind.TEST: "test"}
 

@@ -14,7 +14,7 @@ from plait.optim.shards import Rows, rows_of, sum_over_shards
 from plait.world import local_part
 
 if TYPE_CHECKING:
-    from plait.config.optim import AdafactorConfig
+    from plait.config import AdafactorConfig
     from plait.optim.build import ToUpdate
 
 

@@ -15,13 +15,22 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from plait.ops.adam import AdamNumbers, adam_step_plain
-from plait.ops.adam8bit import adam8bit_step
-from plait.ops.blockwise import Levels, Packed, make_levels, pack_into, unpack_on_host, width_of, zeros
+from plait.ops import (
+    AdamNumbers,
+    Levels,
+    Packed,
+    adam8bit_step,
+    adam_step_plain,
+    make_levels,
+    pack_into,
+    unpack_on_host,
+    width_of,
+    zeros,
+)
 from plait.optim.base import OwnOptimizer, with_gradient
 
 if TYPE_CHECKING:
-    from plait.config.optim import AdamW8bitConfig
+    from plait.config import AdamW8bitConfig
     from plait.optim.build import ToUpdate
 
 MIN_WIDTH = 64

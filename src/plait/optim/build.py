@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from plait.config.optim import (
+from plait.config import (
     AdagradConfig,
     AdamConfig,
     AdamWConfig,
@@ -25,14 +25,13 @@ from plait.config.optim import (
     SGDConfig,
 )
 from plait.errors import ConfigError, ModelError, Problem
-from plait.ops.triton import has_kernels
+from plait.ops import has_kernels
 from plait.optim.groups import ViewGroup
 from plait.optim.kinds import kind_of
 from plait.optim.one_pass import OnePassAdam, takes_one_pass
 from plait.optim.parts import build_part
 from plait.plugins import build
-from plait.world import is_sharded
-from plait.world.patch import replaced
+from plait.world import is_sharded, replaced
 
 # Where fused steps are known to exist in every supported torch, and to honour `grad_scale` and `found_inf`.
 _FUSED_DEVICES = {

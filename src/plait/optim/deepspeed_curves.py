@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from plait.config.schedule import (
+from plait.config import (
     LRRangeTestConfig,
     OneCycleConfig,
     WarmupConfig,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.config.optim import MuonConfig, OptimConfig
+from plait.config import MuonConfig, OptimConfig
 from plait.errors import ConfigError, ModelError, Problem
 
 

@@ -35,7 +35,7 @@ from torch.optim import (
     Rprop,
 )
 
-from plait.config.optim import OptimConfig, OptimPart
+from plait.config import OptimConfig, OptimPart
 from plait.optim.base import OwnOptimizer
 from plait.plugins import load
 

@@ -24,7 +24,7 @@ from plait.torch_internals import (
 from plait.world import local_part
 
 if TYPE_CHECKING:
-    from plait.config.optim import LambConfig
+    from plait.config import LambConfig
     from plait.optim.build import ToUpdate
 
 

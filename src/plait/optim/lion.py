@@ -10,7 +10,7 @@ from plait.optim.base import OwnOptimizer, with_gradient
 from plait.torch_internals import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_
 
 if TYPE_CHECKING:
-    from plait.config.optim import LionConfig
+    from plait.config import LionConfig
     from plait.optim.build import ToUpdate
 
 

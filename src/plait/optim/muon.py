@@ -19,7 +19,7 @@ from plait.torch_internals import foreach_lerp, foreach_lerp_, foreach_mul_
 from plait.world import local_part
 
 if TYPE_CHECKING:
-    from plait.config.optim import MuonConfig
+    from plait.config import MuonConfig
     from plait.optim.build import ToUpdate
 
 # The quintic that pulls singular values towards one fastest; they end between about 0.7 and 1.2.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from plait.errors import CheckpointError
-from plait.ops.blockwise import Packed
+from plait.ops import Packed
 from plait.optim.kinds import is_known
 
 _PLAIN = (bool, int, float, str, type(None))

@@ -11,9 +11,7 @@ from torch import Tensor
 from torch.optim import Adam
 from torch.optim.optimizer import ParamsT
 
-from plait.ops.adam import AdamNumbers
-from plait.ops.adam_kernel import Entry, Tables
-from plait.ops.adam_many import adam_many
+from plait.ops import AdamNumbers, Entry, Tables, adam_many
 
 
 class OnePassAdam(Adam):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from plait.config.optim import OptimConfig, OptimPart
+from plait.config import OptimConfig, OptimPart
 from plait.errors import ConfigError, Problem
 from plait.optim.groups import ViewGroup
 from plait.plugins import build

@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from plait.config.schedule import (
+from plait.config import (
     ConstantConfig,
     CosineConfig,
     CosineRestartConfig,

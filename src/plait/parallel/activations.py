@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from plait.config.run import RunConfig
+from plait.config import RunConfig
 from plait.parallel.recompute import ATTENTION, PRODUCTS, operations
 from plait.parallel.units import Unit
 from plait.precision import DTYPES
-from plait.spec.batch import first_part
+from plait.spec import first_part
 from plait.torch_internals import TorchDispatchMode, storage_key, tree_leaves, tree_map_only
-from plait.world import local_part
-from plait.world.fake import ShapesOnly
+from plait.world import ShapesOnly, local_part
 
 
 @dataclass(slots=True)

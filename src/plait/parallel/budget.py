@@ -9,7 +9,7 @@ import psutil
 import torch
 from torch import nn
 
-from plait.config.run import RunConfig
+from plait.config import RunConfig
 from plait.errors import ConfigError, PlaitError, Problem
 from plait.parallel.activations import Activations, UnitAccount, count_activations
 from plait.parallel.offload.space import state_bytes

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.config.strategy import CompileConfig
+from plait.config import CompileConfig
 from plait.errors import ConfigError, Problem
 from plait.parallel.units import Unit
 from plait.torch_internals import set_compiled_call

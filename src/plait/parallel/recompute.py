@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from plait.config.strategy import RecomputeConfig, RecomputePart
+from plait.config import RecomputeConfig, RecomputePart
 from plait.errors import ConfigError, Problem
 from plait.parallel.units import Unit
 from plait.plugins import call, load

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from plait.config.strategy import TilesConfig
+from plait.config import TilesConfig
 from plait.errors import ConfigError, ModelError, Problem
 from plait.fake_tensors import on_fake_tensors
 from plait.torch_internals import disable_current_modes

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from plait.config.strategy import WrapConfig
+from plait.config import WrapConfig
 from plait.errors import ConfigError, Problem
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from plait.plan.hardware import Hardware
 from plait.plan.hosted import read_work
-from plait.spec.phase import Phase
+from plait.spec import Phase
 
 EACH = "each"
 """Part of a key: this comes with every micro-batch."""

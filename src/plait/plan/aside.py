@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from plait.errors import PlaitError
-from plait.launch.records import signal_name
+from plait.launch import signal_name
 
 T = TypeVar("T")
 

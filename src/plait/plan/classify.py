@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.optim.numbers import leaves
-from plait.parallel.offload.collect import StreamedGradients
+from plait.optim import leaves
+from plait.parallel import StreamedGradients
 from plait.plan.recorder import Recorder
-from plait.spec.phase import Phase
-from plait.strategy.native.engine import NativeEngine
-from plait.strategy.native.offloaded import OffloadedViews
+from plait.spec import Phase
+from plait.strategy import NativeEngine, OffloadedViews
 from plait.torch_internals import (
     fsdp_gathered_memory,
     fsdp_group,
@@ -24,8 +23,7 @@ from plait.torch_internals import (
     local_tensor,
     storage_key,
 )
-from plait.world import is_sharded
-from plait.world.patch import replaced
+from plait.world import is_sharded, replaced
 
 PARTS = (
     "parameters",

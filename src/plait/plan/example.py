@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from plait.config.data import Cifar10Data, ImageFolderData, JsonlData, TextData, TokensData, leaves
-from plait.config.model import OWN_MODEL
-from plait.config.run import RunConfig
+from plait.config import OWN_MODEL, Cifar10Data, ImageFolderData, JsonlData, RunConfig, TextData, TokensData, leaves
 from plait.errors import ConfigError, Problem
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from plait.config.run import RunConfig
+from plait.config import RunConfig
 from plait.errors import ConfigError
 from plait.plan.aside import in_a_child
 from plait.world import restore_rng_state, rng_state

@@ -24,16 +24,13 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from plait.config.strategy import CompileConfig
-from plait.parallel import compiling
-from plait.parallel.recompute import kept_operations
-from plait.parallel.units import Unit
+from plait.config import CompileConfig
+from plait.parallel import Unit, compiling, kept_operations
 from plait.plan.fusion import FusedGraph
 from plait.plan.recorder import Recorder
 from plait.plan.timing import Timing
 from plait.torch_internals import compiled_call_set, set_compiled_call
-from plait.world import is_sharded
-from plait.world.patch import replaced
+from plait.world import is_sharded, replaced
 
 
 @contextmanager

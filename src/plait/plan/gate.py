@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.config.data import unit_of
-from plait.config.run import RunConfig
+from plait.config import RunConfig, unit_of
 from plait.errors import ConfigError, PlaitError, Problem, in_one_line
-from plait.parallel.attachments import attributes_of, give_attributes
+from plait.parallel import attributes_of, give_attributes
 from plait.plan.expectation import Forecast
 from plait.plan.hardware import Hardware, find_hardware, hardware_here
 from plait.plan.ladder import Ladder

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from plait.config.read import ENDINGS, read
-from plait.config.words import choose, listed, nearest, show
+from plait.config import ENDINGS, choose, listed, nearest, read, show
 from plait.errors import ConfigError, Problem
 
 CORE_GBPS = 4.0

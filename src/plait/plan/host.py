@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from plait.plan.account import Account
 from plait.plan.hardware import Hardware
-from plait.spec.phase import Phase
+from plait.spec import Phase
 
 PROCESS_BYTES = 372 * 2**20
 """Of a rank that has run a step: Python, torch and the modules that training loads, and their small things."""

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from plait.config.layout import Layout
-from plait.config.run import RunConfig
-from plait.parallel.offload.space import updates_on_device
+from plait.config import Layout, RunConfig
+from plait.parallel import updates_on_device
 from plait.plan.hardware import Hardware
 from plait.precision import make_policy
 

@@ -16,20 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from plait.checkpoint import Kept, kept, need
-from plait.checkpoint.need import WRITERS, workers
-from plait.checkpoint.pieces import STRIP
-from plait.checkpoint.tensorfile import BLOCK, in_a_row
-from plait.config.optim import AdamW8bitConfig
-from plait.config.run import RunConfig
-from plait.ops.blockwise import PASSING
+from plait.checkpoint import BLOCK, STRIP, WRITERS, Kept, in_a_row, kept, need, workers
+from plait.config import AdamW8bitConfig, RunConfig
+from plait.ops import PASSING
 from plait.plan.recorder import END, Recorder
-from plait.spec.later import Entry, Later
-from plait.spec.phase import Phase
-from plait.strategy.native.engine import NativeEngine
-from plait.strategy.native.offloaded import OffloadedViews
-from plait.world import local_part
-from plait.world.patch import replaced
+from plait.spec import Entry, Later, Phase
+from plait.strategy import NativeEngine, OffloadedViews
+from plait.world import local_part, replaced
 
 COPY = "checkpoint copy"
 """Whose the memory is that a save in the background copies the state to; it is kept for the next."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from plait.models.common import attention
+from plait.models import attention
 from plait.torch_internals import (
     aten_cudnn,
     aten_cudnn_backward,
@@ -26,7 +26,7 @@ from plait.torch_internals import (
     aten_plain_flash_backward,
     body_of_custom_op,
 )
-from plait.world.patch import replaced
+from plait.world import replaced
 
 aten = torch.ops.aten
 

@@ -22,9 +22,7 @@ from typing import Any
 
 import torch
 
-from plait.config import resolve_batch, resolve_layout
-from plait.config.model import OWN_MODEL, HFConfig
-from plait.config.run import RunConfig
+from plait.config import OWN_MODEL, HFConfig, RunConfig, resolve_batch, resolve_layout
 from plait.errors import PlaitError, in_one_line
 from plait.models import build_model
 from plait.plan.candidate import Candidate

@@ -22,7 +22,7 @@ from torch import nn
 
 from plait.errors import ConfigError, WorldError
 from plait.launch import cpu_count, run_ranks
-from plait.ops.host import copy_gbps, host_empty
+from plait.ops import copy_gbps, host_empty
 from plait.plan.hardware import Hardware, Link, hardware_here, with_cores
 from plait.plan.measure_update import measure_update
 from plait.plan.presets import PRESETS

@@ -6,8 +6,7 @@ import time
 
 import torch
 
-from plait.ops.adam import AdamNumbers, adam_step
-from plait.ops.crew import Crew
+from plait.ops import AdamNumbers, Crew, adam_step
 
 _NUMBERS = 1 << 24
 """More than caches hold."""

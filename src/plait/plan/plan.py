@@ -8,11 +8,7 @@ from typing import Any
 
 import torch
 
-from plait.config.batch import resolve_batch
-from plait.config.graphs import with_graphs_decided
-from plait.config.layout import Layout, resolve_layout
-from plait.config.model import OWN_MODEL, HFConfig
-from plait.config.run import RunConfig
+from plait.config import OWN_MODEL, HFConfig, Layout, RunConfig, resolve_batch, resolve_layout, with_graphs_decided
 from plait.models import build_model
 from plait.plan.account import Account
 from plait.plan.example import example_of
@@ -22,7 +18,7 @@ from plait.plan.patience import Patience
 from plait.plan.rankplan import Known, plan_rank
 from plait.plan.shares import with_ratio
 from plait.plan.simulate import MakeExample
-from plait.spec.phase import Phase
+from plait.spec import Phase
 
 GIB = 2**30
 
@@ -172,7 +168,7 @@ def make_plan(
     notes += first.notes
     bubble = 0.0
     if layout.pp > 1:
-        from plait.parallel.pipeline import theoretical_bubble
+        from plait.parallel import theoretical_bubble
 
         last_rank = (layout.pp - 1) * (layout.size // layout.pp)
         stage = layout.pp - 1

@@ -15,14 +15,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from plait.config.batch import ResolvedBatch, resolve_batch
-from plait.config.graphs import with_graphs_decided
-from plait.config.layout import Layout, resolve_layout
-from plait.config.offload import OffloadConfig
-from plait.config.run import RunConfig
-from plait.config.train import BatchConfig
+from plait.config import (
+    BatchConfig,
+    Layout,
+    OffloadConfig,
+    ResolvedBatch,
+    RunConfig,
+    resolve_batch,
+    resolve_layout,
+    with_graphs_decided,
+)
 from plait.errors import PlaitError, in_one_line
-from plait.parallel.offload.space import state_bytes
+from plait.parallel import state_bytes
 from plait.plan.account import Account
 from plait.plan.hardware import Hardware
 from plait.plan.quick_memory import device_gib, host_gib
@@ -65,7 +69,7 @@ class Seen:
         """The idle share of a pipeline; 0 where there is none."""
         if layout.pp == 1:
             return 0.0
-        from plait.parallel.pipeline import theoretical_bubble
+        from plait.parallel import theoretical_bubble
 
         pipeline = config.strategy.pipeline
         key = pipeline.schedule, layout.pp, batch.accumulation, pipeline.stages_per_rank
@@ -122,7 +126,7 @@ def _look(config: RunConfig, hardware: Hardware, ranks: int, seen: Seen, **optio
     strategy = config.strategy
     layout, batch = _cut(config, hardware, ranks)
     if layout.pp > 1:
-        from plait.parallel.pipeline import check_pipeline
+        from plait.parallel import check_pipeline
 
         check_pipeline(strategy.pipeline, layout.pp, batch.accumulation)
         if layout.pp > (layers_of(config) or layout.pp):

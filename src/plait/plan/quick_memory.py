@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from plait.config.batch import ResolvedBatch
-from plait.config.layout import Layout
-from plait.config.run import RunConfig
-from plait.parallel.offload.space import host_need, state_bytes
-from plait.parallel.offload.visit import room_bytes
+from plait.config import Layout, ResolvedBatch, RunConfig
+from plait.parallel import host_need, room_bytes, state_bytes
 from plait.plan.account import Account
 from plait.plan.hardware import Hardware
 from plait.plan.host import CUDA_PROCESS_GIB

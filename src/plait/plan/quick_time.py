@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from plait.config.batch import ResolvedBatch
-from plait.config.layout import Layout
-from plait.config.run import RunConfig
+from plait.config import Layout, ResolvedBatch, RunConfig
 from plait.plan.account import Account
 from plait.plan.hardware import Hardware
 from plait.plan.hosted import Away, host_work, mode_of

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from plait.config.run import RunConfig
+from plait.config import RunConfig
 from plait.plan.account import Account
 from plait.plan.example import example_of
 from plait.plan.hardware import Hardware

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plait.plan.allocator import CachingAllocator
 from plait.plan.kernels import body_of, hidden_bytes
-from plait.spec.phase import Phase
+from plait.spec import Phase
 from plait.torch_internals import (
     FakeTensorMode,
     TorchDispatchMode,
@@ -25,7 +25,7 @@ from plait.torch_internals import (
     storage_key,
     tree_leaves,
 )
-from plait.world.patch import replaced
+from plait.world import replaced
 
 _NOTABLE = 1.02
 """A peak that is not higher than the one before by this factor is not looked at again."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from plait.config.run import RunConfig
+from plait.config import RunConfig
 from plait.errors import ConfigError, Problem
 from plait.plan.hardware import Hardware
 

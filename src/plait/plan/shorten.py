@@ -9,12 +9,17 @@ from typing import Any
 
 import torch
 
-from plait.config.batch import resolve_batch
-from plait.config.depth import depth_of, with_depth
-from plait.config.layout import resolve_layout
-from plait.config.model import OWN_MODEL, HFConfig, MoeConfig
-from plait.config.run import RunConfig
-from plait.config.train import BatchConfig
+from plait.config import (
+    OWN_MODEL,
+    BatchConfig,
+    HFConfig,
+    MoeConfig,
+    RunConfig,
+    depth_of,
+    resolve_batch,
+    resolve_layout,
+    with_depth,
+)
 from plait.models import build_model
 
 _MOST_GROUPS = 4
@@ -162,7 +167,7 @@ def _kinds(config: RunConfig, layers: int) -> list[object] | None:
 
 
 def _layer_names(config: RunConfig) -> list[str]:
-    from plait.parallel.pipeline.outline import outline_of
+    from plait.parallel import outline_of
 
     assert config.model is not None
     with torch.device("meta"):
@@ -171,7 +176,7 @@ def _layer_names(config: RunConfig) -> list[str]:
 
 def _stage_layers(config: RunConfig, stages: int) -> list[int]:
     """How many layers each pipeline stage gets."""
-    from plait.parallel.pipeline import plan_stages
+    from plait.parallel import plan_stages
 
     assert config.model is not None
     pipeline = config.strategy.pipeline

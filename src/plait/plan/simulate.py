@@ -14,11 +14,8 @@ from typing import Any
 
 import torch
 
-from plait.config.batch import resolve_batch
-from plait.config.layout import Layout
-from plait.config.run import RunConfig
-from plait.parallel.offload.activations import activations_on_host
-from plait.parallel.offload.store import Offload
+from plait.config import Layout, RunConfig, resolve_batch
+from plait.parallel import Offload, activations_on_host
 from plait.plan.account import EACH, Account
 from plait.plan.allocator import CachingAllocator
 from plait.plan.classify import Owners
@@ -31,11 +28,9 @@ from plait.plan.kernels import MATMUL_WORKSPACE, kernels_of_cuda
 from plait.plan.patience import Patience
 from plait.plan.recorder import Peak, Recorder
 from plait.plan.timing import Timing
-from plait.spec.phase import Phase
-from plait.strategy import Length, Preparation, described_loss, prepare_native
-from plait.strategy.native.engine import NativeEngine
-from plait.strategy.native.offloaded import OffloadedViews
-from plait.world.fake import fake_world
+from plait.spec import Phase
+from plait.strategy import Length, NativeEngine, OffloadedViews, Preparation, described_loss, prepare_native
+from plait.world import fake_world
 
 _REORDERED = 0.15
 """Inductor orders a backward pass that recomputes in its own way; measured, that takes up to this share more of what a

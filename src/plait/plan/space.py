@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from plait.config import RunConfig, resolve_batch, resolve_layout
-from plait.config.model import GptConfig, LlamaConfig
+from plait.config import GptConfig, LlamaConfig, RunConfig, resolve_batch, resolve_layout
 from plait.plan.candidate import Candidate
 
 Settings = dict[str, Any]

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from plait.config.layout import Layout
-from plait.config.optim import AdamW8bitConfig
-from plait.config.run import RunConfig
+from plait.config import AdamW8bitConfig, Layout, RunConfig
 
 
 def count_params(model: nn.Module) -> tuple[int, int]:

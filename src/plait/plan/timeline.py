@@ -7,7 +7,7 @@ from itertools import groupby
 from xml.sax.saxutils import escape
 
 from plait.plan.plan import GIB, Plan, RankPlan
-from plait.spec.phase import Phase
+from plait.spec import Phase
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 860, 260, 60, 34, 40
 _COLOURS = {

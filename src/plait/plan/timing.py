@@ -13,14 +13,13 @@ from typing import Any, Literal
 
 import torch
 
-from plait.config.layout import Layout
-from plait.config.run import RunConfig
+from plait.config import Layout, RunConfig
 from plait.plan.account import EACH, ONCE
 from plait.plan.hardware import Hardware
 from plait.plan.traffic import Message, message_of
 from plait.plan.work import bytes_moved, computes_in, crosses, flops_of, starts_kernel
 from plait.precision import make_policy
-from plait.spec.phase import Phase
+from plait.spec import Phase
 
 _KERNEL_S = 2e-6
 """What a kernel takes on the device however small it is."""

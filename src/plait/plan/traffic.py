@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.config.layout import Layout
+from plait.config import Layout
 from plait.plan.hardware import Hardware
 from plait.torch_internals import group_by_name, is_group_name, schema_of, tree_leaves
 

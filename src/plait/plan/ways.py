@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from plait.config import resolve_layout
-from plait.config.run import RunConfig
+from plait.config import RunConfig, resolve_layout
 from plait.errors import ConfigError, PlaitError, in_one_line
 from plait.plan.candidate import Candidate
 from plait.plan.example import example_of

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.config.posttrain import DpoConfig, RewardConfig
+from plait.config import DpoConfig, RewardConfig
 from plait.errors import ModelError
-from plait.models.common.protocol import IGNORE_INDEX
+from plait.models import IGNORE_INDEX
 from plait.posttrain.logprobs import from_bits, token_logprobs
 from plait.posttrain.lora.layer import adapters_off
 from plait.posttrain.parts import Part

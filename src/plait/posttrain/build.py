@@ -7,10 +7,7 @@ from functools import partial
 
 from torch import nn
 
-from plait.config.model import ModelConfig
-from plait.config.online import ONLINE
-from plait.config.posttrain import DpoConfig, LoraConfig, PosttrainConfig, RewardConfig
-from plait.config.run import RunConfig
+from plait.config import ONLINE, DpoConfig, LoraConfig, ModelConfig, PosttrainConfig, RewardConfig, RunConfig
 from plait.models import build_model
 from plait.posttrain.answers import preferring, rewarding
 from plait.posttrain.extend import extend, swap_head

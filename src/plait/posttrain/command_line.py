@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from plait.config.words import choose
+from plait.config import choose
 from plait.errors import ConfigError, Problem
 
 

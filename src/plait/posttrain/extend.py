@@ -102,9 +102,7 @@ def _initializer(inherited: Callable[..., None] | None, start: Start | None) -> 
 def _tensor_plan(original: type[nn.Module]) -> Callable[[nn.Module], dict[str, str]]:
     def tensor_plan(self: nn.Module) -> dict[str, str]:
         """How ranks share its layers, and with them what was added."""
-        from plait.parallel.hf import is_transformers_model
-        from plait.parallel.tensor.plan import read_plan
-        from plait.parallel.tensor.transformers_plan import transformers_words
+        from plait.parallel import is_transformers_model, read_plan, transformers_words
 
         with _without_adapters(self):
             declared = getattr(original, "tensor_plan", None)

@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from plait.config.words import choose
+from plait.config import choose
 from plait.errors import ConfigError, Problem
 from plait.posttrain.command_line import read_flags
 

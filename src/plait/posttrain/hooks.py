@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from plait.data import Loader
-from plait.data.collate import Collate
+from plait.data import Collate, Loader
 from plait.errors import TrainingError
 from plait.posttrain.data.datasets import PairRows
 from plait.posttrain.data.prepare import PhaseData
@@ -19,7 +18,7 @@ from plait.posttrain.data.tokenizer import NAME, SETTINGS
 from plait.posttrain.lora.adapter import has_transposed, read_adapter, save_adapter
 from plait.posttrain.lora.attach import AdapterSpec, lora_layers
 from plait.posttrain.parts import ValueHead
-from plait.runner.hooks import Hook
+from plait.runner import Hook
 from plait.spec import EventKind, MicroBatch, Phase
 from plait.world import is_sharded, on_main
 

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from plait.checkpoint.convert import Source, open_source
-from plait.config import RunConfig, parse, parse_stored
-from plait.config.posttrain import PosttrainConfig, TaskData, TemplateConfig
+from plait.checkpoint import Source, open_source
+from plait.config import PosttrainConfig, RunConfig, TaskData, TemplateConfig, parse, parse_stored
 from plait.errors import ConfigError, DataError, ModelError, Problem
 from plait.posttrain.build import make_value_model
 from plait.posttrain.data.datasets import Row, stack

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from plait.models.common.protocol import IGNORE_INDEX
+from plait.models import IGNORE_INDEX
 from plait.world import is_sharded
 
 CHUNK_TOKENS = 4096

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from plait.monitor.svg import Scale, axes, image
-from plait.runner.hooks import Hook
-from plait.runner.metrics import Metric
+from plait.monitor import Scale, axes, image
+from plait.runner import Hook, Metric
 
 if TYPE_CHECKING:
     from plait.runner import Runner

@@ -7,20 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from plait.config import Parsed, RunConfig, parse
-from plait.config.model import HFConfig
-from plait.config.online import ONLINE
-from plait.config.posttrain import DpoConfig, PosttrainConfig
+from plait.config import ONLINE, DpoConfig, HFConfig, Parsed, PosttrainConfig, RunConfig, parse
 from plait.errors import ConfigError, Problem
 from plait.posttrain.build import make_model
 from plait.posttrain.data.prepare import PhaseData, prepare_data
 from plait.posttrain.hooks import AdapterFiles, ReferenceWords, TellData
 from plait.posttrain.lora.attach import AdapterSpec
 from plait.posttrain.metrics import CalibrationPlot, Preferences
-from plait.runner import Runner
-from plait.runner.hooks import Hook
-from plait.runner.metrics import Metric
-from plait.runner.sources import GivenObjects
+from plait.runner import GivenObjects, Hook, Metric, Runner
 
 
 class PhaseRunner(Runner):

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint.convert import Source, open_source, read_description, translated
-from plait.config.model import GptConfig, HFConfig, LlamaConfig, ModelConfig
-from plait.config.posttrain import LoraConfig
+from plait.checkpoint import Source, open_source, read_description, translated
+from plait.config import GptConfig, HFConfig, LlamaConfig, LoraConfig, ModelConfig
 from plait.errors import CheckpointError, ModelError
 from plait.fake_tensors import on_fake_tensors
-from plait.models.portable import from_transformers
+from plait.models import from_transformers
 from plait.posttrain.lora.adapter import Adapter
 from plait.posttrain.lora.attach import AdapterSpec
 from plait.posttrain.lora.layer import difference, is_transposed

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from plait.config.words import choose
+from plait.config import choose
 from plait.errors import ConfigError, Problem
 from plait.posttrain.command_line import read_flags
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.fake_tensors import is_like, on_fake_tensors
-from plait.ops.fp8_earlier import AT_ONCE, FORMATS, Earlier
+from plait.ops import AT_ONCE, FORMATS, Earlier
 
 
 class EarlierScales:

@@ -9,14 +9,9 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from plait.config.precision import Fp8Config
+from plait.config import Fp8Config
 from plait.errors import ConfigError, ModelError, Problem
-from plait.ops.fp8 import fp8_linears
-from plait.ops.fp8_cast import MULTIPLE
-from plait.ops.fp8_earlier import AT_ONCE, Earlier
-from plait.ops.fp8_gated import fp8_feed_forward
-from plait.ops.linears import is_untouched
-from plait.ops.swiglu import swiglu
+from plait.ops import AT_ONCE, MULTIPLE, Earlier, fp8_feed_forward, fp8_linears, is_untouched, swiglu
 from plait.precision.earlier import EarlierScales
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.config.precision import PrecisionConfig
+from plait.config import PrecisionConfig
 from plait.torch_internals import AnyBatchNorm
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

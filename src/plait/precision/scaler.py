@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plait.config.precision import ScalerConfig
+from plait.config import ScalerConfig
 
 
 class LossScaler:

@@ -6,11 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from plait.config import Layout, ResolvedBatch, RunConfig, parse_sections, resolve_batch, resolve_layout, to_dict
-from plait.config.depth import LAYER_KEYS, depth_of, with_depth
-from plait.config.layout import least_ranks
-from plait.config.model import HFConfig
-from plait.config.strategy import StrategyConfig
+from plait.config import (
+    LAYER_KEYS,
+    HFConfig,
+    Layout,
+    ResolvedBatch,
+    RunConfig,
+    StrategyConfig,
+    depth_of,
+    least_ranks,
+    parse_sections,
+    resolve_batch,
+    resolve_layout,
+    to_dict,
+    with_depth,
+)
 from plait.errors import ConfigError, Problem
 from plait.launch import gpu_count
 

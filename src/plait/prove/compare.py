@@ -10,8 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from plait.checkpoint.convert.plait import PlaitSource
-from plait.checkpoint.convert.source import Entry
+from plait.checkpoint import Entry, PlaitSource
 from plait.prove.job import Deviation
 
 TRIMMED = 4

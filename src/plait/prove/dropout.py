@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint.tensorfile import as_bytes, digest
-from plait.config.base import Section
+from plait.checkpoint import as_bytes, digest
+from plait.config import Section
 from plait.strategy import Engine
 from plait.torch_internals import TorchDispatchMode
 from plait.world import World, is_sharded, local_part

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from plait.config.words import counted
-from plait.monitor.page import card, document, footer, text
+from plait.config import counted
+from plait.monitor import card, document, footer, text
 from plait.prove.certificate import Certificate, Finding
 
 MAX_ROWS = 12

@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from plait.config import Layout, RunConfig, parse, to_dict
-from plait.config.complete import check_complete
-from plait.config.words import counted
+from plait.config import Layout, RunConfig, check_complete, counted, parse, to_dict
 from plait.errors import ConfigError, Problem, TrainingError
 from plait.launch import STOPPED_CODES, run_ranks
 from plait.prove.cases import Cases, besides, make_cases

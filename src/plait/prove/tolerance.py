@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from plait.config.precision import PrecisionConfig
+from plait.config import PrecisionConfig
 
 NOISE = 0.5
 """A tensor of which rounding alone changes so much is noise, and says nothing about a strategy."""

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from plait.config.layout import Layout
-from plait.config.strategy import StrategyConfig
-from plait.ops.drafts import write_whole
-from plait.strategy.engines import stage_of
+from plait.config import Layout, StrategyConfig
+from plait.ops import write_whole
+from plait.strategy import stage_of
 from plait.world import World
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ def _total(config: RunConfig, size: int, local_size: int, data: Any) -> int | No
         layout = resolve_layout(config.strategy, size=size, local_size=local_size)
         batch = batch_of(config, layout.data_parallel, data)
         if layout.pp > 1:
-            from plait.parallel.pipeline import check_pipeline
+            from plait.parallel import check_pipeline
 
             check_pipeline(config.strategy.pipeline, layout.pp, batch.accumulation)
     except PlaitError:

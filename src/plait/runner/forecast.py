@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from plait.config import resolve_layout
 from plait.errors import ConfigError
-from plait.plan.expectation import Forecast, forecast
+from plait.plan import Forecast, forecast
 from plait.runner.sources import batch_of, first_inputs
 from plait.runner.throughput import memory_mib
 from plait.spec import EventKind
-from plait.strategy.engines import planned_as, stage_of
+from plait.strategy import planned_as, stage_of
 from plait.world import Ranks, detect_ranks
 
 if TYPE_CHECKING:

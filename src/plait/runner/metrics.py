@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from plait.config.train import AccuracyConfig, MetricConfig
+from plait.config import AccuracyConfig, MetricConfig
 from plait.errors import ModelError
 from plait.plugins import make
 

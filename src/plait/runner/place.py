@@ -14,7 +14,7 @@ from typing import TextIO
 
 from plait.config import RunConfig, to_yaml
 from plait.errors import ConfigError, Problem
-from plait.ops.drafts import write_whole
+from plait.ops import write_whole
 
 _MARK = ".running"
 """Who writes here now: host and process. Gone when the run has ended; without a lock, a kill has left it."""

@@ -15,8 +15,7 @@ from plait.checkpoint import (
     open_checkpoint,
     together,
 )
-from plait.config import to_dict
-from plait.config.words import listed, show
+from plait.config import listed, show, to_dict
 from plait.errors import CheckpointError
 from plait.spec import EventKind
 from plait.strategy import resume_engine, stored_value, taken_from

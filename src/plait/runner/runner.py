@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from plait.config import Parsed, RunConfig, check, parse, parse_sections
-from plait.config.arguments import (
+from plait.config import (
     BackendArgument,
     BatchArgument,
     CheckpointArgument,
@@ -30,6 +29,7 @@ from plait.config.arguments import (
     MetricArgument,
     ModelArgument,
     OptimArgument,
+    Parsed,
     PhaseArgument,
     PlanArgument,
     PosttrainArgument,
@@ -38,16 +38,20 @@ from plait.config.arguments import (
     ProfileArgument,
     RewardArgument,
     RolloutArgument,
+    RunConfig,
     ScheduleArgument,
     SftArgument,
     StrategyArgument,
     TrainArgument,
+    check,
+    parse,
+    parse_sections,
     refuse_unknown_keywords,
 )
 from plait.errors import ConfigError, PlaitError, Problem, TrainingError, in_one_line
 from plait.launch import StepMemory
 from plait.monitor import Monitor, build_monitor, report_progress
-from plait.plan.hardware import find_hardware
+from plait.plan import find_hardware
 from plait.runner.describe import describe_run, write_report
 from plait.runner.elastic import possible_sizes
 from plait.runner.evaluate import evaluate

@@ -16,8 +16,7 @@ from plait.runner.best import Best
 from plait.runner.hooks import Hook
 from plait.runner.place import try_to_write
 from plait.runner.resuming import data_facts, go_back, resume
-from plait.spec import EventKind, Phase
-from plait.spec.later import Entry
+from plait.spec import Entry, EventKind, Phase
 from plait.strategy import FrozenPart, tensors_of
 from plait.world import on_main
 

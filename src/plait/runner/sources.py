@@ -10,15 +10,28 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from plait.config import Parsed, ResolvedBatch, RunConfig, resolve_batch
-from plait.config.base import Section
-from plait.config.data import DataConfig, DataPart, JsonlData, TextData, TokensData, leaves, texts
-from plait.config.model import GptConfig, HFConfig, LlamaConfig, ModelPart
-from plait.config.train import BatchConfig
-from plait.data import Loader, adopt, build_dataset, is_stream, prepare, tokenizer_path
-from plait.data.collate import stack
+from plait.config import (
+    BatchConfig,
+    DataConfig,
+    DataPart,
+    GptConfig,
+    HFConfig,
+    JsonlData,
+    LlamaConfig,
+    ModelPart,
+    Parsed,
+    ResolvedBatch,
+    RunConfig,
+    Section,
+    TextData,
+    TokensData,
+    leaves,
+    resolve_batch,
+    texts,
+)
+from plait.data import Loader, adopt, build_dataset, is_stream, prepare, stack, tokenizer_path
 from plait.errors import ConfigError, Problem
-from plait.parallel.hf import is_transformers_model
+from plait.parallel import is_transformers_model
 from plait.plugins import function
 from plait.strategy import described_loss
 from plait.world import World, on_main

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from plait.config.run import RunConfig
-from plait.spec import Phase
-from plait.spec.later import Entry
+from plait.config import RunConfig
+from plait.spec import Entry, Phase
 from plait.strategy import evaluating, saving
 from plait.strategy.skips import Skips
 from plait.world import World
 
 if TYPE_CHECKING:
-    from plait.parallel.pipeline import Bubble
+    from plait.parallel import Bubble
 
 Numbers = tuple[float, float, bool, float, bool]
 """The loss, the gradient norm, whether the step was skipped, the targets, whether to stop."""

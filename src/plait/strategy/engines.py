@@ -9,12 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
-from plait.config.engine import ENGINES, GOVERNED, EnginePart, EngineTraits, as_native
-from plait.config.rules.engine import unsupported
-from plait.config.run import RunConfig
-from plait.config.strategy import StrategyConfig
-from plait.config.trust import load_code
-from plait.config.words import choose
+from plait.config import (
+    ENGINES,
+    GOVERNED,
+    EnginePart,
+    EngineTraits,
+    RunConfig,
+    StrategyConfig,
+    as_native,
+    choose,
+    load_code,
+    unsupported,
+)
 from plait.errors import ConfigError, Problem
 from plait.plugins import call, load
 from plait.strategy.base import Engine

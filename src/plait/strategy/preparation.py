@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from plait.config.run import RunConfig
+from plait.config import RunConfig
 from plait.errors import ConfigError, Problem
 from plait.optim import OptimizerSource, Schedule, build_schedule
 from plait.precision import Policy, make_policy

@@ -7,14 +7,16 @@ from typing import Any
 
 from torch import nn
 
-from plait.config import check, parse_sections, resolve_batch
-from plait.config.arguments import (
+from plait.config import (
     DeviceArgument,
     OptimArgument,
     PrecisionArgument,
     ScheduleArgument,
     StrategyArgument,
+    check,
+    parse_sections,
     refuse_unknown_keywords,
+    resolve_batch,
 )
 from plait.strategy.base import Engine
 from plait.strategy.engines import prepare_engine

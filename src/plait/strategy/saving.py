@@ -23,7 +23,7 @@ from plait.checkpoint import (
 )
 from plait.config import to_dict
 from plait.errors import CheckpointError, TrainingError
-from plait.spec.later import Entry
+from plait.spec import Entry
 from plait.strategy.frozen import check_left_out
 from plait.strategy.native.building import SMALLER_RANGE
 from plait.world import Channel, on_main, restore_rng_state, rng_state

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from plait.config.train import GuardConfig
+from plait.config import GuardConfig
 from plait.errors import NonFiniteError
 
 _REMEDY = "Lower optim.lr, set train.clip_norm, or use precision: bf16 instead of fp16"

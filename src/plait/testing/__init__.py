@@ -6,15 +6,22 @@
 Needs no pytest. `docs/testing-your-own.md` has the rest.
 """
 
-from plait.testing.maths import STRATEGIES, assert_same_after_resume, assert_same_maths
-from plait.testing.ranks import RankFailedError, RankPool
-from plait.testing.runs import whole
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "STRATEGIES",
-    "RankFailedError",
-    "RankPool",
-    "assert_same_after_resume",
-    "assert_same_maths",
-    "whole",
-]
+if TYPE_CHECKING:
+    from plait.testing.maths import assert_same_after_resume as assert_same_after_resume
+    from plait.testing.maths import assert_same_maths as assert_same_maths
+    from plait.testing.ranks import RankFailedError as RankFailedError
+    from plait.testing.ranks import RankPool as RankPool
+    from plait.testing.runs import whole as whole
+else:
+    from plait.lazy import attach_names
+
+    attach_names(
+        __name__,
+        {
+            "maths": ["assert_same_after_resume", "assert_same_maths"],
+            "ranks": ["RankFailedError", "RankPool"],
+            "runs": ["whole"],
+        },
+    )

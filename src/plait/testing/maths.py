@@ -14,12 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.config import parse_sections
-from plait.config.layout import least_ranks
-from plait.config.strategy import SHORTHANDS
+from plait.config import SHORTHANDS, least_ranks, parse_sections
 from plait.errors import ConfigError, Problem
-from plait.prove.certificate import Finding, judge
-from plait.prove.tolerance import Rounding, rounding_of
+from plait.prove import Finding, Rounding, judge, rounding_of
 from plait.testing.ranks import RankFailedError, RankPool
 from plait.testing.runs import MODEL, Recorded, Tokens, record
 

@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from plait.checkpoint.convert.source import Entry
-from plait.prove.compare import compare
-from plait.prove.dropout import Switch
-from plait.prove.job import Trace
-from plait.prove.record import nudge_weights, running_statistics
+from plait.checkpoint import Entry
+from plait.prove import Switch, Trace, compare, nudge_weights, running_statistics
 from plait.runner import Hook, Runner
 from plait.strategy import StepResult
 from plait.world import is_sharded

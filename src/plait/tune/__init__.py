@@ -1,22 +1,27 @@
 """`plait tune`: the fastest settings, found by measuring."""
 
-from plait.plan.candidate import Candidate
-from plait.tune.autotuning import Account, Translated, translate_autotuning
-from plait.tune.config import TuneConfig, make_tune_config
-from plait.tune.order import Rank, rank_by_rule
-from plait.tune.search import Tuned, tune
-from plait.tune.trial import Outcome
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Account",
-    "Candidate",
-    "Outcome",
-    "Rank",
-    "Translated",
-    "TuneConfig",
-    "Tuned",
-    "make_tune_config",
-    "rank_by_rule",
-    "translate_autotuning",
-    "tune",
-]
+if TYPE_CHECKING:
+    from plait.tune.autotuning import Translated as Translated
+    from plait.tune.autotuning import translate_autotuning as translate_autotuning
+    from plait.tune.config import TuneConfig as TuneConfig
+    from plait.tune.config import make_tune_config as make_tune_config
+    from plait.tune.order import Rank as Rank
+    from plait.tune.order import rank_by_rule as rank_by_rule
+    from plait.tune.search import Tuned as Tuned
+    from plait.tune.search import tune as tune
+    from plait.tune.trial import Outcome as Outcome
+else:
+    from plait.lazy import attach_names
+
+    attach_names(
+        __name__,
+        {
+            "autotuning": ["Translated", "translate_autotuning"],
+            "config": ["TuneConfig", "make_tune_config"],
+            "order": ["Rank", "rank_by_rule"],
+            "search": ["Tuned", "tune"],
+            "trial": ["Outcome"],
+        },
+    )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from plait.config.words import choose, show
+from plait.config import choose, show
 from plait.errors import ConfigError, Problem
 from plait.tune.config import TuneConfig, make_tune_config
 

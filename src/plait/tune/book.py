@@ -20,11 +20,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from plait.config import RunConfig, to_dict
-from plait.config.files import parse_json, read_json_object, read_lines
+from plait.config import RunConfig, parse_json, read_json_object, read_lines, to_dict
 from plait.errors import ConfigError, Problem
-from plait.ops.drafts import write_whole
-from plait.plan.candidate import Candidate
+from plait.ops import write_whole
+from plait.plan import Candidate
 from plait.tune.config import TuneConfig
 from plait.tune.trial import Outcome
 

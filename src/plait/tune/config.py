@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, ValidationError, model_validator
 
-from plait.config.base import Many, NonNegativeInt, PositiveInt, Section
-from plait.config.explain import explain_section
+from plait.config import Many, NonNegativeInt, PositiveInt, Section, explain_section
 from plait.errors import ConfigError
 
 Dimension = Literal["zero", "layout", "recompute", "compile", "offload", "micro"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from plait.config import Parsed, check, parse, resolve_batch, resolve_layout
-from plait.config.complete import check_complete
+from plait.config import Parsed, check, check_complete, parse, resolve_batch, resolve_layout
 
 
 def check_run(source: str, overrides: Sequence[str]) -> Parsed:
@@ -27,7 +26,7 @@ def effective(source: str, overrides: Sequence[str], ranks: int) -> str:
     layout = resolve_layout(strategy, size=ranks, local_size=ranks)
     batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=strategy.pipeline.micro_batches)
     if layout.pp > 1:
-        from plait.parallel.pipeline import check_pipeline
+        from plait.parallel import check_pipeline
 
         check_pipeline(strategy.pipeline, layout.pp, batch.accumulation)
     data = config.model_dump(mode="json")

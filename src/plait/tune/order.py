@@ -6,8 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from plait.config import RunConfig
-from plait.plan.candidate import Candidate
-from plait.plan.space import Space, that_can_pay
+from plait.plan import Candidate, Space, that_can_pay
 from plait.tune.config import TuneConfig
 
 Rank = Callable[[RunConfig, Sequence[Candidate]], Sequence[Candidate]]
@@ -42,8 +41,8 @@ def _kind(run: RunConfig) -> str:
 def _can_compile(kind: str) -> bool:
     import torch
 
-    from plait.config.strategy import CompileConfig
-    from plait.parallel.compiling import why_not
+    from plait.config import CompileConfig
+    from plait.parallel import why_not
 
     return why_not(CompileConfig(), torch.device(kind)) is None
 

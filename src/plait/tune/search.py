@@ -8,13 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.config import RunConfig, parse, to_yaml
-from plait.config.trust import code_keys
-from plait.config.words import counted
+from plait.config import RunConfig, code_keys, counted, parse, to_yaml
 from plait.errors import ConfigError, Problem, TrainingError, in_one_line
-from plait.ops.drafts import write_whole
-from plait.plan.candidate import Candidate
-from plait.plan.space import candidates
+from plait.ops import write_whole
+from plait.plan import Candidate, candidates
 from plait.tune.book import Book, Record
 from plait.tune.config import TuneConfig
 from plait.tune.legal import check_run, effective

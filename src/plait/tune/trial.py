@@ -19,9 +19,8 @@ from typing import Literal
 import psutil
 
 from plait.config import RunConfig
-from plait.launch.local import follow_the_launcher
-from plait.launch.reform import SMALLER
-from plait.monitor.jsonl import events_path, read_events
+from plait.launch import SMALLER, follow_the_launcher
+from plait.monitor import events_path, read_events
 from plait.spec import Event, EventKind
 from plait.tune.config import TuneConfig
 

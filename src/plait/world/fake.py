@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from plait.config.layout import resolve_layout
-from plait.config.run import RunConfig
+from plait.config import RunConfig, resolve_layout
 from plait.errors import WorldError
 from plait.torch_internals import (
     FakeTensorMode,

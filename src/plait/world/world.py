@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from plait.config.layout import Layout, resolve_layout
-from plait.config.run import RunConfig
+from plait.config import Layout, RunConfig, resolve_layout
 from plait.errors import WorldError
 from plait.torch_internals import concatenated, flattened
 from plait.world.device import choose_backend, choose_device

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -172,7 +173,7 @@ def test_one_process_a_gpu_needs_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_place_that_may_not_be_written_to_is_named_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from plait.cli import main
+    main = import_module("plait.cli.main")
 
     def refuse() -> None:
         raise OSError(errno.EROFS, "Read-only file system", "/mnt/read-only/run")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
+from importlib import import_module
 
 import pytest
 import torch
 from torch import Tensor
 
-from plait.ops import draw as draw_module
 from plait.ops.chance import CHANCE_BITS, Chance
 from plait.ops.draw import PIECE, draw, draw_plain
 from plait.ops.ends import drawn, look_up
@@ -87,7 +87,7 @@ def test_a_row_gets_its_token_whatever_else_is_in_the_batch_and_however_it_is_cu
     some = torch.randperm(rows)[:7]
     part, _ = draw(logits[some], temperature, Chance(chance.keys[some], chance.counts[some], chance.seed))
     assert torch.equal(part, whole[some])
-    monkeypatch.setattr(draw_module, "_BLOCK", random.choice((PIECE, 4 * PIECE)))
+    monkeypatch.setattr(import_module("plait.ops.draw"), "_BLOCK", random.choice((PIECE, 4 * PIECE)))
     assert torch.equal(draw(logits, temperature, chance)[0], whole)
 
 
@@ -174,7 +174,7 @@ def test_who_multiplies_weighs_too(
 
 
 def test_more_words_than_whole_numbers_can_count_go_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw_module, "MOST_PIECES", 2)
+    monkeypatch.setattr(import_module("plait.ops.draw"), "MOST_PIECES", 2)
     logits, chance = torch.randn(4, 3 * PIECE), some_chance(4)
     found, plain = draw(logits, 0.9, chance), draw_plain(logits, 0.9, chance)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, plain, strict=True))

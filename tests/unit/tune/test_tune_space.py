@@ -12,8 +12,9 @@ import yaml
 
 from plait.config import parse, resolve_batch, resolve_layout
 from plait.errors import ConfigError
+from plait.plan.candidate import Candidate
 from plait.plan.space import candidates
-from plait.tune import Candidate, TuneConfig, make_tune_config, rank_by_rule
+from plait.tune import TuneConfig, make_tune_config, rank_by_rule
 from plait.tune.legal import effective
 from plait.tune.order import in_order, space_of
 

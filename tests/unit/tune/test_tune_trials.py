@@ -17,7 +17,8 @@ import pytest
 
 from plait.config import parse
 from plait.errors import ConfigError, TrainingError
-from plait.tune import Candidate, Outcome, TuneConfig, Tuned, tune
+from plait.plan.candidate import Candidate
+from plait.tune import Outcome, TuneConfig, Tuned, tune
 from plait.tune.book import Book, Record
 
 KIND = "hooks.0.args.kind"

@@ -15,7 +15,7 @@ from plait.checkpoint.convert.files import refusal
 from plait.checkpoint.convert.source import Entry
 from plait.checkpoint.convert.unpickle import Record, unpickle
 from plait.checkpoint.index import untiled
-from plait.config.files import is_below
+from plait.config import is_below
 from plait.errors import CheckpointError
 
 METADATA = ".metadata"

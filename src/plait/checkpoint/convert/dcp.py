@@ -11,7 +11,7 @@ from torch import Tensor
 from plait.checkpoint.convert.chunks import Chunks
 from plait.checkpoint.convert.names import STEP_WORDS, engine_state, guessed_paths, plait_name, without_wrapper
 from plait.checkpoint.convert.source import Source
-from plait.config.files import read_json_object
+from plait.config import read_json_object
 from plait.errors import CheckpointError
 
 

@@ -19,7 +19,7 @@ from plait.checkpoint.convert.source import Entry, Source
 from plait.checkpoint.convert.torchfile import StateDictSource, TorchSource
 from plait.checkpoint.folder import CheckpointFolder
 from plait.checkpoint.manifest import NAME as MANIFEST
-from plait.config.files import read_name
+from plait.config import read_name
 from plait.errors import CheckpointError, ConfigError, Problem
 from plait.plugins import call, find
 

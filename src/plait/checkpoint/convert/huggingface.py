@@ -15,7 +15,7 @@ from torch import Tensor
 from plait.checkpoint.convert.files import Found, SafetensorsFile, TorchFile, read_found
 from plait.checkpoint.convert.source import Entry, Source
 from plait.checkpoint.tensorfile import DTYPES, TensorFileWriter
-from plait.config.files import read_json_object, weight_map
+from plait.config import read_json_object, weight_map
 from plait.errors import CheckpointError
 
 CONFIG = "config.json"

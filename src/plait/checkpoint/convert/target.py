@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from plait.errors import CheckpointError
-from plait.ops.drafts import drafting
+from plait.ops import drafting
 
 
 @contextmanager

@@ -3,71 +3,85 @@
 Names are loaded on first use: translating a configuration needs no torch.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from plait.frontends.accelerate.absent import explain_absent_modules, not_offered
 
 if TYPE_CHECKING:
-    from plait.frontends.accelerate.accelerator import Accelerator
-    from plait.frontends.accelerate.config import translate
-    from plait.frontends.accelerate.loader import skip_first_batches
-    from plait.frontends.accelerate.plugins import (
-        AutocastKwargs,
-        DataLoaderConfiguration,
-        DDPCommunicationHookType,
-        DeepSpeedPlugin,
-        DistributedDataParallelKwargs,
-        DistributedType,
-        FullyShardedDataParallelPlugin,
-        GradientAccumulationPlugin,
-        GradScalerKwargs,
-        InitProcessGroupKwargs,
-        ParallelismConfig,
-        ProjectConfiguration,
+    from plait.frontends.accelerate.accelerator import Accelerator as Accelerator
+    from plait.frontends.accelerate.config import as_overrides as as_overrides
+    from plait.frontends.accelerate.config import is_accelerate as is_accelerate
+    from plait.frontends.accelerate.config import machines as machines
+    from plait.frontends.accelerate.config import processes as processes
+    from plait.frontends.accelerate.config import translate as translate
+    from plait.frontends.accelerate.engine import backward as backward
+    from plait.frontends.accelerate.engine import build_engine as build_engine
+    from plait.frontends.accelerate.gather import Gatherer as Gatherer
+    from plait.frontends.accelerate.loader import skip_first_batches as skip_first_batches
+    from plait.frontends.accelerate.packing import pack as pack
+    from plait.frontends.accelerate.packing import unpack as unpack
+    from plait.frontends.accelerate.plugins import AutocastKwargs as AutocastKwargs
+    from plait.frontends.accelerate.plugins import DataLoaderConfiguration as DataLoaderConfiguration
+    from plait.frontends.accelerate.plugins import DDPCommunicationHookType as DDPCommunicationHookType
+    from plait.frontends.accelerate.plugins import DeepSpeedPlugin as DeepSpeedPlugin
+    from plait.frontends.accelerate.plugins import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from plait.frontends.accelerate.plugins import DistributedType as DistributedType
+    from plait.frontends.accelerate.plugins import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+    from plait.frontends.accelerate.plugins import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from plait.frontends.accelerate.plugins import GradScalerKwargs as GradScalerKwargs
+    from plait.frontends.accelerate.plugins import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from plait.frontends.accelerate.plugins import ParallelismConfig as ParallelismConfig
+    from plait.frontends.accelerate.plugins import ProjectConfiguration as ProjectConfiguration
+    from plait.frontends.accelerate.plugins import TorchDynamoPlugin as TorchDynamoPlugin
+    from plait.frontends.accelerate.prepared import PreparedModel as PreparedModel
+    from plait.frontends.accelerate.prepared import PreparedOptimizer as PreparedOptimizer
+    from plait.frontends.accelerate.process import PartialState as PartialState
+    from plait.frontends.accelerate.profiling import ProfileKwargs as ProfileKwargs
+    from plait.frontends.accelerate.saving import PLACED as PLACED
+    from plait.frontends.accelerate.saving import groups_of as groups_of
+    from plait.frontends.accelerate.saving import restore_groups as restore_groups
+    from plait.frontends.accelerate.settings import build_config as build_config
+    from plait.frontends.accelerate.settings import merged as merged
+    from plait.frontends.accelerate.utils.memory import find_executable_batch_size as find_executable_batch_size
+    from plait.frontends.accelerate.utils.random import synchronize_rng_states as synchronize_rng_states
+    from plait.frontends.accelerate.weights import whole as whole
+else:
+    from plait.lazy import attach_names
+
+    attach_names(
+        __name__,
+        {
+            "accelerator": ["Accelerator"],
+            "config": ["as_overrides", "is_accelerate", "machines", "processes", "translate"],
+            "engine": ["backward", "build_engine"],
+            "gather": ["Gatherer"],
+            "loader": ["skip_first_batches"],
+            "packing": ["pack", "unpack"],
+            "plugins": [
+                "AutocastKwargs",
+                "DDPCommunicationHookType",
+                "DataLoaderConfiguration",
+                "DeepSpeedPlugin",
+                "DistributedDataParallelKwargs",
+                "DistributedType",
+                "FullyShardedDataParallelPlugin",
+                "GradScalerKwargs",
+                "GradientAccumulationPlugin",
+                "InitProcessGroupKwargs",
+                "ParallelismConfig",
+                "ProjectConfiguration",
+                "TorchDynamoPlugin",
+            ],
+            "prepared": ["PreparedModel", "PreparedOptimizer"],
+            "process": ["PartialState"],
+            "profiling": ["ProfileKwargs"],
+            "saving": ["PLACED", "groups_of", "restore_groups"],
+            "settings": ["build_config", "merged"],
+            "utils.memory": ["find_executable_batch_size"],
+            "utils.random": ["synchronize_rng_states"],
+            "weights": ["whole"],
+        },
+        unknown=not_offered,
     )
-    from plait.frontends.accelerate.process import PartialState
-    from plait.frontends.accelerate.profiling import ProfileKwargs
-    from plait.frontends.accelerate.utils.memory import find_executable_batch_size
-    from plait.frontends.accelerate.utils.random import synchronize_rng_states
-
-__all__ = [
-    "Accelerator",
-    "AutocastKwargs",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DeepSpeedPlugin",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "ParallelismConfig",
-    "PartialState",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "find_executable_batch_size",
-    "skip_first_batches",
-    "synchronize_rng_states",
-    "translate",
-]
-
-_HOMES = {
-    "Accelerator": "accelerator",
-    "PartialState": "process",
-    "ProfileKwargs": "profiling",
-    "find_executable_batch_size": "utils.memory",
-    "skip_first_batches": "loader",
-    "synchronize_rng_states": "utils.random",
-    "translate": "config",
-}
 
 explain_absent_modules()
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise not_offered(__name__, name)
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'plugins')}"), name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plait.frontends.absent import Absent
+from plait.frontends import Absent
 
 _WHOLE = "models for inference alone are loaded and placed with transformers or with Accelerate itself"
 _LAUNCH = "start the script with `plait launch` or torchrun; one process needs no launcher"

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plait.config.read import read
-from plait.config.words import whole_number
+from plait.config import read, whole_number
 from plait.errors import ConfigError, Problem
+from plait.frontends import Translation
 from plait.frontends.accelerate.fsdp import read_fsdp
 from plait.frontends.accelerate.parts import (
     read_deepspeed,
@@ -21,7 +21,6 @@ from plait.frontends.accelerate.parts import (
     set_precision,
 )
 from plait.frontends.accelerate.words import Reader, Words, answered, switched_off
-from plait.frontends.account import Translation
 from plait.launch import Machines
 
 _PLAIN = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
@@ -59,7 +58,7 @@ def _compare_precision(words: Words, config: Mapping[str, Any]) -> None:
     file = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
     if asked not in ("fp16", "bf16") or file in (None, "none"):
         return
-    from plait.frontends.deepspeed.config import read_config
+    from plait.frontends.deepspeed import read_config
 
     theirs = read_config(file).get(asked)
     if theirs is not None and str(theirs.get("enabled", False)).lower() == "false":

@@ -12,11 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from plait.config.run import RunConfig
-from plait.config.strategy import TensorConfig
+from plait.config import RunConfig, TensorConfig
 from plait.errors import ModelError
-from plait.parallel.hf import is_transformers_model
-from plait.parallel.tensor.transformers_plan import transformers_words
+from plait.parallel import is_transformers_model, transformers_words
 
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 _VOCABULARY = frozenset({"vocab_embedding", "vocab_head"})

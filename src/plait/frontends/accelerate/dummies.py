@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from plait.errors import ConfigError, Problem
-from plait.frontends.deepspeed.described import Parameters, Recipe
+from plait.frontends.deepspeed import Parameters, Recipe
 
 
 class DummyOptim:

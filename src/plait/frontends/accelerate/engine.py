@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from plait.config.run import RunConfig
+from plait.config import RunConfig
 from plait.errors import TrainingError
 from plait.frontends.accelerate.cutting import with_plan
-from plait.strategy import LoopEngine, Preparation, prepare_native
-from plait.strategy.native.forward import Say
+from plait.strategy import LoopEngine, Preparation, Say, prepare_native
 from plait.world import World, restore_rng_state, rng_state
 
 

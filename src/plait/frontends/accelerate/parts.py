@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from plait.frontends import Entry
 from plait.frontends.accelerate.words import Reader, Words, answered, switched_off
-from plait.frontends.account import Entry
 
 
 def section(readers: Mapping[str, Reader]) -> Reader:
@@ -123,7 +123,7 @@ def read_deepspeed(words: Words, key: str, value: Any) -> None:
     """The section, through the translation of DeepSpeed's own configuration: the same answer in both places."""
     if words.section(key, value) is None:
         return
-    from plait.frontends.deepspeed.config import translate
+    from plait.frontends.deepspeed import translate
 
     file = value.get("deepspeed_config_file")
     if file not in (None, "none") and not isinstance(file, (str, Path, Mapping)):

@@ -175,7 +175,7 @@ class DeepSpeedPlugin:
     def deepspeed_config(self) -> dict[str, Any]:
         """The DeepSpeed configuration itself, which scripts look into."""
         from plait.frontends.accelerate.parts import deepspeed_config
-        from plait.frontends.deepspeed.config import read_config
+        from plait.frontends.deepspeed import read_config
 
         if self.hf_ds_config is not None:
             return read_config(self.hf_ds_config)

@@ -34,11 +34,9 @@ from plait.frontends.accelerate.settings import build_config, heed_launcher, plu
 from plait.frontends.accelerate.sharing import Share
 from plait.frontends.accelerate.state import remember
 from plait.frontends.accelerate.tracking import Trackers, choose_trackers
-from plait.frontends.deepspeed.described import Recipe
-from plait.frontends.deepspeed.runtime.lr_schedules import Scheduler
+from plait.frontends.deepspeed import Recipe, Scheduler
 from plait.precision import make_policy
-from plait.world import World, open_world
-from plait.world.launched import told_by_accelerate
+from plait.world import World, open_world, told_by_accelerate
 
 
 class Preparing(Processes):

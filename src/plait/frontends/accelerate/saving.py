@@ -22,7 +22,7 @@ from plait.frontends.accelerate.gradients import GradientState
 from plait.frontends.accelerate.loader import PreparedLoader
 from plait.frontends.accelerate.packing import pack, unpack
 from plait.frontends.accelerate.prepared import PreparedOptimizer
-from plait.spec.later import Entry
+from plait.spec import Entry
 from plait.strategy import LoopEngine
 from plait.world import World, on_main, restore_rng_state, rng_state
 

@@ -8,9 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from plait.config import RunConfig, check, parse_sections
-from plait.config.read import read
+from plait.config import RunConfig, check, parse_sections, read
 from plait.errors import ConfigError, Problem
+from plait.frontends import Account, Answer, Translation
 from plait.frontends.accelerate.config import translate
 from plait.frontends.accelerate.plugins import (
     AutocastKwargs,
@@ -23,7 +23,6 @@ from plait.frontends.accelerate.plugins import (
     TorchDynamoPlugin,
 )
 from plait.frontends.accelerate.profiling import ProfileKwargs
-from plait.frontends.account import Account, Answer, Translation
 
 _DESCRIBED = ("optim", "schedule")
 """What a script may have made as a DeepSpeed configuration describes it: see `dummies`."""

@@ -8,13 +8,11 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from plait.config.train import LogConfig
-from plait.config.words import choose
+from plait.config import LogConfig, choose
 from plait.errors import ConfigError, Problem
 from plait.monitor import Monitor, build_monitor
 from plait.spec import Event, EventKind
-from plait.world import World
-from plait.world.ranks import detect_ranks
+from plait.world import World, detect_ranks
 
 _SINKS = ("jsonl", "csv", "tensorboard", "wandb", "html")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from plait.config.words import choose, show
+from plait.config import choose, show
 from plait.errors import ConfigError, Problem
-from plait.frontends.account import Account, Answer, Translation
+from plait.frontends import Account, Answer, Translation
 
 Reader = Callable[["Words", str, Any], None]
 """Answers one key: (words, the key's full name, its value)."""

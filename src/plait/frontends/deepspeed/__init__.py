@@ -3,107 +3,89 @@
 A training script runs as it is, with this one line changed. `docs/deepspeed-api.md` lists what is offered.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from plait.frontends.deepspeed.absent import explain_absent_modules, not_offered
 
 if TYPE_CHECKING:
-    from plait.frontends.deepspeed import (
-        accelerator,
-        checkpoint,
-        checkpointing,
-        comm,
-        config,
-        moe,
-        ops,
-        pipe,
-        runtime,
-        utils,
-        zero,
+    from plait.frontends.deepspeed import accelerator as accelerator
+    from plait.frontends.deepspeed import checkpoint as checkpoint
+    from plait.frontends.deepspeed import checkpointing as checkpointing
+    from plait.frontends.deepspeed import comm as comm
+    from plait.frontends.deepspeed import config as config
+    from plait.frontends.deepspeed import moe as moe
+    from plait.frontends.deepspeed import ops as ops
+    from plait.frontends.deepspeed import pipe as pipe
+    from plait.frontends.deepspeed import runtime as runtime
+    from plait.frontends.deepspeed import utils as utils
+    from plait.frontends.deepspeed import zero as zero
+    from plait.frontends.deepspeed.accelerator import get_accelerator as get_accelerator
+    from plait.frontends.deepspeed.comm import init_distributed as init_distributed
+    from plait.frontends.deepspeed.config import KEYS as KEYS
+    from plait.frontends.deepspeed.config import search as search
+    from plait.frontends.deepspeed.config import translate as translate
+    from plait.frontends.deepspeed.config.read import read_config as read_config
+    from plait.frontends.deepspeed.described import Parameters as Parameters
+    from plait.frontends.deepspeed.described import Recipe as Recipe
+    from plait.frontends.deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
+    from plait.frontends.deepspeed.foreign import foreign_state as foreign_state
+    from plait.frontends.deepspeed.inference import InferenceEngine as InferenceEngine
+    from plait.frontends.deepspeed.inference import init_inference as init_inference
+    from plait.frontends.deepspeed.pipe import LayerSpec as LayerSpec
+    from plait.frontends.deepspeed.pipe import PipelineModule as PipelineModule
+    from plait.frontends.deepspeed.pipe import TiedLayerSpec as TiedLayerSpec
+    from plait.frontends.deepspeed.pipeline import PipelineEngine as PipelineEngine
+    from plait.frontends.deepspeed.runtime.lr_schedules import Scheduler as Scheduler
+    from plait.frontends.deepspeed.start import add_config_arguments as add_config_arguments
+    from plait.frontends.deepspeed.start import initialize as initialize
+    from plait.frontends.deepspeed.utils import OnDevice as OnDevice
+    from plait.frontends.deepspeed.utils import log_dist as log_dist
+    from plait.frontends.deepspeed.utils import logger as logger
+else:
+    from plait.lazy import attach_names
+
+    attach_names(
+        __name__,
+        {
+            ".": [
+                "accelerator",
+                "checkpoint",
+                "checkpointing",
+                "comm",
+                "config",
+                "moe",
+                "ops",
+                "pipe",
+                "runtime",
+                "utils",
+                "zero",
+            ],
+            "accelerator": ["get_accelerator"],
+            "comm": ["init_distributed"],
+            "config": ["KEYS", "search", "translate"],
+            "config.read": ["read_config"],
+            "described": ["Parameters", "Recipe"],
+            "engine": ["DeepSpeedEngine"],
+            "foreign": ["foreign_state"],
+            "inference": ["InferenceEngine", "init_inference"],
+            "pipe": ["LayerSpec", "PipelineModule", "TiedLayerSpec"],
+            "pipeline": ["PipelineEngine"],
+            "runtime.lr_schedules": ["Scheduler"],
+            "start": ["add_config_arguments", "initialize"],
+            "utils": ["OnDevice", "log_dist", "logger"],
+        },
+        unknown=not_offered,
     )
-    from plait.frontends.deepspeed.accelerator import get_accelerator
-    from plait.frontends.deepspeed.comm import init_distributed
-    from plait.frontends.deepspeed.engine import DeepSpeedEngine
-    from plait.frontends.deepspeed.inference import InferenceEngine, init_inference
-    from plait.frontends.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-    from plait.frontends.deepspeed.pipeline import PipelineEngine
-    from plait.frontends.deepspeed.start import add_config_arguments, initialize
-    from plait.frontends.deepspeed.utils import OnDevice, log_dist, logger
 
 __version__ = "0.19.8+plait"
 """The DeepSpeed whose API this is."""
 version = __version__
 
-_HOMES = {
-    "DeepSpeedEngine": "engine",
-    "InferenceEngine": "inference",
-    "LayerSpec": "pipe",
-    "OnDevice": "utils",
-    "PipelineEngine": "pipeline",
-    "PipelineModule": "pipe",
-    "TiedLayerSpec": "pipe",
-    "add_config_arguments": "start",
-    "get_accelerator": "accelerator",
-    "init_distributed": "comm",
-    "init_inference": "inference",
-    "initialize": "start",
-    "log_dist": "utils",
-    "logger": "utils",
-}
-_MODULES = (
-    "accelerator",
-    "checkpoint",
-    "checkpointing",
-    "comm",
-    "config",
-    "moe",
-    "ops",
-    "pipe",
-    "runtime",
-    "utils",
-    "zero",
-)
-
-__all__ = [
-    "DeepSpeedEngine",
-    "InferenceEngine",
-    "LayerSpec",
-    "OnDevice",
-    "PipelineEngine",
-    "PipelineModule",
-    "TiedLayerSpec",
-    "__version__",
-    "accelerator",
-    "add_config_arguments",
-    "checkpoint",
-    "checkpointing",
-    "comm",
-    "config",
-    "get_accelerator",
-    "init_distributed",
-    "init_inference",
-    "initialize",
-    "log_dist",
-    "logger",
-    "moe",
-    "ops",
-    "pipe",
-    "runtime",
-    "utils",
-    "version",
-    "zero",
-]
-
 explain_absent_modules()
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when asked for: a configuration can be translated without loading torch.
-    if name in (*_MODULES, "dist"):  # which is another word for `comm`
-        return import_module(f"{__name__}.{'comm' if name == 'dist' else name}")
-    if name not in _HOMES:
-        raise not_offered(__name__, name)
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name == "dist":  # another word for `comm`
+        return import_module(f"{__name__}.comm")
+    raise AttributeError(name)  # and the package looks among what it offers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plait.frontends.absent import Absent
+from plait.frontends import Absent
 
 _INSTEAD = {
     "DeepSpeedTransformerLayer": "torch's own attention is fused; use the model as it is",

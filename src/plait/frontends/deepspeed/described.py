@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from plait.config import RunConfig, parse_sections
-from plait.config.optim import MuonConfig, OptimConfig
+from plait.config import MuonConfig, OptimConfig, RunConfig, parse_sections
 from plait.errors import ModelError
 from plait.frontends.deepspeed.config import translate
 from plait.frontends.deepspeed.runtime.lr_schedules import Scheduler

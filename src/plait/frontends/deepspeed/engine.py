@@ -18,7 +18,7 @@ from plait.frontends.deepspeed.facts import EngineFacts
 from plait.frontends.deepspeed.latest import Place
 from plait.frontends.deepspeed.loader import RepeatingLoader
 from plait.frontends.deepspeed.saving import groups_of, restore_groups, state_name, whole_weights
-from plait.ops.drafts import drafting
+from plait.ops import drafting
 from plait.precision import DTYPES
 from plait.strategy import StepResult
 from plait.world import on_main

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plait.checkpoint.convert.deepspeed.folder import find_files
-from plait.checkpoint.convert.pickled import Stored, open_file
+from plait.checkpoint import Stored, find_files, open_file
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _ITS_OWN = frozenset(

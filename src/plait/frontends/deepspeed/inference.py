@@ -16,7 +16,7 @@ from plait.frontends.deepspeed.accelerator import DEVICE_VARIABLE
 from plait.frontends.deepspeed.around import Around
 from plait.frontends.deepspeed.comm import init_distributed
 from plait.frontends.deepspeed.config import read_config
-from plait.monitor.console import spelled
+from plait.monitor import spelled
 from plait.precision import cast_floats
 from plait.world import device_in, open_world
 
@@ -93,8 +93,7 @@ def init_inference(
     mesh = world.submesh("tp")
     model.to(dtype)
     if mesh is not None:
-        from plait.parallel.materialize import copy_from_main
-        from plait.parallel.tensor import apply_tensor_parallel
+        from plait.parallel import apply_tensor_parallel, copy_from_main
 
         assert world.everyone is not None
         copy_from_main(model, world.everyone, world.device)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.frontends.deepspeed.status import ZeroParamStatus, note
-from plait.parallel.materialize import assign_whole
+from plait.parallel import assign_whole
 from plait.strategy import ManualEngine
 from plait.world import is_sharded
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from plait.data.workers import WorkerEnds
+from plait.data import WorkerEnds
 from plait.errors import DataError
 from plait.world import World
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from plait.config.train import LogConfig
+from plait.config import LogConfig
 from plait.monitor import Monitor, build_monitor
 from plait.spec import Event, EventKind
 

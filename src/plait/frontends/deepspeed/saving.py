@@ -25,19 +25,19 @@ from plait.checkpoint import (
     CheckpointWriter,
     entries,
     find_scattered,
+    kind_of,
     load_into,
     nothing_to_fetch,
     open_checkpoint,
+    open_source,
 )
-from plait.checkpoint.convert import kind_of, open_source
-from plait.config.files import read_name
-from plait.config.train import CheckpointConfig
+from plait.config import CheckpointConfig, read_name
 from plait.errors import CheckpointError
 from plait.frontends.deepspeed import ops
 from plait.frontends.deepspeed.client_state import decode, encode
 from plait.frontends.deepspeed.foreign import foreign_state
-from plait.ops.drafts import write_whole
-from plait.parallel.materialize import assign_whole
+from plait.ops import write_whole
+from plait.parallel import assign_whole
 from plait.strategy import ManualEngine
 from plait.world import World, on_main
 

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from plait.config import RunConfig, check, parse_sections, resolve_batch
 from plait.errors import ConfigError, ModelError, Problem
-from plait.frontends.account import Account, Answer, Translation
+from plait.frontends import Account, Answer, Translation
 from plait.frontends.deepspeed.accelerator import DEVICE_VARIABLE
 from plait.frontends.deepspeed.comm import init_distributed
 from plait.frontends.deepspeed.config import read_config, translate
@@ -26,7 +26,7 @@ from plait.frontends.deepspeed.link import link_parameters
 from plait.frontends.deepspeed.pipe import PipelineModule
 from plait.frontends.deepspeed.runtime.lr_schedules import Scheduler
 from plait.frontends.deepspeed.scaler import DeepSpeedScaler
-from plait.monitor.console import spelled
+from plait.monitor import spelled
 from plait.optim import OptimizerSource, OwnRates
 from plait.strategy import ManualEngine, Preparation, prepare_native
 from plait.world import World, device_in, open_world, restore_rng_state, rng_state

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from plait.errors import ConfigError, Problem
-from plait.strategy.native.late import Arriving
+from plait.strategy import Arriving
 
 _REMEMBERED = 1_000_000
 _SAVED = 1000

@@ -13,8 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, overload
 
-from plait.config.trust import load_code
-from plait.config.words import choose
+from plait.config import choose, load_code
 from plait.errors import ConfigError, Problem
 
 C = TypeVar("C", bound=Callable[..., Any])

@@ -9,10 +9,8 @@ from typing import Any
 
 from plait.errors import ConfigError, Problem
 from plait.frontends.mmengine.registry import VISBACKENDS, VISUALIZERS, check_arguments
-from plait.monitor import Monitor
-from plait.monitor.jsonl import JsonlSink
-from plait.monitor.scalars import scalars
-from plait.spec.event import Event, EventKind, Sink
+from plait.monitor import JsonlSink, Monitor, scalars
+from plait.spec import Event, EventKind, Sink
 
 _KINDS = {"train": EventKind.TRAIN, "val": EventKind.VALIDATE, "test": EventKind.TEST}
 
@@ -43,7 +41,7 @@ def local_backend(save_dir: Path, work_dir: Path) -> list[Sink]:
 @VISBACKENDS.register_module(name="TensorboardVisBackend")
 def tensorboard_backend(save_dir: Path, work_dir: Path) -> list[Sink]:
     """Curves for TensorBoard."""
-    from plait.monitor.tensorboard import TensorBoardSink
+    from plait.monitor import TensorBoardSink
 
     return [TensorBoardSink(save_dir / "vis_data")]
 
@@ -51,7 +49,7 @@ def tensorboard_backend(save_dir: Path, work_dir: Path) -> list[Sink]:
 @VISBACKENDS.register_module(name="WandbVisBackend")
 def wandb_backend(save_dir: Path, work_dir: Path, init_kwargs: Mapping[str, Any] | None = None) -> list[Sink]:
     """Curves for Weights & Biases; of `init_kwargs`, the `project`."""
-    from plait.monitor.wandb import WandbSink
+    from plait.monitor import WandbSink
 
     given = dict(init_kwargs or {})
     project = given.pop("project", None)

@@ -12,9 +12,7 @@ from torch.optim import Optimizer
 
 from plait.config import RunConfig
 from plait.errors import ModelError
-from plait.frontends.accelerate.engine import backward, build_engine
-from plait.frontends.accelerate.gather import Gatherer
-from plait.frontends.accelerate.prepared import PreparedModel, PreparedOptimizer
+from plait.frontends.accelerate import Gatherer, PreparedModel, PreparedOptimizer, backward, build_engine
 from plait.precision import make_policy
 from plait.strategy import LoopEngine
 from plait.world import World, open_world

@@ -7,14 +7,15 @@ from typing import Any
 
 from plait.config import RunConfig
 from plait.errors import ConfigError, Problem
-from plait.frontends.accelerate.plugins import (
+from plait.frontends import Account, Answer
+from plait.frontends.accelerate import (
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
     TorchDynamoPlugin,
+    build_config,
+    merged,
 )
-from plait.frontends.accelerate.settings import build_config, merged
-from plait.frontends.account import Account, Answer
 
 _TRAINERS = {
     "train_batch_size": "per_device_train_batch_size",

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from plait.checkpoint import entries, load_into, open_checkpoint, save_checkpoint
 from plait.config import to_dict
-from plait.frontends.accelerate.packing import pack, unpack
-from plait.frontends.accelerate.saving import groups_of, restore_groups
+from plait.frontends.accelerate import groups_of, pack, restore_groups, unpack
 
 if TYPE_CHECKING:
     from plait.frontends.transformers.accelerator import TrainerAccelerator

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint.convert import Entry, newest_tag, open_source
-from plait.checkpoint.convert.deepspeed import DeepSpeedSource
-from plait.checkpoint.convert.files import Found, TorchFile, load_values, read_found
-from plait.config.files import read_json_object
+from plait.checkpoint import DeepSpeedSource, Entry, Found, TorchFile, load_values, newest_tag, open_source, read_found
+from plait.config import read_json_object
 from plait.errors import CheckpointError
-from plait.frontends.accelerate.saving import PLACED, restore_groups
-from plait.frontends.deepspeed.foreign import foreign_state
-from plait.parallel.materialize import assign_whole
+from plait.frontends.accelerate import PLACED, restore_groups
+from plait.frontends.deepspeed import foreign_state
+from plait.parallel import assign_whole
 
 if TYPE_CHECKING:
     from plait.frontends.transformers.accelerator import TrainerAccelerator

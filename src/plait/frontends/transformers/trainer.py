@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint.convert.files import load_values
+from plait.checkpoint import load_values
 from plait.errors import ConfigError, ModelError, Problem
-from plait.frontends.accelerate.prepared import PreparedOptimizer
-from plait.frontends.accelerate.weights import whole
-from plait.frontends.deepspeed.config.read import read_config
-from plait.frontends.deepspeed.described import Recipe
+from plait.frontends.accelerate import PreparedOptimizer, whole
+from plait.frontends.deepspeed import Recipe, read_config
 from plait.frontends.transformers import checkpoints, foreign
 from plait.frontends.transformers.accelerator import TrainerAccelerator
 from plait.frontends.transformers.arguments import config_of, deepspeed_of, refuse_mismatches

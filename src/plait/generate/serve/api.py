@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from plait.config.encoding import half_character
+from plait.config import half_character
 from plait.errors import ContextError, DataError, GenerateError
 from plait.generate.options import Sampling
 from plait.generate.serve.scheduler import AnswerPart, Event, Job, Written

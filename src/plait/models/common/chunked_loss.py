@@ -20,7 +20,7 @@ from torch import Tensor
 
 from plait.models.common.loss_kernel import is_fused, loss_and_slopes_triton
 from plait.models.common.protocol import IGNORE_INDEX
-from plait.ops.scaled import scaled, scaled_plain
+from plait.ops import scaled, scaled_plain
 
 LossAndSlopes = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

@@ -26,8 +26,7 @@ from plait.models.common.chunked_loss import empty_answer, keep_unscaled, needed
 from plait.models.common.fp8_loss_kernel import SCALE, write_others
 from plait.models.common.loss_kernel import is_fused, row_statistics_triton
 from plait.models.common.protocol import IGNORE_INDEX
-from plait.ops.fp8 import scaled_product
-from plait.ops.fp8_cast import E4M3, E5M2, MULTIPLE, Cast, cast, peaks_of
+from plait.ops import E4M3, E5M2, MULTIPLE, Cast, cast, peaks_of, scaled_product
 
 WAITING = 4
 """So many chunks wait for one product: all of 16,384 tokens with 128,256 words."""

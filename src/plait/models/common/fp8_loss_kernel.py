@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from plait.fake_tensors import on_fake_tensors
-from plait.ops.fp8_cast import is_fused
-from plait.ops.triton import HAS_TRITON, interprets, on_device_of
+from plait.ops import HAS_TRITON, interprets, is_fused, on_device_of
 
 SCALE = 2.0**15
 """What probabilities are multiplied by: one becomes 32,768, of at most 57,344. The smallest that is left is 2**-31."""
@@ -23,7 +22,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from plait.ops.fp8_kernel import pair, turn
+    from plait.ops import pair, turn
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _kernel(  # type: ignore[no-untyped-def]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.fake_tensors import on_fake_tensors
 from plait.models.common.protocol import IGNORE_INDEX
-from plait.ops.triton import HAS_TRITON, has_kernels
+from plait.ops import HAS_TRITON, has_kernels
 
 if HAS_TRITON:
     import triton

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from plait.config.files import weight_map
+from plait.config import weight_map
 from plait.errors import ModelError
 
 Put = Callable[[str, Tensor], None]

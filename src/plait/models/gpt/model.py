@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait.config.model import GptConfig
+from plait.config import GptConfig
 from plait.errors import ModelError
 from plait.models.common.attention import Shared
 from plait.models.common.documents import packing_mask

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.config.model import GptConfig
+from plait.config import GptConfig
 from plait.errors import ModelError
 from plait.models.common.exchange import Made, same
 from plait.models.common.weights import Put, stream_weights

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from plait.config.model import HFConfig
+from plait.config import HFConfig
 from plait.models.hf.model import build_hf_model
 
 

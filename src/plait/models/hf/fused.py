@@ -15,9 +15,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from plait.ops.rms_norm import rms_norm
-from plait.ops.rotate import rotate
-from plait.precision.together import feed_forward, go_together, through_all
+from plait.ops import rms_norm, rotate
+from plait.precision import feed_forward, go_together, through_all
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ROTATION = "apply_rotary_pos_emb"

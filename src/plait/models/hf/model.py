@@ -18,16 +18,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from plait.config.files import read_json_object
-from plait.config.model import HFConfig
-from plait.config.trust import transformers_code
+from plait.config import HFConfig, read_json_object, transformers_code
 from plait.errors import MissingExtraError, ModelError, PlaitError
 from plait.models.common.documents import document_mask
 from plait.models.common.fp8_loss import Fp8Head
 from plait.models.common.loss import cross_entropy
 from plait.models.hf.block import find_block_classes
 from plait.models.hf.head import are_many, hands_on_its_logits, loss_at_the_head
-from plait.ops.token_mixers import attends_both_ways, mixer_without_mask
+from plait.ops import attends_both_ways, mixer_without_mask
 from plait.spec import LossTerm
 from plait.transformers_internals import attn_implementation, init_weights, initializes, taken_for_initialized
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from plait.config.files import read_json_object
+from plait.config import read_json_object
 from plait.errors import ModelError
 from plait.models.common.weights import Put, stream_weights, weight_files
 from plait.transformers_internals import may_be_missing, may_be_unexpected

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait.config.model import LlamaConfig
+from plait.config import LlamaConfig
 from plait.models.common.attention import Attention, Shared
 from plait.models.common.init import residual_output
 

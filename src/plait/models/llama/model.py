@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from plait.config.model import LlamaConfig
+from plait.config import LlamaConfig
 from plait.models.common.attention import Shared
 from plait.models.common.documents import packing_mask
 from plait.models.common.flops import decoder_flops_per_token

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from plait.config.model import LlamaConfig
+from plait.config import LlamaConfig
 from plait.errors import ModelError
 from plait.models.common.exchange import Made, same
 from plait.models.common.weights import Put, stream_weights

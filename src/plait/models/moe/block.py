@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from plait.config.model import MoeConfig
+from plait.config import MoeConfig
 from plait.models.common.attention import Attention, Shared
 from plait.models.llama.block import SwiGLU, ffn_dim
 from plait.models.moe.experts import Experts

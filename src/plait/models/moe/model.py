@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.config.model import MoeConfig
+from plait.config import MoeConfig
 from plait.models.common.flops import decoder_flops_per_token
 from plait.models.common.init import init_lm_module
 from plait.models.common.plan import decoder_plan

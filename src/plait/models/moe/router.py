@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait.config.model import MoeConfig
+from plait.config import MoeConfig
 from plait.errors import ModelError
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.config.model import MoeConfig
+from plait.config import MoeConfig
 from plait.errors import ModelError
 from plait.models.common.exchange import Made, by_translation, same
 from plait.models.common.weights import Put, stream_weights, weight_files

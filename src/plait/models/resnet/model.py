@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait.config.model import ResNetConfig
+from plait.config import ResNetConfig
 from plait.models.common.init import start_scale
 from plait.models.common.loss import cross_entropy
 from plait.models.resnet.block import BasicBlock, Bottleneck, convolution

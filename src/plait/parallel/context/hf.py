@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from plait.errors import ModelError
-from plait.ops.token_mixers import blocks_without_registry, mixer_without_mask
+from plait.ops import blocks_without_registry, mixer_without_mask
 from plait.parallel.context.line import Line
 from plait.parallel.context.split import Kind
 from plait.parallel.context.ways import Way

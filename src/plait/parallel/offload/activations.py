@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from plait.errors import ConfigError, Problem
 from plait.fake_tensors import on_fake_tensors
-from plait.ops.host import host_empty
+from plait.ops import host_empty
 from plait.parallel.units import Unit
 from plait.torch_internals import storage_key, tree_leaves, version_of
 from plait.world import is_sharded, local_part

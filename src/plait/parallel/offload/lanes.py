@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.ops.host import host_empty
+from plait.ops import host_empty
 
 _APART = 64
 """Tensors in one piece of memory begin at multiples of this: no two share a line of a cache."""

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.ops.files import FileQueue, Transfer
-from plait.ops.host import host_empty
+from plait.ops import FileQueue, Transfer, host_empty
 from plait.parallel.offload.buckets import Bucket
 from plait.parallel.offload.lanes import Lanes
 from plait.parallel.offload.shelf import Shelf

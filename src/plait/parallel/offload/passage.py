@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from plait.ops.files import FileQueue, Transfer
-from plait.ops.host import host_empty
-from plait.optim.base import MakeState
+from plait.ops import FileQueue, Transfer, host_empty
+from plait.optim import MakeState
 from plait.parallel.offload.buckets import Bucket
 from plait.parallel.offload.leaves import PART, leaves
 from plait.parallel.offload.shelf import Key, Shelf

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from plait.ops.files import FileQueue, TensorFile, Transfer
-from plait.ops.host import rounded
+from plait.ops import FileQueue, TensorFile, Transfer, rounded
 
 Key = tuple[int, str]
 """The number of a parameter, and which of its tensors: its own name in the optimizer's state, or `weight`."""

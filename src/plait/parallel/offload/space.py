@@ -10,10 +10,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from plait.config.optim import AdamW8bitConfig
-from plait.config.run import RunConfig
+from plait.config import AdamW8bitConfig, RunConfig
 from plait.errors import ConfigError, Problem
-from plait.launch.environment import cgroup_limit
+from plait.launch import cgroup_limit
 from plait.optim import ViewGroup, build_optimizer
 from plait.parallel.offload.passage import ROOMS
 from plait.world import World

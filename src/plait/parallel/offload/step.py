@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from plait.ops.adam import AdamNumbers, adam_step
-from plait.ops.crew import Crew
+from plait.ops import AdamNumbers, Crew, adam_step
 from plait.optim import bare_step, clip_by_value, supports_grad_scale
 from plait.parallel.offload.buckets import Bucket
 from plait.torch_internals import foreach_mul_

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from plait.ops.host import host_empty
-from plait.optim.base import MakeState
+from plait.ops import host_empty
+from plait.optim import MakeState
 from plait.parallel.offload.buckets import Bucket, Home, Sink, Span, plan_spans
 from plait.parallel.offload.lanes import Lanes
 from plait.parallel.offload.outbox import Outbox

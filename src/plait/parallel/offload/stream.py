@@ -15,8 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from plait.ops.files import FileQueue, Transfer
-from plait.ops.host import host_empty
+from plait.ops import FileQueue, Transfer, host_empty
 from plait.parallel.offload.lanes import Lanes
 from plait.parallel.offload.shelf import Shelf
 from plait.parallel.units import Unit

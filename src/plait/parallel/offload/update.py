@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from plait.ops.crew import Crew
+from plait.ops import Crew
 from plait.parallel.offload.buckets import Bucket, copy_options, twin
 from plait.parallel.offload.lanes import Lanes, Scratch
 from plait.parallel.offload.outbox import Sent

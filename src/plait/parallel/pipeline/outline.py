@@ -21,7 +21,7 @@ from torch import nn
 
 from plait.errors import ModelError
 from plait.parallel.pipeline.layers import Layer, LayerSpec, LayerStack, TiedLayerSpec
-from plait.spec.batch import first_part
+from plait.spec import first_part
 
 Call = Callable[[nn.Module, Any, Any], Any]
 """Runs a stage: (module, inputs of the micro-batch, what the stage before handed over) → what it hands on."""

@@ -14,7 +14,7 @@ from enum import StrEnum
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal, NamedTuple, Protocol
 
-from plait.config.strategy import PipelineConfig, PipelineSchedulePart
+from plait.config import PipelineConfig, PipelineSchedulePart
 from plait.errors import ConfigError, Problem
 from plait.plugins import call, load
 

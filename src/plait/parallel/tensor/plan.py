@@ -8,8 +8,7 @@ from types import MappingProxyType
 
 from torch import nn
 
-from plait.config.strategy import TensorPlanPart
-from plait.config.words import choose
+from plait.config import TensorPlanPart, choose
 from plait.errors import ConfigError, Problem
 from plait.parallel.tensor.linear import Colwise, ColwiseGather, Heads, KvHeads, QkvHeads, Rowwise, RowwiseSplit
 from plait.parallel.tensor.sequence import Block, Inner, Region, Sequence, WholeSequence

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from plait.data.packing import IGNORE
+from plait.data import IGNORE
 from plait.posttrain.data.packing import pack
 from plait.posttrain.data.template import Tokens
 from plait.posttrain.logprobs import as_bits

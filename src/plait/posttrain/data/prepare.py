@@ -10,14 +10,20 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
-from plait.checkpoint.convert import read_description
-from plait.config.model import HFConfig
-from plait.config.online import ONLINE, RolloutConfig
-from plait.config.posttrain import ExampleData, PosttrainConfig, SftConfig, TaskData
-from plait.config.rules.posttrain import no_examples
-from plait.config.run import RunConfig
+from plait.checkpoint import read_description
+from plait.config import (
+    ONLINE,
+    ExampleData,
+    HFConfig,
+    PosttrainConfig,
+    RolloutConfig,
+    RunConfig,
+    SftConfig,
+    TaskData,
+    no_examples,
+)
 from plait.errors import ConfigError, DataError, Problem
-from plait.generate.generator import CONTEXT_KEYS
+from plait.generate import CONTEXT_KEYS
 from plait.posttrain.data.datasets import AnswerRows, PadAnswers, PadPairs, PairRows, Row
 from plait.posttrain.data.prompts import Prompt
 from plait.posttrain.data.records import EmptyError, Example, IncompleteError, UnlearnedError, examples_in

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from plait.config.posttrain import ExampleData, Gsm8kData, TaskData
+from plait.config import ExampleData, Gsm8kData, TaskData
 from plait.posttrain.data.records import Message
 from plait.posttrain.data.tasks import make_task
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from plait.config.posttrain import FileData, Gsm8kData
+from plait.config import FileData, Gsm8kData
 
 ROLES = ("system", "user", "assistant")
 _OTHER_ROLES = {"human": "user", "gpt": "assistant", "developer": "system"}

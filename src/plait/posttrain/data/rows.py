@@ -9,9 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from plait.config.files import parse_json
-from plait.data.jsonl import read_object
-from plait.data.text import find_files, open_file
+from plait.config import parse_json
+from plait.data import find_files, open_file, read_object
 from plait.errors import DataError, MissingExtraError
 
 _UNREADABLE = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".csv", ".tsv", ".arrow")

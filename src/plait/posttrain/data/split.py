@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from plait.config.posttrain import split_shares
+from plait.config import split_shares
 from plait.errors import DataError
 from plait.posttrain.data.records import Example
 

@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from plait.config.posttrain import TaskData
-from plait.data.order import SampleOrder, mix
+from plait.config import TaskData
+from plait.data import SampleOrder, mix
 from plait.errors import ConfigError, Problem
 from plait.posttrain.data.records import Example, Message
 

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from plait.config.posttrain import TemplateConfig
-from plait.config.trust import transformers_code
+from plait.config import TemplateConfig, transformers_code
 from plait.errors import DataError, MissingExtraError, PlaitError
 from plait.posttrain.data.records import Message
 from plait.posttrain.data.tokenizer import NAME, SETTINGS, ChatTokenizer, read_settings

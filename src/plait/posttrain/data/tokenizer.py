@@ -8,8 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from plait.config.files import read_json_object
-from plait.data.tokenizer import END, TextTokenizer, train_tokenizer
+from plait.config import read_json_object
+from plait.data import END, TextTokenizer, train_tokenizer
 from plait.errors import DataError
 
 NAME = "tokenizer.json"

@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from plait.config.files import read_json_object
+from plait.config import read_json_object
 from plait.errors import CheckpointError, ModelError
-from plait.ops.drafts import drafting
+from plait.ops import drafting
 from plait.posttrain.lora.attach import AdapterSpec, lora_layers
 from plait.posttrain.lora.layer import is_linear, is_transposed
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from plait.config.posttrain import LoraConfig
+from plait.config import LoraConfig
 from plait.errors import ConfigError, Problem
 from plait.posttrain.lora.layer import add_adapter, has_adapter, is_linear
 from plait.posttrain.parts import Part

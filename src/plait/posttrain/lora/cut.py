@@ -20,7 +20,7 @@ _ROWS = frozenset({"rowwise", "rowwise_split"})
 
 def with_adapters(model: nn.Module, words: Mapping[str, str]) -> dict[str, str]:
     """A tensor plan for a model with adapters, from the plan of the model without them."""
-    from plait.parallel.tensor.plan import outer
+    from plait.parallel import outer
 
     found = dict(words)
     for name, module in model.named_modules():

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint.convert import Source
-from plait.checkpoint.convert.view import Recipe, View
-from plait.config import parse_stored
-from plait.config.posttrain import LoraConfig
+from plait.checkpoint import Recipe, Source, View
+from plait.config import LoraConfig, parse_stored
 from plait.errors import CheckpointError
 from plait.models import build_model
 from plait.posttrain.lora.attach import AdapterSpec

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.config.online import GrpoConfig
-from plait.models.common.protocol import IGNORE_INDEX
+from plait.config import GrpoConfig
+from plait.models import IGNORE_INDEX
 from plait.posttrain.grpo_math import grpo_loss
 from plait.posttrain.logprobs import CHUNK_TOKENS, entropy, from_bits, token_logprobs
 from plait.posttrain.lora.layer import adapters_off

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.spec import MicroBatch
-from plait.strategy.native.engine import NativeEngine
+from plait.strategy import NativeEngine
 
 
 def ask(

@@ -9,15 +9,19 @@ from pathlib import Path
 
 from torch import nn
 
-from plait.checkpoint.convert import open_source
-from plait.config import parse_stored
-from plait.config.model import HFConfig, ModelConfig
-from plait.config.offload import OffloadConfig
-from plait.config.online import PpoConfig
-from plait.config.optim import SGDConfig
-from plait.config.posttrain import PosttrainConfig
-from plait.config.run import RunConfig
-from plait.config.strategy import CompileConfig, RecomputeConfig
+from plait.checkpoint import open_source
+from plait.config import (
+    CompileConfig,
+    HFConfig,
+    ModelConfig,
+    OffloadConfig,
+    PosttrainConfig,
+    PpoConfig,
+    RecomputeConfig,
+    RunConfig,
+    SGDConfig,
+    parse_stored,
+)
 from plait.errors import CheckpointError, ConfigError, DataError, Problem
 from plait.posttrain.build import make_model, make_value_model
 from plait.posttrain.data.prepare import PhaseData, check_same_tokens, longest, tokenizer_beside
@@ -26,8 +30,7 @@ from plait.posttrain.data.template import chat_template_in, template_of_run
 from plait.posttrain.data.tokenizer import read_tokenizer
 from plait.posttrain.online.critic import Judging, valuing
 from plait.posttrain.online.settings import Online
-from plait.strategy import Preparation, prepare_native
-from plait.strategy.native.engine import NativeEngine
+from plait.strategy import NativeEngine, Preparation, prepare_native
 
 Say = Callable[[str], None]
 

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from plait.config.online import PpoConfig
-from plait.models.common.protocol import IGNORE_INDEX
+from plait.config import PpoConfig
+from plait.models import IGNORE_INDEX
 from plait.posttrain.logprobs import from_bits
 from plait.posttrain.online.actor import Learning, Tally
 from plait.posttrain.ppo_math import value_loss

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from plait.models.common.protocol import IGNORE_INDEX
+from plait.models import IGNORE_INDEX
 from plait.posttrain.data.datasets import STEP
 from plait.posttrain.logprobs import as_bits
 

@@ -8,15 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from plait.config import Layout, resolve_layout
-from plait.config.online import PpoConfig
-from plait.config.run import RunConfig
+from plait.config import Layout, PpoConfig, RunConfig, resolve_layout
 from plait.errors import ConfigError, PlaitError, Problem
-from plait.generate.room import cache_bytes
-from plait.monitor.units import size
-from plait.parallel.offload.space import state_bytes
-from plait.plan.expectation import Forecast, forecast
-from plait.plan.quick_memory import shards_of
+from plait.generate import cache_bytes
+from plait.monitor import size
+from plait.parallel import state_bytes
+from plait.plan import Forecast, forecast, shards_of
 from plait.posttrain.build import make_model, make_value_model
 from plait.posttrain.data.prepare import longest
 from plait.posttrain.logprobs import as_bits
@@ -25,9 +22,9 @@ from plait.posttrain.online.critic import Judging
 from plait.posttrain.online.experience import Experience
 from plait.posttrain.online.settings import Online
 from plait.precision import make_policy
-from plait.runner.forecast import Foresight
+from plait.runner import Foresight
 from plait.spec import EventKind
-from plait.strategy.engines import planned_as
+from plait.strategy import planned_as
 from plait.world import Ranks
 
 _GIB = 2**30

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from plait.posttrain.online.actor import Tally, Told
-from plait.runner.hooks import Hook
+from plait.runner import Hook
 from plait.spec import EventKind, MicroBatch
-from plait.strategy import StepResult
-from plait.strategy.native.engine import NativeEngine
+from plait.strategy import NativeEngine, StepResult
 
 if TYPE_CHECKING:
     from plait.posttrain.online.runner import OnlineRunner

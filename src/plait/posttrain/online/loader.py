@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from plait.config import ResolvedBatch
-from plait.data import Loader
-from plait.data.order import SampleOrder
+from plait.data import Loader, SampleOrder
 from plait.errors import ConfigError, Problem, TrainingError
-from plait.models.common.protocol import IGNORE_INDEX
+from plait.models import IGNORE_INDEX
 from plait.posttrain.data.datasets import Row, stack
 from plait.posttrain.logprobs import as_bits
 from plait.posttrain.online.experience import Experience

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from plait.generate.renamed import Weights
+from plait.generate import Weights
 from plait.posttrain.lora.layer import difference, has_adapter, is_transposed
 
 _PARTS = ("lora_A.weight", "lora_B.weight", "weight")

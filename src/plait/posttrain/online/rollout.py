@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from plait.config.online import GrpoConfig, PpoConfig
-from plait.data.order import SampleOrder
+from plait.config import GrpoConfig, PpoConfig
+from plait.data import SampleOrder
 from plait.generate import Sampling
 from plait.posttrain.data.prompts import Prompt
 from plait.posttrain.online.asking import ask
@@ -20,7 +20,7 @@ from plait.posttrain.online.settings import Online
 from plait.posttrain.online.worth import Worth, divergence, of_grpo, of_ppo
 from plait.posttrain.online.writing import Writer, Written
 from plait.posttrain.ppo_math import AdaptiveKl, FixedKl
-from plait.strategy.native.engine import NativeEngine
+from plait.strategy import NativeEngine
 
 
 class Roller:

@@ -7,10 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from plait.config import Parsed
-from plait.config.online import PpoConfig
-from plait.config.posttrain import PosttrainConfig
-from plait.config.run import RunConfig
+from plait.config import Parsed, PosttrainConfig, PpoConfig, RunConfig
 from plait.errors import DataError
 from plait.generate import HybridEngine, Sampling
 from plait.posttrain.build import make_writer
@@ -28,7 +25,7 @@ from plait.posttrain.online.scoring import FunctionScorer, ModelScorer, Rules, S
 from plait.posttrain.online.settings import Online
 from plait.posttrain.online.writing import Stop, Writer
 from plait.posttrain.run import PhaseRunner
-from plait.runner.hooks import Hook
+from plait.runner import Hook
 from plait.spec import Phase
 from plait.strategy import Engine, ManualEngine, prepare_manual
 

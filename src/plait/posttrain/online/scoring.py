@@ -9,9 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from plait.config.online import GrpoConfig, RolloutConfig
-from plait.config.posttrain import ExampleData, Gsm8kData, PosttrainConfig, TaskData
-from plait.config.run import RunConfig
+from plait.config import ExampleData, GrpoConfig, Gsm8kData, PosttrainConfig, RolloutConfig, RunConfig, TaskData
 from plait.errors import ConfigError, Problem, TrainingError
 from plait.plugins import function
 from plait.posttrain.data.datasets import stack
@@ -20,7 +18,7 @@ from plait.posttrain.data.records import Message
 from plait.posttrain.data.template import Template
 from plait.posttrain.online.asking import ask
 from plait.posttrain.online.settings import Online
-from plait.strategy.native.engine import NativeEngine
+from plait.strategy import NativeEngine
 from plait.world import World
 
 NONE = math.nan

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from plait.config.online import GrpoConfig, PpoConfig, RolloutConfig
-from plait.config.run import RunConfig
+from plait.config import GrpoConfig, PpoConfig, RolloutConfig, RunConfig
 
 Reference = Literal["start", "base", "none"]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from plait.config.online import GrpoConfig, PpoConfig
+from plait.config import GrpoConfig, PpoConfig
 from plait.posttrain.grpo_math import group_advantages
 from plait.posttrain.masked import whiten
 from plait.posttrain.ppo_math import gae, kl_estimate, token_rewards

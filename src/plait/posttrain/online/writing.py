@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import GenerateError
-from plait.generate import Completion, HybridEngine, Sampling
-from plait.generate.speaker import cut
+from plait.generate import Completion, HybridEngine, Sampling, cut
 from plait.posttrain.data.prompts import Check, Prompt
 from plait.posttrain.online.clock import Clock
 from plait.posttrain.online.scoring import Answer, Scorer

@@ -6,10 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.config import Parsed, RunConfig
-from plait.config.data import texts
-from plait.config.model import HFConfig
-from plait.config.paths import starts_of
+from plait.config import HFConfig, Parsed, RunConfig, starts_of, texts
 from plait.data import tokenizer_path
 
 WRITES = ("train", "sft", "dpo", "ppo", "grpo")

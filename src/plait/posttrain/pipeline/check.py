@@ -8,13 +8,25 @@ from pathlib import Path
 
 import torch
 
-from plait.config import check, parse, resolve_batch, resolve_layout
-from plait.config.complete import check_complete
-from plait.config.model import GptConfig, HFConfig, LlamaConfig, MoeConfig
-from plait.config.online import ONLINE
-from plait.config.paths import missing_paths, missing_starts, starts_of
-from plait.config.posttrain import ExampleData, PosttrainConfig, TaskData
-from plait.config.run import RunConfig
+from plait.config import (
+    ONLINE,
+    ExampleData,
+    GptConfig,
+    HFConfig,
+    LlamaConfig,
+    MoeConfig,
+    PosttrainConfig,
+    RunConfig,
+    TaskData,
+    check,
+    check_complete,
+    missing_paths,
+    missing_starts,
+    parse,
+    resolve_batch,
+    resolve_layout,
+    starts_of,
+)
 from plait.errors import ConfigError, DataError, ModelError, PlaitError, Problem, in_one_line
 from plait.models import build_model
 from plait.posttrain.build import make_model

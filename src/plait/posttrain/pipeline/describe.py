@@ -14,10 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from plait.config.base import Many, PathText, Section
-from plait.config.explain import explain_section
-from plait.config.posttrain import PHASES
-from plait.config.read import read
+from plait.config import PHASES, Many, PathText, Section, explain_section, read
 from plait.errors import ConfigError, Problem
 from plait.posttrain.steps import PHASES as NUMBERED
 from plait.posttrain.steps import Steps

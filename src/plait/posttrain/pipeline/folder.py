@@ -6,15 +6,11 @@ from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 
-from plait.checkpoint import CheckpointFolder
-from plait.checkpoint.manifest import saved_at
-from plait.config import RunConfig, parse, to_yaml
-from plait.config.files import read_json_object
-from plait.config.show import rows
-from plait.config.words import show
+from plait.checkpoint import CheckpointFolder, saved_at
+from plait.config import RunConfig, parse, read_json_object, rows, show, to_yaml
 from plait.errors import ConfigError, DataError, Problem
 from plait.posttrain.pipeline.chain import Step
-from plait.runner.signals import STOPPED
+from plait.runner import STOPPED
 
 DESCRIPTION = "step.yaml"
 """In the folder of a step: all of its settings, as it was started with."""

@@ -7,10 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.monitor import read_events, write_report
-from plait.monitor.history import History, history
-from plait.monitor.jsonl import events_path
-from plait.monitor.units import clock
+from plait.monitor import History, clock, events_path, history, read_events, write_report
 from plait.posttrain.pipeline.chain import WRITES, Step
 from plait.posttrain.pipeline.folder import State, state_of
 from plait.spec import EventKind

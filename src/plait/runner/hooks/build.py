@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plait.config.profile import ProfileConfig
-from plait.config.train import OWN_HOOK, HookConfig
+from plait.config import OWN_HOOK, HookConfig, ProfileConfig
 from plait.plugins import make
 from plait.runner.hooks.base import Hook
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from plait.config.train import EarlyStopConfig
+from plait.config import EarlyStopConfig
 from plait.runner.best import Best
 from plait.runner.hooks.base import Hook
 

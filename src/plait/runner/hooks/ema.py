@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from plait.config.train import EmaConfig
+from plait.config import EmaConfig
 from plait.runner.hooks.base import Hook
 from plait.strategy import StepResult
 from plait.torch_internals import foreach_lerp_

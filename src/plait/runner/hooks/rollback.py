@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from plait.config.train import RollbackConfig
+from plait.config import RollbackConfig
 from plait.errors import TrainingError
 from plait.runner.hooks.base import Hook
 from plait.runner.suspects import note

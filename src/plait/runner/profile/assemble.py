@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from plait.config.profile import ProfileConfig
+from plait.config import ProfileConfig
 from plait.runner.profile.account import Lanes, TimeAccount
 from plait.runner.profile.count import Counted
 from plait.runner.profile.marks import named_modules

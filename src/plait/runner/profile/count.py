@@ -14,16 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.config.layout import Layout
-from plait.models.common import attention
-from plait.plan.classify import classify, known_tensors
-from plait.plan.recorder import Recorder
-from plait.plan.traffic import message_of
-from plait.plan.work import flops_of
+from plait.config import Layout
+from plait.models import attention
+from plait.plan import Recorder, classify, flops_of, known_tensors, message_of
 from plait.runner.profile.marks import ModuleStack, module_marks, uncompiled
 from plait.spec import Phase
-from plait.strategy import Engine
-from plait.strategy.native.engine import NativeEngine
+from plait.strategy import Engine, NativeEngine
 from plait.torch_internals import (
     HigherOrderOperator,
     current_autograd_node,
@@ -32,8 +28,7 @@ from plait.torch_internals import (
     sequence_number,
     tree_leaves,
 )
-from plait.world import local_part
-from plait.world.patch import replaced
+from plait.world import local_part, replaced
 
 OUTSIDE = "(outside of modules)"
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from plait.config.profile import ProfileConfig
+from plait.config import ProfileConfig
 from plait.errors import ConfigError, Problem
 from plait.runner.hooks.base import Hook
 from plait.runner.profile.account import account_of, cut
@@ -33,7 +33,7 @@ from plait.runner.throughput import count_tokens
 from plait.spec import EventKind, Phase
 from plait.strategy import StepResult
 from plait.torch_internals import profile_every_thread
-from plait.world.patch import replaced
+from plait.world import replaced
 
 if TYPE_CHECKING:
     from plait.runner.runner import Runner

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.profiler import record_function
 
-from plait.precision.together import spoken_for
+from plait.precision import spoken_for
 from plait.runner.profile.kinds import MODULE, PHASE
 from plait.spec import Phase
 from plait.torch_internals import compiled_call, compiled_call_set

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import MappingProxyType
 from xml.sax.saxutils import escape
 
-from plait.monitor.svg import ticks
+from plait.monitor import ticks
 from plait.runner.profile.account import Interval, Lanes
 from plait.runner.profile.kinds import COMMUNICATION, IDLE, is_running_collective, label
 from plait.runner.profile.slices import Slice

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from plait.monitor.units import compact, size
+from plait.monitor import compact, size
 from plait.runner.profile.kinds import COMMUNICATION, KINDS, label
 from plait.runner.profile.report import Report, slowest
 

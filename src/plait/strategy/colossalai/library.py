@@ -7,10 +7,9 @@ import logging
 import warnings
 from typing import Any
 
-from plait.config.engine import check_library
+from plait.config import check_library
 from plait.errors import ConfigError, Problem
-from plait.world import World
-from plait.world.export import export_ranks, open_group_of_one
+from plait.world import World, export_ranks, open_group_of_one
 
 
 def load_colossalai(world: World) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from plait.config.run import RunConfig
+from plait.config import RunConfig
 from plait.errors import ConfigError, Problem
 
 _CLASSES = {

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from plait.config.optim import AdamConfig, AdamWConfig
-from plait.config.run import RunConfig
+from plait.config import AdamConfig, AdamWConfig, RunConfig
 from plait.strategy.colossalai.engine import ColossalEngine
 from plait.strategy.colossalai.library import load_colossalai
 from plait.strategy.colossalai.plugins import make_plugin

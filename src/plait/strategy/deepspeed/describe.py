@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from plait.config.batch import resolve_batch
-from plait.config.engine import in_deepspeed_words
-from plait.config.run import RunConfig
+from plait.config import RunConfig, in_deepspeed_words, resolve_batch
 
 _SAID_ELSEWHERE = ("optimizer", "steps_per_print", "bfloat16")
 

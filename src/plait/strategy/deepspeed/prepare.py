@@ -8,8 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from plait.config.engine import told
-from plait.config.run import RunConfig
+from plait.config import RunConfig, told
 from plait.errors import ConfigError, Problem
 from plait.precision import DTYPES
 from plait.strategy.deepspeed.describe import describe

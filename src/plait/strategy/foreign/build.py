@@ -7,13 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from plait.config.run import RunConfig
+from plait.config import RunConfig
 from plait.optim import GroupSpec, ViewGroup, build_optimizer, split_groups
-from plait.parallel import materialize
-from plait.parallel.attachments import attributes_of, give_attributes
-from plait.parallel.buffers import persistent_buffers
-from plait.parallel.recompute import apply_recompute
-from plait.parallel.units import find_units
+from plait.parallel import apply_recompute, attributes_of, find_units, give_attributes, materialize, persistent_buffers
 from plait.strategy.native.building import build_module, load_pretrained_into
 from plait.strategy.native.spread import refuse_hooks
 from plait.strategy.preparation import Preparation

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import TrainingError
-from plait.parallel.replicate import average_buffers
-from plait.spec import Phase
-from plait.spec.batch import first_part
+from plait.parallel import average_buffers
+from plait.spec import Phase, first_part
 from plait.strategy.base import Evaluation, StepResult
 from plait.strategy.foreign.build import Built, named_parameters
 from plait.strategy.foreign.loss import EvenNormalizer

@@ -10,15 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from plait.config.files import read_json_object
-from plait.config.model import OWN_MODEL, HFConfig
-from plait.config.run import RunConfig
+from plait.config import OWN_MODEL, HFConfig, RunConfig, read_json_object
 from plait.errors import ConfigError, ModelError
 from plait.models import build_model
-from plait.parallel import materialize
-from plait.parallel.attachments import why_not_on_meta
-from plait.parallel.initializer import Initializer, find_initializer
-from plait.parallel.recording import Record
+from plait.parallel import Initializer, Record, find_initializer, materialize, why_not_on_meta
 from plait.spec import Note
 from plait.strategy.native.forward import Say
 from plait.strategy.preparation import ModelSource, Preparation
@@ -182,7 +177,7 @@ def load_pretrained_into(
     folder = _pretrained(given.config)
     if folder is None:
         return
-    from plait.models.hf import load_pretrained
+    from plait.models import load_pretrained
 
     tensors: dict[str, Tensor] = {**dict(module.named_buffers()), **dict(module.named_parameters())}
 

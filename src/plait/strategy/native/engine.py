@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from plait.config.run import RunConfig
+from plait.config import RunConfig
 from plait.errors import ModelError, TrainingError
-from plait.optim import is_known
-from plait.optim.numbers import merged
-from plait.parallel.gradients import Gradients
-from plait.parallel.replicate import average_buffers
-from plait.parallel.wholes import Wholes
+from plait.optim import is_known, merged
+from plait.parallel import Gradients, Wholes, average_buffers
 from plait.precision import EarlierScales, Policy
-from plait.spec import Phase
-from plait.spec.later import Entry
+from plait.spec import Entry, Phase
 from plait.strategy.base import Evaluation, StepResult
 from plait.strategy.native import state
 from plait.strategy.native.blame import find_culprit, first_of
@@ -33,7 +29,7 @@ from plait.strategy.stepping import SteppingEngine, inputs_and_samples, unheard
 from plait.world import World
 
 if TYPE_CHECKING:
-    from plait.parallel.pipeline import Bubble, Pipeline
+    from plait.parallel import Bubble, Pipeline
     from plait.strategy.native.staged import StagedSteps
 
 

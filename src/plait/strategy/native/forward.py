@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from plait.errors import ModelError
-from plait.parallel.compiling import undo_compile
+from plait.parallel import undo_compile
 from plait.precision import Policy, cast_floats
-from plait.spec.batch import first_part
+from plait.spec import first_part
 from plait.strategy.native.fields import Select
 from plait.strategy.native.moving import Mover
 

@@ -8,11 +8,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from plait.config.run import RunConfig
+from plait.config import RunConfig
 from plait.errors import ConfigError, Problem
-from plait.ops.triton import has_kernels
-from plait.parallel import compiling
-from plait.parallel.units import Unit
+from plait.ops import has_kernels
+from plait.parallel import Unit, compiling
 from plait.plugins import build, call, load
 from plait.precision import Fp8Linear
 from plait.spec import Note
@@ -82,7 +81,7 @@ def use_fp8_at_the_head(module: nn.Module, config: RunConfig) -> None:
     wanted, compiler = config.precision.fp8, config.strategy.compile
     if not wanted.head:
         return
-    from plait.models.fp8_head import use_fp8_head  # which loads `models.hf`
+    from plait.models import use_fp8_head  # which loads `models.hf`
 
     use_fp8_head(module, emulated=wanted.emulate, traced=compiler.enabled and compiler.scope == "model")
 
@@ -96,7 +95,7 @@ def use_kernels(given: Preparation, module: nn.Module) -> None:
     if not has_kernels(torch.empty(0, device=device)):
         say("strategy.kernels: the package triton is not installed, so norms, gates and rotations stay plain")
         return
-    from plait.models.fused import fuse  # which loads all models
+    from plait.models import fuse  # which loads all models
 
     counts = fuse(module)
     if counts:

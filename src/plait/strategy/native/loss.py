@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.config.run import RunConfig
+from plait.config import RunConfig
 from plait.errors import ModelError
 from plait.plugins import function
 from plait.spec import LossTerm

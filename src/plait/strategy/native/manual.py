@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from plait.errors import ConfigError, Problem, TrainingError
-from plait.parallel.entrances import open_entrances
+from plait.parallel import open_entrances
 from plait.precision import LossScaler
 from plait.spec import Phase
 from plait.strategy.base import StepResult

@@ -19,7 +19,7 @@ from plait.strategy.native.views import Views
 from plait.world import World, is_sharded
 
 if TYPE_CHECKING:
-    from plait.parallel.pipeline import Stage
+    from plait.parallel import Stage
 
 
 def weigh_norms(views: Views, world: World, stages: Sequence[Stage]) -> None:

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.optim import norm_of
-from plait.optim.base import MakeState
-from plait.parallel.offload.store import Offload
-from plait.parallel.replicate import GradientBuckets
+from plait.optim import MakeState, norm_of
+from plait.parallel import GradientBuckets, Offload
 from plait.strategy.native.update import Updater
 from plait.strategy.native.views import Views
 from plait.world import local_part, settled_part

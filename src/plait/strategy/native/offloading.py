@@ -8,20 +8,30 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from plait.config.run import RunConfig
+from plait.config import RunConfig
 from plait.errors import ConfigError, Problem
 from plait.launch import cpu_count
-from plait.ops.host import link_gbps
-from plait.parallel.gradients import Gradients, as_one
-from plait.parallel.materialize import part_of
-from plait.parallel.offload.buckets import Home
-from plait.parallel.offload.collect import StreamedGradients, gathering_stream, listen_to_shards
-from plait.parallel.offload.lanes import Lanes
-from plait.parallel.offload.params import ParamLimits, ParamStream
-from plait.parallel.offload.space import check_space, numbers_in_a_bucket, state_bytes, updates_on_device
-from plait.parallel.offload.store import Offload, OffloadOptions
-from plait.parallel.replicate import GradientBuckets
-from plait.parallel.units import Unit
+from plait.ops import link_gbps
+from plait.parallel import (
+    GradientBuckets,
+    Gradients,
+    Home,
+    Lanes,
+    Offload,
+    OffloadOptions,
+    ParamLimits,
+    ParamStream,
+    StreamedGradients,
+    Unit,
+    as_one,
+    check_space,
+    gathering_stream,
+    listen_to_shards,
+    numbers_in_a_bucket,
+    part_of,
+    state_bytes,
+    updates_on_device,
+)
 from plait.strategy.native.offloaded import OffloadedViews
 from plait.strategy.native.replicated import make_buckets
 from plait.strategy.native.views import trainable

@@ -18,13 +18,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from plait.config.graphs import check_graphs, may_record
-from plait.config.optim import OptimPart
+from plait.config import OptimPart, check_graphs, may_record
 from plait.errors import ConfigError, ModelError, Problem
-from plait.ops.attention import choose_attention
+from plait.ops import choose_attention
 from plait.optim import (
     Adoption,
+    Asked,
     GroupSpec,
+    OnePassAdam,
     OwnRates,
     Schedule,
     Sees,
@@ -32,20 +33,28 @@ from plait.optim import (
     base_rate,
     build_optimizer,
     is_known,
+    judge,
     make_part,
     split_groups,
+    twins_of,
     what_it_sees,
 )
-from plait.optim.one_pass import OnePassAdam
-from plait.optim.trial import Asked, judge, twins_of
-from plait.parallel import compiling, materialize, recompute
-from plait.parallel.attachments import Attributes, attributes_of, give_attributes
-from plait.parallel.gradients import Gradients, as_one
-from plait.parallel.hf import train_without_caches
-from plait.parallel.initializer import Initializer
-from plait.parallel.offload.activations import offload_activations
-from plait.parallel.tiles import tile_layers
-from plait.parallel.units import Unit, find_units
+from plait.parallel import (
+    Attributes,
+    Gradients,
+    Initializer,
+    Unit,
+    as_one,
+    attributes_of,
+    compiling,
+    find_units,
+    give_attributes,
+    materialize,
+    offload_activations,
+    recompute,
+    tile_layers,
+    train_without_caches,
+)
 from plait.precision import Fp8Linear, LossScaler, scale_by_earlier_steps
 from plait.strategy.native.building import build_module, load_pretrained_into, warn_of_smaller_range
 from plait.strategy.native.casting import cast_parameters
@@ -329,6 +338,7 @@ def _finish(model: Assembly, views: Views, engine: type[NativeEngine]) -> Native
         scaler=LossScaler(config.precision.scaler) if given.policy.compute == torch.float16 else None,
         config=config.train,
         device=given.device,
+        planned=world.fake,
     )
     return engine(
         model.module,

@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 from plait.optim import is_one_pass
-from plait.parallel.activations import Activations, UnitAccount
-from plait.parallel.recompute import Way
-from plait.parallel.units import Unit, find_units
+from plait.parallel import Activations, Unit, UnitAccount, Way, find_units
 from plait.spec import Note
 from plait.strategy.preparation import Preparation
 
@@ -53,7 +51,7 @@ def count_whole(given: Preparation, module: nn.Module) -> WholeModel | None:
     config, layout = given.config, given.world.layout
     if config.strategy.recompute.mode != "auto" or layout.pp * layout.ep * layout.cp * layout.tp == 1:
         return None
-    from plait.parallel.budget import measure
+    from plait.parallel import measure
 
     units = find_units(module, config.strategy.wrap)
     found = measure(module, units, given.example, config, given.world)
@@ -76,7 +74,7 @@ def choose_ways(
     config, world = given.config, given.world
     if config.strategy.recompute.mode != "auto":
         return [[] for _ in parts]
-    from plait.parallel.budget import ways_to_recompute
+    from plait.parallel import ways_to_recompute
 
     module = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
     units = [unit for each in all_units for unit in each]

@@ -23,9 +23,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from plait.ops.record import record, recording_stream
-from plait.parallel.gradients import Gradients
-from plait.parallel.replicate import GradientBuckets
+from plait.ops import record, recording_stream
+from plait.parallel import GradientBuckets, Gradients
 from plait.spec import Note
 from plait.strategy.native.forward import Say
 from plait.strategy.native.loss import WeightedLoss

@@ -5,9 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from plait.optim import is_one_pass
-from plait.parallel.gradients import Gradients
-from plait.parallel.replicate import GradientBuckets
-from plait.parallel.single import OwnGradients
+from plait.parallel import GradientBuckets, Gradients, OwnGradients
 from plait.strategy.native.casting import round_parameters
 from plait.strategy.native.rounded import RoundedViews
 from plait.strategy.native.views import BucketViews, DirectViews, ShardViews, Views, trainable

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from plait.parallel.single import OwnGradients
+from plait.parallel import OwnGradients
 from plait.strategy.native.views import Views
 from plait.torch_internals import foreach_copy_
 

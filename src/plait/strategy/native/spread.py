@@ -13,15 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from plait.config.run import RunConfig
-from plait.config.strategy import PipelineSchedulePart
+from plait.config import PipelineSchedulePart, RunConfig
 from plait.errors import ConfigError, ModelError, Problem
 from plait.fake_tensors import class_of
-from plait.parallel.attachments import Attributes, gradient_hooks, held_elsewhere, memory_in_common
-from plait.parallel.gradients import Gradients
-from plait.parallel.initializer import Initializer, InTurn
-from plait.parallel.replay import Replay
-from plait.parallel.units import Unit
+from plait.parallel import (
+    Attributes,
+    Gradients,
+    Initializer,
+    InTurn,
+    Replay,
+    Unit,
+    gradient_hooks,
+    held_elsewhere,
+    memory_in_common,
+)
 from plait.strategy.native.views import Views
 from plait.strategy.preparation import Preparation
 from plait.world import is_sharded
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard
 
-    from plait.parallel.pipeline import Stage
+    from plait.parallel import Stage
     from plait.strategy.native.staged import StagedSteps
 
 Stages = Sequence["Stage"]
@@ -113,10 +118,10 @@ def split_stages(given: Preparation, module: nn.Module) -> Stages:
     group = world.group("pp")
     if group is None:
         return []
-    from plait.parallel.pipeline import agree, make_stages, measure_layers, plan_stages
+    from plait.parallel import agree, make_stages, measure_layers, plan_stages
 
     if world.layout.ep > 1:
-        from plait.parallel.expert import check_experts
+        from plait.parallel import check_experts
 
         check_experts(module, world.layout.ep)  # while it is whole: a stage may have none
     options = config.strategy.pipeline
@@ -145,7 +150,7 @@ def split_stages(given: Preparation, module: nn.Module) -> Stages:
 
 def joined(parts: Sequence[nn.Module], *, sharded: bool) -> nn.Module:
     """Several stages of this rank as one module. What two of them hold is one tensor, unless they are sharded."""
-    from plait.parallel.pipeline import tie_stages
+    from plait.parallel import tie_stages
     from plait.strategy.native.staged import StageSet
 
     if not sharded:
@@ -155,7 +160,7 @@ def joined(parts: Sequence[nn.Module], *, sharded: bool) -> nn.Module:
 
 def staged_steps(given: Preparation, stages: Stages, collectors: Sequence[Gradients], views: Views) -> StagedSteps:
     """What runs the stages; every rank must make it."""
-    from plait.parallel.pipeline import Pipeline, make_table
+    from plait.parallel import Pipeline, make_table
     from plait.strategy.native.staged import StagedSteps
 
     config, world = given.config, given.world
@@ -184,7 +189,7 @@ def shard_part(given: Preparation, part: nn.Module, units: list[Unit], experts: 
     )
     shared = None
     if world.layout.ep * world.layout.tp > 1:
-        from plait.parallel.expert import expert_placement
+        from plait.parallel import expert_placement
 
         # Made on every rank: a stage of a pipeline may have no experts, where another has some.
         peers = world.sharding_mesh("dp_shard", "cp")
@@ -214,7 +219,7 @@ def _cut_once_more(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
     """Along which dimension to shard a parameter over a mesh, where tensor parallelism may have cut it already."""
     from torch.distributed.tensor import Shard
 
-    from plait.parallel.tensor import sharding_dim
+    from plait.parallel import sharding_dim
 
     shards = mesh.shape[-1]
     return lambda param: Shard(sharding_dim(param, shards))
@@ -257,7 +262,7 @@ def spread_axes(given: Preparation, module: nn.Module, *, stage: bool) -> tuple[
     experts: list[nn.Module] = []
     alike = None
     if tensor is not None:
-        from plait.parallel.tensor import apply_tensor_parallel, plan_of, stays_whole
+        from plait.parallel import apply_tensor_parallel, plan_of, stays_whole
 
         options = strategy.tensor
         plan = plan_of(options.plan, module)
@@ -271,8 +276,7 @@ def spread_axes(given: Preparation, module: nn.Module, *, stage: bool) -> tuple[
             stage=stage,
         )
     if context is not None:
-        from plait.parallel.context import apply_context_parallel, split_batch
-        from plait.parallel.expert import share_rows
+        from plait.parallel import apply_context_parallel, share_rows, split_batch
 
         kind = strategy.context.kind
         apply_context_parallel(module, context, kind=kind)
@@ -284,7 +288,7 @@ def spread_axes(given: Preparation, module: nn.Module, *, stage: bool) -> tuple[
         cut = partial(split_batch, rank=rank, size=size, kind=kind, positions_as=named, real_as=real)
     shared = world.mesh_of("ep", "tp")
     if shared is not None:
-        from plait.parallel.expert import apply_expert_parallel
+        from plait.parallel import apply_expert_parallel
 
         experts = list(apply_expert_parallel(module, shared, alike=alike, stage=stage).values())
     if tensor is not None:

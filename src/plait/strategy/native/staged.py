@@ -8,9 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from plait.parallel.gradients import Gradients
-from plait.parallel.pipeline import Pipeline, Stage, is_legal
-from plait.parallel.pipeline.tied import Find
+from plait.parallel import Find, Gradients, Pipeline, Stage, is_legal
 from plait.strategy.native.loss import LossNormalizer, WeightedLoss
 from plait.torch_internals import tree_leaves
 

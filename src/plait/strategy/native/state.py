@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.errors import CheckpointError
-from plait.ops.blockwise import pack_from_host, unpack_on_host
-from plait.optim import is_known
-from plait.optim.base import MakeState, OwnOptimizer
-from plait.optim.numbers import tensors_of
-from plait.parallel.buffers import persistent_buffers
-from plait.spec.later import Entry, Later
+from plait.ops import pack_from_host, unpack_on_host
+from plait.optim import MakeState, OwnOptimizer, is_known, tensors_of
+from plait.parallel import persistent_buffers
+from plait.spec import Entry, Later
 from plait.strategy.native.views import Views
 from plait.world import is_sharded
 

@@ -11,29 +11,28 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from plait.config.train import TrainConfig
+from plait.config import TrainConfig
 from plait.errors import ConfigError, Problem
 from plait.optim import (
+    OnePassAdam,
     OwnRates,
+    Record,
     Schedule,
     bare_step,
     clip_by_value,
     grad_norm,
+    has_two_modes,
     part_norms,
     supports_grad_scale,
     whole_norm,
 )
-from plait.optim.numbers import Record
-from plait.optim.one_pass import OnePassAdam
-from plait.optim.trial import has_two_modes
 from plait.precision import LossScaler
 from plait.strategy.base import Numbers, StepResult
 from plait.strategy.native.late import Arriving
 from plait.strategy.native.loss import Sums
 from plait.strategy.native.views import Views
 from plait.strategy.skips import Skips
-from plait.torch_internals import foreach_mul_, has_values
-from plait.world import local_part
+from plait.torch_internals import foreach_mul_
 
 
 class Updater:
@@ -48,7 +47,9 @@ class Updater:
         scaler: LossScaler | None,
         config: TrainConfig,
         device: torch.device,
+        planned: bool = False,
     ) -> None:
+        """`planned`: tensors have no values, and nothing may look at any."""
         self.optimizer = optimizer
         self.schedule = schedule
         self.scaler = scaler
@@ -67,8 +68,7 @@ class Updater:
         """What the optimizer keeps besides tensors."""
         if isinstance(schedule, Schedule) and schedule.moves_momentum:
             self.numbers.scheduled = frozenset({"betas", "momentum"})
-        with torch.no_grad():
-            self._planned = any(not has_values(local_part(tensor)) for tensor in views.tensors)
+        self._planned = planned
         self._two_modes = has_two_modes(optimizer)
         self._evaluating = False
         self.train()

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.optim.base import MakeState
-from plait.parallel.replicate import GradientBuckets
+from plait.optim import MakeState
+from plait.parallel import GradientBuckets
 from plait.torch_internals import foreach_copy_
 from plait.world import is_sharded, local_part, same_kind, settled_part
 
 if TYPE_CHECKING:
-    from plait.optim.shared_out import SharedOut
+    from plait.optim import SharedOut
 
 
 def trainable(module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
@@ -77,7 +77,7 @@ class Views(ABC):
     def share_out(self) -> None:
         """Give the optimizer whole parameters: see [Note: one owner a parameter]. Every rank must call it."""
         if any(is_sharded(tensor) for tensor in self.tensors):
-            from plait.optim.shared_out import SharedOut
+            from plait.optim import SharedOut
 
             self.shared_out = SharedOut(self.tensors)
 

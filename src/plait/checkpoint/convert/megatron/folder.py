@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from plait.config.files import read_json_object, read_name
+from plait.config import read_json_object, read_name
 from plait.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"

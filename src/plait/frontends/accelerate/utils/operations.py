@@ -13,9 +13,7 @@ from torch import Tensor
 from plait.config import Layout
 from plait.frontends.accelerate.gather import Gatherer
 from plait.frontends.accelerate.prepared import apply, apply_to_all, in_fp32
-from plait.world import World
-from plait.world.ranks import Ranks
-from plait.world.world import make_mesh
+from plait.world import Ranks, World, make_mesh
 
 
 def gather_object(object: Any) -> list[Any]:

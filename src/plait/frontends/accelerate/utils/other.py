@@ -11,7 +11,7 @@ from torch import nn
 from plait.frontends.accelerate.prepared import PreparedModel
 from plait.frontends.accelerate.weights import write_object
 from plait.torch_internals import inside_compiled
-from plait.world.ranks import detect_ranks
+from plait.world import detect_ranks
 
 
 def wait_for_everyone() -> None:

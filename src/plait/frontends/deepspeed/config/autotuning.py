@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from plait.config.words import show
+from plait.config import show
 from plait.errors import ConfigError
 from plait.frontends.deepspeed.config.kinds import SECTION
 from plait.frontends.deepspeed.config.read import read_config

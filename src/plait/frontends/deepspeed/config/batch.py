@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plait.config.words import listed
+from plait.config import listed
 from plait.frontends.deepspeed.config.keys import only, to
 from plait.frontends.deepspeed.config.kinds import COUNT, FLAG
 from plait.frontends.deepspeed.config.parallel import ranks_of_one_sample

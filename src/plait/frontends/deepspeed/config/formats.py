@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from plait.config.words import show
+from plait.config import show
 from plait.frontends.deepspeed.config.kinds import named_format
 from plait.frontends.deepspeed.config.work import Work
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plait.config.words import show
+from plait.config import show
 from plait.frontends.deepspeed.config.keys import only, unneeded
 from plait.frontends.deepspeed.config.kinds import FLAG, NUMBER, one_of
 from plait.frontends.deepspeed.config.work import Key, Table, Work

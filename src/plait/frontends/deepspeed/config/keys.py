@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from plait.config.words import choose, show
+from plait.config import choose, show
 from plait.frontends.deepspeed.config.kinds import FLAG, SECTION, Kind, either
 from plait.frontends.deepspeed.config.work import Act, Key, Table, Work
 

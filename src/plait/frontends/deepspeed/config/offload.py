@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from plait.config.words import show
+from plait.config import show
 from plait.frontends.deepspeed.config.keys import to, unneeded
 from plait.frontends.deepspeed.config.kinds import ANY, FLAG, PATH, SECTION, SHARE, SIZE, Kind, one_of
 from plait.frontends.deepspeed.config.work import Key, Table, Work

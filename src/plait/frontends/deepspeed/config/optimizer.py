@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from plait.config.words import choose, show
+from plait.config import choose, show
 from plait.frontends.deepspeed.config.keys import off, only, to, unneeded
 from plait.frontends.deepspeed.config.kinds import COUNT, FLAG, NUMBER, PAIR, SECTION, TEXT, one_of
 from plait.frontends.deepspeed.config.work import Key, Table, Work

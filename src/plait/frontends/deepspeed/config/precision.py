@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from plait.config.words import listed, show
+from plait.config import listed, show
 from plait.frontends.deepspeed.config import apex
 from plait.frontends.deepspeed.config.formats import OPEN, SCALER, compute, mode, static_scale
 from plait.frontends.deepspeed.config.keys import dormant, group, to, unneeded

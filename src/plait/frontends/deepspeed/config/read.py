@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plait.config.read import ENDINGS, read, text_of
-from plait.config.words import show
+from plait.config import ENDINGS, read, show, text_of
 from plait.errors import ConfigError, Problem
 from plait.frontends.deepspeed.config import relaxed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from plait.config.words import show
+from plait.config import show
 from plait.errors import Problem
 from plait.frontends.deepspeed.config.keys import gone
 from plait.frontends.deepspeed.config.work import Table

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from plait.config.words import choose, show
+from plait.config import choose, show
 from plait.frontends.deepspeed.config.keys import only, to
 from plait.frontends.deepspeed.config.kinds import COUNT, FLAG, NUMBER, SECTION, SIZE, TEXT, WHOLE, Kind, one_of
 from plait.frontends.deepspeed.config.work import Key, Table, Work

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from plait.config import parse
-from plait.config.rules import violations
-from plait.config.run import RunConfig
+from plait.config import RunConfig, parse, violations
 from plait.errors import ConfigError, Problem
-from plait.frontends.account import Answer, Translation
+from plait.frontends import Answer, Translation
 from plait.frontends.deepspeed.config import (
     autotuning,
     batch,

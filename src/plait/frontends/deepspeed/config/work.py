@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from plait.config.words import choose, nearest, show
+from plait.config import choose, nearest, show
 from plait.errors import Problem
-from plait.frontends.account import ABSENT, Account, Answer
+from plait.frontends import ABSENT, Account, Answer
 from plait.frontends.deepspeed.config.kinds import Kind
 
 AUTO = "auto"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.optim.optimizer import ParamsT
 
 from plait.errors import ConfigError, Problem
-from plait.optim.lamb import Lamb
+from plait.optim import Lamb
 
 __all__ = ["FusedLamb"]
 

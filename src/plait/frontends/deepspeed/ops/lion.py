@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.optim.optimizer import ParamsT
 
 from plait.frontends.deepspeed.ops.states import only_fp32_states
-from plait.optim.lion import Lion
+from plait.optim import Lion
 
 __all__ = ["DeepSpeedCPULion", "FusedLion"]
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from plait.config import parse_sections
-from plait.config.schedule import ScheduleConfig
+from plait.config import ScheduleConfig, parse_sections
 from plait.errors import ConfigError, Problem
 from plait.optim import Schedule, build_schedule
 

@@ -22,7 +22,7 @@ from plait.frontends.deepspeed.utils.z3_leaf_module import (
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
-from plait.parallel.materialize import assign_whole
+from plait.parallel import assign_whole
 from plait.strategy import ManualEngine
 
 __all__ = [

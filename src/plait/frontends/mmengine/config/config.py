@@ -8,7 +8,7 @@ from pathlib import Path
 from pprint import pformat
 from typing import Any
 
-from plait.config.trust import load_module
+from plait.config import load_module
 from plait.errors import ConfigError, Problem
 from plait.frontends.mmengine.config.files import read_file
 from plait.frontends.mmengine.config.tree import ConfigDict, merge, plain

@@ -12,7 +12,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from plait.config.read import parse_text, text_of
+from plait.config import parse_text, text_of
 from plait.errors import ConfigError, Problem
 from plait.frontends.mmengine.config.tree import ConfigDict, merge
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from plait.config.words import choose
+from plait.config import choose
 from plait.errors import ConfigError, Problem
 
 DELETE = "_delete_"

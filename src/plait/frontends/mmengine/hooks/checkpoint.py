@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from plait.config.files import read_json_object
+from plait.config import read_json_object
 from plait.errors import CheckpointError, ConfigError, Problem
 from plait.frontends.mmengine.hooks.hook import Hook, seems_greater
 from plait.frontends.mmengine.registry import HOOKS

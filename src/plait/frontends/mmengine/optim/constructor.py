@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from plait.config.words import choose
+from plait.config import choose
 from plait.errors import ConfigError, Problem
 from plait.frontends.mmengine.optim import named, optimizers  # noqa: F401  # they register themselves
 from plait.frontends.mmengine.optim.wrapper import BaseOptimWrapper, OptimWrapper

@@ -10,7 +10,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from plait.errors import ConfigError, Problem
 from plait.frontends.mmengine.registry import OPTIMIZERS
-from plait.optim.lion import Lion
+from plait.optim import Lion
 
 OPTIMIZERS.register_module(module=Lion)
 for _name, _kind in vars(torch.optim).items():

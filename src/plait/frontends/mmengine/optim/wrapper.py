@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from plait.errors import ConfigError, Problem, TrainingError
 from plait.frontends.mmengine.registry import OPTIM_WRAPPERS
-from plait.strategy.base import StepResult
-from plait.strategy.native.manual import ManualEngine
+from plait.strategy import ManualEngine, StepResult
 
 
 class BaseOptimWrapper:

@@ -11,7 +11,7 @@ from plait.errors import TrainingError
 from plait.frontends.mmengine.runner.facts import Facts
 from plait.frontends.mmengine.runner.folders import last_checkpoint
 from plait.frontends.mmengine.runner.saving import Saver
-from plait.strategy.native.manual import ManualEngine
+from plait.strategy import ManualEngine
 from plait.world import on_main
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.config.words import choose
+from plait.config import choose
 from plait.errors import ConfigError, ModelError, Problem, TrainingError
-from plait.frontends.account import Answer
+from plait.frontends import Answer
 from plait.frontends.mmengine.config.config import as_config
 from plait.frontends.mmengine.evaluator import build_evaluator
 from plait.frontends.mmengine.logging import MessageHub, make_logger

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from plait.config import RunConfig, check, parse_sections
-from plait.config.words import choose
+from plait.config import RunConfig, check, choose, parse_sections
 from plait.errors import ConfigError, Problem
-from plait.frontends.account import Answer
+from plait.frontends import Answer
 from plait.frontends.mmengine.optim.named import DeepSpeedOptimWrapper
 from plait.frontends.mmengine.optim.wrapper import BaseOptimWrapper
 from plait.frontends.mmengine.registry import STRATEGIES

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from plait.config.words import choose
+from plait.config import choose
 from plait.errors import ConfigError, Problem, WorldError
-from plait.frontends.account import Answer
+from plait.frontends import Answer
 from plait.frontends.mmengine.dist import sync_random_seed
 from plait.frontends.mmengine.registry import check_arguments
 from plait.frontends.mmengine.strategy.table import Row, Sheet, honoured, noted, refused, unneeded

@@ -6,8 +6,8 @@ import re
 import shutil
 from pathlib import Path
 
-from plait.checkpoint.manifest import NAME
-from plait.config.files import read_lines
+from plait.checkpoint import NAME
+from plait.config import read_lines
 from plait.errors import CheckpointError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from plait.config.words import choose
+from plait.config import choose
 from plait.errors import ConfigError, Problem
 from plait.frontends.mmengine import hooks as hooks_module
 from plait.frontends.mmengine.hooks.hook import priority_of

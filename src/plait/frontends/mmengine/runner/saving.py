@@ -13,13 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from plait.checkpoint import CheckpointWriter, entries, load_into, open_checkpoint
-from plait.checkpoint.convert import open_source
-from plait.checkpoint.manifest import NAME
+from plait.checkpoint import NAME, CheckpointWriter, entries, load_into, open_checkpoint, open_source
 from plait.config import to_dict
 from plait.errors import CheckpointError
 from plait.frontends.mmengine.runner.folders import resolve
-from plait.parallel.materialize import assign_whole
+from plait.parallel import assign_whole
 from plait.spec import Phase
 from plait.world import on_main, restore_rng_state, rng_state
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from plait.errors import ConfigError, Problem
-from plait.frontends.account import Translation
+from plait.frontends import Translation
 from plait.frontends.mmengine.registry import STRATEGIES
 from plait.frontends.mmengine.strategy.table import Row, Sheet, honoured, refused, unneeded
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from plait.frontends.account import Answer, Translation
+from plait.frontends import Answer, Translation
 from plait.frontends.mmengine.registry import STRATEGIES
 from plait.frontends.mmengine.strategy.base import BaseStrategy
 from plait.frontends.mmengine.strategy.table import Row, Sheet, honoured, refused, unneeded

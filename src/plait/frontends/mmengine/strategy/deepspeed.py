@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from plait.frontends.account import Account, Answer, Translation
-from plait.frontends.deepspeed.config import read_config, translate
+from plait.frontends import Account, Answer, Translation
+from plait.frontends.deepspeed import read_config, translate
 from plait.frontends.mmengine.registry import STRATEGIES
 from plait.frontends.mmengine.strategy.base import BaseStrategy
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from plait.config.words import choose
+from plait.config import choose
 from plait.errors import ConfigError, Problem
-from plait.frontends.account import Account, Answer
+from plait.frontends import Account, Answer
 
 Row = Callable[["Sheet", str, Any], None]
 """Answers one key: is told the sheet, the key's path and its value."""
