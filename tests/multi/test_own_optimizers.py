@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import CheckpointError, ConfigError
-from tests.multi.parity import Trace, errors_of, run_steps, token_batches
+from tests.multi.parity import Trace, assert_same, errors_of, run_steps, token_batches
 from tests.multi.ranks import RankFailedError, RankPool
 from tests.multi.toys import Classifier, Outcome, assert_close, fit, fit_with
 
@@ -100,6 +100,27 @@ def test_it_equals_one_process_or_is_refused_with_the_reason(two_ranks: RankPool
     errors = {key: error for key, error in errors.items() if not (turned and is_turned(key))}
     worst = max(errors, key=lambda key: errors[key])
     assert errors[worst] <= 1e-5, worst
+
+
+LAYOUTS: dict[str, Any] = {
+    "zero3 × tp2": {"zero": 3, "layout": {"tp": 2}},
+    "hybrid": {"zero": 3, "layout": {"dp_replicate": 2, "dp_shard": 2}},
+    "pp2 × tp2": {"layout": {"pp": 2, "tp": 2}},
+}
+
+
+def share_of_four(rank: int, size: int, name: str, layout: str, steps: list[list[Any]]) -> Trace:
+    """Those along `tp` and `pp` see the same micro-batches."""
+    place = {"zero3 × tp2": (rank // 2, 2), "hybrid": (rank, 4), "pp2 × tp2": (0, 1)}[layout]
+    return run_steps(*place, {"optim": OPTIMIZERS[name], "strategy": LAYOUTS[layout]}, steps)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["CAME", "AdamWScheduleFree"])
+def test_layouts_that_cut_twice_and_stages_equal_one_process(four_ranks: RankPool, name: str, layout: str) -> None:
+    batches = token_batches(5, 4)
+    found = as_one(four_ranks.run(share_of_four, name, layout, batches))
+    assert_same(found, run_steps(0, 1, {"optim": OPTIMIZERS[name]}, batches), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("name", ["AdamWScheduleFree", "SOAP", "NAdam"])
