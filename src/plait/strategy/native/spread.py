@@ -302,8 +302,9 @@ def _say_what_stays_whole(module: nn.Module, ranks: int, say: Callable[[str], No
     whole = [param for param in params if not is_sharded(param) or all(p.is_replicate() for p in param.placements)]
     share = sum(param.numel() for param in whole) / max(sum(param.numel() for param in params), 1)
     if share > _MOSTLY_WHOLE:
+        name = type(module).__name__.removeprefix("FSDP")
         say(
-            f"strategy.layout.tp: {ranks} splits little of this {type(module).__name__.removeprefix('FSDP')}: {share:.0%} of its parameters "
+            f"strategy.layout.tp: {ranks} splits little of this {name}: {share:.0%} of its parameters "
             "stay whole on each rank, since its plan names no more layers; write strategy.tensor.plan, or use "
             "strategy.zero instead"
         )
