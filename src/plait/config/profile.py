@@ -15,6 +15,8 @@ EARLIEST = 4
 class ProfileConfig(Section):
     """Where the time and the memory of a step go, measured on a few steps of the run; see profile.md."""
 
+    builds = "plait.runner.profile.hook:Profile"
+
     start: Annotated[PositiveInt, Field(ge=EARLIEST)] = 10
     """First step that is recorded, counted from where the run begins or resumes. The steps before it warm up."""
     steps: PositiveInt = 3

@@ -18,7 +18,5 @@ def build_hooks(configs: Sequence[HookConfig], profile: ProfileConfig | None = N
             hook.priority = config.priority
         hooks.append(hook)
     if profile is not None:
-        from plait.runner.profile import Profile  # late: most runs have no use for it
-
-        hooks.append(Profile(profile))
+        hooks.append(make(profile, "profile", kind=Hook))
     return hooks
