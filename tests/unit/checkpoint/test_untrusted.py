@@ -168,7 +168,7 @@ def test_a_file_that_is_a_link_out_of_the_folder_is_refused(
     shutil.move(saved / name, outside)
     (saved / name).symlink_to(outside)
     for read in (lambda: load(saved, tensors, world), lambda: read_all(saved), lambda: look(saved)):
-        with refused(CheckpointError, saved / name, "link"):
+        with refused(CheckpointError, saved / name, " link "):
             read()
 
 

@@ -103,8 +103,8 @@ def test_two_machines_make_one_run(files: tuple[str, str], tmp_path: Path) -> No
         "events-rank0.jsonl",
         "events-rank1.jsonl",
     ]
-    assert "Run ended" in said[0][0]
-    assert "Run ended" not in said[1][0]
+    assert "finished" in said[0][0]
+    assert "finished" not in said[1][0]
 
 
 def test_the_example_runs_and_goes_on_alone(files: tuple[str, str], tmp_path: Path) -> None:
