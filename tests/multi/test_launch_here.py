@@ -102,7 +102,7 @@ def test_neither_launcher_nor_doctor_loads_torch(work: Path, words: list[str]) -
     done = subprocess.run(command, cwd=work, env=clean(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "plait.launch.local" in loaded
+    assert f"plait.cli.{words[0]}" in loaded
     assert not {"torch", "numpy"} & loaded
 
 

@@ -141,6 +141,7 @@ def test_a_runner_resumes_from_it_and_it_loads_what_a_runner_saved(tmp_path: Pat
     }  # fmt: skip
     resumed = {"train": {"max_steps": 3}, "checkpoint": {"resume": str(tmp_path / "saved")}}
     with Runner(MODEL, rows, **common, **resumed) as runner:
+        runner.setup()
         assert runner.step == 2
         before = whole(runner.engine.state_tensors())
         runner.train()

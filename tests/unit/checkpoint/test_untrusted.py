@@ -143,7 +143,6 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(saved: Path, name: str
         ({"state": []}, "[]"),
         ({"state": {"hooks": []}}, "state.hooks"),
         ({"state": {"engine": 3}}, "state.engine"),
-        ({"state": {"config": None}}, "state.config"),
         ({"versions": 1}, "versions"),
         ({"files": {}}, "index.json"),
         ({"files": {"index.json": {"bytes": -1, "digest": ""}}}, "'index.json'"),
