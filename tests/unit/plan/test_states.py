@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.refusals import refused
 from torch import nn
 
 from plait.cli.states import show_states
@@ -28,7 +29,6 @@ from plait.plan.states import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from tests.refusals import refused
 
 INTERNLM2 = """\
 Estimated memory needed for params, optim states and gradients for a:

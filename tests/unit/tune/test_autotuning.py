@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
+from tests.refusals import refused
 
 from plait.config import parse
 from plait.errors import ConfigError
@@ -17,7 +18,6 @@ from plait.plan.space import that_can_pay
 from plait.tune import translate_autotuning
 from plait.tune.autotuning import KEYS
 from plait.tune.order import space_of
-from tests.refusals import refused
 
 ASK_DEEPSPEED = """
 import json
