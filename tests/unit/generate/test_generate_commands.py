@@ -152,7 +152,7 @@ def test_a_conversation_goes_on_turn_by_turn_and_can_be_taken_back(
     assert out.split("\n")[0] == first
     assert call(monkeypatch, "chat", *options, said="word " * 200 + "\nhi\n") == 0
     out, err = capsys.readouterr()
-    assert not missing(err, "tokens", "256")
+    assert not missing(err, "tokens", " 64")
     assert out.split("\n")[0] == first
 
 
