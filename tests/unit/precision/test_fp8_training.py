@@ -81,7 +81,8 @@ def test_without_a_fitting_layer_or_device_it_is_refused() -> None:
 
 def test_a_phase_that_wants_logits_has_no_use_for_a_head_in_8_bits() -> None:
     for phase in ("sft", "dpo"):
-        config = parse_sections(model=LLAMA, precision={"fp8": {"head": True}}, phase=phase).config
+        rows = {"data": [{"type": "task"}]}
+        config = parse_sections(model=LLAMA, precision={"fp8": {"head": True}}, phase=phase, posttrain=rows).config
         with refused(ConfigError, "dpo", key="precision.fp8.head") if phase == "dpo" else nullcontext():
             check(config, has_val=False, require_length=False)
 

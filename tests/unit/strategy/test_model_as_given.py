@@ -78,6 +78,7 @@ def test_the_front_ends_refuse_them_too() -> None:
         deepspeed.initialize(model=model, config=settings, model_parameters=model.parameters())
     with refused(ModelError, "'1.weight'", "(0,)"):
         Accelerator().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    deepspeed.comm.destroy_process_group()
 
 
 def test_initial_values_that_are_not_finite_are_said() -> None:
