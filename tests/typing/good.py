@@ -87,6 +87,9 @@ made: Engine = prepare(
     loss_fn=loss,
     device="cuda",
 )
+prepare(plait.GptModel(layers=2))
+prepare({"type": "gpt"})
+prepare("my_package.models:Net")
 result: StepResult = made.train_step([(torch.zeros(1), torch.zeros(1))])
 number: float = result.loss
 
