@@ -15,9 +15,12 @@ from tests.refusals import refused
 
 import plait
 from plait import plugins
-from plait.checkpoint.convert import open_source
-from plait.config import parse, parse_sections
+from plait.checkpoint.convert import KINDS, open_source
+from plait.checkpoint.convert.detect import OPENERS
+from plait.checkpoint.convert.sinks import WRITERS
+from plait.config import ENGINES, EnginePart, Imported, SinkPart, load_code, parse, parse_sections
 from plait.config.base import Section
+from plait.config.online import RewardPart
 from plait.config.optim import AdamWConfig, OptimPart
 from plait.config.part import GivenName, Part
 from plait.config.run import RunConfig
@@ -25,7 +28,10 @@ from plait.config.show import to_dict
 from plait.config.tree import items, literals, open_part, sections
 from plait.config.trust import entry_points_of
 from plait.errors import ConfigError
-from plait.launch.setup import own_starter
+from plait.launch.flags import LAUNCHERS
+from plait.launch.setup import STARTERS, find_starter
+from plait.monitor.build import _OWN as OWN_SINKS
+from plait.posttrain.online.scoring import REWARDS
 
 
 def optim(value: Any) -> Any:
@@ -104,6 +110,35 @@ def test_the_words_that_a_part_knows_as_plaits_are_those_of_the_schema() -> None
     assert {part.kind for part in seen} >= {"optimizer", "schedule", "model", "data", "hook", "sink", "engine"}
     for part, words in seen.items():
         assert words == set(part.own), part
+
+
+def test_plaits_own_parts_come_in_by_the_same_door() -> None:
+    described = {
+        found
+        for annotation in open_unions(RunConfig)
+        for found in sections(annotation).values()
+        if not issubclass(found, (Part, Imported))
+    }
+    assert len(described) > 30
+    assert {found.__name__ for found in described if not callable(load_code(found.builds, key=found.__name__))} == set()
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (ENGINES, EnginePart.own),
+        (OWN_SINKS, SinkPart.own),
+        (REWARDS, RewardPart.own),
+        (STARTERS, set(LAUNCHERS) - {"local", "ssh"}),
+        (WRITERS, KINDS),
+        (OPENERS, OPENERS),
+    ],
+    ids=["engine", "sink", "reward", "launcher", "converter to", "converter from"],
+)
+def test_every_word_of_plaits_leads_to_what_it_stands_for(table: Any, words: Any) -> None:
+    assert set(table) == set(words)
+    names = [each if isinstance(each, str) else each.builds for each in table.values()]
+    assert all(callable(load_code(name, key="a test")) for name in names)
 
 
 def test_a_run_of_plaits_own_parts_looks_for_no_plug_ins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +301,7 @@ def test_an_object_that_is_made_already_is_a_storage(mine: Any) -> None:
 @pytest.mark.parametrize("name", ["my-launcher", "parts_of_mine:start"])
 def test_a_launcher_is_found_by_either_name(mine: Any, name: str) -> None:
     job: Any = None
-    assert own_starter(name)(job, ["-v"]).argv == ("started", "-v")
+    assert find_starter(name)(job, ["-v"]).argv == ("started", "-v")
 
 
 @pytest.mark.parametrize("name", ["my-reader", "parts_of_mine:read"])
