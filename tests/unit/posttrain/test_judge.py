@@ -88,7 +88,7 @@ def test_functions_judge_too(runs: dict[str, str]) -> None:
     number = random.randrange(1000)
     maths = [Question((Message("user", "how many?"),), f"so\n#### {number}")] * 3
     assert open_judge("gsm8k").rewards(maths, [f"it is {number}", f"#### {number + 1}", "none"]) == [1.0, 0.0, 0.0]
-    assert open_judge("operator:countOf").__class__.__name__ == "FunctionJudge"
+    assert open_judge("operator:setitem").__class__.__name__ == "FunctionJudge"
 
 
 def test_what_cannot_judge_is_refused(runs: dict[str, str], tmp_path: Path) -> None:
