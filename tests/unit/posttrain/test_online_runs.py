@@ -172,7 +172,8 @@ def always_one(prompt: str, answer: str, expected: str | None) -> float:
 def test_a_reward_that_is_the_same_for_all_answers_is_told_of_once(tmp_path: Path) -> None:
     run("grpo", describe(tmp_path, 3, grpo={"group": 2, "reward": f"{__name__}:always_one"}))
     told = [event["data"]["text"] for event in events(tmp_path, "message")]
-    assert sum("got the same reward" in text for text in told) == 1
+    assert sum("rollout 0" in text for text in told) == 1
+    assert not any(f"rollout {later}" in text for text in told for later in (1, 2))
 
 
 def test_a_writer_that_is_not_the_policy_stops_the_run_or_is_replaced(tmp_path: Path) -> None:
