@@ -25,12 +25,14 @@ from plait.config.optim import AdamWConfig, OptimPart
 from plait.config.part import GivenName, Part
 from plait.config.run import RunConfig
 from plait.config.show import to_dict
+from plait.config.strategy import RecomputePart
 from plait.config.tree import items, literals, open_part, sections
 from plait.config.trust import entry_points_of
 from plait.errors import ConfigError
 from plait.launch.flags import LAUNCHERS
 from plait.launch.setup import STARTERS, find_starter
 from plait.monitor.build import _OWN as OWN_SINKS
+from plait.parallel.recompute import POLICIES
 from plait.posttrain.online.scoring import REWARDS
 
 
@@ -129,11 +131,12 @@ def test_plaits_own_parts_come_in_by_the_same_door() -> None:
         (ENGINES, EnginePart.own),
         (OWN_SINKS, SinkPart.own),
         (REWARDS, RewardPart.own),
+        (POLICIES, RecomputePart.own),
         (STARTERS, set(LAUNCHERS) - {"local", "ssh"}),
         (WRITERS, KINDS),
         (OPENERS, OPENERS),
     ],
-    ids=["engine", "sink", "reward", "launcher", "converter to", "converter from"],
+    ids=["engine", "sink", "reward", "recompute", "launcher", "converter to", "converter from"],
 )
 def test_every_word_of_plaits_leads_to_what_it_stands_for(table: Any, words: Any) -> None:
     assert set(table) == set(words)
