@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -194,6 +195,47 @@ def environment() -> dict[str, str]:
     return dict(os.environ) | own
 
 
+def other_tree(folder: str) -> dict[str, str]:
+    """What to give a child besides, so that it finds the Plait of another checkout (`--before`)."""
+    src = Path(folder).resolve() / "src"
+    if not (src / "plait" / "__init__.py").exists():
+        raise SystemExit(f"--before: {folder} is no checkout of Plait: it has no src/plait")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(src), os.environ.get("PYTHONPATH"))))}
+
+
+def commit(folder: str | Path = ROOT) -> str:
+    """The commit of a checkout, in short; `?` where it is none."""
+    asked = subprocess.run(["git", "-C", folder, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return asked.stdout.strip() or "?"
+
+
+def plait_of_child(env: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The folder that a child imports Plait from, which an installed one must not hide."""
+    code = "import pathlib, plait; print(pathlib.Path(plait.__file__).resolve().parents[2])"
+    command = [sys.executable, "-c", code]
+    return subprocess.check_output(command, env=environment() | dict(env), cwd="/", text=True).strip()
+
+
+BEFORE = ", before"
+"""Behind the name of a row that was measured with the Plait of `--before`."""
+
+
+def with_before(names: Sequence[str], before: str | None) -> list[tuple[str, str, dict[str, str]]]:
+    """Label, row and environment of what is run in a round: Plait's rows twice where there is another tree."""
+    if before is None:
+        return [(name, name, {}) for name in names]
+    env = other_tree(before)
+    for folder, found in ((ROOT, plait_of_child()), (Path(before).resolve(), plait_of_child(env))):
+        if found != str(folder):
+            raise SystemExit(f"--before: {found} would be measured in place of {folder}")
+    runs: list[tuple[str, str, dict[str, str]]] = []
+    for name in names:
+        runs.append((name, name, {}))
+        if name.startswith("plait") or name == "help":
+            runs.append((name + BEFORE, name, env))
+    return runs
+
+
 def _environment(rank: int, ranks: int, port: str) -> dict[str, str]:
     own = environment()
     if ranks > 1:
@@ -313,6 +355,12 @@ def parser(description: str | None, known: Sequence[str]) -> argparse.ArgumentPa
     made.add_argument("--json", metavar="PATH", help="write all numbers here too")
     made.add_argument("--child", help=argparse.SUPPRESS)
     return made
+
+
+def add_before(options: argparse.ArgumentParser) -> None:
+    """The option for a comparison with an earlier commit."""
+    help = "a checkout of an earlier commit (`git worktree add FOLDER COMMIT`): Plait's rows run with it too"
+    options.add_argument("--before", metavar="FOLDER", help=help)
 
 
 def chosen(text: str | None, known: Sequence[str]) -> list[str]:

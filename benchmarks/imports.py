@@ -1,6 +1,7 @@
 """What importing a framework costs once torch is there, and whether `plait --help` does without torch.
 
     python benchmarks/imports.py                  # the same as overhead.py --imports
+    python benchmarks/imports.py --before FOLDER  # Plait's rows with the Plait of another checkout too
 
 Every import in fresh processes, in rounds over all of them; the first round only fills the caches.
 """
@@ -25,6 +26,7 @@ STATEMENTS = {
     "deepspeed": "import deepspeed",
     "mmengine": "from mmengine.runner import Runner",
 }
+KNOWN = ("torch", "help", *STATEMENTS)
 
 
 def measure(name: str) -> Result:
@@ -58,17 +60,17 @@ def _plait_help() -> None:
             raise RuntimeError(f"plait --help ended with {ended.code}") from ended
 
 
-def compare(rounds: int, limit: float) -> dict[str, list[Result]]:
-    """Every import once a round; what each said."""
-    found: dict[str, list[Result]] = {name: [] for name in ("torch", "help", *STATEMENTS)}
+def compare(rounds: int, limit: float, names: list[str], before: str | None = None) -> dict[str, list[Result]]:
+    """Every import once a round; what each said. With `before`, Plait's twice, in turns first and second."""
+    runs = common.with_before(names, before)
+    found: dict[str, list[Result]] = {label: [] for label, _, _ in runs}
     for turn in range(rounds + 1):
-        for name, results in found.items():
-            said = common.run_child(
-                common.itself(__file__, "--child", name), limit=limit, env={"DS_ACCELERATOR": "cpu"}
-            )
+        for label, name, tree in runs if turn % 2 == 0 else runs[::-1]:
+            command = common.itself(__file__, "--child", name)
+            said = common.run_child(command, limit=limit, env={"DS_ACCELERATOR": "cpu"} | tree)
             if turn:
-                results.append(said if "error" in said else said["ranks"][0])
-                common.show(row=name, round=turn - 1, **results[-1])
+                found[label].append(said if "error" in said else said["ranks"][0])
+                common.show(row=label, round=turn - 1, **found[label][-1])
     return found
 
 
@@ -76,7 +78,8 @@ def as_table(found: dict[str, list[Result]]) -> str:
     """Medians over rounds."""
     lines = []
     for name, results in found.items():
-        label = _label(name, results)
+        plain = name.removesuffix(common.BEFORE)
+        label = _label(plain, results) + name[len(plain) :]
         if broken := next((one["error"] for one in results if "error" in one), None):
             lines.append([label, "–", f"did not run: {broken}"])
         else:
@@ -95,17 +98,18 @@ def _label(name: str, results: list[Result]) -> str:
 def run(given: argparse.Namespace) -> None:
     """Measure and print."""
     where = common.machine()
-    found = compare(given.rounds, given.limit)
+    found = compare(given.rounds, given.limit, common.chosen(given.rows, KNOWN), given.before)
     title = f"{common.say_machine(where)}; median of {given.rounds} rounds"
+    if given.before is not None:
+        title += f"; Plait at {common.commit()}, before at {common.commit(given.before)}"
     common.finish(given.json, {"machine": where, "results": found}, f"{title}.\n\n{as_table(found)}")
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = common.parser(__doc__, KNOWN)
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--limit", type=float, default=300.0, help="seconds that one child may take")
-    options.add_argument("--json", metavar="PATH", help="write all numbers here too")
-    options.add_argument("--child", help=argparse.SUPPRESS)
+    common.add_before(options)
     given = options.parse_args()
     if given.child is not None:
         common.reply(lambda: measure(given.child))

@@ -2,6 +2,7 @@
 
     python benchmarks/overhead.py                 # every framework that is installed
     python benchmarks/overhead.py --imports       # what importing them costs
+    python benchmarks/overhead.py --before FOLDER # Plait's rows with the Plait of another checkout too
 
 One process, one thread, a batch that is ready-made, fused SGD for everybody. Each framework runs in a child
 process of its own, between two raw loops in that same process, and what it costs is the difference to their
@@ -315,20 +316,23 @@ def _timed(run: Callable[[Bench, int], None], steps: int) -> dict[str, float]:
     return {"wall": 1e6 * median(wall), "cpu": 1e6 * median(cpu), "cpu_mean": 1e6 * sum(cpu) / len(cpu)}
 
 
-def compare(names: list[str], *, steps: int, rounds: int, limit: float) -> dict[str, list[Result]]:
-    """Every peer once a round; what each said."""
-    found: dict[str, list[Result]] = {name: [] for name in names}
+def compare(
+    names: list[str], *, steps: int, rounds: int, limit: float, before: str | None = None
+) -> dict[str, list[Result]]:
+    """Every peer once a round; what each said. With `before`, Plait's rows twice, in turns first and second."""
+    runs = common.with_before(names, before)
+    found: dict[str, list[Result]] = {label: [] for label, _, _ in runs}
     env = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     for turn in range(rounds):
-        for name in names:
+        for label, name, tree in runs if turn % 2 == 0 else runs[::-1]:
             command = common.itself(__file__, "--child", name, "--steps", str(steps))
-            said = common.run_child(command, limit=limit, env=env)
-            found[name].append(said if "error" in said else said["ranks"][0])
-            common.show(row=name, round=turn, **found[name][-1])
+            said = common.run_child(command, limit=limit, env=env | tree)
+            found[label].append(said if "error" in said else said["ranks"][0])
+            common.show(row=label, round=turn, **found[label][-1])
     return found
 
 
-def as_table(found: dict[str, list[Result]]) -> str:
+def as_table(found: dict[str, list[Result]], before: str | None = None) -> str:
     """Medians over rounds; what a row costs over the raw loops of its own process."""
     good = {name: [one for one in results if "error" not in one] for name, results in found.items()}
     raws = [one["raw"] for results in good.values() for one in results]
@@ -336,8 +340,11 @@ def as_table(found: dict[str, list[Result]]) -> str:
         ["raw loop", "", *(f"{median([r[k] for r in raws]):.1f}" for k in ("wall", "cpu")), "", ""]
     ]
     for name, results in found.items():
-        peer = PEERS[name]
-        start = [peer.label, "" if peer.package == "torch" else common.version(peer.package)]
+        peer = PEERS[name.removesuffix(common.BEFORE)]
+        version = "" if peer.package == "torch" else common.version(peer.package)
+        if before is not None and peer.package == "plait":
+            version = common.commit(before if name.endswith(common.BEFORE) else common.ROOT)
+        start = [peer.label + (common.BEFORE if name.endswith(common.BEFORE) else ""), version]
         if not good[name]:
             lines.append([*start, "–", "–", "–", f"did not run: {results[0]['error']}"])
             continue
@@ -353,6 +360,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--limit", type=float, default=300.0, help="seconds that one child may take")
     options.add_argument("--imports", action="store_true", help="measure imports, not steps (see imports.py)")
+    common.add_before(options)
     given = options.parse_args()
     if given.child is not None:
         common.reply(lambda: measure(given.child, given.steps))
@@ -361,9 +369,9 @@ def main() -> None:
         return
     where = common.machine()
     names = common.chosen(given.rows, list(PEERS))
-    found = compare(names, steps=given.steps, rounds=given.rounds, limit=given.limit)
+    found = compare(names, steps=given.steps, rounds=given.rounds, limit=given.limit, before=given.before)
     title = f"{common.say_machine(where)}; median of {given.rounds} rounds of {given.steps} steps"
-    common.finish(given.json, {"machine": where, "results": found}, f"{title}.\n\n{as_table(found)}")
+    common.finish(given.json, {"machine": where, "results": found}, f"{title}.\n\n{as_table(found, given.before)}")
 
 
 if __name__ == "__main__":

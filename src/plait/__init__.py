@@ -98,6 +98,7 @@ if TYPE_CHECKING:
     from plait.config import WarmupDecayConfig as WarmupDecayLRSchedule
     from plait.config import WrapConfig as Wrap
     from plait.config import WSDConfig as WSDSchedule
+    from plait.config import own_part as part
     from plait.runner import Accuracy as Accuracy
     from plait.runner import Hook as Hook
     from plait.runner import Metric as Metric
@@ -131,6 +132,7 @@ else:
                 "AccuracyMetric=AccuracyConfig",
                 "FolderStorage=FolderStorageConfig",
                 "WSDSchedule=WSDConfig",
+                "part=own_part",
                 "AdafactorOptim=AdafactorConfig",
                 "AdagradOptim=AdagradConfig",
                 "AdamOptim=AdamConfig",
@@ -323,6 +325,7 @@ __all__ = [
     "__version__",
     "build_whole",
     "errors",
+    "part",
     "prepare",
     "read_loss",
 ]

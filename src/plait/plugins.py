@@ -212,6 +212,8 @@ def installed() -> list[Plugin]:
 def _problem(kind: str, name: str, several: Sequence[Any], own: Mapping[str, frozenset[str]]) -> str:
     if kind not in get_args(Kind):
         return f"plait.{kind} is not a kind of part. {choose(kind, get_args(Kind), 'kind')}"
+    if kind in ("algorithm", "environment"):
+        return "nothing in this version uses it"
     if name in own.get(kind, ()):
         return f"Plait's own {name} comes first: write {several[0].value} in a run description"
     if len(several) > 1:

@@ -911,10 +911,7 @@ def cuda_never_initialized() -> Iterator[None]:
 
 def device_guards() -> Any:
     """torch's list of device guards, by the number of the kind of device."""
-    address = _address(_library("c10"), _GUARDS_SYMBOL)
-    size = _size_of_symbol(address)
-    if size is None:  # no Linux: as many as kinds of devices were when this was written
-        size = (int(_find("torch._C._autograd.DeviceType.PrivateUse1")) + 1) * _WORD
+    address, size = _table("c10", _GUARDS_SYMBOL)
     return (ctypes.c_void_p * (size // _WORD)).from_address(address)
 
 
@@ -961,8 +958,8 @@ def cuda_hooks_layout() -> tuple[list[int], int]:
     if missing:
         raise _cannot_simulate(f"its CUDA hooks have no {', '.join(missing)}")
     count = 2 + len(functions)  # a class with a virtual destructor has two entries for it
-    size = _size_of_symbol(_address(_library("torch_cpu"), _TABLE_SYMBOL))
-    if size is not None and size != (2 + count) * _WORD:
+    _, size = _table("torch_cpu", _TABLE_SYMBOL)
+    if size != (2 + count) * _WORD:
         raise _cannot_simulate(
             f"its table of CUDA hooks has {size // _WORD - 2} functions, its headers declare {count}"
         )
@@ -982,6 +979,15 @@ def _address(library: ctypes.CDLL, symbol: str) -> int:
         return ctypes.addressof(ctypes.c_char.in_dll(library, symbol))
     except ValueError:
         raise _cannot_simulate(f"its libraries have no {symbol}") from None
+
+
+def _table(library: str, symbol: str) -> tuple[int, int]:
+    """Where a table of one of torch's libraries lies, and its bytes; none is changed whose size is not known."""
+    address = _address(_library(library), symbol)
+    size = _size_of_symbol(address)
+    if size is None:
+        raise _cannot_simulate(f"this system does not say how large {symbol} is")
+    return address, size
 
 
 def _size_of_symbol(address: int) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +51,41 @@ def test_lines_of_another_set_of_columns_do_not_stay(pages: tuple[Path, Path], m
     monkeypatch.setattr(matrix, "COLUMNS", {"plan": ()})
     matrix.write_tables({"torch 2.12": {**result("2.12.1"), "columns": {"plan": result("")["columns"]["plan"]}}})
     assert [line.split(" | ")[0] for line in lines(pages[0])] == ["| torch 2.12"]
+
+
+def test_every_test_of_the_columns_is_there() -> None:
+    named = [each for tests in matrix.COLUMNS.values() for each in tests]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *named]
+    ended = subprocess.run(command, cwd=matrix.ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    collected = ended.stdout.splitlines()
+    assert [each for each in named if not any(line.startswith(each) for line in collected)] == []
+
+
+TESTS = """
+import pytest
+
+def test_good(): pass
+def test_bad(): assert False
+@pytest.mark.skip
+def test_skipped(): pass
+class UnsupportedVersionError(Exception): pass
+def test_refused(): raise UnsupportedVersionError
+"""
+
+
+def test_what_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "test_few.py").write_text(TESTS, encoding="utf-8")
+    found = matrix.judge(Path(sys.executable), [str(tmp_path / "test_few.py")], tmp_path / "report.xml")
+    assert found == {"passed": 1, "failed": 1, "refused": 1, "skipped": 1}
+
+
+@pytest.mark.parametrize("gone", ["test_few.py::test_gone", "test_gone.py", "test_empty.py"])
+def test_a_test_that_is_not_there_is_no_success(tmp_path: Path, gone: str) -> None:
+    (tmp_path / "test_few.py").write_text(TESTS, encoding="utf-8")
+    (tmp_path / "test_empty.py").write_text("", encoding="utf-8")
+    tests = [f"{tmp_path}/test_few.py::test_good", f"{tmp_path}/{gone}"]
+    if "empty" in gone:
+        tests = tests[1:]
+    with pytest.raises(SystemExit):
+        matrix.judge(Path(sys.executable), tests, tmp_path / "report.xml")

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from tests.refusals import refused
+from torch import Tensor, nn
 
 import plait
 from plait.config import RunConfig
@@ -21,6 +23,7 @@ from plait.runner import Runner
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("Optim", "Schedule", "Model", "Data", "Hook", "Metric", "Storage")
+"""The last words of the names of sections with a `type`."""
 
 
 @pytest.mark.parametrize("page", ["api.md", "zh-CN/api.md"])
@@ -61,11 +64,7 @@ def test_every_section_has_a_public_name_by_one_rule() -> None:
         found = getattr(plait, name)
         if isinstance(found, type) and issubclass(found, Section) and "type" in found.model_fields:
             word = str(found.model_fields["type"].default).replace("_", "")
-            kind = next(
-                kind
-                for kind in ("Optim", "Schedule", "Model", "Data", "Hook", "Metric", "Storage")
-                if name.endswith(kind)
-            )
+            kind = next(kind for kind in KINDS if name.endswith(kind))
             assert name.removesuffix(kind).lower() in (word.lower(), f"{word}ed".lower())
 
 
@@ -130,6 +129,41 @@ def test_a_keyword_that_prepare_does_not_take_is_refused_with_the_one_that_was_m
         (problem,) = refused.value.problems
         assert problem.path == keyword
         assert meant in problem.remedy
+
+
+class Net(nn.Module):
+    def __init__(self, dim: int = 3) -> None:
+        super().__init__()
+        self.layer = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+TINY = {"layers": 1, "dim": 8, "heads": 1, "vocab_size": 11, "seq_len": 4}
+
+
+@pytest.mark.parametrize(
+    ("model", "weight"),
+    [
+        (Net, "layer.weight"),
+        (f"{__name__}:Net", "layer.weight"),
+        ({"type": f"{__name__}:Net", "dim": 5}, "layer.weight"),
+        ({"type": "gpt", **TINY}, "embedding.weight"),
+        (plait.GptModel(**TINY), "embedding.weight"),  # type: ignore[arg-type]
+    ],
+    ids=["class", "name", "name with arguments", "mapping", "section"],
+)
+def test_prepare_takes_a_model_in_every_form(model: Any, weight: str) -> None:
+    engine = plait.prepare(model, device="cpu")
+    assert f"model.{weight}" in engine.state_tensors()
+
+
+@pytest.mark.parametrize("model", [3, None, [Net]])
+def test_prepare_refuses_what_is_no_model(model: Any) -> None:
+    with refused(ConfigError, type(model).__name__, key="model"):
+        plait.prepare(model)
 
 
 @pytest.mark.parametrize(

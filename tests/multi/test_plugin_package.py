@@ -9,12 +9,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 import yaml
 
 from plait.config.trust import entry_points_of
 from plait.testing import assert_same_after_resume, assert_same_maths
+from tests.multi.toys import assert_close, fit
 
 SOURCE = Path(__file__).parents[2] / "examples" / "plugin"
 OWN = {
@@ -76,6 +79,25 @@ def test_its_engine_trains_as_one_process_does(site: Path) -> None:
     assert_same_maths(model=model, optim=optim, strategies=[{"engine": "plain-ddp"}], steps=3)
 
 
+def test_its_storage_keeps_checkpoints_in_memory(site: Path, tmp_path: Path) -> None:
+    """fsspec's memory file system, which is one process's own."""
+    memory = fsspec.filesystem("memory")
+    own: dict[str, Any] = {"optim": OWN["optim"], "schedule": OWN["schedule"]}
+    storage = {"type": "fsspec", "url": "memory://run"}
+    whole = fit(0, 1, {**own, "work_dir": tmp_path / "whole"})
+    try:
+        first = fit(0, 1, {**own, "work_dir": tmp_path / "first", "checkpoint": {"storage": storage}}, stop_at=5)
+        assert first.steps == 5
+        assert memory.find("/run")
+        shutil.rmtree(tmp_path / "first")
+        again = {"storage": storage, "resume": "auto"}
+        second = fit(0, 1, {**own, "work_dir": tmp_path / "second", "checkpoint": again})
+    finally:
+        memory.rm("/run", recursive=True)
+    assert second.losses == pytest.approx(whole.losses[5:], rel=1e-6)
+    assert_close(second, whole, tolerance=1e-6)
+
+
 def test_a_run_from_a_file_logs_to_mlflow_and_goes_on_from_the_storage(site: Path, tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
@@ -84,7 +106,7 @@ def test_a_run_from_a_file_logs_to_mlflow_and_goes_on_from_the_storage(site: Pat
         **OWN,
         "model": {**OWN["model"], "vocab_size": 300},  # type: ignore[dict-item]
         "data": {"type": "text", "path": "text.txt", "seq_len": 16, "document_mask": False},
-        "batch": {"total": 4, "micro": 2},
+        "batch": {"total": 4, "micro": 1},
         "work_dir": "first",
         "strategy": "zero3",
         "train": {"max_steps": 6, "stop_after": 3},
@@ -98,7 +120,7 @@ def test_a_run_from_a_file_logs_to_mlflow_and_goes_on_from_the_storage(site: Pat
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     plait("train", "run.yaml", "--nproc", "2", cwd=tmp_path)
     shutil.rmtree(tmp_path / "first" / "checkpoints")
-    told = plait("train", "run.yaml", "train.stop_after=null", "work_dir=second", cwd=tmp_path)
+    told = plait("train", "run.yaml", "train.stop_after=null", "work_dir=second", "--nproc", "4", cwd=tmp_path)
     assert "step 6" in told or "6/6" in told
     client = MlflowClient(tracking_uri=f"file:{tmp_path}/mlflow")
     experiment = client.get_experiment_by_name("plait")

@@ -103,7 +103,6 @@ def test_the_ported_lightning_module_does_what_a_plain_loop_does(tmp_path: Path)
 
 
 def test_the_lightning_script_itself_has_the_same_losses(tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
     before = run(tmp_path, "lightning/before.py", ranks=1)
     assert list(run(tmp_path, "lightning/after.py", ranks=1).values()) == pytest.approx(list(before.values()), abs=2e-5)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
+import torch
 import yaml
 
 from plait.config import parse_sections, to_dict
@@ -59,10 +60,13 @@ def describe(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return run_reference(tmp_path_factory.mktemp("proof"))
+
+
+def run_reference(folder: Path, **further: Any) -> Reference:
     from plait.prove.record import run
 
-    folder = tmp_path_factory.mktemp("proof")
-    sections = describe(folder)
+    sections = {**describe(folder), **further}
     config = parse_sections(**sections, strategy="ddp").config
     nudge = rounding_of(config.precision, on_cpu=True).epsilon
     run(Job(to_dict(make_cases(config, ranks=2).reference), str(folder / "reference"), STEPS, nudge=nudge))
@@ -208,6 +212,52 @@ def test_dropout_that_differs_along_tp_is_caught(two_ranks: RankPool, reference:
     assert certificate.first is None
     assert not certificate.passed
     assert not missing(certificate.verdict(), "ranks 0 and 1", "copies")
+
+
+# ---- parts of one's own
+
+
+class Steady(torch.optim.Optimizer):
+    """SGD that says of itself that it goes number by number, and does."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def factor(self) -> float:
+        return 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"] * self.factor())
+
+
+class Ranked(Steady):
+    """One whose steps are longer on every further rank."""
+
+    def factor(self) -> float:
+        return 1.0 + (torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+
+
+OWN_PARTS: dict[str, tuple[dict[str, Any], Any, bool]] = {
+    "optimizer": ({"optim": f"{__name__}:Steady"}, "zero1", True),
+    "wrong optimizer, zero1": ({"optim": f"{__name__}:Ranked"}, "zero1", False),
+    "wrong optimizer, zero3": ({"optim": f"{__name__}:Ranked"}, "zero3", False),
+    "engine": ({}, {"engine": "tests.multi.own_engine:DdpEngine"}, True),
+}
+
+
+@pytest.mark.parametrize("case", OWN_PARTS)
+def test_parts_of_ones_own_are_judged(two_ranks: RankPool, tmp_path: Path, case: str) -> None:
+    further, strategy, right = OWN_PARTS[case]
+    certificate = prove_on(two_ranks, run_reference(tmp_path, **further), strategy)
+    assert certificate.passed == right, certificate.verdict()
+    if not right:
+        assert certificate.first_tensor is not None
+        assert certificate.first_tensor.step == 1
 
 
 # ---- the command

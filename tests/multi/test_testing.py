@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+import plait
+from plait import Storage
 from plait.errors import ConfigError
 from plait.runner import Hook
 from plait.testing import assert_same_after_resume, assert_same_maths
@@ -93,6 +96,42 @@ def test_state_that_is_in_no_checkpoint_is_found_by_resuming() -> None:
     assert_same_after_resume(hooks=[Remembering()])
     with refused(AssertionError, "zero2 on 2", "step 2", "step 3", "model.norm.weight"):
         assert_same_after_resume(hooks=[Forgetful()])
+
+
+class Kept(Storage):
+    """A folder that says what is asked of it."""
+
+    def __init__(self, root: str) -> None:
+        self.root = Path(root)
+
+    def write(self, name: str, source: Path) -> None:
+        target = self.root / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+
+    def read(self, name: str, target: Path) -> None:
+        self.root.with_suffix(".read").touch()
+        shutil.copyfile(self.root / name, target)
+
+    def names(self, prefix: str) -> list[str]:
+        found = (str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file())
+        return [name for name in found if name.startswith(prefix)]
+
+    def delete(self, name: str) -> None:
+        (self.root / name).unlink()
+
+
+def test_a_storage_is_what_the_second_run_resumes_from(tmp_path: Path) -> None:
+    storage = {"type": f"{__name__}:Kept", "root": str(tmp_path / "kept")}
+    assert_same_after_resume(checkpoint={"storage": storage}, resumed=("zero3", 2))
+    assert (tmp_path / "kept.read").exists()
+
+
+@pytest.mark.parametrize("checkpoint", [{"last": False}, plait.Checkpoint(resume="auto")])
+def test_what_resuming_decides_is_refused_by_its_key(checkpoint: Any) -> None:
+    key = "last" if isinstance(checkpoint, dict) else "resume"
+    with refused(ConfigError, key=f"checkpoint.{key}"):
+        assert_same_after_resume(checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize(

@@ -30,4 +30,5 @@ plait.TextData(seq_len=8)  # wrong
 prepare(model, strateggy="zero3")  # wrong
 prepare(model, accumulation="2")  # wrong
 prepare(3)  # wrong
+plait.part()  # wrong
 print(plait.Trainer)  # wrong

@@ -76,6 +76,26 @@ Runner(model={"type": "gpt"}, data=[1, 2, 3], val_data=tensors, loss_fn=loss, co
 Runner.from_config("run.yaml", ["optim.lr=3e-4"], metrics=[Count()], hooks=[Watch()])
 Runner.from_config({"model": {"type": "gpt"}})
 
+# Parts of one's own.
+Runner(
+    Model(),
+    Numbers(),
+    strategy=Strategy(
+        engine=plait.part("my_package.engines:Engine", bucket_mb=50),
+        recompute=plait.Recompute(mode=plait.part("every-second")),
+        pipeline=plait.PipelineParallel(schedule=plait.part("my_package:schedule")),
+        tensor=plait.TensorParallel(plan=plait.part("my_package:plan")),
+    ),
+    optim=plait.part(torch.optim.NAdam, lr=1e-3),
+    precision=plait.Precision(recipe=plait.part("my_package:recipe")),
+    train=plait.Train(loss=plait.part(loss)),
+    checkpoint=plait.Checkpoint(storage=plait.part("fsspec", url="memory://run")),
+    log=plait.Log(sinks=("jsonl", plait.part("mlflow"))),
+    hooks=[plait.part(Watch)],
+    metrics=[plait.part(Count)],
+)
+plait.TextData(path="corpus.txt", seq_len=64, collate=plait.part(torch.stack))
+
 made: Engine = prepare(
     Model,
     optim=plait.SGDOptim(lr=0.1, momentum=0.9),
@@ -87,6 +107,9 @@ made: Engine = prepare(
     loss_fn=loss,
     device="cuda",
 )
+prepare(plait.GptModel(layers=2))
+prepare({"type": "gpt"})
+prepare("my_package.models:Net")
 result: StepResult = made.train_step([(torch.zeros(1), torch.zeros(1))])
 number: float = result.loss
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from plait.config.arguments import SftArgument as SftArgument
     from plait.config.arguments import StrategyArgument as StrategyArgument
     from plait.config.arguments import TrainArgument as TrainArgument
+    from plait.config.arguments import own_part as own_part
     from plait.config.arguments import refuse_unknown_keywords as refuse_unknown_keywords
     from plait.config.base import Many as Many
     from plait.config.base import NonNegativeInt as NonNegativeInt
@@ -242,6 +243,7 @@ else:
                 "SftArgument",
                 "StrategyArgument",
                 "TrainArgument",
+                "own_part",
                 "refuse_unknown_keywords",
             ],
             "base": ["Many", "NonNegativeInt", "PathText", "PositiveInt", "Section"],

@@ -66,6 +66,19 @@ DeviceArgument: TypeAlias = Literal["auto", "cpu", "cuda", "xpu", "mps"]
 PhaseArgument: TypeAlias = Phase
 BackendArgument: TypeAlias = Literal["auto", "gloo", "nccl", "xccl", "mpi"]
 
+
+def own_part(what: object, /, **arguments: Any) -> Any:
+    """A part of one's own, for any field or keyword that takes one: `part("my:SOAP", lr=1e-3)`.
+
+    `what` is a name (`package.module:name`, or a plug-in's), a class, a function, or an object that is made already.
+    It is the mapping `{"type": what, **arguments}`, which type checkers let stand for a section.
+    """
+    if "type" in arguments:
+        message = f"the part {what!r} was given an argument `type` of {show(arguments['type'])}"
+        raise ConfigError(Problem("type", message, "Give the part's argument another name: `type` names the part."))
+    return {"type": what, **arguments}
+
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from plait.launch.command import Command
@@ -32,3 +33,9 @@ def mpi_command(family: str, job: Job, arguments: Sequence[str]) -> Command:
             exports += ["-genv", "MV2_SMP_USE_CMA", "0", "-genv", "MV2_ENABLE_AFFINITY", "0"]
     argv = (*start, *exports, *arguments, *rank)
     return Command(argv, environment=job.environment, files={hosts: "\n".join(lines) + "\n"})
+
+
+openmpi_command = partial(mpi_command, "openmpi")
+mpich_command = partial(mpi_command, "mpich")
+mvapich_command = partial(mpi_command, "mvapich")
+impi_command = partial(mpi_command, "impi")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from plait.errors import ConfigError, Problem
 from plait.launch import slurm
@@ -18,11 +18,11 @@ from plait.launch.elastic import elastic_job, is_elastic, range_of_nodes, restar
 from plait.launch.fleet import run_fleet
 from plait.launch.job import Job, Node
 from plait.launch.local import run_job
-from plait.launch.mpi import FAMILIES, mpi_command
+from plait.launch.mpi import FAMILIES
 from plait.launch.network import is_this_host, resolve
 from plait.launch.options import Options
 from plait.launch.outcome import Outcome
-from plait.launch.pdsh import pdsh_command, pdsh_end
+from plait.launch.pdsh import pdsh_end
 from plait.launch.ports import free_port
 from plait.launch.reform import GRACE_S, Crew, run_again_and_again
 from plait.launch.ssh import Ssh, node_words, options_and_first, shell_line
@@ -40,14 +40,30 @@ class Starter(Protocol):
         """The command that starts a job. `arguments` are those of `--launcher_args`."""
 
 
-def own_starter(name: str) -> Starter:
-    """A launcher of the user's own."""
+STARTERS: Mapping[str, str] = MappingProxyType(
+    {
+        "pdsh": "plait.launch.pdsh:pdsh_command",
+        "slurm": "plait.launch.slurm:srun_command",
+        "openmpi": "plait.launch.mpi:openmpi_command",
+        "mpich": "plait.launch.mpi:mpich_command",
+        "mvapich": "plait.launch.mpi:mvapich_command",
+        "impi": "plait.launch.mpi:impi_command",
+    }
+)
+"""Plait's own launchers by their words; they come in as those of users do. `local` and `ssh` start ranks themselves."""
+
+
+def find_starter(name: str, **given: Any) -> Starter:
+    """A launcher of Plait's or of the user's own. `given` is what it is told besides."""
     key = "--launcher"
-    found = find("launcher", name, key)
+    found = find("launcher", STARTERS.get(name, name), key)
     starter = found() if isinstance(found, type) else found
 
     def start(job: Job, arguments: Sequence[str], /) -> Command:
-        command = call(starter, key, job, arguments, name=name, arguments={})
+        if name in STARTERS:
+            made: Command = starter(job, arguments, **given)
+            return made
+        command = call(starter, key, job, arguments, name=name, arguments={}, **given)
         if not isinstance(command, Command):
             message = f"{name!r} returned a {type(command).__name__}"
             raise ConfigError(Problem(key, message, "Return a plait.launch.Command."))
@@ -100,11 +116,8 @@ class Setup:
 
     def _starter(self) -> Starter:
         """What makes the one command that starts all ranks or hosts."""
-        if self.launcher == "pdsh":
-            return partial(pdsh_command, ssh_port=self.options.ssh_port)
-        if self.launcher == "slurm":
-            return slurm.srun_command
-        return partial(mpi_command, self.launcher) if self.launcher in FAMILIES else own_starter(self.launcher)
+        told = {"ssh_port": self.options.ssh_port} if self.launcher == "pdsh" else {}
+        return find_starter(self.launcher, **told)
 
     def final_job(self) -> Job:
         """The job as hosts get it; made last, when the address and the port are known."""

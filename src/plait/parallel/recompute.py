@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
-from typing import Any, Literal, Self
+from itertools import count
+from types import MappingProxyType
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from plait.config import RecomputeConfig, RecomputePart
 from plait.errors import ConfigError, Problem
 from plait.parallel.units import Unit
-from plait.plugins import call, load
+from plait.plugins import call, find, load
 from plait.torch_internals import (
     AnyBatchNorm,
     TorchDispatchMode,
@@ -42,6 +44,9 @@ results and next to no time. So it goes first, in every unit, before any product
 costs what the operation did that made it. A product of vectors `n` long takes `n` operations a byte, and causal
 attention over `T` tokens about `T`: where sequences are longer than the layers are wide, attention is kept to the end.
 """
+Policy: TypeAlias = Callable[[str, nn.Module], Any]
+"""Says of a unit, by its name and module, what it computes again; see `_apply`."""
+_KEY = "strategy.recompute.mode"
 _KEPT: dict[Way, tuple[str, ...]] = {"cheap": (*PRODUCTS, *ATTENTION), "attention": ATTENTION}
 
 
@@ -51,36 +56,68 @@ def apply_recompute(units: Sequence[Unit], config: RecomputeConfig, *, ways: Seq
     The units' `forward` is replaced, not wrapped in a module, so no parameter changes its name.
     `ways` is what each of the units does, with `mode: auto`; the last one holds for those that come after.
     """
-    if isinstance(config.mode, RecomputePart):
-        return _apply_policy(units, config.mode)
-    count = len(units)
-    chosen: dict[str, Callable[[], Sequence[Way]]] = {
-        "none": lambda: ["none"] * count,
-        "full": lambda: ["full"] * count,
-        "every": lambda: ["none" if (index + 1) % config.every else "full" for index in range(count)],
-        "selective": lambda: ["cheap"] * count,
-        "auto": lambda: [*ways[:count], *[ways[-1] if ways else "none"] * (count - len(ways))],
+    mode = config.mode
+    if isinstance(mode, RecomputePart):
+        policy = load(mode, _KEY)
+        return _apply(
+            units, str(mode), lambda *unit: call(policy, _KEY, *unit, name=str(mode), arguments=mode.arguments)
+        )
+    return _apply(units, mode, find("recompute", POLICIES[mode], _KEY)(config, ways))
+
+
+POLICIES: Mapping[str, str] = MappingProxyType(
+    {
+        "none": "plait.parallel.recompute:keep_all",
+        "full": "plait.parallel.recompute:keep_nothing",
+        "every": "plait.parallel.recompute:keep_all_between",
+        "selective": "plait.parallel.recompute:keep_operations",
+        "auto": "plait.parallel.recompute:keep_as_chosen",
     }
-    words = _KEPT | ({"cheap": tuple(config.save_ops)} if config.mode == "selective" else {})
-    kept = {way: operations(each) for way, each in words.items()}
-    names = []
-    for unit, way in zip(units, chosen[config.mode](), strict=True):
-        if way != "none":
-            _recompute(unit.module, kept.get(way, frozenset()))
-            names.append(unit.name)
-    return names
+)
+"""What makes the policy of each of Plait's own modes; it comes in, and is asked about units, as one of a user's is."""
 
 
-def _apply_policy(units: Sequence[Unit], part: RecomputePart) -> list[str]:
-    """Ask a policy of the user's own about every unit.
+def keep_all(config: RecomputeConfig, ways: Sequence[Way]) -> Policy:
+    """`none`: nothing is computed again."""
+    return lambda name, module: False
+
+
+def keep_nothing(config: RecomputeConfig, ways: Sequence[Way]) -> Policy:
+    """`full`: every unit is computed again whole."""
+    return lambda name, module: True
+
+
+def keep_all_between(config: RecomputeConfig, ways: Sequence[Way]) -> Policy:
+    """`every`: one unit in so many is computed again whole."""
+    place = count(1)
+    return lambda name, module: next(place) % config.every == 0
+
+
+def keep_operations(config: RecomputeConfig, ways: Sequence[Way]) -> Policy:
+    """`selective`: all is computed again but the results of some operations."""
+    return lambda name, module: config.save_ops
+
+
+def keep_as_chosen(config: RecomputeConfig, ways: Sequence[Way]) -> Policy:
+    """`auto`: as was chosen for each unit; the last choice holds for those that come after."""
+    left, last = iter(ways), ways[-1] if ways else "none"
+
+    def policy(name: str, module: nn.Module) -> bool | Sequence[str]:
+        way = next(left, last)
+        return _KEPT.get(way, way == "full")
+
+    return policy
+
+
+def _apply(units: Sequence[Unit], what: str, policy: Policy) -> list[str]:
+    """Ask a policy about every unit.
 
     It answers with False or True (all is computed again), with operations whose results are kept, in the words of
     `save_ops`, or with a policy of `torch.utils.checkpoint` for each operation.
     """
-    key = "strategy.recompute.mode"
-    policy, names = load(part, key), []
+    names = []
     for unit in units:
-        answer = call(policy, key, unit.name, unit.module, name=str(part), arguments=part.arguments)
+        answer = policy(unit.name, unit.module)
         if answer is False:
             continue
         if callable(answer):
@@ -88,9 +125,9 @@ def _apply_policy(units: Sequence[Unit], part: RecomputePart) -> list[str]:
         elif answer is True or (isinstance(answer, list | tuple) and all(isinstance(each, str) for each in answer)):
             _recompute(unit.module, frozenset() if answer is True else operations(answer))
         else:
-            message = f"{str(part)!r} answered {answer!r} for {unit.name!r}"
+            message = f"{what!r} answered {answer!r} for {unit.name!r}"
             remedy = "Return a bool, names of operations, or a policy of torch.utils.checkpoint."
-            raise ConfigError(Problem(key, message, remedy))
+            raise ConfigError(Problem(_KEY, message, remedy))
         names.append(unit.name)
     return names
 

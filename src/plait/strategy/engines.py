@@ -25,6 +25,7 @@ from plait.errors import ConfigError, Problem
 from plait.plugins import call, load
 from plait.strategy.base import Engine
 from plait.strategy.preparation import Preparation
+from plait.world import seed_everything
 
 _KEY = "strategy.engine"
 
@@ -104,6 +105,7 @@ def prepare_engine(given: Preparation) -> Engine:
     built = call(function or found, _KEY, given, name=engine.type, arguments=engine.arguments)
     if not isinstance(built, Engine):
         raise _misfit(engine, f"it made a {type(built).__name__}", "Return a `plait.Engine`.")
+    seed_everything(config.seed, given.world.rank // given.world.layout.tp)  # as under Plait's own engines
     return built
 
 

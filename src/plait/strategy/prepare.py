@@ -9,15 +9,18 @@ from torch import nn
 
 from plait.config import (
     DeviceArgument,
+    ModelArgument,
     OptimArgument,
     PrecisionArgument,
     ScheduleArgument,
+    Section,
     StrategyArgument,
     check,
     parse_sections,
     refuse_unknown_keywords,
     resolve_batch,
 )
+from plait.errors import ConfigError, Problem
 from plait.strategy.base import Engine
 from plait.strategy.engines import prepare_engine
 from plait.strategy.native.loss import LossFunction
@@ -27,7 +30,7 @@ from plait.world import World, open_world
 
 @refuse_unknown_keywords
 def prepare(
-    model: nn.Module | Callable[[], nn.Module] | Mapping[str, Any],
+    model: nn.Module | Callable[[], nn.Module] | ModelArgument,
     *,
     optim: OptimArgument | None = None,
     strategy: StrategyArgument | None = None,
@@ -47,7 +50,7 @@ def prepare(
     """Make a model ready for training; the sections are those of a run description.
 
     `model` is a module, or a function that makes one: where that can be built without memory, no rank ever
-    holds more than its part. A section (`{"type": "llama", …}`) describes one of Plait's own.
+    holds more than its part. A section describes one: `plait.LlamaModel(…)`, `{"type": "llama", …}`, `"my:Net"`.
 
     `loss_fn(outputs, batch)` makes a loss of what the model returns. `model_inputs` says what of a micro-batch the
     model gets: how many of a row's first values, or the names of fields; absent: as its `forward` says.
@@ -55,8 +58,12 @@ def prepare(
     Then either `engine.train_step(micro_batches)`, or `loss = engine(batch)`, `engine.backward(loss)`,
     `engine.step()`, which updates after `accumulation` backward passes.
     """
+    described = isinstance(model, (str, Mapping, Section))
+    if not described and not callable(model):  # a module is callable, too
+        message = f"a {type(model).__name__} is no model"
+        raise ConfigError(Problem("model", message, "Give a module, a function that makes one, or a section."))
     sections = {
-        "model": model if isinstance(model, Mapping) else None,
+        "model": model if described else None,
         "optim": optim,
         "strategy": strategy,
         "precision": precision,
@@ -77,7 +84,7 @@ def prepare(
     given = Preparation(
         config,
         world,
-        model=None if isinstance(model, Mapping) else model,
+        model=None if isinstance(model, (str, Mapping, Section)) else model,
         loss_function=loss_fn,
         length=Length(total_steps, steps_per_epoch),
         accumulation=batch.accumulation,

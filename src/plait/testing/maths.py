@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.config import SHORTHANDS, least_ranks, parse_sections
+from plait.config import SHORTHANDS, Section, least_ranks, parse_sections
 from plait.errors import ConfigError, Problem
 from plait.prove import Finding, Rounding, judge, rounding_of
 from plait.testing.ranks import RankFailedError, RankPool
@@ -94,9 +94,11 @@ def assert_same_after_resume(
     """Train to step `at` under one strategy, save, continue under another, and compare with one uninterrupted process.
 
     `saved` and `resumed` are a strategy and a number of ranks. The rest is as in `assert_same_maths`; what was loaded
-    must besides be what was saved, bit for bit.
+    must besides be what was saved, bit for bit. `checkpoint` holds for the two runs that save and resume; with a
+    `storage` in it, the second one resumes from there, in a `work_dir` of its own.
     """
     _check(given, steps)
+    own = _checkpoint(given.pop("checkpoint", None))
     if not 0 < at < steps:
         raise ConfigError(Problem("at", f"{at} is not a step within {steps}", f"Write 1 to {steps - 1}."))
     with ExitStack() as stack:
@@ -105,9 +107,10 @@ def assert_same_after_resume(
         rounding = run.rounding(tolerance)
         twins = run.reference(rounding)
         parts = []
+        place = "auto" if "storage" in own else str(work / "saved" / "checkpoints")
         for (strategy, ranks), checkpoint, end in (
-            (saved, {"last": True}, at),
-            (resumed, {"last": False, "resume": str(work / "saved" / "checkpoints")}, None),
+            (saved, {**own, "last": True}, at),
+            (resumed, {**own, "last": False, "resume": place}, None),
         ):
             where = "saved" if end else "resumed"
             section, _ = strategy_of(strategy)
@@ -217,6 +220,16 @@ def _check(given: Mapping[str, Any], steps: int) -> None:
             message = f"cannot be sent to other processes ({error})"
             remedy = "Define it at the top level of a module, or write `package.module:name`."
             raise ConfigError(Problem(key, message, remedy)) from None
+
+
+def _checkpoint(section: Any) -> dict[str, Any]:
+    """The keys that a test wrote in its `checkpoint`."""
+    is_object = isinstance(section, Section)
+    written = {name: getattr(section, name) for name in section.model_fields_set} if is_object else section
+    for key in ("last", "resume"):
+        if key in (written or {}):
+            raise ConfigError(Problem(f"checkpoint.{key}", "is decided by the comparison itself", "Leave it out."))
+    return dict(written or {})
 
 
 def _name(strategy: Strategy) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,15 @@ def test_a_patch_of_a_method_that_is_gone_is_refused_and_changes_nothing() -> No
     with pytest.raises(UnsupportedVersionError, match=r"SimpleNamespace\._register_pre_backward_hook"):
         torch_internals.fsdp_around_outputs(state, lambda register: register)
     assert vars(state) == {}
+
+
+@pytest.mark.parametrize("ask", [torch_internals.device_guards, torch_internals.cuda_hooks_layout])
+def test_a_table_whose_size_the_system_does_not_say_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, ask: Callable[[], Any]
+) -> None:
+    monkeypatch.setattr(torch_internals, "_size_of_symbol", lambda address: None)
+    with refused(UnsupportedVersionError, torch.__version__, "device: cpu"):
+        ask()
 
 
 def test_a_module_without_the_attribute_is_refused() -> None:

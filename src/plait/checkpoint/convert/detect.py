@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -10,13 +10,10 @@ from typing import Protocol
 from torch import Tensor
 
 from plait.checkpoint.convert.chunks import METADATA
-from plait.checkpoint.convert.dcp import DcpSource
-from plait.checkpoint.convert.deepspeed import DeepSpeedSource, is_deepspeed
-from plait.checkpoint.convert.huggingface import HuggingFaceSource, is_huggingface
-from plait.checkpoint.convert.megatron import is_megatron, open_megatron
-from plait.checkpoint.convert.plait import PlaitSource
+from plait.checkpoint.convert.deepspeed import is_deepspeed
+from plait.checkpoint.convert.huggingface import is_huggingface
+from plait.checkpoint.convert.megatron import is_megatron
 from plait.checkpoint.convert.source import Entry, Source
-from plait.checkpoint.convert.torchfile import StateDictSource, TorchSource
 from plait.checkpoint.folder import CheckpointFolder
 from plait.checkpoint.manifest import NAME as MANIFEST
 from plait.config import read_name
@@ -30,16 +27,19 @@ UNDERSTOOD = """  a Plait checkpoint, or the work_dir of a run
   a Megatron checkpoint: the folder with `latest_checkpointed_iteration.txt`, or one of its iterations
   a state dict: a file of torch.save (.pt, .pth, .bin) or a .safetensors file"""
 
-_OPENERS: Mapping[str | None, Callable[[Path], Source]] = MappingProxyType(
+OPENERS: Mapping[str, str] = MappingProxyType(
     {
-        "plait": PlaitSource,
-        "hf": HuggingFaceSource,
-        "dcp": DcpSource,
-        "deepspeed": DeepSpeedSource,
-        "megatron": open_megatron,
+        "plait": "plait.checkpoint.convert.plait:PlaitSource",
+        "hf": "plait.checkpoint.convert.huggingface:HuggingFaceSource",
+        "dcp": "plait.checkpoint.convert.dcp:DcpSource",
+        "deepspeed": "plait.checkpoint.convert.deepspeed:DeepSpeedSource",
+        "megatron": "plait.checkpoint.convert.megatron:open_megatron",
+        "torch": "plait.checkpoint.convert.torchfile:TorchSource",
+        "state dict": "plait.checkpoint.convert.torchfile:StateDictSource",
     }
 )
-"""What opens each kind of folder."""
+"""What opens each kind of folder or file that Plait knows; it comes in as a reader of the user's own does."""
+_KEY = "--from"
 _TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".th")
 
 
@@ -56,12 +56,17 @@ def open_source(path: Path, reader: str | None = None) -> Source:
         return _open_file(path)
     path = newest_tag(path, "plait") or path
     kind = kind_of(path)
-    if kind in _OPENERS:
-        return _OPENERS[kind](path)
+    if kind is not None:
+        return _open(kind, path)
     newest = _newest_of_run(path)
     if newest is not None:
-        return PlaitSource(newest) if kind_of(newest) == "plait" else DcpSource(newest)
+        return _open("plait" if kind_of(newest) == "plait" else "dcp", newest)
     raise CheckpointError(f"{path} is no checkpoint: {_contents(path)}. What can be read:\n{UNDERSTOOD}")
+
+
+def _open(kind: str, path: Path) -> Source:
+    opened: Source = find("converter", OPENERS[kind], _KEY)(path)
+    return opened
 
 
 class Reader(Protocol):
@@ -90,14 +95,13 @@ class MappingSource(Source):
 
 
 def _open_with(reader: str, path: Path) -> Source:
-    key = "--from"
-    made = call(find("converter", reader, key), key, path, name=reader, arguments={})
+    made = call(find("converter", reader, _KEY), _KEY, path, name=reader, arguments={})
     if isinstance(made, Source):
         return made
     if isinstance(made, Mapping) and all(isinstance(n, str) and isinstance(t, Tensor) for n, t in made.items()):
         return MappingSource(path, reader, made)
     message = f"{reader!r} returned a {type(made).__name__} for {path}"
-    raise ConfigError(Problem(key, message, "Return a plait.checkpoint.convert.Source, or tensors by name."))
+    raise ConfigError(Problem(_KEY, message, "Return a plait.checkpoint.convert.Source, or tensors by name."))
 
 
 def kind_of(path: Path) -> str | None:
@@ -128,11 +132,11 @@ def _open_file(path: Path) -> Source:
     if path.stat().st_size == 0:
         raise CheckpointError(f"{path} is empty")
     if path.suffix == ".safetensors":
-        return StateDictSource(path)
+        return _open("state dict", path)
     with path.open("rb") as file:
         head = file.read(4)
     if path.suffix in _TORCH_ENDINGS or head == b"PK\x03\x04":
-        return TorchSource(path)
+        return _open("torch", path)
     raise CheckpointError(f"{path} is no checkpoint that is known by its name. What can be read:\n{UNDERSTOOD}")
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
 
-from plait.checkpoint.convert.deepspeed import write_deepspeed
-from plait.checkpoint.convert.huggingface import Description, write_huggingface
+from plait.checkpoint.convert.huggingface import Description
 from plait.checkpoint.convert.source import Source
 from plait.checkpoint.convert.target import replacing
-from plait.checkpoint.convert.torchfile import write_torch
 from plait.checkpoint.convert.view import only
 from plait.checkpoint.save import write_alone
 from plait.errors import CheckpointError, ConfigError, Problem
@@ -19,6 +19,18 @@ from plait.plugins import call, find
 Kind = Literal["hf", "torch", "plait", "deepspeed"]
 KINDS: tuple[Kind, ...] = ("hf", "torch", "plait", "deepspeed")
 """What can be written."""
+
+WRITERS: Mapping[str, str] = MappingProxyType(
+    {
+        "hf": "plait.checkpoint.convert.huggingface:write_huggingface",
+        "torch": "plait.checkpoint.convert.torchfile:write_torch",
+        "plait": "plait.checkpoint.convert.sinks:write_plait",
+        "deepspeed": "plait.checkpoint.convert.deepspeed:write_deepspeed",
+    }
+)
+"""What writes each of them; it comes in as a writer of the user's own does, and returns the bytes that it wrote."""
+
+_KEY = "--to"
 
 SHARD_SIZE = 5 * 10**9
 """Bytes of one file of a Hugging Face folder, unless told otherwise."""
@@ -40,14 +52,18 @@ class Writer(Protocol):
 
 
 def _write_with(writer: str, source: Source, staging: Path) -> int:
-    key = "--to"
-    call(find("converter", writer, key), key, source, staging, name=writer, arguments={})
+    call(find("converter", writer, _KEY), _KEY, source, staging, name=writer, arguments={})
     if staging.is_file():
         return staging.stat().st_size
     files = [path for path in staging.rglob("*") if path.is_file()]
     if not files:
-        raise ConfigError(Problem(key, f"{writer!r} wrote nothing", "Write to the path that it is given."))
+        raise ConfigError(Problem(_KEY, f"{writer!r} wrote nothing", "Write to the path that it is given."))
     return sum(path.stat().st_size for path in files)
+
+
+def write_plait(source: Source, target: Path) -> int:
+    """Write a checkpoint of Plait's; returns its size."""
+    return write_alone(target, source.entries, source.read, source.state, step=steps(source))
 
 
 def part_for(source: Source, to: Kind | str, *, optimizer: bool) -> Source:
@@ -75,17 +91,15 @@ def convert(
 
     `to` may name a `Writer` of the user's own. `description` is needed for `hf` alone.
     """
+    assert to != "hf" or description is not None
     needed = sum(entry.bytes for entry in source.entries.values())
     with replacing(target, source=source.path, needed=needed, overwrite=overwrite) as staging:
-        if to == "hf":
-            assert description is not None
-            size = write_huggingface(source, staging, description, shard_size=shard_size)
-        elif to == "torch":
-            size = write_torch(source, staging, optimizer=optimizer)
-        elif to == "plait":
-            size = write_alone(staging, source.entries, source.read, source.state, step=steps(source))
-        elif to == "deepspeed":
-            size = write_deepspeed(source, staging)
+        if to in WRITERS:
+            told: dict[str, dict[str, Any]] = {
+                "hf": {"description": description, "shard_size": shard_size},
+                "torch": {"optimizer": optimizer},
+            }
+            size: int = find("converter", WRITERS[to], _KEY)(source, staging, **told.get(to, {}))
         else:
             size = _write_with(to, source, staging)
     return Written(len(source.entries), size)

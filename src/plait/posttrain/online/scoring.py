@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from plait.config import ExampleData, GrpoConfig, Gsm8kData, PosttrainConfig, RolloutConfig, RunConfig, TaskData
 from plait.errors import ConfigError, Problem, TrainingError
-from plait.plugins import function
+from plait.plugins import find, function
 from plait.posttrain.data.datasets import stack
-from plait.posttrain.data.prompts import Check, Prompt, gsm8k_reward, task_reward
+from plait.posttrain.data.prompts import Check, Prompt
 from plait.posttrain.data.records import Message
 from plait.posttrain.data.template import Template
 from plait.posttrain.online.asking import ask
@@ -149,6 +150,15 @@ class Rules(Scorer):
         return None if answer.finished else self._rollout.unfinished_reward
 
 
+REWARDS: Mapping[str, str] = MappingProxyType(
+    {
+        "task": "plait.posttrain.data.prompts:task_reward",
+        "gsm8k": "plait.posttrain.data.prompts:gsm8k_rewards",
+    }
+)
+"""What makes each of Plait's own reward functions from the data; it comes in as a function of the user's own does."""
+
+
 def find_function(config: RunConfig) -> tuple[str, Check]:
     """The reward function that a run description names, or that its data bring along."""
     method, phase = Online.of(config).method, config.phase
@@ -159,11 +169,10 @@ def find_function(config: RunConfig) -> tuple[str, Check]:
     if name is None:
         remedy = "Write `package.module:function`, `task` or `gsm8k`."
         raise ConfigError(Problem(f"{phase}.reward", "there is none, and the data cannot be checked", remedy))
-    if name == "task":
-        return name, task_reward(sources)
-    if name == "gsm8k":
-        return name, gsm8k_reward
-    return str(name.type), function(name, f"{phase}.reward", "prompt", "answer", "right answer")
+    key = f"{phase}.reward"
+    if isinstance(name, str):
+        return name, find("reward", REWARDS[name], key)(sources)
+    return str(name.type), function(name, key, "prompt", "answer", "right answer")
 
 
 def _own(sources: Sequence[ExampleData]) -> Literal["task", "gsm8k"] | None:
