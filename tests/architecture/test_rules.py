@@ -10,6 +10,11 @@ from typing import Any
 
 SOURCES = sorted((Path(__file__).parents[2] / "src" / "plait").rglob("*.py"))
 MAY_READ_ENVIRONMENT = {"launch", "world", "cli", "testing"}
+READ_DATA_OF_OTHERS = {
+    "datasets", "h11", "jinja2", "numpy", "pillow", "pyarrow", "pyyaml", "safetensors", "starlette", "tokenizers",
+    "torch", "transformers", "uvicorn",
+}  # fmt: skip
+"""Packages to which Plait hands files and requests that somebody else may have written."""
 
 
 def room(path: Path) -> str:
@@ -61,6 +66,24 @@ def test_what_make_installs_has_one_version_each() -> None:
     assert all(pins), "a constraint is one version"
     pinned = {pin[1].lower().replace("_", "-") for pin in pins if pin}
     assert pinned == requirements(project) | requirements(project, "dev")
+
+
+def test_packages_that_read_data_of_others_have_the_floors_of_the_table() -> None:
+    """docs/versions.md says of each floor which known faults it is above."""
+    root = SOURCES[0].parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    floors = {found[1]: found[2] for line in lines if (found := re.fullmatch(r"([\w-]+)>=([\d.]+)", line))}
+    pins = dict(re.findall(r"(?m)^([\w.-]+)==([\w.]+)$", (root / "constraints.txt").read_text().lower()))
+    for page in ("docs/versions.md", "docs/zh-CN/versions.md"):
+        part = (root / page).read_text(encoding="utf-8").partition("<!-- floors -->")[2].partition("<!-- end")[0]
+        table = dict(re.findall(r"(?m)^\| ([\w-]+) \| ([\d.]+) \|", part))
+        assert table == {name: floors.get(name) for name in READ_DATA_OF_OTHERS}
+        assert [name for name in pins.keys() & table.keys() if _numbers(pins[name]) < _numbers(table[name])] == []
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version))
 
 
 def test_every_exception_to_a_rule_of_security_has_its_reason() -> None:
