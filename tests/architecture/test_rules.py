@@ -108,6 +108,20 @@ def test_programs_that_tests_need_are_named_by_the_mark_alone() -> None:
     assert places == asking | machine
 
 
+def test_tests_with_the_mark_skip_by_it_alone() -> None:
+    """`pytest.skip` would hide that a program does not work where it must: see `tests.real.unavailable`."""
+    tests = SOURCES[0].parents[2] / "tests"
+    offenders, marked = [], []
+    for path in sorted(tests.rglob("*.py")):
+        calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+        names = {ast.unparse(node.func) for node in calls}
+        if "pytest.mark.real" in names:
+            marked.append(path.name)
+            offenders += [path.name for name in names if name in {"pytest.skip", "skip", "pytest.importorskip"}]
+    assert marked
+    assert offenders == []
+
+
 def test_an_extra_that_a_message_names_is_there() -> None:
     project = tomllib.loads((SOURCES[0].parents[2] / "pyproject.toml").read_text())
     named = {
