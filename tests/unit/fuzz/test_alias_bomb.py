@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,23 +24,21 @@ REPEATS = 10
 def lists() -> str:
     """Each list ten times in the next one: a billion values in all."""
     lines = ["a: &a [0]"]
-    lines += [f"{name}: &{name} [{', '.join([f'*{last}'] * REPEATS)}]" for last, name in zip(NAMES, NAMES[1:])]
+    lines += [f"{name}: &{name} [{', '.join([f'*{last}'] * REPEATS)}]" for last, name in pairwise(NAMES)]
     return "\n".join(lines)
 
 
 def merges() -> str:
     """Each mapping merged ten times into the next one."""
     lines = ["a: &a {x: 0}"]
-    lines += [f"{name}: &{name} {{<<: [{', '.join([f'*{last}'] * REPEATS)}]}}" for last, name in zip(NAMES, NAMES[1:])]
+    lines += [f"{name}: &{name} {{<<: [{', '.join([f'*{last}'] * REPEATS)}]}}" for last, name in pairwise(NAMES)]
     return "\n".join(lines)
 
 
 def keys() -> str:
     """Each mapping ten times among the values of the next one."""
     lines = ["a: &a {x: 0}"]
-    lines += [
-        f"{name}: &{name} {{{', '.join(f'{key}: *{last}' for key in NAMES)}}}" for last, name in zip(NAMES, NAMES[1:])
-    ]
+    lines += [f"{name}: &{name} {{{', '.join(f'{key}: *{last}' for key in NAMES)}}}" for last, name in pairwise(NAMES)]
     return "\n".join(lines)
 
 
