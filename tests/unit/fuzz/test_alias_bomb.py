@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
