@@ -16,7 +16,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import zlib
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -90,3 +92,15 @@ def _drawn(request: pytest.FixtureRequest) -> None:
 def _unplanned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("planned") is None:
         monkeypatch.setattr("plait.runner.forecast.Foresight.look", lambda *_: None)
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A process group that a test leaves behind makes others fail that come later in the same process."""
+    torch = sys.modules.get("torch")
+    before = torch is not None and torch.distributed.is_initialized()
+    yield
+    dist = getattr(sys.modules.get("torch"), "distributed", None)
+    if not before and dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail(f"{request.node.nodeid} left its process group open")

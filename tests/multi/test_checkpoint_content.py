@@ -17,6 +17,7 @@ from plait.checkpoint import CheckpointFolder, open_checkpoint
 from plait.errors import CheckpointError
 from tests.multi.ranks import RankPool
 from tests.multi.toys import WIDTH, Classifier, Outcome, Points, assert_close, fit, fit_with, whole_tensors
+from tests.refusals import missing, refused
 
 
 def checkpoint_of(run: Path, step: int) -> Path:
@@ -64,8 +65,7 @@ def test_a_save_that_fails_is_told_and_training_goes_on_to_one_that_succeeds(tmp
         names = [path.name for path in CheckpointFolder(run / "checkpoints").complete()]
         assert names == ["step-00000001", "step-00000003"]
         told = "".join(path.read_text() for path in run.rglob("*.jsonl"))
-        assert "was not written" in told
-        assert "training goes on" in told
+        assert "step-00000002" in told
 
 
 def test_the_last_save_must_succeed(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_the_last_save_must_succeed(tmp_path: Path) -> None:
         (run / "checkpoints").mkdir(parents=True)
         (run / "checkpoints" / ".step-00000003.tmp").write_text("in the way")
         sections = {"work_dir": run, "train": {"max_steps": 3}, "checkpoint": {"async_save": background}}
-        with pytest.raises(CheckpointError, match="was not written"):
+        with refused(CheckpointError, run / "checkpoints" / "step-00000003"):
             fit(0, 1, sections)
 
 
@@ -138,8 +138,7 @@ def test_on_another_base_it_is_refused(two_ranks: RankPool, tmp_path: Path) -> N
     fit_lora(0, 1, {"work_dir": tmp_path, "train": {"max_steps": 2}, "checkpoint": checkpoint})
     resume = {"work_dir": tmp_path, "train": {"max_steps": 4}, "checkpoint": {**checkpoint, "resume": "auto"}}
     for told in two_ranks.run(fit_lora, {**resume, "strategy": "zero3"}, 6):
-        assert "holds only what was trained" in told
-        assert "are not the ones it was trained on" in told
+        assert not missing(told, "step-00000002", "`model`", "`seed`")
     assert isinstance(two_ranks.run(fit_lora, {**resume, "strategy": "zero3"}, 5)[0], dict)
 
 
@@ -150,7 +149,9 @@ def test_each_rank_of_a_pipeline_leaves_out_its_own(two_ranks: RankPool, tmp_pat
     assert {name for name in saved.index.tensors if name.startswith("model.")} == {"model.1.weight", "model.2.weight"}
     assert saved.manifest.state["frozen"]["names"] == ["model.0.weight", "model.3.weight"]
     resume = {**run, "train": {"max_steps": 4}, "checkpoint": {"trainable_only": True, "resume": "auto"}}
-    assert all("are not the ones it was trained on" in told for told in two_ranks.run(fit_pipeline, resume, 6))
+    assert all(
+        not missing(told, "step-00000002", "`model`", "`seed`") for told in two_ranks.run(fit_pipeline, resume, 6)
+    )
     after = two_ranks.run(fit_pipeline, resume, 5)
     assert after[0].keys() == before[0].keys()
 
@@ -202,7 +203,7 @@ def test_what_may_differ_is_named_and_told(tmp_path: Path) -> None:
         runner.setup()
     assert "model.out.weight" in str(caught.value)
     assert "model.extra" not in str(caught.value)
-    with resume("model.ghost.*") as runner, pytest.raises(CheckpointError, match=r"'model\.ghost\.\*' fits no tensor"):
+    with resume("model.ghost.*") as runner, refused(CheckpointError, "checkpoint.partial", "'model.ghost.*'"):
         runner.setup()
     with resume("model.extra.*", "model.out.*", "optim.out.*") as runner:
         runner.setup()
@@ -265,7 +266,7 @@ def test_a_step_that_one_node_lost_is_passed_over_and_a_folder_that_is_not_share
     assert second[0].losses == first[0].losses[4:]  # from step 4
     shutil.rmtree(tmp_path / "node-0")
     for told in two_ranks.run(on_its_own_node, str(tmp_path), resume, {}):
-        assert "no node has rank-00000.safetensors" in told
+        assert "rank-00000.safetensors" in told
     for told in two_ranks.run(on_its_own_node, str(tmp_path / "b"), {"strategy": "zero3"}, {}):
         assert "checkpoint.node_local: true" in told
 
@@ -275,4 +276,4 @@ def test_a_run_that_any_node_holds_is_not_written_over(two_ranks: RankPool, tmp_
     two_ranks.run(on_its_own_node, str(tmp_path), sections, {"stop_at": 2})
     shutil.rmtree(tmp_path / "node-0")
     for told in two_ranks.run(on_its_own_node, str(tmp_path), sections, {}):
-        assert "already holds a run, saved at step-00000002 on the node of rank 1" in told
+        assert not missing(told, "step-00000002", "rank 1", "checkpoint.resume=auto")

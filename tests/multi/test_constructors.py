@@ -18,7 +18,8 @@ from plait.spec import MicroBatch
 from plait.strategy import Preparation, prepare_native
 from plait.world import open_world
 from tests.multi.parity import STEPS, Trace, assert_same, whole
-from tests.multi.ranks import RankPool
+from tests.multi.ranks import RankFailedError, RankPool
+from tests.refusals import refused
 
 DIM = 6
 STRATEGIES: dict[str, dict[str, Any]] = {"ddp": {}, "zero3": {"zero": 3}}
@@ -279,13 +280,13 @@ def test_what_sharding_would_lose_is_refused(two_ranks: RankPool, build: type[Ne
 
 
 def test_a_gradient_hook_is_refused_where_it_would_see_a_part(two_ranks: RankPool) -> None:
-    with pytest.raises(Exception, match=r"first.bias.*gradient hook.*2 ranks"):
+    with refused(RankFailedError, "first.bias", "hook", "2 ranks"):
         two_ranks.run(train, Hooked, {})
     config = parse_sections(optim=OPTIM).config
-    with pytest.raises(ModelError, match=r"first.bias.*batch.accumulation"):
+    with refused(ModelError, "first.bias", "batch.accumulation"):
         prepare_native(Preparation(config, open_world(config), model=Hooked, accumulation=2))
     recorded = parse_sections(optim=OPTIM, strategy={"graphs": True}).config
-    with pytest.raises(ModelError, match=r"first.bias.*strategy.graphs"):
+    with refused(ModelError, "first.bias", "strategy.graphs"):
         prepare_native(Preparation(recorded, open_world(recorded), model=Hooked))
 
 
@@ -295,7 +296,7 @@ def test_a_gradient_hook_is_refused_where_it_would_see_a_part(two_ranks: RankPoo
 )
 def test_a_model_that_must_be_built_for_real_is_said_to_be(build: type[Net], reason: str) -> None:
     _, _, messages = train(0, 1, build, {})
-    (message,) = [text for text in messages if "meta device" in text]
+    (message,) = [text for text in messages if "meta" in text]
     assert reason in message
 
 

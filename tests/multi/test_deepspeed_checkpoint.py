@@ -22,6 +22,7 @@ from plait.strategy.base import Engine, StepResult
 from tests.multi.deepspeed_peer import DECAY, LR, make_universal, tokens, toy, train_all
 from tests.multi.deepspeed_ranks import run_deepspeed
 from tests.multi.ranks import RankPool
+from tests.refusals import refused
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed (pip install deepspeed)"
@@ -184,7 +185,7 @@ def test_a_run_resumes_what_was_converted_on_any_ranks(
     two_ranks: RankPool, trained: tuple[Path, dict[str, Any]], tmp_path: Path, variant: str
 ) -> None:
     root, said = trained
-    with pytest.raises(CheckpointError, match=r"'deepspeed'; `plait convert .* --to plait`"):
+    with refused(CheckpointError, "'deepspeed'", "plait convert", root / variant, "--to plait"):
         go_on(0, 1, str(root / variant), str(tmp_path / "direct"), "ddp")
     with open_source(root / variant) as source:
         convert(source, tmp_path / "converted", "plait")

@@ -19,6 +19,7 @@ from plait.frontends.deepspeed.runtime.zero.partition_parameters import ZeroPara
 from plait.frontends.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.multi.deepspeed_loop import begin, conv_net, go_on, micro_step, pictures
 from tests.multi.ranks import RankPool
+from tests.refusals import missing, refused
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,9 +146,9 @@ def test_checkpoints_on_each_node_and_in_the_background_go_on_too(
 
 def save_differently(rank: int, size: int, folder: str) -> str:
     engine = begin(deepspeed, {"config": config(0)})
-    with pytest.raises(CheckpointError, match="different tags"):
+    with refused(CheckpointError, "rank0", "rank1", "tags"):
         engine.save_checkpoint(folder, tag=f"rank{rank}")
-    with pytest.raises(CheckpointError, match="state_dict"):
+    with refused(CheckpointError, "model", "state_dict"):
         engine.save_checkpoint(folder, client_state={"model": object()})
     return "told"
 
@@ -171,13 +172,13 @@ def by_hand(rank: int, size: int, stage: int) -> dict[str, Any]:
             if step == 1 and micro == 0:
                 with engine.no_sync():
                     engine.backward(loss)
-                    with pytest.raises(TrainingError, match="no_sync"):
+                    with refused(TrainingError, "no_sync"):
                         engine.step()
             else:
                 engine.backward(loss)
             losses.append(float(loss.detach()))
         engine.step()
-    with pytest.raises(TrainingError, match="without a backward"):
+    with refused(TrainingError, "step", "backward"):
         engine.step()
     return {"norm": engine.get_global_grad_norm(), "steps": engine.global_steps, "weights": engine.module_state_dict()}
 
@@ -281,7 +282,7 @@ def save_as_scripts_do(rank: int, size: int, folder: str) -> dict[str, Any]:
         micro_step(engine, index, rank, size)
     if rank == 0:
         torch.save(engine.module.state_dict(), f"{folder}/alone.bin")
-        with pytest.raises(ModelError, match=r"holds a part of .*save_16bit_model"):
+        with refused(ModelError, "engine.save_16bit_model", "GatheredParameters"):
             torch.save(list(engine.module.parameters()), f"{folder}/parts.bin")
     parts = list(engine.module.named_parameters())
     assert all(param.ds_status is ZeroParamStatus.NOT_AVAILABLE for _, param in parts)
@@ -468,4 +469,4 @@ def test_a_script_runs_with_the_words_of_the_deepspeed_command(tmp_path: Path, w
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "step=2, skipped=0, lr=[" in done.stdout
-    assert "ds.json on the native engine: ZeRO stage 2, fp32, 2 ranks on cpu" in done.stdout
+    assert not missing(done.stdout, "ds.json", "native", "stage 2", "fp32", "2 ranks", "cpu")

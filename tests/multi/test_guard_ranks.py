@@ -14,6 +14,7 @@ from plait.strategy import Preparation, prepare_native
 from plait.world import local_part, open_world
 from tests.multi import nets
 from tests.multi.ranks import RankPool
+from tests.refusals import missing
 
 STAGES: dict[str, dict[str, Any]] = {"ddp": {}, "zero1": {"zero": 1}, "zero2": {"zero": 2}, "zero3": {"zero": 3}}
 
@@ -59,9 +60,8 @@ def test_without_a_scale_every_rank_skips_and_the_first_bad_module_is_named(two_
         assert found["skipped"] == [False, True, False]
         assert found["moved"] == [True, False, True]
         # Rank 0 saw only its gradients go wrong; rank 1 knows the module.
-        assert found["said"] == [
-            "step 1 skipped on every rank: not finite, first seen in the output of layers.0.norm on rank 1"
-        ]
+        assert len(found["said"]) == 1
+        assert not missing(found["said"][0], "step 1", "output", "layers.0.norm", "rank 1")
 
 
 @pytest.mark.parametrize("stage", ["ddp", "zero3"])
@@ -69,17 +69,14 @@ def test_every_rank_stops_after_too_many_bad_steps_in_a_row(two_ranks: RankPool,
     sections = {"strategy": STAGES[stage], "train": {"guard": {"max_skips": 2}}}
     for found in two_ranks.run(train, sections, {0: 0, 2: 1, 3: 0}, 6):
         assert found["skipped"] == [True, False, True]  # the good step between them began the count anew
-        assert "2 steps in a row" in found["error"]
-        assert "the output of layers.0.norm on rank 0" in found["error"]
+        assert not missing(found["error"], "2 steps", "output", "layers.0.norm", "rank 0", "train.guard.max_skips")
 
 
 def test_every_rank_stops_where_most_of_the_latest_steps_were_skipped(two_ranks: RankPool) -> None:
     guard = {"window": 6, "max_share": 0.5}
     for found in two_ranks.run(train, {"train": {"guard": guard}}, {1: 0, 2: 1, 4: 1, 5: 0}, 9):
         assert found["skipped"] == [False, True, True, False, True]
-        assert "4 of the last 6 steps" in found["error"]
-        assert "on rank 0" in found["error"]
-        assert "train.guard.max_share" in found["error"]
+        assert not missing(found["error"], "4 ", "6 steps", "rank 0", "train.guard.max_share")
 
 
 def stop(rank: int, size: int) -> list[bool]:

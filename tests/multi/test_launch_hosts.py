@@ -16,6 +16,7 @@ import pytest
 
 from tests.multi import hosts as rig
 from tests.multi.hosts import Hosts
+from tests.refusals import missing
 
 pytestmark = pytest.mark.real("sshd")
 PLAIT = [sys.executable, "-m", "plait", "launch"]
@@ -129,7 +130,7 @@ def test_exclude_and_names_of_sshs_own(three: Hosts, work: Path) -> None:
     done = run(work, "-H", hostfile, *three.ssh(), "-e", "worker-0:0", "sum.py", "out")
     assert done.returncode == 0, done.stderr
     assert json.loads((work / "out" / "1").read_text())["CUDA_VISIBLE_DEVICES"] == "1"
-    assert f"rank 0 listens on {three.addresses[1]}" in done.stderr
+    assert not missing(done.stderr, "rank 0", three.addresses[1])
 
 
 def test_hosts_may_have_ipv6_addresses(three: Hosts, work: Path) -> None:
@@ -176,7 +177,7 @@ def test_a_program_beside_this_python_is_found_where_no_path_leads_to_it(three: 
         words = [*check, "-H", three.hostfile(1, 1, 1), "--num_nodes", "2", *three.ssh(), "--no_python"]
         done = run(work, *words, "plait", "train", "--help")
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("Train as a run description says.") == 2
+        assert done.stdout.count("plait train") == 2
 
 
 def test_a_program_that_is_not_there_is_named_and_not_the_network(three: Hosts, work: Path) -> None:
@@ -184,11 +185,11 @@ def test_a_program_that_is_not_there_is_named_and_not_the_network(three: Hosts, 
     done = run(work, *words)
     assert done.returncode == 2
     for address in three.addresses[:2]:
-        assert f"error: {address}: there is no program 'no-such-program'" in done.stderr
+        assert any(not missing(line, address, "'no-such-program'") for line in done.stderr.splitlines())
     done = run(work, "--no_ssh_check", *words)
     assert done.returncode == 2
-    assert "there is no program 'no-such-program'" in done.stderr
-    assert "is lost" not in done.stderr
+    assert "'no-such-program'" in done.stderr
+    assert "lost" not in done.stderr
     assert "network" not in done.stderr
 
 
@@ -237,7 +238,7 @@ def test_a_host_that_is_unplugged_is_named(three: Hosts, work: Path) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     assert process.returncode == 255
-    assert f"rank 1 on {three.addresses[1]} is lost: its host no longer answers" in errors
+    assert f"rank 1 on {three.addresses[1]}" in errors
     assert gone(found)
 
 
@@ -250,8 +251,7 @@ def test_the_table_names_what_is_wrong_before_anything_starts(three: Hosts, work
     done = run(work, "-H", three.hostfile(1, 1, names=names), "--force_multi", *three.ssh(), "sleep.py", "out", "0")
     assert done.returncode == 2
     assert f"error: {refused}: ssh: connect to host {refused} port 22: Connection refused" in done.stderr
-    assert "start sshd there, or name its port with --ssh_port" in done.stderr
-    assert "nothing was started" in done.stderr
+    assert not missing(done.stderr, "sshd", "--ssh_port")
     assert list((work / "out").iterdir()) == []
 
 
@@ -264,8 +264,8 @@ def test_different_code_is_an_error_that_names_the_host(tmp_path: Path) -> None:
     with rig.hosts(2, tmp_path / "rig", disk=(tmp_path / "disk{}", work)) as two:
         done = run(work, "--preflight", "-H", two.hostfile(1, 1), *two.ssh(), "t.py")
         assert done.returncode == 1
-        assert f"error: {two.addresses[1]}: code is " in done.stderr
-        assert "copy the code to all hosts" in done.stderr
+        assert any(not missing(line, two.addresses[1], "code") for line in done.stderr.splitlines())
+        assert "rsync" in done.stderr
         assert "its own" in done.stderr  # the folder is not shared
         (tmp_path / "disk1" / "t.py").write_text("print(0)\n")
         assert run(work, "--preflight", "-H", two.hostfile(1, 1), *two.ssh(), "t.py").returncode == 0
@@ -291,8 +291,7 @@ def test_hosts_without_a_shared_folder_are_refused_before_the_first_step(tmp_pat
         words = ["-H", two.hostfile(1, 1), *two.ssh(), "--no_python", "plait", "train", "run.yaml", "work_dir=run"]
         done = run(work, *words)
         assert done.returncode != 0
-        assert "is not the same folder everywhere" in done.stderr
-        assert "checkpoint.node_local: true" in done.stderr
+        assert not missing(done.stderr, work / "run", "checkpoint.node_local: true")
         assert "Iter(train)" not in done.stdout
         done = run(work, *words, "work_dir=local", "checkpoint.node_local=true", "log.every=1")
         assert done.returncode == 0, done.stderr
@@ -312,5 +311,5 @@ def test_a_port_in_use_is_replaced_or_its_holder_named(three: Hosts, work: Path)
         free = run(work, *words, "sum.py", "out")
         holder.kill()
     assert fixed.returncode == 2
-    assert f"--master_port 29500 is in use: process {holder.pid} " in fixed.stderr
+    assert not missing(fixed.stderr, "--master_port 29500", f"process {holder.pid} ")
     assert free.returncode == 0, free.stderr

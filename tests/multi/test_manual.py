@@ -17,6 +17,7 @@ from plait.errors import ModelError, TrainingError
 from plait.strategy import ManualEngine, Preparation, prepare_manual
 from plait.world import open_world
 from tests.multi.ranks import RankPool
+from tests.refusals import missing, refused
 
 
 class Normalized(Optimizer):
@@ -140,12 +141,12 @@ def test_what_makes_an_optimizer_is_called_with_the_models_parameters() -> None:
 def test_parameters_that_the_optimizer_does_not_have_stay_as_they_are() -> None:
     model, said = make_model(), []
     engine = one_process(model=model, optimizer=SGD(list(model.parameters())[:2], lr=0.5), say=said.append)
-    assert "4 trainable parameters are not in the optimizer" in said[0]
+    assert not missing(said[0], "4 ", "optimizer", "2.bias")
     assert engine.frozen() == {"2.weight", "2.bias", "4.weight", "4.bias"}
 
 
 def test_an_optimizer_of_another_model_is_an_error() -> None:
-    with pytest.raises(ModelError, match="parameters that the model has not"):
+    with refused(ModelError, "optimizer", tuple(next(make_model().parameters()).shape)):
         one_process(model=make_model(), optimizer=SGD(make_model().parameters(), lr=0.5))
 
 
@@ -154,7 +155,7 @@ def test_an_optimizer_that_has_stepped_already_is_an_error() -> None:
     optimizer = AdamW(model.parameters())
     model(torch.randn(2, 7)).mean().backward()
     optimizer.step()
-    with pytest.raises(ModelError, match="has state already"):
+    with refused(ModelError, "AdamW", "state"):
         one_process(model=model, optimizer=optimizer)
 
 
@@ -169,9 +170,9 @@ def too_often(rank: int, size: int) -> str:
 
 def test_a_backward_pass_after_the_last_one_is_an_error_not_a_wrong_sum(two_ranks: RankPool) -> None:
     for message in two_ranks.run(too_often):
-        assert "Add the losses" in message
+        assert not missing(message, "backward", "accumulate")
 
 
 def test_a_step_without_gradients_is_an_error() -> None:
-    with pytest.raises(TrainingError, match="without a backward pass"):
+    with refused(TrainingError, "step", "backward"):
         one_process(model=make_model()).step()

@@ -13,6 +13,7 @@ from plait.posttrain.run import phase_runner
 from plait.runner import Hook
 from plait.strategy import StepResult
 from tests.multi.ranks import RankPool
+from tests.refusals import missing
 
 LLAMA = {"type": "llama", "vocab_size": 12, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "seq_len": 16}
 TASK = {"type": "task", "samples": 60, "size": 1}
@@ -139,5 +140,5 @@ def test_a_reward_function_that_raises_ends_every_rank_with_the_same_error(two_r
     changes["rollout"] = {"prompts": 8, "max_new_tokens": 2, "bad_reward": "error"}
     found = two_ranks.run(fail, describe(tmp_path / "run", **changes))
     assert found[0] == found[1]
-    assert found[0].startswith("TrainingError: the reward function tests.multi.test_online_parity:only_on_the_second")
-    assert "no such thing" in found[0]
+    assert found[0].startswith("TrainingError: ")
+    assert not missing(found[0], f"{__name__}:only_on_the_second", "no such thing", "rollout.bad_reward")

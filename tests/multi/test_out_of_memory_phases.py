@@ -16,6 +16,7 @@ from plait.errors import GenerateError
 from plait.generate import Sampling
 from plait.posttrain.online.writing import Stop, Writer
 from plait.posttrain.run import phase_runner
+from tests.refusals import refused
 
 MARKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC", "PLAIT_")
 ROOM = """
@@ -81,7 +82,7 @@ def test_the_losses_are_those_of_a_device_with_more_room(tmp_path: Path, phase: 
     env = {key: value for key, value in os.environ.items() if not key.startswith(MARKS)} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("micro-batches are split, batch.total stays") == 1
+    assert done.stderr.count("batch.total") == 1
     with phase_runner(phase, {**described, "work_dir": str(tmp_path / "large")}) as runner:
         runner.train()
     small, large = losses(tmp_path / "small"), losses(tmp_path / "large")
@@ -103,5 +104,5 @@ class Full:
 
 def test_memory_that_is_short_for_writing_is_told_with_the_setting_that_helps() -> None:
     writer = Writer(Full(), None, None, lambda _: "", Stop((), ()))  # type: ignore[arg-type]
-    with pytest.raises(GenerateError, match=r"answers were written: CUDA out of memory; .*rollout.max_rows"):
+    with refused(GenerateError, "CUDA out of memory", "rollout.max_rows"):
         writer.write([], Sampling(), [])

@@ -16,6 +16,7 @@ from plait.strategy import Preparation, prepare_native
 from plait.world import open_world
 from tests.multi.parity import MODEL, assert_same, run_steps, token_batches
 from tests.multi.ranks import RankPool
+from tests.refusals import missing
 
 STEPS = token_batches(21, 4)[:2]
 
@@ -143,7 +144,7 @@ def test_auto_measures_models_that_are_spread(two_ranks: RankPool, model: dict[s
     alone = prepare_native(Preparation(config, open_world(config))).train_step(STEPS[0]).loss
     for said, loss in two_ranks.run(auto_spread, model, {axis: 2}):
         assert len(said) == 1
-        assert re.fullmatch(r"recompute: auto: (\d) of \1 blocks recompute everything", said[0])
+        assert re.search(r"auto\b.*\b(\d) of \1\b", said[0])
         assert loss == pytest.approx(alone, rel=1e-5)
 
 
@@ -175,12 +176,12 @@ def refusal(rank: int, size: int, sections: dict[str, Any], model: Any) -> str:
 def test_an_optimizer_of_whole_parameters_is_refused_before_the_first_step(two_ranks: RankPool, optim: str) -> None:
     sections = {"model": MODEL, "optim": {"type": optim}, "strategy": {"layout": {"tp": 2}}}
     for message in two_ranks.run(refusal, sections, None):
-        assert re.search(rf"optim\.type: {optim} works on whole parameters .* cuts blocks\.0\.", message)
+        assert not missing(message, f"optim.type: {optim}", "blocks.0.", "`strategy.layout.tp`")
 
 
 def test_a_scalar_parameter_cannot_be_sharded(two_ranks: RankPool) -> None:
     for message in two_ranks.run(refusal, {"strategy": "zero1"}, Scaled):
-        assert message.startswith("the parameter 'scale' is a scalar, which strategy.zero=1 cannot cut")
+        assert not missing(message, "'scale'", "scalar", "strategy.zero=1", "strategy.zero: 0")
 
 
 def short_step(rank: int, size: int, schedule: str, count: int) -> tuple[float, float]:

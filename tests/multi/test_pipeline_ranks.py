@@ -18,6 +18,7 @@ from plait.parallel.pipeline import Pipeline, agree, make_stages, pipeline_traff
 from plait.parallel.pipeline.transport import form_of_inputs
 from tests.multi.pipelines import SEQ, SIZES, VOCAB, batches, build, loss_of
 from tests.multi.ranks import RankPool
+from tests.refusals import missing
 from tests.traffic import SentBytes
 
 CPU = torch.device("cpu")
@@ -139,4 +140,4 @@ def grows(rank: int, size: int) -> str:
 
 def test_shapes_that_change_without_the_inputs_are_an_error_and_no_hang(two_ranks: RankPool) -> None:
     message = two_ranks.run(grows)[0]
-    assert "float32[2, 6] before and now float32[4, 6]" in message
+    assert not missing(message, "float32[2, 6]", "float32[4, 6]")

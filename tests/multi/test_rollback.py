@@ -16,6 +16,7 @@ from plait.runner import Hook, Runner
 from plait.strategy import StepResult
 from tests.multi.ranks import RankPool
 from tests.multi.toys import Classifier, Points, Trace, whole_tensors
+from tests.refusals import missing, refused
 
 SAMPLES, TOTAL, EVERY = 40, 4, 5
 AVERAGE = {"type": "ema", "decay": 0.8}
@@ -108,7 +109,7 @@ def test_ranks_go_back_together_and_on_with_the_data_that_come_next(
         assert sorted(line["samples"]) == sorted(number for part in seen for number in part[at : at + TOTAL // 2])
     told = [json.loads(line) for line in (tmp_path / "harmed" / "events-rank0.jsonl").read_text().splitlines()]
     texts = [event["data"]["text"] for event in told if event["kind"] == "message"]
-    assert any(f"went back to step-{saved:08d}" in text and f"at step {harm + 1}" in text for text in texts)
+    assert any(not missing(text, f"step-{saved:08d}", f"step {harm + 1}") for text in texts)
 
 
 @pytest.mark.parametrize(
@@ -154,15 +155,17 @@ def test_a_run_that_ends_after_going_back_resumes_past_the_data_in_question(tmp_
 
 def test_too_many_times_end_the_run_and_name_the_samples(tmp_path: Path) -> None:
     hooks = [Harm(*range(8, 30)), {**GOING_BACK, "most": 2}]
-    with make(str(tmp_path), hooks) as runner, pytest.raises(TrainingError, match=r"2 times already.*`most`") as raised:
+    with make(str(tmp_path), hooks) as runner, refused(TrainingError, "2 times", "`most`", "optim.lr", "samples"):
         runner.train()
-    assert "its samples: " in str(raised.value)
 
 
 def test_without_a_checkpoint_from_before_training_goes_on(tmp_path: Path) -> None:
     run = {"checkpoint": {"every": 25}}
     assert harmed(0, 1, str(tmp_path), run, [8])["steps"] == 30
-    assert "there is no checkpoint from before it" in (tmp_path / "events-rank0.jsonl").read_text()
+    lines = [json.loads(line) for line in (tmp_path / "events-rank0.jsonl").read_text().splitlines()]
+    texts = [line["data"]["text"] for line in lines if line["kind"] == "message"]
+    assert any("checkpoint" in text for text in texts)
+    assert not any("step-000" in text for text in texts)
 
 
 def test_a_loss_that_behaves_is_left_alone(tmp_path: Path) -> None:
@@ -171,11 +174,11 @@ def test_a_loss_that_behaves_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "message"),
-    [({}, r"`checkpoint.every` is not set"), ({"every": 2, "keep": 1}, r"`checkpoint.keep` is 1")],
+    ("checkpoint", "named"),
+    [({}, "`checkpoint.every`"), ({"every": 2, "keep": 1}, "`checkpoint.keep: 2`")],
 )
-def test_there_must_be_something_to_go_back_to(tmp_path: Path, checkpoint: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_there_must_be_something_to_go_back_to(tmp_path: Path, checkpoint: dict[str, Any], named: str) -> None:
+    with refused(ConfigError, named, key="hooks.0"):
         make(str(tmp_path), [GOING_BACK], checkpoint=checkpoint)
 
 
@@ -191,4 +194,4 @@ def test_a_step_that_is_not_finite_names_its_samples(tmp_path: Path) -> None:
     (line,) = [json.loads(line) for line in (tmp_path / "suspects.jsonl").read_text().splitlines()]
     assert bad in line["samples"]
     assert len(line["samples"]) == TOTAL
-    assert f"its samples: {', '.join(map(str, line['samples']))}" in (tmp_path / "events-rank0.jsonl").read_text()
+    assert ", ".join(map(str, line["samples"])) in (tmp_path / "events-rank0.jsonl").read_text()

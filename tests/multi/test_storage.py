@@ -14,6 +14,7 @@ from plait.config import parse_sections
 from plait.errors import CheckpointError, ConfigError
 from tests.multi.ranks import RankPool
 from tests.multi.toys import assert_close, fit, fit_with
+from tests.refusals import refused
 
 MEMORY = "tests.multi.own_storage:MemoryStorage"
 
@@ -63,13 +64,13 @@ def test_a_storage_keeps_as_many_as_the_folder_and_a_name_there_can_be_resumed(t
     assert {name.partition("/")[0] for name in stored()} == {"step-00000004", "step-00000006"}
     resumed = {**sections, "work_dir": tmp_path / "two", "checkpoint": section(resume="step-00000004")}
     assert len(fit(0, 1, resumed).losses) == 2
-    with pytest.raises(CheckpointError, match="already holds a run"):
+    with refused(CheckpointError, tmp_path / "three", "step-00000006", "checkpoint.resume=auto"):
         fit(0, 1, {**sections, "work_dir": tmp_path / "three"})
 
 
 def test_a_copy_that_breaks_off_is_no_checkpoint_and_ends_the_run(tmp_path: Path) -> None:
     broken = {"storage": {"type": "tests.multi.own_storage:BrokenStorage", "root": "run"}}
-    with pytest.raises(CheckpointError, match="no route to step-00000012/rank-00000"):
+    with refused(CheckpointError, "`checkpoint.storage`", "no route to step-00000012/rank-00000"):
         fit(0, 1, {"work_dir": tmp_path / "one", "checkpoint": broken})
     assert stored() == ["step-00000012/index.json"]
     assert fit(0, 1, {"work_dir": tmp_path / "two", "checkpoint": section(resume="auto")}).steps == 12

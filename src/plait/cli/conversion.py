@@ -57,7 +57,7 @@ def prepared(
 
 def _whole(source: Source, trust_code: bool) -> Source:
     """A run of a phase after pretraining as a plain model: adapters merged; a reward model is none."""
-    if source.state.get("config", {}).get("phase") == "reward":
+    if _config_in(source.state).get("phase") == "reward":
         raise ModelError(
             f"{source.path} holds a reward model, which has a value in the place of logits; transformers has no such "
             "model of this kind. Write it with `--to torch` or `--to plait`"
@@ -67,7 +67,7 @@ def _whole(source: Source, trust_code: bool) -> Source:
 
 def _adopted(source: Source, family: str) -> Source:
     """Weights in the names of `transformers` as a model of Plait's own."""
-    described = source.state.get("config", {}).get("model", {}).get("config")  # of a Megatron checkpoint
+    described = _config_in(source.state).get("model", {}).get("config")  # of a Megatron checkpoint
     description = read_description(source.path) if source.kind == "hf" else described
     shapes = {n.removeprefix("model."): e.shape for n, e in source.entries.items() if n.startswith("model.")}
     adopted = from_transformers(family, description, shapes)
@@ -82,12 +82,17 @@ def _as_hf_model(source: Source) -> Source:
     return with_state(source, _with_model(source.state, model))
 
 
+def _config_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The run description that a checkpoint holds; `engine.save` of a model that came as an object has none."""
+    return state.get("config") or {}
+
+
 def _with_model(state: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    return {**state, "config": {**state.get("config", {}), "model": dict(model)}}
+    return {**state, "config": {**_config_in(state), "model": dict(model)}}
 
 
 def _for_transformers(source: Source, model: str | None, trust_code: bool) -> tuple[Source, Description]:
-    described = source.state.get("config", {}).get("model")
+    described = _config_in(source.state).get("model")
     _refuse_a_part(source)
     if described is not None:
         portable = to_transformers(_parsed("model", described, source), trust_code=trust_code)

@@ -146,7 +146,7 @@ def _open(path: str, model: ModelConfig) -> Source:
 
 def _scale_of(source: Source | None) -> float:
     """How much the adapters in a checkpoint count."""
-    lora: Mapping[str, Any] | None = None if source is None else source.state.get("config", {}).get("lora")
+    lora: Mapping[str, Any] | None = None if source is None else (source.state.get("config") or {}).get("lora")
     return AdapterSpec.of(LoraConfig(**lora)).scale if lora else 0.0
 
 

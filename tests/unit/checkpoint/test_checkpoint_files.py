@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.refusals import refused
 from torch import Tensor
 
 from plait.checkpoint import (
@@ -102,7 +103,7 @@ def test_a_damaged_file_is_named(saved: Path, world: World, victim: str, damage:
         path.write_bytes(path.read_bytes()[:-1])
     else:
         path.unlink()
-    with pytest.raises(CheckpointError, match=rf"{victim}.*(checksum|digest|bytes|missing|No such)"):
+    with refused(CheckpointError, path):
         verify(open_checkpoint(saved), world=world)
 
 
@@ -121,14 +122,14 @@ def test_a_manifest_with_any_bit_flipped_is_refused_or_says_the_same(saved: Path
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}'])
 def test_a_manifest_that_is_something_else_is_refused(saved: Path, text: str) -> None:
     (saved / "manifest.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+    with refused(CheckpointError, saved / "manifest.json"):
         read_manifest(saved)
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such folder"):
+    with refused(CheckpointError, tmp_path / "nowhere"):
         read_manifest(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="written last"):
+    with refused(CheckpointError, tmp_path, "manifest.json"):
         read_manifest(tmp_path)
 
 
@@ -143,23 +144,25 @@ def test_misfits_stand_in_one_table_that_fits_on_a_screen(
         load_into(open_checkpoint(saved), wanted, world=world)
     head, columns, *rows, advice = str(caught.value).splitlines()
     assert "checkpoint.partial" in advice
-    assert head == f"{saved} does not fit this model:"
-    assert columns.split() == ["tensor", "in", "the", "checkpoint", "in", "the", "model"]
+    assert str(saved) in head
+    assert columns.index("checkpoint") < columns.index("model")
     assert [" ".join(row.split()) for row in rows] == [
         "model.added - (2,)",
         "model.half (3,) -",
         "model.weight (6, 5) (6, 4)",
     ]
     many = {f"model.{i}": torch.zeros(1) for i in range(100)}
-    with pytest.raises(CheckpointError, match=r"… and \d+ more") as caught:
+    with refused(CheckpointError, saved) as caught:
         load_into(open_checkpoint(saved), many, world=world)
-    assert len(str(caught.value).splitlines()) <= 24
+    _, _, *rows, more, _ = lines = str(caught.value).splitlines()
+    assert len(lines) <= 24
+    assert str(sum(name.startswith("model.") for name in {*many, *tensors}) - len(rows)) in more
 
 
 def test_entries_that_may_be_left_out_are_no_misfit(saved: Path, world: World, tensors: dict[str, Tensor]) -> None:
     wanted = {name: tensor for name, tensor in empty(tensors).items() if name.startswith("model.")}
     load_into(open_checkpoint(saved), wanted, world=world, ignore=("optim.", "rng."))
-    with pytest.raises(CheckpointError, match=r"rng\.0\.torch"):
+    with refused(CheckpointError, saved, "rng.0.torch", "checkpoint.partial"):
         load_into(open_checkpoint(saved), wanted, world=world, ignore=("optim.",))
 
 
@@ -187,7 +190,7 @@ def test_a_full_disk_is_told_and_the_old_checkpoint_stays(
 ) -> None:
     folder = CheckpointFolder(small_disk)
     save_checkpoint(folder.path_of(7), tensors, {}, step=7, world=world)
-    with pytest.raises(CheckpointError, match=r"not written.*\n.*the disk is full"):
+    with refused(CheckpointError, folder.path_of(8), "4.0 MiB"):
         full_save(folder.path_of(8), world)
     assert [path.name for path in small_disk.iterdir()] == ["step-00000007"]  # what was half written is gone
     verify(open_checkpoint(folder.path_of(7)), world=world)
@@ -196,8 +199,9 @@ def test_a_full_disk_is_told_and_the_old_checkpoint_stays(
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, world: World) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CheckpointError, match=r"not written.*\n.*NotADirectoryError"):
-        full_save(tmp_path / "file" / "step-00000008", world)
+    target = tmp_path / "file" / "step-00000008"
+    with refused(CheckpointError, target, "NotADirectoryError"):
+        full_save(target, world)
 
 
 def test_a_read_only_folder_is_told_and_the_old_checkpoint_stays(
@@ -206,14 +210,14 @@ def test_a_read_only_folder_is_told_and_the_old_checkpoint_stays(
     folder = CheckpointFolder(small_disk)
     save_checkpoint(folder.path_of(7), tensors, {}, step=7, world=world)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(CheckpointError, match=r"not written.*\n.*Read-only file system"):
+    with refused(CheckpointError, folder.path_of(8), os.strerror(errno.EROFS)):
         save_checkpoint(folder.path_of(8), tensors, {}, step=8, world=world)
     verify(open_checkpoint(folder.path_of(7)), world=world)
 
 
 def test_state_that_json_cannot_hold_is_told_and_nothing_is_left(saved: Path, world: World) -> None:
     target = saved.with_name("step-00000008")
-    with pytest.raises(CheckpointError, match="not JSON serializable"):
+    with refused(CheckpointError, target, "TypeError", "JSON"):
         save_checkpoint(target, {"model.x": torch.zeros(1)}, {"odd": object()}, step=8, world=world)
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
 
@@ -253,7 +257,7 @@ def test_a_checkpoint_that_may_not_be_looked_into_is_named_and_none_is_taken_in_
     monkeypatch.setattr(Path, "exists", exists)
     folder = CheckpointFolder(saved.parent)
     for look in (folder.newest, folder.sweep, lambda: folder.find(str(saved)), lambda: read_manifest(saved)):
-        with pytest.raises(CheckpointError, match=f"{saved} cannot be looked into: Permission denied; let this user"):
+        with refused(CheckpointError, saved, os.strerror(errno.EACCES)):
             look()
 
 
@@ -277,7 +281,7 @@ def test_a_file_that_cannot_be_read_is_named_and_the_one_before_is_offered(
     (saved / name).unlink()
     (saved / name).mkdir()  # root may read whatever is forbidden, but no folder
     assert CheckpointFolder(saved.parent).newest() == saved
-    with pytest.raises(CheckpointError, match=rf"{saved / name} cannot be read: Is a directory\n.*{before.name}"):
+    with refused(CheckpointError, saved / name, os.strerror(errno.EISDIR), before):
         load_into(open_checkpoint(saved), empty(tensors), world=world)
 
 
@@ -332,9 +336,9 @@ def test_of_a_damaged_checkpoint_the_one_before_it_is_offered(saved: Path, world
         save_checkpoint(saved.with_name(f"step-{step:08d}"), {"model.x": torch.zeros(3)}, {}, step=step, world=world)
     damaged = saved.with_name("step-00000008")
     flip(damaged / "rank-00000.safetensors", -1)
-    with pytest.raises(CheckpointError, match=rf"checkpoint\.resume: {saved}`"):
+    with refused(CheckpointError, damaged / "rank-00000.safetensors", f"checkpoint.resume: {saved}`"):
         verify(open_checkpoint(damaged), world=world)
-    with pytest.raises(CheckpointError, match=rf"checkpoint\.resume: {saved}`"):
+    with refused(CheckpointError, damaged / "rank-00000.safetensors", f"checkpoint.resume: {saved}`"):
         load_into(open_checkpoint(damaged), {"model.x": torch.ones(3)}, world=world)
 
 
@@ -345,5 +349,5 @@ def test_a_place_is_a_checkpoint_a_link_a_folder_of_them_or_a_run(tmp_path: Path
     for wanted in (path, path.parent / "latest", path.parent, tmp_path):
         assert elsewhere.find(str(wanted)) == path
     assert elsewhere.find("auto") is None
-    with pytest.raises(CheckpointError, match="no complete checkpoint at"):
+    with refused(CheckpointError, tmp_path / "nowhere", "manifest.json", "work_dir"):
         elsewhere.find(str(tmp_path / "nowhere"))

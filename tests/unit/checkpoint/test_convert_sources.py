@@ -134,7 +134,7 @@ def test_an_optimizer_by_number_in_two_nameless_groups_is_left_out_and_said_so(t
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "all.pt")
     with open_source(tmp_path / "all.pt") as source:
         assert source.entries.keys() == {f"model.{name}" for name in model.state_dict()}
-        assert "numbered" in source.facts["optimizer"]
+        assert source.facts["optimizer"]
 
 
 def test_tensors_that_share_memory_or_lie_across_it_are_read_right(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_tensors_of_every_dtype_are_read_and_what_else_a_state_dict_holds_is_no_
 
 def test_a_tensor_whose_values_are_not_those_in_the_file_is_refused(tmp_path: Path) -> None:
     torch.save({"conjugate": torch.randn(3, dtype=torch.complex64).conj()}, tmp_path / "view.pt")
-    with pytest.raises(CheckpointError, match=r"not as it lies there: \{'conj': True\}"):
+    with refused(CheckpointError, tmp_path / "view.pt", "{'conj': True}"):
         open_source(tmp_path / "view.pt")
 
 
@@ -246,7 +246,7 @@ class Harmful:
 
 def test_code_in_a_file_of_torch_is_not_executed(tmp_path: Path) -> None:
     torch.save({"weight": torch.randn(2), "extra": Harmful(tmp_path / "harmed")}, tmp_path / "weights.pt")
-    with pytest.raises(CheckpointError, match=r"weights\.pt asks for (posix|nt)\.system"):
+    with refused(CheckpointError, tmp_path / "weights.pt", f"{os.system.__module__}.system"):
         open_source(tmp_path / "weights.pt")
     assert not (tmp_path / "harmed").exists()
 
@@ -254,7 +254,7 @@ def test_code_in_a_file_of_torch_is_not_executed(tmp_path: Path) -> None:
 def test_code_in_the_metadata_of_a_folder_is_not_executed(tmp_path: Path) -> None:
     folder = write_fsdp(tmp_path / "dcp", some_state())
     (folder / ".metadata").write_bytes(pickle.dumps(Harmful(tmp_path / "harmed")))
-    with pytest.raises(CheckpointError, match=r"\.metadata asks for (posix|nt)\.system"):
+    with refused(CheckpointError, folder / ".metadata", f"{os.system.__module__}.system"):
         open_source(folder)
     assert not (tmp_path / "harmed").exists()
 
@@ -265,7 +265,7 @@ def test_code_in_the_chunks_of_a_folder_is_not_executed(tmp_path: Path) -> None:
     torch.save(Harmful(tmp_path / "harmed"), tmp_path / "harmful.pt")
     evil = (tmp_path / "harmful.pt").read_bytes()
     chunk.write_bytes(evil + b"\0" * max(0, chunk.stat().st_size - len(evil)))
-    with pytest.raises(CheckpointError, match=chunk.name), open_source(folder) as source:
+    with refused(CheckpointError, chunk), open_source(folder) as source:
         source.read("model.weight")
     assert not (tmp_path / "harmed").exists()
 
@@ -357,33 +357,33 @@ def test_a_truncated_file_is_named(tmp_path: Path, name: str) -> None:
     path = CUT[name](tmp_path / "whole", some_state())
     file = path if path.is_file() else path / name
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")), open_source(path) as source:
+    with refused(CheckpointError, file), open_source(path) as source:
         contents(source)
 
 
 def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
     folder = write_fsdp(tmp_path / "dcp", some_state())
     (folder / "__0_0.distcp").unlink()
-    with pytest.raises(CheckpointError, match=r"lacks 1 of its 1 files: __0_0\.distcp"):
+    with refused(CheckpointError, folder, "__0_0.distcp"):
         open_source(folder)
     (tmp_path / "hf").mkdir()
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (tmp_path / "hf/model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="model-00001-of-00002"):
+    with refused(CheckpointError, tmp_path / "hf", "model-00001-of-00002.safetensors"):
         open_source(tmp_path / "hf")
 
 
 def test_what_is_no_checkpoint_is_answered_with_what_was_found_and_what_is_understood(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(CheckpointError, match=r"it holds notes\.txt, photos/\. What can be read:\n.*work_dir"):
+    with refused(CheckpointError, tmp_path, "notes.txt", "photos/", "work_dir"):
         open_source(tmp_path)
-    with pytest.raises(CheckpointError, match=r"notes\.txt is no checkpoint"):
+    with refused(CheckpointError, tmp_path / "notes.txt", "work_dir"):
         open_source(tmp_path / "notes.txt")
-    with pytest.raises(CheckpointError, match="/dev/null is no checkpoint: it is neither a file nor a folder"):
+    with refused(CheckpointError, "/dev/null", "work_dir"):
         open_source(Path("/dev/null"))
-    with pytest.raises(CheckpointError, match="there is nothing at"):
+    with refused(CheckpointError, tmp_path / "nowhere"):
         open_source(tmp_path / "nowhere")
-    torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(CheckpointError, match="holds a list, and a state dict was expected"):
-        open_source(tmp_path / "list.pt")
+    torch.save([1, 2], tmp_path / "numbers.pt")
+    with refused(CheckpointError, tmp_path / "numbers.pt", "list"):
+        open_source(tmp_path / "numbers.pt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.refusals import refused
 from torch import Tensor
 
 from plait.checkpoint.convert.deepspeed import DeepSpeedSource, is_deepspeed
@@ -187,10 +189,11 @@ def test_stage_3_of_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
 def test_only_the_pieces_of_one_parameter_are_read(tmp_path: Path) -> None:
     truth = values()
     with DeepSpeedSource(save_stage_2(tmp_path, truth, 2)) as source:
-        (tmp_path / "global_step12" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+        gone = tmp_path / "global_step12" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+        gone.unlink()
         # It has 35 of the 70 elements of its group: all that rank 0 keeps.
         assert torch.equal(source.read("model.a.weight"), truth["model.a.weight"])
-        with pytest.raises(CheckpointError, match=r"rank_1_mp_rank_00_optim_states.* can no longer be read"):
+        with refused(CheckpointError, gone, os.strerror(errno.ENOENT)):
             source.read("model.c.weight")
 
 
@@ -274,13 +277,13 @@ def test_stage_0_finds_out_whose_state_is_whose(tmp_path: Path) -> None:
 def test_stage_0_does_not_guess(tmp_path: Path) -> None:
     weights = {"a": torch.randn(2, 3), "b": torch.randn(2, 3), "c": torch.randn(2, 3)}
     moments = stage_0(tmp_path, weights, [["a", "c"]])
-    with pytest.raises(CheckpointError, match=r"whose optimizer state is whose.*shape \(2, 3\) it has 2"):
+    with refused(CheckpointError, "(2, 3)", 2, "a, b, c", "order"):
         DeepSpeedSource(tmp_path / "tag")
     with DeepSpeedSource(tmp_path / "tag", order=["a", "c"]) as source:
         assert all(torch.equal(source.read(name), value) for name, value in moments.items())
     with DeepSpeedSource(tmp_path / "tag", order=()) as source:
         assert source.entries.keys() == {"model.a", "model.b", "model.c"}
-    with pytest.raises(CheckpointError, match="order names \\['z'\\]"):
+    with refused(CheckpointError, "order", "['z']"):
         DeepSpeedSource(tmp_path / "tag", order=["a", "z"])
 
 
@@ -316,14 +319,14 @@ def test_stage_0_in_16_bits_finds_the_master_weights_by_their_values(tmp_path: P
 def test_a_missing_shard_is_named_with_those_that_are_there(tmp_path: Path) -> None:
     root = save_stage_2(tmp_path, values(), 3)
     (root / "global_step12" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"3 ranks wrote optim_states.*\[1\] are missing.*zero_pp_rank_2_mp_rank"):
+    with refused(CheckpointError, root / "global_step12", "optim_states", "[1]", "zero_pp_rank_2_mp_rank"):
         DeepSpeedSource(root)
 
 
 def test_a_missing_model_file_of_stage_3_is_named(tmp_path: Path) -> None:
     root = save_stage_3(tmp_path, values(), 2)
     (root / "global_step12" / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"2 ranks wrote model_states.*\[1\] are missing"):
+    with refused(CheckpointError, root / "global_step12", "model_states", "[1]"):
         DeepSpeedSource(root)
 
 
@@ -331,45 +334,44 @@ def test_a_truncated_shard_is_named(tmp_path: Path) -> None:
     root = save_stage_2(tmp_path, values(), 2)
     path = root / "global_step12" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(
-        CheckpointError, match=r"zero_pp_rank_1_mp_rank_00_optim_states.pt \(\d+ bytes\) cannot be read"
-    ):
+    with refused(CheckpointError, path, path.stat().st_size):
         DeepSpeedSource(root)
 
 
 def test_weights_without_their_optimizer_files_are_refused(tmp_path: Path) -> None:
     root = save_stage_2(tmp_path, values(), 1)
     (root / "global_step12" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(CheckpointError, match="saved with ZeRO, and there is no"):
+    with refused(CheckpointError, root / "global_step12", "ZeRO", "*_optim_states.pt"):
         DeepSpeedSource(root)
 
 
 def test_two_saves_in_one_folder_are_not_mixed(tmp_path: Path) -> None:
     root = save_stage_2(tmp_path, values(), 1)
-    (root / "global_step12" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="two checkpoints were saved into one folder"):
+    name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    (root / "global_step12" / f"bf16_{name}").write_bytes(b"")
+    with refused(CheckpointError, root / "global_step12", f"bf16_{name}", f" {name}"):
         DeepSpeedSource(root)
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("mp_rank_01_model_states.pt", "tensor or pipeline parallel"),
-        ("layer_03-model_00-model_states.pt", "pipeline parallel"),
-        ("layer_0_expert_1_mp_rank_00_model_states.pt", "mixture of experts"),
+        ("mp_rank_01_model_states.pt", "tensor"),
+        ("layer_03-model_00-model_states.pt", "pipeline"),
+        ("layer_0_expert_1_mp_rank_00_model_states.pt", "experts"),
     ],
 )
 def test_other_kinds_are_refused_by_name(tmp_path: Path, name: str, kind: str) -> None:
     root = save_stage_2(tmp_path, values(), 1)
     (root / "global_step12" / name).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=f"another kind: {kind}.*{name}"):
+    with refused(CheckpointError, root / "global_step12", kind, name, "ds_to_universal"):
         DeepSpeedSource(root)
 
 
 def test_a_pointer_to_nowhere_is_explained(tmp_path: Path) -> None:
     root = save_stage_2(tmp_path, values(), 1)
     (root / "latest").write_text("global_step99")
-    with pytest.raises(CheckpointError, match=r"latest names 'global_step99', which is not there.*global_step12"):
+    with refused(CheckpointError, root / "latest", "'global_step99'", "global_step12"):
         DeepSpeedSource(root)
 
 
@@ -379,14 +381,14 @@ def test_moments_that_were_kept_on_nvme_are_explained(tmp_path: Path) -> None:
     content = torch.load(path)
     content["optimizer_state_dict"]["fp32_flat_groups"] = [torch.empty(0), torch.empty(0)]
     torch.save(content, path)
-    with pytest.raises(CheckpointError, match="NVMe"):
+    with refused(CheckpointError, "NVMe", "offload_optimizer"):
         DeepSpeedSource(root)
 
 
 def test_a_layout_that_is_not_known_is_said_to_be_so(tmp_path: Path) -> None:
     root = save_stage_2(tmp_path, values(), 1)
     torch.save(model_states(values(), param_shapes=None), root / "global_step12" / "mp_rank_00_model_states.pt")
-    with pytest.raises(CheckpointError, match="in a way that is not known of DeepSpeed"):
+    with refused(CheckpointError, root / "global_step12", "TypeError"):
         DeepSpeedSource(root)
 
 
@@ -399,5 +401,5 @@ def test_a_folder_is_recognised_by_its_names(tmp_path: Path) -> None:
 
 def test_another_folder_is_refused_with_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(CheckpointError, match=r"is no DeepSpeed checkpoint: .*notes\.txt"):
+    with refused(CheckpointError, tmp_path, "*_model_states.pt", "notes.txt", "latest"):
         DeepSpeedSource(tmp_path)

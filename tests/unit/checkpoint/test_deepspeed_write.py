@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.refusals import refused
 from torch import Tensor
 
 from plait.checkpoint.convert.deepspeed import DeepSpeedSource, write_deepspeed
@@ -87,7 +88,7 @@ def test_the_model_can_be_given_all_weights_as_the_docs_say(tmp_path: Path) -> N
 
 def test_states_of_another_shape_are_refused(tmp_path: Path) -> None:
     source = Held({"model.w": torch.randn(4, 5), "optim.w.row_var": torch.randn(4), "optim.w.step": torch.tensor(1.0)})
-    with pytest.raises(CheckpointError, match=r"optim.w.row_var has the shape \(4,\), and the parameter \(4, 5\)"):
+    with refused(CheckpointError, "optim.w.row_var", "(4,)", "(4, 5)"):
         write_deepspeed(source, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
@@ -95,13 +96,13 @@ def test_states_of_another_shape_are_refused(tmp_path: Path) -> None:
 def test_parameters_that_count_differently_are_refused(tmp_path: Path) -> None:
     tensors = state()
     tensors["optim.a.bias.step"] = torch.tensor(5.0)
-    with pytest.raises(CheckpointError, match=r"a.bias was updated 5 times and a.weight 8 times"):
+    with refused(CheckpointError, "a.bias", 5, "a.weight", 8):
         write_deepspeed(Held(tensors), tmp_path / "out")
 
 
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     write_deepspeed(Held(state()), tmp_path / "out")
-    with pytest.raises(CheckpointError, match="exists"):
+    with refused(CheckpointError, tmp_path / "out", "--overwrite"):
         write_deepspeed(Held(state()), tmp_path / "out")
 
 

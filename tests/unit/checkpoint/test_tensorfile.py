@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from tests.refusals import refused
 from torch import Tensor
 
 from plait.checkpoint.index import Stored
@@ -86,7 +87,8 @@ def test_a_piece_of_many_blocks_is_read_in_part_and_only_that_part_is_checked(tm
                 found = torch.empty(high - low, last - first)
                 reader.copy(stored, torch.float32, (low, first), (high, last), found)
                 assert torch.equal(found, tensor[low:high, first:last])
-        with pytest.raises(DamagedError, match=r"a\.safetensors was changed"):
+        third = stored.begin + 2 * BLOCK
+        with refused(DamagedError, path, third, third + BLOCK):
             reader.copy(stored, torch.float32, (0, 0), (rows, width), torch.empty(rows, width))
-        with pytest.raises(DamagedError, match=r"a\.safetensors was changed"):
+        with refused(DamagedError, path, third, third + BLOCK):
             reader.check(stored, torch.float32)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.refusals import refused
 from tests.unit.checkpoint.samples import reseal, two_ranks_tensors, write_as_two_ranks
 from torch import Tensor
 
@@ -111,9 +112,8 @@ def test_an_index_that_does_not_fit_together_is_refused(
 ) -> None:
     reseal(saved, change)
     for read in (lambda: load(saved, tensors, world), lambda: read_all(saved), lambda: look(saved)):
-        with pytest.raises(CheckpointError, match=told) as raised:
+        with refused(CheckpointError, saved, told):
             read()
-        assert str(saved) in str(raised.value)
 
 
 def read_all(folder: Path) -> None:
@@ -129,32 +129,33 @@ def look(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/hostname", "a/b", "..", "", "a\\b", "x\0"])
 def test_a_manifest_that_names_files_elsewhere_is_refused(saved: Path, name: str) -> None:
     reseal(saved, manifest=lambda manifest: manifest["files"].update({name: {"bytes": 1, "digest": ""}}))
-    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+    with refused(CheckpointError, saved / "manifest.json", repr(name)):
         open_checkpoint(saved)
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "named"),
     [
-        {"step": -1},
-        {"step": "7"},
-        {"world_size": 0},
-        {"saved_at": float("nan")},
-        {"state": []},
-        {"state": {"hooks": []}},
-        {"state": {"engine": 3}},
-        {"state": {"config": None}},
-        {"versions": 1},
-        {"files": {}},
-        {"files": {"index.json": {"bytes": -1, "digest": ""}}},
-        {"files": {"index.json": {"bytes": 1}}},
-        {"unknown": 1},
+        ({"step": -1}, "step -1"),
+        ({"step": "7"}, "'7'"),
+        ({"world_size": 0}, "world_size 0"),
+        ({"saved_at": float("nan")}, "saved_at nan"),
+        ({"state": []}, "[]"),
+        ({"state": {"hooks": []}}, "state.hooks"),
+        ({"state": {"engine": 3}}, "state.engine"),
+        ({"versions": 1}, "versions"),
+        ({"files": {}}, "index.json"),
+        ({"files": {"index.json": {"bytes": -1, "digest": ""}}}, "'index.json'"),
+        ({"files": {"index.json": {"bytes": 1}}}, "'digest'"),
+        ({"unknown": 1}, "'unknown'"),
     ],
     ids=repr,
 )
-def test_a_manifest_with_a_field_that_is_not_what_it_should_be_is_refused(saved: Path, change: dict[str, Any]) -> None:
+def test_a_manifest_with_a_field_that_is_not_what_it_should_be_is_refused(
+    saved: Path, change: dict[str, Any], named: str
+) -> None:
     reseal(saved, manifest=lambda manifest: manifest.update(change))
-    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+    with refused(CheckpointError, saved / "manifest.json", named):
         open_checkpoint(saved)
 
 
@@ -166,7 +167,7 @@ def test_a_file_that_is_a_link_out_of_the_folder_is_refused(
     shutil.move(saved / name, outside)
     (saved / name).symlink_to(outside)
     for read in (lambda: load(saved, tensors, world), lambda: read_all(saved), lambda: look(saved)):
-        with pytest.raises(CheckpointError, match=f"{name} is a link"):
+        with refused(CheckpointError, saved / name, " link "):
             read()
 
 
@@ -174,7 +175,7 @@ def test_a_file_that_is_a_pipe_is_not_waited_for(saved: Path, tensors: dict[str,
     name = "rank-00001.safetensors"
     (saved / name).unlink()
     os.mkfifo(saved / name)
-    with pytest.raises(CheckpointError, match=name):
+    with refused(CheckpointError, saved / name):
         load(saved, tensors, world)
 
 
@@ -185,13 +186,13 @@ def test_json_that_ends_in_a_traceback_elsewhere_is_refused(saved: Path, name: s
         (saved / name).write_text(text)
     else:
         reseal(saved, text=text)
-    with pytest.raises(CheckpointError, match=name):
+    with refused(CheckpointError, saved / name):
         open_checkpoint(saved)
 
 
 def test_many_pieces_that_overlap_are_refused_in_little_time(saved: Path) -> None:
     reseal(saved, lambda index: index["tensors"]["model.a"].update(shape=[40_000, 1], pieces=overlapping(20_000)))
-    with pytest.raises(CheckpointError, match=r"model\.a"):
+    with refused(CheckpointError, saved / "index.json", "model.a"):
         open_checkpoint(saved)
 
 

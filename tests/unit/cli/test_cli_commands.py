@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refusals import missing
 
 from plait.cli.main import main
 
@@ -42,7 +43,7 @@ def test_training_in_a_pipe_prints_clean_lines_and_nothing_else(trained: Trained
         "[6/6]",
     ]
     assert log.count("Iter(val)") == 2
-    assert "Run ended (finished): 6 steps" in log.splitlines()[-1]
+    assert not missing(log.splitlines()[-1], "finished", "6 steps")
     assert (place.folder / "note.txt").read_text() == "6 steps"  # a hook from the current folder
 
 
@@ -67,37 +68,37 @@ def test_generate_gives_the_same_text_with_weights_beyond_the_device(
         texts.append(capsys.readouterr().out)
     assert len(set(texts)) == 1
     assert call(monkeypatch, folder, "generate", "run", "--offload", "disk") == 2
-    assert "Write cpu or nvme." in capsys.readouterr().err
+    assert not missing(capsys.readouterr().err, "--offload", "'disk'", "cpu", "nvme")
 
 
 def test_generate_says_what_it_cannot_use(
     trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(monkeypatch, trained[0].folder, "generate", "cache") == 2
-    assert "no complete checkpoint at" in capsys.readouterr().err
+    assert not missing(capsys.readouterr().err, "checkpoint", "cache")
     assert call(monkeypatch, trained[0].folder, "generate", "nowhere") == 2
-    assert "nowhere does not exist" in capsys.readouterr().err
+    assert "nowhere" in capsys.readouterr().err
 
 
 def test_report_draws_one_page(
     trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(monkeypatch, trained[0].folder, "report", "run", "--out", "page.html") == 0
-    assert "report: page.html" in capsys.readouterr().out
+    assert "page.html" in capsys.readouterr().out
     assert "<svg" in (trained[0].folder / "page.html").read_text()
     assert call(monkeypatch, trained[0].folder, "report", "cache") == 2
-    assert "is not the work_dir of a run" in capsys.readouterr().err
+    assert not missing(capsys.readouterr().err, "work_dir", "cache")
     assert call(monkeypatch, trained[0].folder, "report", "run", "--out", "page.html/page.html") == 2
-    assert "page.html/page.html cannot be written: " in capsys.readouterr().err
+    assert "page.html/page.html" in capsys.readouterr().err
     assert call(monkeypatch, trained[0].folder, "report", "run", "--sample", "nowhere.txt") == 2
-    assert "--sample: 'nowhere.txt' cannot be read: No such file" in capsys.readouterr().err
+    assert not missing(capsys.readouterr().err, "--sample", "'nowhere.txt'", "No such file")
 
 
 def test_a_file_that_cannot_be_written_is_said_with_the_option_that_named_it(
     trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(monkeypatch, trained[0].folder, "generate", "run", "--tokens", "1", "--html", "run/config.yaml/a") == 2
-    assert "--html: 'run/config.yaml/a' cannot be written: Not a directory" in capsys.readouterr().err
+    assert not missing(capsys.readouterr().err, "--html", "'run/config.yaml/a'", "Not a directory")
 
 
 def test_doctor_shows_what_is_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +126,7 @@ def test_a_terminal_shows_a_bar(place: Any) -> None:
     assert "━" in text or "╸" in text
     assert re.search(r"\d+/20", text)
     assert "\x1b[" in text
-    assert "Run ended (finished): 20 steps" in text
+    assert not missing(text, "finished", "20 steps")
 
 
 @pytest.mark.parametrize("module", ["plait", "plait.cli.main"])

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+from tests.refusals import missing, refused
 
 from plait.cli.train import _count
 from plait.errors import ConfigError
@@ -166,7 +167,7 @@ def test_one_process_a_gpu_needs_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert _count("gpu") == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(ConfigError, match=r"--nproc: 'gpu', but no GPU .*\n.*a number"):
+    with refused(ConfigError, "'gpu'", "GPU", key="--nproc"):
         _count("gpu")
 
 
@@ -184,4 +185,4 @@ def test_a_place_that_may_not_be_written_to_is_named_without_a_traceback(
     with pytest.raises(SystemExit) as ended:
         main.main()
     assert ended.value.code == 2
-    assert "/mnt/read-only/run cannot be used: Read-only file system" in capsys.readouterr().err
+    assert not missing(capsys.readouterr().err, "/mnt/read-only/run", "Read-only file system")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from tests.refusals import missing
 
 from plait.checkpoint import CheckpointFolder, read_manifest
 
@@ -53,7 +55,7 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(place: Any) -> None:
         (ranks[-1] if number == signal.SIGTERM else process).send_signal(number)
         out, err = process.communicate(timeout=120)
         assert (process.returncode, err) == (128 + number, ""), "saved, and not finished"
-        assert f"Run ended ({name})" in out
+        assert f"({name})" in out
         assert_gone(ranks)
         steps.append(newest(place.folder))
         assert steps[-1] > steps[-2]
@@ -72,7 +74,7 @@ def test_a_rank_that_dies_ends_the_run_with_a_word_about_it(place: Any) -> None:
     _, err = process.communicate(timeout=120)
     print(f"ended after {time.monotonic() - began:.1f} s")
     assert process.returncode == 128 + signal.SIGKILL
-    assert "rank 1 was ended by SIGKILL" in err
+    assert not missing(err, "rank 1", "SIGKILL")
     assert "report.txt" in err.splitlines()[-1]
     assert_gone(ranks)
 
@@ -81,6 +83,6 @@ def test_an_error_that_all_ranks_meet_is_told_once(place: Any) -> None:
     (place.folder / "run").write_text("a file where the folder should be")
     ended = place.run("train", "run.yaml", "--nproc", "2", "plan=off")
     assert ended.returncode == 2
-    assert "building the model" not in ended.stdout  # what it did until then, and no more
+    assert not re.search(r" - INFO - .*\bmodel\b", ended.stdout)  # what it did until then, and no more
     assert ended.stderr.count("work_dir") == 1
     assert "Traceback" not in ended.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.refusals import missing
 from tests.unit.checkpoint.samples import some_state, write_fsdp, write_hf, write_plait, write_torch_file
 
 from plait.cli.main import main
@@ -42,7 +44,7 @@ def test_one_line_tells_what_was_written(plait: Any, tmp_path: Path) -> None:
     assert (code, err) == (0, "")
     assert len(out.splitlines()) == 1
     assert out.startswith(f"{tmp_path / 'weights.pt'}: 5 tensors, ")
-    assert "of memory at most" in out
+    assert len(re.findall(r"\b\d+(?:\.\d+)? (?:[KMG]i)?B\b", out)) == 2
     assert torch.load(tmp_path / "weights.pt", weights_only=True).keys() == {
         name.removeprefix("model.") for name in some_state() if name.startswith("model.")
     }
@@ -94,10 +96,11 @@ def test_inspect_takes_any_kind(plait: Any, tmp_path: Path, kind: str, write: An
 def test_verify_says_what_was_compared(plait: Any, tmp_path: Path) -> None:
     code, out, err = plait("--inspect", write_plait(tmp_path / "from", some_state()), "--verify")
     assert (code, err) == (0, "")
-    assert "verified    3 files are as they were written: the checksum of every byte agrees" in out
+    (verified,) = [line for line in out.splitlines() if line.startswith("verified")]
+    assert "3 files" in verified
     code, out, _ = plait("--inspect", write_hf(tmp_path / "hf", some_state()), "--verify")
     assert code == 0
-    assert "5 tensors are there, to the last byte; there are no checksums" in out
+    assert "5 tensors" in out
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "index.json", "manifest.json"])
@@ -131,7 +134,7 @@ def test_weights_of_an_unknown_model_take_the_description_of_a_folder(plait: Any
     path = write_fsdp(tmp_path / "from", state)
     code, _, err = plait(path, tmp_path / "out", "--to", "hf")
     assert code == 2
-    assert "does not say which model it is of" in err
+    assert not missing(err, "--model", path, "config.json")
     assert not (tmp_path / "out").exists()
     folder = write_hf(tmp_path / "model", some_state())
     assert plait(path, tmp_path / "out", "--to", "hf", "--model", folder)[0] == 0
@@ -139,7 +142,7 @@ def test_weights_of_an_unknown_model_take_the_description_of_a_folder(plait: Any
     assert (tmp_path / "out/tokenizer.json").is_file()
     code, _, err = plait(path, tmp_path / "other", "--to", "hf", "--model", tmp_path)
     assert code == 2
-    assert "has no config.json" in err
+    assert not missing(err, "--model", f"'{tmp_path}'", "config.json")
 
 
 def test_weights_of_transformers_become_a_model_of_our_own_with_their_optimizer(plait: Any, tmp_path: Path) -> None:
@@ -167,7 +170,7 @@ def test_a_model_without_a_counterpart_is_refused_with_the_alternatives(
     path = write_plait(tmp_path / "from", some_state(), config={"model": model})
     code, _, err = plait(path, tmp_path / "out", "--to", "hf")
     assert code == 2
-    assert all(words in err for words in (model["type"], "--to torch", "--to plait", "hf, gpt, llama and moe"))
+    assert not missing(err, model["type"], "--to torch", "--to plait", "hf", "gpt", "llama", "moe")
 
 
 def test_a_checkpoint_of_the_trained_part_alone_is_no_whole_model(plait: Any, tmp_path: Path) -> None:
@@ -176,11 +179,11 @@ def test_a_checkpoint_of_the_trained_part_alone_is_no_whole_model(plait: Any, tm
     path = write_plait(tmp_path / "from", some_state(), config=config, frozen=frozen)
     code, _, err = plait(path, tmp_path / "out", "--to", "hf")
     assert code == 2
-    assert "only what was trained" in err
+    assert not missing(err, path, "model.embedding.weight")
 
 
 WRONG: dict[str, tuple[list[str], list[str]]] = {
-    "nothing": ([], ["on the command line", "SRC DST", "--inspect", "--to"]),
+    "nothing": ([], ["SRC DST", "--inspect", "--to"]),
     "no target": (["a"], ["DST"]),
     "no kind": (["a", "b"], ["--to", "hf, torch, plait, deepspeed"]),
     "all at once": (
@@ -191,11 +194,11 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "optimizer": (["a", "b", "--to", "hf", "--optimizer"], ["--optimizer", "--to torch"]),
     "looking without a place": (
         ["a", "b", "--to", "hf", "--all", "--verify"],
-        ["2 problems", "--all: goes with --inspect", "--verify: goes with --inspect", "--inspect PATH"],
+        ["2 problems", "- --all: ", "- --verify: ", "--inspect PATH"],
     ),
     "looking and converting": (
         ["a", "b", "--to", "hf", "--dtype", "bf16", "--shard-size", "2GB", "--overwrite", "--inspect", "a"],
-        ["5 problems", "SRC: 'a'", "--to: 'hf'", "--dtype: 'bf16'", "--shard-size: '2GB'", "--overwrite: would"],
+        ["5 problems", "SRC: 'a'", "--to: 'hf'", "--dtype: 'bf16'", "--shard-size: '2GB'", "- --overwrite: "],
     ),
 }
 

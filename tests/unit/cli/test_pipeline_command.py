@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refusals import missing, refused
 
 from plait.cli.pipeline import _place, pipeline, sort_words
 from plait.errors import ConfigError
@@ -40,19 +41,19 @@ def test_files_settings_and_flags_may_stand_in_any_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "key", "names"),
     [
-        ("a.yaml --nprocs 2", "`--nproc`"),
-        ("a.yaml --nproc", "there is no value"),
-        ("sft", "neither a file nor a setting"),
-        ("a.yaml --deployment-type multi_node", "--hostfile"),
-        ("a.yaml --deployment-type single_gpu --nproc 2", "disagree"),
-        ("a.yaml --hostfile h --nproc 2", "Give one of them"),
-        ("a.yaml --nproc many", "no number of processes"),
+        ("a.yaml --nprocs 2", "--nprocs", ["`--nproc`"]),
+        ("a.yaml --nproc", "--nproc", ["`--nproc VALUE`"]),
+        ("sft", "sft", [".yaml", "`key=value`"]),
+        ("a.yaml --deployment-type multi_node", "--deployment-type", ["multi_node", "`--hostfile FILE`"]),
+        ("a.yaml --deployment-type single_gpu --nproc 2", "--deployment-type", ["single_gpu", "--nproc 2"]),
+        ("a.yaml --hostfile h --nproc 2", "--nproc", ["hostfile"]),
+        ("a.yaml --nproc many", "--nproc", ["'many'", "gpu"]),
     ],
 )
-def test_words_that_mean_nothing_or_disagree_are_refused(words: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_words_that_mean_nothing_or_disagree_are_refused(words: str, key: str, names: list[str]) -> None:
+    with refused(ConfigError, *names, key=key):
         _place(sort_words(words.split()))
 
 
@@ -94,8 +95,8 @@ def test_a_pipeline_that_is_killed_goes_on_with_the_same_command(
     said: list[str] = []
     steps = make_steps(from_files(["sft.yaml", "dpo.yaml"]), ranks=1, local_ranks=1)
     assert run_steps(steps, _here, said.append) == 0
-    assert said[0].startswith("step 1 of 2, sft: complete")
-    assert said[1].startswith("step 2 of 2, dpo: goes on in runs/pipeline/dpo")
+    assert not missing(said[0], "sft", "runs/pipeline/sft")
+    assert not missing(said[1], "dpo", "runs/pipeline/dpo")
     record = (tmp_path / "runs/pipeline/dpo/events-rank0.jsonl").read_text()
     assert '"resumed": true' in record
     capsys.readouterr()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refusals import missing
 
 from plait.cli.main import main
 
@@ -28,8 +29,7 @@ def test_a_profile_shows_tables_and_leaves_a_page_and_saves_no_checkpoint(
     place.describe(plan="off", checkpoint={"every": 2})
     assert call(monkeypatch, place.folder, "profile", "run.yaml", "--steps", "2", "profile.start=6") == 0
     shown = capsys.readouterr().out
-    for words in ("Where the time of a step goes", "matrix products", "100.0%", "Modules", "Operators", "blocks.*"):
-        assert words in shown
+    assert not missing(shown, "100.0%", "blocks.*")
     folder = place.folder / "run-profile"
     found = {path.name for path in folder.iterdir()}
     assert {"profile.html", "profile.json", "step.svg", "trace-rank0.json"} <= found
@@ -42,8 +42,7 @@ def test_ranks_are_started_and_one_of_them_tells(place: Any) -> None:
     place.describe(plan="off")
     ended = place.run("profile", "run.yaml", "strategy.zero=1", "profile.start=4", "-s", "1", "-n", "2", "-o", "there")
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.count("Where the time of a step goes") == 1
-    assert "dp_shard" in ended.stdout
+    assert ended.stdout.count("2 × CPU: dp_shard 2") == 1
     assert {"trace-rank0.json", "trace-rank1.json"} <= {path.name for path in (place.folder / "there").iterdir()}
 
 
@@ -56,4 +55,4 @@ def test_what_is_wrong_is_told_in_plain_words(
     assert "--nproc" in capsys.readouterr().err
     place.describe(plan="off", train={"max_epochs": 1}, batch={"total": 2000}, val_data=None)
     assert call(monkeypatch, place.folder, "profile", "run.yaml") == 2
-    assert "no profile: the run ended after" in capsys.readouterr().err
+    assert not missing(capsys.readouterr().err, "profile.start", "profile.steps")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.refusals import refused
 
 from plait.cli.files import read_file
 from plait.cli.generate import read_prompts
@@ -51,9 +52,9 @@ def test_chinese_names_of_files_work_in_a_locale_of_ascii(tmp_path: Path) -> Non
 def test_files_in_gbk_are_recognised_and_a_mark_at_the_start_is_no_text(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_bytes(f"{HAN}\n".encode("gbk"))
-    with pytest.raises(DataError, match="iconv -f GB18030 -t UTF-8"):
+    with refused(DataError, file, "iconv -f GB18030 -t UTF-8"):
         read_prompts(file)
-    with pytest.raises(ConfigError, match="iconv -f GB18030 -t UTF-8"):
+    with refused(ConfigError, "iconv -f GB18030 -t UTF-8", key="--file"):
         read_file(file, "--file")
     file.write_bytes(f"{HAN}\n".encode("utf-8-sig"))
     assert (read_prompts(file), read_file(file, "--file")) == ([HAN], f"{HAN}\n")
@@ -62,5 +63,5 @@ def test_files_in_gbk_are_recognised_and_a_mark_at_the_start_is_no_text(tmp_path
 def test_a_prompt_with_more_than_its_text_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "hi", "id": 3}\n{"prompt": "hi", "system": "be short"}\n', encoding="utf-8")
-    with pytest.raises(DataError, match=r"line 2 has 'system'"):
+    with refused(DataError, "line 2", "'system'"):
         read_prompts(file)

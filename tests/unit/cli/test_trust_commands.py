@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.refusals import refused
 
 from plait.checkpoint.save import write_alone
 from plait.cli.main import main
@@ -155,7 +156,7 @@ def test_code_of_a_tokenizer_is_not_run(
     words = {"auto_map": {"AutoTokenizer": ["code.Words", None]}, "chat_template": "{{ messages[0].content }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(words), encoding="utf-8")
     monkeypatch.setattr(builtins, "input", lambda *_: pytest.fail("it asked on the terminal"))
-    with pytest.raises(ConfigError, match=r"posttrain\.tokenizer: 'code.Words' .*tokenizer_config.json"):
+    with refused(ConfigError, "'code.Words'", "tokenizer_config.json", key="posttrain.tokenizer"):
         make_template(TemplateConfig(kind="tokenizer"), read_tokenizer(folder), folder)
     assert not marker.exists()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from tests.refusals import missing
 
 from plait.config import parse, parse_sections
 from plait.config.draft import dotted
@@ -65,29 +68,31 @@ class TestUnknownKeys:
         assert "`max_steps`" in problems({"train": {"max_step": 1}})["train.max_step"].remedy
 
     def test_the_keys_are_listed_where_none_is_near(self):
-        assert "total, micro and accumulation" in problems({"batch": {"xyz": 1}})["batch.xyz"].remedy
+        assert not missing(problems({"batch": {"xyz": 1}})["batch.xyz"].remedy, "total", "micro", "accumulation")
 
     def test_the_value_is_named(self):
         assert "'abc'" in problems({"batch": {"xyz": "abc"}})["batch.xyz"].message
 
     def test_a_key_of_another_section_is_sent_there(self):
-        assert "`lr` belongs in `optim`" in problems({"lr": 1})["lr"].remedy
-        assert "`micro` belongs in `batch`" in problems({"train": {"micro": 1}})["train.micro"].remedy
-        assert "the top level" in problems({"train": {"seed": 1}})["train.seed"].remedy
+        assert not missing(problems({"lr": 1})["lr"].remedy, "`lr`", "`optim`")
+        assert not missing(problems({"train": {"micro": 1}})["train.micro"].remedy, "`micro`", "`batch`")
+        assert "`seed`" in problems({"train": {"seed": 1}})["train.seed"].remedy
 
     def test_another_frameworks_word_has_one_answer(self):
         """`strategy.offload` has a key of this name as well, which nobody means who writes a section."""
-        assert problems({"optimizer": {"lr": 1}})["optimizer"].remedy == "In Plait this is `optim`."
+        remedy = problems({"optimizer": {"lr": 1}})["optimizer"].remedy
+        assert "`optim`" in remedy
+        assert "offload" not in remedy
 
     def test_a_key_of_another_type_is_said_to_be_one(self):
         found = problems({"optim": {"type": "SGD", "betas": [0.9, 0.95]}})
-        assert "other types of `optim`, not of SGD" in found["optim.betas"].remedy
+        assert not missing(found["optim.betas"].remedy, "`optim`", "SGD")
 
     def test_the_path_has_no_tag_in_it(self):
         assert set(problems({"optim": {"type": "SGD", "SGD": {"lr": 1}}})) == {"optim.SGD"}
 
     def test_a_key_that_is_no_text_is_unknown(self):
-        assert "unknown key" in problems({3: 4})["3"].message
+        assert set(problems({3: 4})) == {"3"}
 
     @pytest.mark.parametrize(
         ("word", "key"),
@@ -111,7 +116,7 @@ class TestUnknownKeys:
         ],
     )
     def test_words_of_other_frameworks_are_translated(self, word, key):
-        assert f"In Plait this is {key}" in problems({word: {}})[word].remedy
+        assert not missing(problems({word: {}})[word].remedy, *key.split(" and "))
 
     @pytest.mark.parametrize("word", _WORDS)
     def test_every_translation_leads_to_a_key_that_exists(self, word):
@@ -125,35 +130,35 @@ class TestUnknownKeys:
 
 class TestTypes:
     @pytest.mark.parametrize(
-        ("source", "path", "message", "remedy"),
+        ("source", "path", "names", "remedy"),
         [
-            ({"seed": "3"}, "seed", "expected a whole number, found '3'", "without quotes: 3"),
-            ({"seed": True}, "seed", "expected a whole number, found true", ""),
-            ({"seed": 1.5}, "seed", "expected a whole number, found 1.5", ""),
-            ({"timeout_s": True}, "timeout_s", "expected a number, found true", ""),
-            ({"timeout_s": None}, "timeout_s", "expected a number, found null", "Leave the key out"),
-            ({"timeout_s": float("inf")}, "timeout_s", "expected a finite number, found inf", ""),
-            ({"deterministic": 1}, "deterministic", "expected true or false, found 1", ""),
-            ({"work_dir": 3}, "work_dir", "expected text, found 3", '"3"'),
-            ({"batch": 32}, "batch", "expected keys and values, found 32", "total, micro and accumulation"),
-            ({"precision": 3}, "precision", "expected keys and values, found 3", "a word alone is fine"),
-            ({"optim": "adamw"}, "optim", "unknown type 'adamw'", "AdamW"),
-            ({"optim": {"no_decay": "bias"}}, "optim.no_decay", "expected a list, found 'bias'", "[bias]"),
-            ({"optim": {"betas": [0.9]}}, "optim.betas.1", "entry 1 is missing: found only [0.9]", ""),
-            ({"optim": {"betas": [0, 0, 0]}}, "optim.betas", "expected 2 entries, found [0, 0, 0]", ""),
+            ({"seed": "3"}, "seed", ["whole number", "'3'"], ["3"]),
+            ({"seed": True}, "seed", ["whole number", "true"], []),
+            ({"seed": 1.5}, "seed", ["whole number", "1.5"], []),
+            ({"timeout_s": True}, "timeout_s", ["number", "true"], []),
+            ({"timeout_s": None}, "timeout_s", ["number", "null"], ["default"]),
+            ({"timeout_s": float("inf")}, "timeout_s", ["finite", "inf"], []),
+            ({"deterministic": 1}, "deterministic", ["true", "false", "1"], []),
+            ({"work_dir": 3}, "work_dir", ["text", "3"], ['"3"']),
+            ({"batch": 32}, "batch", ["keys", "32"], ["total", "micro", "accumulation"]),
+            ({"precision": 3}, "precision", ["keys", "3"], ["compute", "recipe", "word"]),
+            ({"optim": "adamw"}, "optim", ["'adamw'"], ["AdamW"]),
+            ({"optim": {"no_decay": "bias"}}, "optim.no_decay", ["list", "'bias'"], ["[bias]"]),
+            ({"optim": {"betas": [0.9]}}, "optim.betas.1", ["1", "[0.9]"], []),
+            ({"optim": {"betas": [0, 0, 0]}}, "optim.betas", ["2", "[0, 0, 0]"], []),
             (
                 {"strategy": {"reshard_after_forward": "x"}},
                 "strategy.reshard_after_forward",
-                "expected true or false or a whole number, found 'x'",
-                "",
+                ["true", "false", "whole number", "'x'"],
+                [],
             ),
         ],
     )
-    def test_a_wrong_type_says_what_was_expected_and_found(self, source, path, message, remedy):
+    def test_a_wrong_type_says_what_was_expected_and_found(self, source, path, names, remedy):
         found = problems(source)
         assert list(found) == [path]
-        assert found[path].message == message
-        assert remedy in found[path].remedy
+        assert not missing(found[path].message, *names)
+        assert not missing(found[path].remedy, *remedy)
 
     @pytest.mark.parametrize(
         ("source", "path", "bound"),
@@ -168,7 +173,7 @@ class TestTypes:
         ],
     )
     def test_a_number_that_no_run_could_count_with_is_refused(self, source, path, bound):
-        assert f"expected at most {bound}, found" in problems(source)[path].message
+        assert str(bound) in problems(source)[path].message
 
     def test_a_whole_number_may_be_written_as_a_float(self):
         assert parse({"train": {"max_steps": 1e5}}).config.train.max_steps == 100_000
@@ -179,18 +184,18 @@ class TestTypes:
 
 class TestRanges:
     @pytest.mark.parametrize(
-        ("override", "message"),
+        ("override", "numbers"),
         [
-            ("seed=-1", "expected at least 0, found -1"),
-            ("strategy.zero=4", "expected at most 3, found 4"),
-            ("optim.lr=0", "expected more than 0, found 0"),
-            ("optim.betas=[1, 0]", "expected less than 1, found 1"),
-            ("strategy.reshard_after_forward=-1", "expected more than 0, found -1"),
+            ("seed=-1", [0, -1]),
+            ("strategy.zero=4", [3, 4]),
+            ("optim.lr=0", [0, 0]),
+            ("optim.betas=[1, 0]", [1, 1]),
+            ("strategy.reshard_after_forward=-1", [0, -1]),
         ],
     )
-    def test_the_bound_and_the_value_are_named(self, override, message):
+    def test_the_bound_and_the_value_are_named(self, override, numbers):
         (problem,) = problems({}, [override]).values()
-        assert problem.message == message
+        assert sorted(map(int, re.findall(r"-?\d+", problem.message))) == sorted(numbers)
 
 
 class TestChoices:
@@ -203,16 +208,17 @@ class TestChoices:
         ],
     )
     def test_what_is_imported_is_named_with_a_colon(self, sections, path):
-        assert problems(sections)[path].remedy == "Write it as nets.large:Net."
+        assert "nets.large:Net" in problems(sections)[path].remedy
 
     def test_a_wrong_word_gets_the_nearest_and_all_of_them(self):
         problem = problems({"device": "cudda"})["device"]
         assert "'cudda'" in problem.message
         assert "`cuda`" in problem.remedy
-        assert "auto, cpu, cuda, xpu and mps" in problem.remedy
+        assert not missing(problem.remedy, "auto", "cpu", "cuda", "xpu", "mps")
 
     def test_choices_that_are_numbers_are_listed(self):
-        assert "18, 34, 50, 101 and 152" in problems({"model": {"type": "resnet", "depth": 20}})["model.depth"].remedy
+        remedy = problems({"model": {"type": "resnet", "depth": 20}})["model.depth"].remedy
+        assert not missing(remedy, 18, 34, 50, 101, 152)
 
     @pytest.mark.parametrize(
         ("section", "word", "meant"),
@@ -222,22 +228,24 @@ class TestChoices:
         assert f"`{meant}`" in problems({section: {"type": word}})[f"{section}.type"].remedy
 
     def test_a_missing_type_gets_all_of_them(self):
-        assert "gpt, llama, moe, resnet, hf or import" in problems({"model": {"dim": 3}})["model.type"].remedy
+        remedy = problems({"model": {"dim": 3}})["model.type"].remedy
+        assert not missing(remedy, "gpt", "llama", "moe", "resnet", "hf", "import")
 
     def test_a_missing_key_says_who_needs_it(self):
-        problem = problems({"data": {"type": "text"}})["data.path"]
-        assert problem.message == "it is missing"
-        assert "text" in problem.remedy
+        assert "text" in problems({"data": {"type": "text"}})["data.path"].remedy
 
     @pytest.mark.parametrize("keys", [{}, {"text_key": "t", "prompt_key": "p"}, {"prompt_key": "p"}])
     def test_jsonl_has_texts_or_prompts_with_completions(self, keys):
         problem = problems({"data": {"type": "jsonl", "path": "x", **keys}})["data"]
-        assert "either text_key, or prompt_key and completion_key" in problem.remedy
+        assert not missing(problem.remedy, "text_key", "prompt_key", "completion_key")
 
-    @pytest.mark.parametrize("section", [{"work_dir": ""}, {"work_dir": " "}, {"checkpoint": {"resume": ""}}])
-    def test_empty_text_is_no_path(self, section):
+    @pytest.mark.parametrize(
+        ("section", "value"),
+        [({"work_dir": ""}, "''"), ({"work_dir": " "}, "' '"), ({"checkpoint": {"resume": ""}}, "''")],
+    )
+    def test_empty_text_is_no_path(self, section, value):
         (problem,) = problems(section).values()
-        assert "names no file or folder" in problem.message
+        assert value in problem.message
 
     @pytest.mark.parametrize(
         ("path", "said"), [("runs/" + "长" * 100, "300 bytes"), ("a" * 256 + "/b", "256 bytes"), ("a\0b", "null")]
@@ -247,14 +255,14 @@ class TestChoices:
         assert parse_sections(work_dir="/".join(["a" * 255] * 3)).config.work_dir
 
     def test_a_number_in_place_of_a_pair_is_told_of_both(self):
-        assert problems({"optim": {"betas": 0.9}})["optim.betas"].remedy == "Write 2 entries in brackets: [0.9, …]."
+        assert "[0.9, …]" in problems({"optim": {"betas": 0.9}})["optim.betas"].remedy
 
     def test_a_list_with_too_few_entries_says_how_many_it_takes(self):
         problem = problems({"data": {"type": "mixture", "sources": []}})["data.sources"]
-        assert problem.message == "expected at least 2 entries, found []"
+        assert not missing(problem.message, "2", "[]")
 
     def test_text_is_quoted_as_the_file_has_it(self):
-        assert problems({"checkpoint": {"resume": True}})["checkpoint.resume"].remedy == 'Write it in quotes: "true".'
+        assert '"true"' in problems({"checkpoint": {"resume": True}})["checkpoint.resume"].remedy
 
 
 class TestWords:
@@ -278,12 +286,12 @@ class TestWords:
 
 
 @pytest.mark.parametrize(
-    ("setting", "remedy"),
+    ("setting", "names"),
     [
-        ("strategy.graphs=maybe", "It takes auto or true or false."),
-        ("strategy.offload.ratio=much", "It takes auto or a number."),
+        ("strategy.graphs=maybe", ["auto", "true", "false"]),
+        ("strategy.offload.ratio=much", ["auto", "number"]),
     ],
 )
-def test_what_takes_a_word_or_something_else_names_both(setting, remedy):
+def test_what_takes_a_word_or_something_else_names_both(setting, names):
     (problem,) = problems({}, [setting]).values()
-    assert problem.remedy == remedy
+    assert not missing(problem.remedy, *names)

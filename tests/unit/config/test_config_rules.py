@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.refusals import refused
 
 from plait.config import check, parse
 from plait.errors import ConfigError
@@ -204,7 +205,7 @@ def test_a_problem_carries_its_origin():
 
 def test_a_word_and_an_override_that_disagree_name_where_the_word_came_from():
     parsed = parse({"strategy": "fsdp"}, ["strategy.zero=2"], origin="run.yaml")
-    with pytest.raises(ConfigError, match=r"strategy.sharding \(from run.yaml\): FULL_SHARD is stage 3"):
+    with refused(ConfigError, "run.yaml", "FULL_SHARD", "3", key="strategy.sharding"):
         check(parsed.config, has_val=False, require_length=False, origins=parsed.origins)
 
 
@@ -213,7 +214,7 @@ def test_the_gate_is_off_however_yaml_reads_the_word(plan: object) -> None:
     assert parse({"plan": plan}).config.plan.gate == "off"
 
 
-@pytest.mark.parametrize(("steps", "remedy"), [(8, "`profile.start: 6` or less"), (5, "`train.max_steps: 11` or more")])
+@pytest.mark.parametrize(("steps", "remedy"), [(8, "`profile.start: 6`"), (5, "`train.max_steps: 11`")])
 def test_a_profile_that_comes_too_late_is_told_what_would_do(steps, remedy):
     (problem,) = broken({"profile": {"start": 9, "steps": 3}, "train": {"max_steps": steps}})
     assert remedy in problem.remedy

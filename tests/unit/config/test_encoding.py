@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 
 import pytest
+from tests.refusals import missing, refused
 
 from plait.config.encoding import as_utf8
 from plait.config.read import read
@@ -23,11 +24,12 @@ def test_the_remedy_for_a_known_encoding_does_what_it_says(tmp_path, encoding):
 
 
 def test_other_bytes_are_not_taken_for_chinese():
-    assert as_utf8("café".encode("latin-1")) == "save it as UTF-8"
+    assert not missing(as_utf8("café".encode("latin-1")), "UTF-8")
+    assert "iconv" not in as_utf8("café".encode("latin-1"))
 
 
 def test_a_run_description_in_gbk_is_refused_with_the_remedy(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_bytes(f"work_dir: runs  # {HAN}\n".encode("gbk"))
-    with pytest.raises(ConfigError, match="if it is GBK, `iconv"):
+    with refused(ConfigError, "GBK", "iconv -f GB18030 -t UTF-8", key=str(path)):
         read(path)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refusals import refused
 
 from plait.config import parse_sections, to_dict
 from plait.config.complete import check_complete
@@ -45,7 +46,7 @@ def test_a_ds_config_may_be_a_file_with_comments(tmp_path: Path) -> None:
 
 
 def test_a_ds_config_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"strategy.*'nowhere\.json': there is no such file"):
+    with refused(ConfigError, "`config`", "'nowhere.json'", key="strategy"):
         parse_sections(strategy={"engine": "deepspeed", "config": "nowhere.json"})
 
 
@@ -125,7 +126,7 @@ def test_two_settings_that_agree_are_fine() -> None:
 
 def test_a_key_that_deepspeed_would_read_over_is_an_error_with_a_suggestion() -> None:
     found = problems(strategy=deepspeed(zero_optimisation={"stage": 3}))
-    assert "Did you mean `zero_optimization`?" in found["strategy.config.zero_optimisation"]
+    assert "`zero_optimization`" in found["strategy.config.zero_optimisation"]
 
 
 @pytest.mark.parametrize("key", ["scheduler", "tensorboard", "checkpoint", "autotuning", "elasticity", "amp"])
@@ -180,27 +181,27 @@ def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "error", "remedy"),
+    ("engine", "error", "names"),
     [
-        ("deepspeed", MissingExtraError, r"pip install 'plait\[deepspeed\]'"),
-        ("colossalai", WorldError, r"colossalai absent .* pip install --no-deps colossalai==0\.5\.0 && pip install "),
+        ("deepspeed", MissingExtraError, ["pip install 'plait[deepspeed]'"]),
+        ("colossalai", WorldError, ["colossalai", "pip install --no-deps colossalai==0.5.0 && pip install "]),
     ],
 )
 def test_a_missing_library_is_one_error_with_its_remedy_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch, engine: Any, error: type[PlaitError], remedy: str
+    monkeypatch: pytest.MonkeyPatch, engine: Any, error: type[PlaitError], names: list[str]
 ) -> None:
     installed(monkeypatch)
     strategy = {"engine": engine, **({"plugin": "torch_ddp"} if engine == "colossalai" else {})}
     model = {"type": "gpt", "vocab_size": 300, "dim": 8, "layers": 1, "heads": 1, "seq_len": 8}
     data = {"type": "text", "path": "stdlib", "seq_len": 8, "vocab_size": 300}
     parsed = parse_sections(strategy=strategy, model=model, data=data, train={"max_steps": 1})
-    with pytest.raises(error, match=remedy):
+    with refused(error, *names):
         check_complete(parsed, require_length=True)
 
 
 def test_versions_that_do_not_go_together_are_told_with_those_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, colossalai=TESTED["colossalai"], transformers="5.22.2", peft="0.13.2")
-    with pytest.raises(WorldError, match=r"transformers 5\.22\.2 \(needs 4\.51\.3\)") as caught:
+    with refused(WorldError, "transformers 5.22.2", "4.51.3") as caught:
         check_library("colossalai")
     page = Path(__file__).parents[3] / "docs" / "engines.md"
     *_, alone, others = re.search(r"```\n(pip install plait\n.*?)\n```", page.read_text(), re.DOTALL)[1].splitlines()

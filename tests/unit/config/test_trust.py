@@ -45,31 +45,31 @@ def test_a_name_of_the_users_own_is_imported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "names"),
     [
-        ("no_such_module:f", "no_such_module"),
-        ("pathlib:Pat", "Path"),
-        ("pathlib", "package.module:name"),
-        ("needs_another:f", "importing 'needs_another' failed.*not_there_at_all"),
-        ("raises_at_import:f", r"ZeroDivisionError.*raises_at_import\.py, line 2"),
-        ("no_python:f", "SyntaxError"),
+        ("no_such_module:f", ["'no_such_module'"]),
+        ("pathlib:Pat", ["Path"]),
+        ("pathlib", ["package.module:name"]),
+        ("needs_another:f", ["'needs_another'", "not_there_at_all"]),
+        ("raises_at_import:f", ["ZeroDivisionError", "raises_at_import.py, line 2"]),
+        ("no_python:f", ["SyntaxError"]),
     ],
 )
 def test_a_name_that_cannot_be_imported_says_why(
-    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "needs_another.py").write_text("import not_there_at_all\n", encoding="utf-8")
     (tmp_path / "raises_at_import.py").write_text("\n1 / 0\n", encoding="utf-8")
     (tmp_path / "no_python.py").write_text("def f(:\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=rf"(?s)model\.target: .*{said}"):
+    with refused(ConfigError, *names, key="model.target"):
         load_code(name, key="model.target")
 
 
 def test_every_name_of_a_stored_description_is_refused_with_its_file() -> None:
     config = parse_stored(DESCRIPTION, "runs/x/manifest.json", trust_code=False)
     for key, name in names(config).items():
-        with pytest.raises(ConfigError, match=rf"{key}: 'os:system' .*runs/x/manifest.json(?s:.*)--trust-code"):
+        with refused(ConfigError, "'os:system'", "runs/x/manifest.json", "--trust-code", key=key):
             load_code(name, key=key)
 
 
@@ -99,9 +99,8 @@ def test_a_part_of_any_kind_in_the_config_that_a_run_left_is_refused(
 ) -> None:
     (tmp_path / "events-rank0.jsonl").touch()
     (tmp_path / "config.yaml").write_text(json.dumps(content), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"config\.yaml") as caught:
+    with refused(ConfigError, "config.yaml", "'os:system'", key=key):
         parse(tmp_path / "config.yaml")
-    assert key in [problem.path for problem in caught.value.problems]
     assert dict(rows(parse(tmp_path / "config.yaml", ["trust_code=true"]).config))[key] == "os:system"
 
 
@@ -146,9 +145,9 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 def test_the_config_that_a_run_left_is_a_stored_file(run_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.yaml") as refused:
+    with refused(ConfigError, "config.yaml") as caught:
         parse(run_folder / "config.yaml")
-    assert [problem.path for problem in refused.value.problems] == ["model.target", "hooks.0.target"]
+    assert [problem.path for problem in caught.value.problems] == ["model.target", "hooks.0.target"]
     own = parse(run_folder / "config.yaml", ["model.target=mine:Net", "hooks=[]"]).config
     assert own.model.target == "mine:Net"  # type: ignore[union-attr]
     assert not isinstance(own.model.target, StoredName)  # type: ignore[union-attr]
@@ -203,7 +202,7 @@ def test_code_of_an_inner_model_is_refused_before_transformers_asks(tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
     for source in (tmp_path, content):
         with (
-            pytest.raises(ConfigError, match=r"model\.path: 'them/repo--net.Net' .*text_config\.auto_map"),
+            refused(ConfigError, "'them/repo--net.Net'", "text_config.auto_map", key="model.path"),
             transformers_code(source, trust_code=False, key="model.path"),
         ):
             pass

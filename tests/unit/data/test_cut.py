@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.refusals import refused
 
 from plait.data import cut
 from plait.errors import DataError
@@ -42,5 +43,5 @@ def test_ranks_without_a_sample_get_an_empty_micro_batch() -> None:
 
 @pytest.mark.parametrize("n", [0, 13])
 def test_a_batch_that_is_empty_or_too_large_is_refused(n: int) -> None:
-    with pytest.raises(DataError, match=f"{n} samples.*from 1 to 12"):
+    with refused(DataError, n, "2 ranks", "12"):
         cut(n, ranks=2, accumulation=3, micro=2)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.refusals import refused
 
 from plait.config.batch import ResolvedBatch
 from plait.data import Loader
@@ -72,18 +73,18 @@ def test_a_picture_is_read_as_png_or_jpeg_whatever_it_holds(folder: Path) -> Non
     """Pillow would hand PostScript to Ghostscript, a program that runs what is in it."""
     postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
     (folder / "cat" / "1.png").write_bytes(postscript)
-    with pytest.raises(DataError, match=r"1\.png cannot be read as an image: cannot identify"):
+    with refused(DataError, folder / "cat" / "1.png", "cannot identify image file"):
         ImageFolder(folder, size=8, augment=False)[1]
 
 
 def test_a_broken_or_missing_picture_is_named(folder: Path, tmp_path: Path) -> None:
     (folder / "cat" / "1.png").write_bytes(b"no picture")
-    with pytest.raises(DataError, match=r"1\.png cannot be read"):
+    with refused(DataError, folder / "cat" / "1.png", "cannot identify image file"):
         ImageFolder(folder, size=8, augment=False)[1]
-    with pytest.raises(DataError, match="does not exist"):
+    with refused(DataError, tmp_path / "nowhere"):
         ImageFolder(tmp_path / "nowhere", size=8, augment=False)
     (tmp_path / "empty" / "class").mkdir(parents=True)
-    with pytest.raises(DataError, match="1 class folders and no image"):
+    with refused(DataError, tmp_path / "empty", "1", "class_name/*{.bmp"):
         ImageFolder(tmp_path / "empty", size=8, augment=False)
 
 
@@ -132,15 +133,15 @@ def test_augmented_cifar_changes_with_the_epoch_and_comes_back_with_it(tmp_path:
 
 
 def test_a_damaged_or_partial_cifar_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no CIFAR-10"):
+    with refused(DataError, tmp_path, "data_batch_1.bin", "cifar-10-batches-py"):
         Cifar10(tmp_path, split="train", augment=False)
     cifar(tmp_path, "bin")
     with (tmp_path / "test_batch.bin").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(DataError, match=r"test_batch\.bin: 12293 bytes, expected a multiple of 3073"):
+    with refused(DataError, tmp_path / "test_batch.bin", "12293", "3073"):
         Cifar10(tmp_path, split="test", augment=False)
     (tmp_path / "data_batch_3.bin").unlink()
-    with pytest.raises(DataError, match=r"data_batch_3\.bin missing"):
+    with refused(DataError, tmp_path, "data_batch_3.bin"):
         Cifar10(tmp_path, split="train", augment=False)
 
 
@@ -155,11 +156,11 @@ class Malicious:
 def test_a_pickle_cannot_run_code(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     (tmp_path / "test_batch").write_bytes(pickle.dumps({b"labels": Malicious(victim)}))
-    with pytest.raises(DataError, match="could run code"):
+    with refused(DataError, "pathlib.Path.touch"):
         Cifar10(tmp_path, split="test", augment=False)
     assert not victim.exists()
     (tmp_path / "test_batch").write_bytes(b"garbage")
-    with pytest.raises(DataError, match="test_batch is not a batch"):
+    with refused(DataError, tmp_path / "test_batch", "UnpicklingError"):
         Cifar10(tmp_path, split="test", augment=False)
 
 
@@ -170,7 +171,7 @@ def test_an_image_that_a_decoder_refuses_is_named(folder: Path, monkeypatch: pyt
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30)  # of its 81
     else:
         path.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(40) if content == "garbage" else path.read_bytes()[:60])
-    with pytest.raises(DataError, match=r"ant/x\.PNG cannot be read as an image"):
+    with refused(DataError, path):
         ImageFolder(folder, size=24, augment=False)[0]
 
 
@@ -183,5 +184,5 @@ def test_every_image_of_a_class_counts_and_a_class_without_one_is_named(folder: 
     found = ImageFolder(folder, size=8, augment=False)
     assert len(found) == before + 2
     (folder / "dog").mkdir()
-    with pytest.raises(DataError, match="the class dog has no image"):
+    with refused(DataError, folder, "dog"):
         ImageFolder(folder, size=8, augment=False)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refusals import refused
 
 from plait.config.data import JsonlData
 from plait.data import TokenFile, build_dataset, load_tokenizer
@@ -33,29 +34,29 @@ def test_texts_and_pairs_are_read_line_by_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "reason"),
+    ("bad", "names"),
     [
-        ("{", "not JSON"),
-        ("[1]", "expected an object, found a list"),
-        ('{"t": "\\ud83d"}', r"half of a character: \\ud83d"),
-        ('{"u": "x"}', "no key 't'; it has 'u'"),
-        ('{"t": 3}', "'t' is of type int"),
-        ('{"t": null}', "'t' is of type NoneType"),
-        ('{"t": "\udcb4\udcba"}', "not UTF-8 text: .*iconv -f GB18030"),  # two bytes of GBK
+        ("{", ["JSON"]),
+        ("[1]", ["list"]),
+        ('{"t": "\\ud83d"}', [r"\ud83d"]),
+        ('{"u": "x"}', ["'t'", "'u'"]),
+        ('{"t": 3}', ["'t'", "int"]),
+        ('{"t": null}', ["'t'", "NoneType"]),
+        ('{"t": "\udcb4\udcba"}', ["UTF-8", "iconv -f GB18030"]),  # two bytes of GBK
     ],
 )
-def test_a_bad_line_is_named_with_file_number_and_reason(tmp_path: Path, bad: str, reason: str) -> None:
+def test_a_bad_line_is_named_with_file_number_and_reason(tmp_path: Path, bad: str, names: list[str]) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"t": "fine"}\n\n' + bad + "\n", encoding="utf-8", errors="surrogateescape")
-    with pytest.raises(DataError, match=rf"a\.jsonl, line 3: .*{reason}"):
+    with refused(DataError, f"{path}, line 3", *names):
         list(JsonlSource(str(path), text_key="t").documents())
 
 
 @pytest.mark.parametrize("keys", [{}, {"prompt_key": "p"}, {"text_key": "t", "completion_key": "c"}])
 def test_keys_that_do_not_say_what_to_learn_are_refused(keys: dict[str, str]) -> None:
-    with pytest.raises(DataError, match="either text_key, or prompt_key and completion_key"):
+    with refused(DataError, "a.jsonl", "text_key", "prompt_key", "completion_key"):
         JsonlSource("a.jsonl", **keys)
-    with pytest.raises(ConfigError, match="either text_key, or prompt_key and completion_key"):
+    with refused(ConfigError, "text_key", "prompt_key", "completion_key"):
         JsonlData(path="a.jsonl", **keys)
 
 
@@ -75,10 +76,10 @@ def test_only_completions_are_learned(tmp_path: Path) -> None:
 def test_empty_completions_alone_are_refused(tmp_path: Path) -> None:
     keys = {"prompt_key": "p", "completion_key": "c", "vocab_size": 257, "cache": str(tmp_path / "cache")}
     empty = lines(tmp_path / "a.jsonl", {"p": "ask", "c": ""}, {"p": "and", "c": ""})
-    with pytest.raises(DataError, match="every completion is empty"):
+    with refused(DataError, empty, "completion"):
         prepare_corpus(JsonlData(path=empty, **keys))
     texts = lines(tmp_path / "texts.jsonl", {"t": ""}, {"t": ""})
-    with pytest.raises(DataError, match="every text is empty"):
+    with refused(DataError, texts, "text"):
         prepare_corpus(JsonlData(path=texts, text_key="t", vocab_size=257, cache=str(tmp_path / "cache")))
     prepare_corpus(JsonlData(path=lines(tmp_path / "b.jsonl", {"p": "ask", "c": ""}, {"p": "and", "c": "x"}), **keys))
 
@@ -125,7 +126,7 @@ def test_a_character_that_would_vanish_is_named(unknown: str | None, tmp_path: P
         path=path, text_key="t", tokenizer=str(tmp_path / "tokenizer.json"), cache=str(tmp_path / "cache"), seq_len=2
     )
     if unknown is None:
-        with pytest.raises(DataError, match=r"a\.jsonl, document 2: the tokenizer has no token for 'c'"):
+        with refused(DataError, f"{path}, document 2", "'c'"):
             prepare_corpus(config)
     else:
         assert TokenFile(prepare_corpus(config).tokens).document(1).tolist() == [1, 2, 3, 0]

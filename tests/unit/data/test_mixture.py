@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.refusals import refused
 
 from plait import Runner
 from plait.config import check, parse, parse_sections
@@ -86,7 +87,7 @@ def test_batches_do_not_depend_on_ranks_and_workers(workers: int) -> None:
 
 
 def test_a_stream_cannot_be_a_source() -> None:
-    with pytest.raises(DataError, match="cannot be a source of a mixture"):
+    with refused(DataError, "list_iterator", "mixture", "stream"):
         Mixture([[1, 2], iter([3])], seed=0)
 
 
@@ -124,19 +125,19 @@ def test_texts_of_a_mixture_share_the_tokenizer_of_the_first_and_so_does_validat
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
-        ({"weights": [1.0]}, r"data.weights: 1 numbers for 2 sources"),
-        ({"sources.1.seq_len": 32}, r"data.sources.1.seq_len: 32, but sequences of the first source have 16"),
-        ({"sources.1.workers": 2}, r"data.sources.1.workers: 2 has no effect"),
-        ({"sources.1.tokenizer": "other.json"}, r"data.sources.1.tokenizer: 'other.json', but the tokenizer"),
-        ({"sources.1.vocab_size": 300}, r"data.sources.1.vocab_size: 300 has no effect"),
+        ({"weights": [1.0]}, ["1", "2"]),
+        ({"sources.1.seq_len": 32}, ["32", "16"]),
+        ({"sources.1.workers": 2}, ["2"]),
+        ({"sources.1.tokenizer": "other.json"}, ["'other.json'"]),
+        ({"sources.1.vocab_size": 300}, ["300"]),
     ],
 )
-def test_sources_that_do_not_fit_together_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_sources_that_do_not_fit_together_are_named(tmp_path: Path, change: dict[str, Any], names: list[str]) -> None:
     section = described(tmp_path)
     overrides = [f"data.{key}={value}" for key, value in change.items()]
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, *names, key=f"data.{next(iter(change))}"):
         check(parse({"data": section}, overrides).config, has_val=False, require_length=False)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.refusals import refused
 from torch.utils.data import IterableDataset
 
 from plait.config.batch import ResolvedBatch
@@ -73,21 +74,21 @@ def test_a_stream_has_no_length_and_no_ids() -> None:
     (loader,) = loaders(Count(5))
     assert loader.steps_per_epoch is None
     assert loader.samples_per_epoch is None
-    with pytest.raises(DataError, match="no ids"):
+    with refused(DataError, "Count", "stream", "ids"):
         loader.sample_ids(0, 0)
 
 
 def test_an_iterator_can_be_read_once_only() -> None:
     (loader,) = loaders(iter([torch.ones(1)] * 3))
     assert [part.samples for step in loader.epoch(0) for part in step] == [2, 1]
-    with pytest.raises(DataError, match="only once"):
+    with refused(DataError, "list_iterator", "__iter__"):
         next(loader.epoch(1))
 
 
 def test_what_a_stream_cannot_do_is_refused() -> None:
-    with pytest.raises(DataError, match="shuffle is true"):
+    with refused(DataError, "shuffle", "Count", "false"):
         loaders(Count(5), shuffle=True)
-    with pytest.raises(DataError, match="workers is 3"):
+    with refused(DataError, "workers", "3", "Count"):
         loaders(Count(5), workers=3)
 
 

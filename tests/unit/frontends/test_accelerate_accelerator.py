@@ -80,39 +80,50 @@ def test_plugins_say_what_a_file_would() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "key", "names"),
     [
-        ({"mixed_precision": "fp8"}, "bf16"),
-        ({"mixed_precision": "b16"}, "bf16"),
-        ({"kwargs_handlers": [GradScalerKwargs(growth_factor=3.0)], "mixed_precision": "fp16"}, "growth_factor"),
-        ({"parallelism_config": ParallelismConfig(cp_size=2)}, "strategy.layout.cp"),
+        ({"mixed_precision": "fp8"}, "mixed_precision", ["'fp8'", "bf16"]),
+        ({"mixed_precision": "b16"}, "mixed_precision", ["'b16'", "`bf16`"]),
+        (
+            {"kwargs_handlers": [GradScalerKwargs(growth_factor=3.0)], "mixed_precision": "fp16"},
+            "GradScalerKwargs.growth_factor",
+            [3.0, 2.0],
+        ),
+        ({"parallelism_config": ParallelismConfig(cp_size=2)}, "strategy.layout.cp", ["plait train", "Runner"]),
         (
             {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(2)},
-            "num_steps",
+            "gradient_accumulation_steps",
+            ["gradient_accumulation_plugin", "num_steps"],
         ),
-        ({"log_with": "mlflow"}, "tensorboard"),
+        ({"log_with": "mlflow"}, "log_with", ["'mlflow'", "tensorboard"]),
         (
             {"gradient_accumulation_steps": 2, "deepspeed_plugin": DeepSpeedPlugin(gradient_accumulation_steps=4)},
-            "in one place",
+            "gradient_accumulation_steps",
+            [2, 4, "DeepSpeed"],
         ),
         (
             {"mixed_precision": "fp16", "deepspeed_plugin": DeepSpeedPlugin({"bf16": {"enabled": True}})},
-            "bf16 in another place",
+            "mixed_precision",
+            ["fp16", "bf16"],
         ),
         (
             {"mixed_precision": "bf16", "deepspeed_plugin": DeepSpeedPlugin({"bf16": {"enabled": False}})},
-            "bf16.enabled",
+            "mixed_precision",
+            ["bf16", "`bf16.enabled`", "'auto'"],
         ),
-        ({"mixed_precision": "bf16", "deepspeed_plugin": DeepSpeedPlugin({"bf16": {}})}, "bf16.enabled"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0"),
-        ({"gradient_accumulation_steps": -1}, "gradient_accumulation_steps: -1"),
-        ({"gradient_accumulation_steps": 2.5}, "gradient_accumulation_steps: 2.5"),
+        (
+            {"mixed_precision": "bf16", "deepspeed_plugin": DeepSpeedPlugin({"bf16": {}})},
+            "mixed_precision",
+            ["bf16", "`bf16.enabled`", "'auto'"],
+        ),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps", [0]),
+        ({"gradient_accumulation_steps": -1}, "gradient_accumulation_steps", [-1]),
+        ({"gradient_accumulation_steps": 2.5}, "gradient_accumulation_steps", [2.5]),
     ],
 )
-def test_what_it_cannot_do_is_an_error_with_a_remedy(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_what_it_cannot_do_is_an_error_with_a_remedy(options: dict[str, Any], key: str, names: list[object]) -> None:
+    with refused(ConfigError, *names, key=key):
         Accelerator(cpu=True, **options)
-    assert words in str(error.value)
 
 
 DESCRIBED = {
@@ -163,41 +174,41 @@ def test_a_deepspeed_configuration_makes_what_stands_ins_stand_for(tmp_path: Pat
 def test_an_optimizer_is_described_or_made_and_not_both() -> None:
     model, optimizer = small()
     accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(DESCRIBED))
-    with pytest.raises(ConfigError, match="DummyOptim of plait"):
+    with refused(ConfigError, "DummyOptim", "plait.frontends.accelerate.utils", key="deepspeed_config: optimizer"):
         accelerator.prepare(model, optimizer)
     made = accelerator.prepare(DummyOptim(model.parameters(), lr=0.5))
-    with pytest.raises(ConfigError, match="DummyScheduler of plait"):
+    with refused(ConfigError, "DummyScheduler", "plait.frontends.accelerate.utils", key="deepspeed_config: scheduler"):
         accelerator.prepare(StepLR(made.optimizer, 1))
     own = accelerator.prepare(DummyScheduler(made, lr_scheduler_callable=lambda one: StepLR(one, 1, 0.5)))
     assert isinstance(own.scheduler, StepLR)
     plain = Accelerator(cpu=True)
     model, optimizer = small()
-    with pytest.raises(ConfigError, match="a DummyOptim stands for it"):
+    with refused(ConfigError, "DummyOptim", "torch.optim", key="deepspeed_config: optimizer"):
         plain.prepare(model, DummyOptim(model.parameters()))
     prepared = plain.prepare(optimizer)
-    with pytest.raises(ConfigError, match="lr_scheduler_callable"):
+    with refused(ConfigError, "DummyScheduler", "lr_scheduler_callable", key="deepspeed_config: scheduler"):
         plain.prepare(DummyScheduler(prepared))
 
 
 def test_a_loop_that_would_train_nothing_is_told() -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer = small()
-    with pytest.raises(ModelError, match="belong to no model that was prepared"):
+    with refused(ModelError, "AdamW", "prepare"):
         accelerator.prepare(optimizer)
     prepared, optimizer = accelerator.prepare(model, optimizer)
-    with pytest.raises(TrainingError, match="no prepared model has been called"):
+    with refused(TrainingError, "backward", "prepare"):
         accelerator.backward(model(torch.ones(1, 3)).sum())
-    with pytest.raises(ModelError, match="second optimizer"):
+    with refused(ModelError, "SGD", "AdamW"):
         accelerator.prepare(torch.optim.SGD(prepared.parameters(), lr=1.0))
     loss = prepared(torch.ones(2, 3))
-    with pytest.raises(TrainingError, match="take its mean"):
+    with refused(TrainingError, "backward", "(2, 1)"):
         accelerator.backward(loss)
     accelerator.backward(loss.mean())
-    with pytest.raises(TrainingError, match="some are missing"):
+    with refused(TrainingError, "model.parameters()"):
         accelerator.clip_grad_norm_(prepared.module[0].parameters(), 1.0)
-    with pytest.raises(TrainingError, match="2-norm"):
+    with refused(TrainingError, "clip_grad_norm_", "norm_type=1"):
         accelerator.clip_grad_norm_(prepared.parameters(), 1.0, norm_type=1)
-    with pytest.raises(CheckpointError, match="between backward and step"):
+    with refused(CheckpointError, "save_state", "backward", "step"):
         accelerator.save_state("unused")
 
 
@@ -289,7 +300,7 @@ def test_numbers_without_a_step_are_counted_and_wandb_is_told_what_the_script_sa
     assert (told["name"], told["project"], told["config"]) == ("first", "trial", {"lr": "0.1"})
     assert told["steps"] == [0, 1, 9, 10]
     other = Accelerator(cpu=True, log_with="csv", project_dir=tmp_path)
-    with pytest.raises(ConfigError, match="init_kwargs: csv"):
+    with refused(ConfigError, "csv", "wandb", key="init_kwargs"):
         other.init_trackers("trial", init_kwargs={"csv": {"flush_secs": 1}, "wandb": {"name": "unused"}})
 
 
@@ -360,7 +371,7 @@ def test_what_accelerate_launch_says_is_heeded_or_refused(monkeypatch: pytest.Mo
     assert Accelerator(gradient_accumulation_steps=2).gradient_accumulation_steps == 2
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
-    with pytest.raises(ConfigError, match=r"asks for FSDP and torch.compile .*\n.*config_file"):
+    with refused(ConfigError, "FSDP", "torch.compile", "config_file", key="accelerate launch"):
         Accelerator()
     assert Accelerator(sections={"strategy": "zero2"}).config.strategy.stage == 2
 
@@ -399,7 +410,7 @@ def test_a_loop_starts_again_with_smaller_batches_where_memory_is_short() -> Non
     assert sizes == tried
     with pytest.raises(RuntimeError, match="another matter"):
         train(16)
-    with pytest.raises(TrainingError, match="not even 1"):
+    with refused(TrainingError, "starting_batch_size=16"):
         train(0)
 
 
@@ -416,7 +427,7 @@ def test_states_travel_without_pickle() -> None:
     assert back["b"] == state["b"]
     assert np.array_equal(back[3]["x"], state[3]["x"])
     assert (back["n"], back["t"]) == (None, True)
-    with pytest.raises(CheckpointError, match=r"state\.f is a function"):
+    with refused(CheckpointError, "state.f", "function"):
         pack({"f": pack}, {}, "state")
 
 
@@ -426,9 +437,9 @@ def test_gradients_are_clipped_to_something_above_zero(limit: float) -> None:
     net = torch.nn.Linear(2, 1)
     model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     accelerator.backward(model(torch.ones(1, 2)).sum())
-    with pytest.raises(TrainingError, match="max_norm"):
+    with refused(TrainingError, f"max_norm={limit}"):
         accelerator.clip_grad_norm_(model.parameters(), limit)
-    with pytest.raises(TrainingError, match="clip_value"):
+    with refused(TrainingError, f"clip_value={limit}"):
         accelerator.clip_grad_value_(model.parameters(), limit)
 
 

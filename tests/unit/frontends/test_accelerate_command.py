@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.refusals import refused
 
 from plait.cli.train import train
 from plait.errors import ConfigError
@@ -53,13 +54,13 @@ def test_train_is_spread_as_the_file_says(files: tuple[str, str], capsys: pytest
 
 def test_settings_that_disagree_with_the_file_are_an_error_that_names_both(files: tuple[str, str]) -> None:
     Path(files[0]).write_text(f"{RUN}\nstrategy: zero1\n")
-    with pytest.raises(ConfigError, match=r"SHARD_GRAD_OP is stage 2, but `strategy\.zero` is 1"):
+    with refused(ConfigError, "SHARD_GRAD_OP", "strategy.zero: 2", key="strategy.sharding"):
         train(files[0], [], nproc=None, dry_run=True, accelerate_config=files[1])
 
 
 def test_what_is_refused_starts_nothing(files: tuple[str, str]) -> None:
     Path(files[1]).write_text("distributed_type: MULTI_GPU\nmixed_precision: fp8\n")
-    with pytest.raises(ConfigError, match="mixed_precision"):
+    with refused(ConfigError, "'fp8'", key="mixed_precision"):
         train(files[0], [], nproc=None, dry_run=True, accelerate_config=files[1])
 
 
@@ -77,9 +78,8 @@ def test_what_is_refused_starts_nothing(files: tuple[str, str]) -> None:
 def test_machines_that_could_not_meet_are_refused(files: tuple[str, str], given: dict[str, Any], key: str) -> None:
     several = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "10.0.0.1", "num_processes": 2}
     Path(files[1]).write_text(yaml.safe_dump({"distributed_type": "MULTI_CPU", **several, **given}))
-    with pytest.raises(ConfigError) as error:
+    with refused(ConfigError, key=key):
         train(files[0], [], nproc=None, dry_run=True, accelerate_config=files[1])
-    assert key in [problem.path for problem in error.value.problems]
 
 
 def test_two_machines_make_one_run(files: tuple[str, str], tmp_path: Path) -> None:
@@ -103,8 +103,8 @@ def test_two_machines_make_one_run(files: tuple[str, str], tmp_path: Path) -> No
         "events-rank0.jsonl",
         "events-rank1.jsonl",
     ]
-    assert "Run ended" in said[0][0]
-    assert "Run ended" not in said[1][0]
+    assert "finished" in said[0][0]
+    assert "finished" not in said[1][0]
 
 
 def test_the_example_runs_and_goes_on_alone(files: tuple[str, str], tmp_path: Path) -> None:
@@ -113,8 +113,9 @@ def test_the_example_runs_and_goes_on_alone(files: tuple[str, str], tmp_path: Pa
     short = ["--samples", "100", "--epochs"]
     first = [*two_ranks, script, *short, "1", "--config_file", files[1], "--save", "states"]
     said = "".join(_run(words, tmp_path) for words in (first, [script, *short, "2", "--load", "states"]))
-    assert [line.split(":")[0] for line in said.splitlines() if line.startswith("epoch")] == ["epoch 0", "epoch 1"]
-    assert said.count("of 201 right") == 2
+    epochs = [line for line in said.splitlines() if line.startswith("epoch")]
+    assert [line.split(":")[0] for line in epochs] == ["epoch 0", "epoch 1"]
+    assert all("201" in line for line in epochs)
 
 
 def _run(words: list[str], folder: Path) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.refusals import refused
+from tests.refusals import missing, refused
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -102,22 +102,22 @@ def test_the_command_line_names_it_in_any_order(words: str, tmp_path: Path, monk
 
 
 def test_none_or_two_different_configurations_are_refused() -> None:
-    with pytest.raises(ConfigError, match="there is no DeepSpeed configuration"):
+    with refused(ConfigError, "--deepspeed_config", key="config"):
         begin(config=None)
-    with pytest.raises(ConfigError, match="given 2 times"):
+    with refused(ConfigError, "args.deepspeed_config", 2, key="config"):
         begin(args=argparse.Namespace(deepspeed_config="ds.json"))
 
 
 def test_a_refused_key_is_named_before_anything_is_built() -> None:
-    with pytest.raises(ConfigError, match="OneBitAdam"):
+    with refused(ConfigError, "'OneBitAdam'", key="optimizer.type"):
         begin(config={**CONFIG, "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-2}}})
 
 
 def test_what_became_of_the_keys_is_told_in_brief(capsys: pytest.CaptureFixture[str]) -> None:
     begin(config={**CONFIG, "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8}})
     told = capsys.readouterr().out
-    assert "on the native engine: ZeRO stage 1, fp32, 1 rank on cpu, 8 samples a step" in told
-    assert "without meaning here: zero_optimization.reduce_bucket_size" in told
+    assert not missing(next(line for line in told.splitlines() if "ZeRO" in line), "stage 1", "fp32", "cpu", 8)
+    assert "zero_optimization.reduce_bucket_size" in told
     assert len(told.splitlines()) < 8
 
 
@@ -167,7 +167,7 @@ def test_a_model_without_an_optimizer_answers_and_does_not_train() -> None:
     engine, optimizer, *_ = deepspeed.initialize(model=net(), config={"train_batch_size": 4})
     assert optimizer is None
     loss = engine(*batch(0))
-    with pytest.raises(TrainingError, match="needs an optimizer"):
+    with refused(TrainingError, "engine.backward()", "initialize", "`optimizer`"):
         engine.backward(loss)
 
 
@@ -199,7 +199,7 @@ def test_the_engine_tells_what_it_is() -> None:
     assert (engine.world_size, engine.global_rank, engine.local_rank) == (1, 0, 0)
     assert engine.answer == 42  # the model's own
     assert engine.get_global_grad_norm() is None
-    with pytest.raises(AttributeError, match="neither"):
+    with refused(AttributeError, "DeepSpeedEngine", "'nothing_of_the_kind'"):
         engine.nothing_of_the_kind  # noqa: B018
 
 
@@ -213,7 +213,7 @@ def test_the_size_of_a_step_can_be_changed_between_steps() -> None:
     engine.set_train_batch_size(12)
     losses(engine, 3)
     assert engine.global_steps == 4
-    with pytest.raises(ConfigError, match="no multiple"):
+    with refused(ConfigError, 6, 4, key="train_batch_size"):
         engine.set_train_batch_size(6)
 
 
@@ -221,12 +221,12 @@ def test_gradients_are_not_dropped_in_the_middle_of_a_step() -> None:
     engine = begin()
     engine.zero_grad()
     engine.backward(engine(*batch(0)))
-    with pytest.raises(TrainingError, match="1 micro-batches"):
+    with refused(TrainingError, "engine.zero_grad()", 1, "engine.step()"):
         engine.zero_grad()
 
 
 def test_a_model_is_compiled_by_the_configuration_or_not_at_all() -> None:
-    with pytest.raises(TrainingError, match="deepcompile"):
+    with refused(TrainingError, "engine.compile()", "deepcompile"):
         begin().compile()
     engine = begin(config={**CONFIG, "compile": {"deepcompile": True}})
     engine.compile()
@@ -275,27 +275,31 @@ def test_evaluation_leaves_the_mode_as_it_was() -> None:
 
 
 def test_names_that_are_not_offered_say_so() -> None:
-    with pytest.raises(AttributeError, match=r"tp_model_init is not offered.*autotp_size"):
+    with refused(AttributeError, "deepspeed.tp_model_init", "autotp_size"):
         deepspeed.tp_model_init  # noqa: B018
     assert not hasattr(deepspeed, "DeepSpeedTransformerLayer")
-    with pytest.raises(AttributeError, match=r"deepspeed\.comm\.log_summary"):
+    with refused(AttributeError, "deepspeed.comm.log_summary", "docs/deepspeed-api.md"):
         deepspeed.comm.log_summary  # noqa: B018
-    with pytest.raises(ModelError, match=r"strategy\.layout\.ep"):
+    with refused(ModelError, "deepspeed.moe.layer.MoE", "strategy.layout.ep"):
         deepspeed.moe.layer.MoE(8, nn.Linear(8, 8))
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "names"),
     [
-        ("import plait.frontends.deepspeed.compression.compress", r"^deepspeed\.compression is not.*no compression"),
-        ("from plait.frontends.deepspeed.profiling.flops_profiler import x", "`plait profile`"),
-        ("from plait.frontends.deepspeed import tp_model_init", "autotp_size"),
-        ("from plait.frontends.deepspeed.ops import sparse_attention", r"ops\.sparse_attention is.*deepspeed-api\.md"),
+        ("import plait.frontends.deepspeed.compression.compress", ["deepspeed.compression"]),
+        ("from plait.frontends.deepspeed.profiling.flops_profiler import x", ["deepspeed.profiling", "plait profile"]),
+        ("from plait.frontends.deepspeed import tp_model_init", ["deepspeed.tp_model_init", "autotp_size"]),
+        (
+            "from plait.frontends.deepspeed.ops import sparse_attention",
+            ["deepspeed.ops.sparse_attention", "docs/deepspeed-api.md"],
+        ),
     ],
 )
-def test_an_import_of_what_is_not_offered_says_so(line: str, words: str) -> None:
-    with pytest.raises(ModuleNotFoundError, match=words):
+def test_an_import_of_what_is_not_offered_says_so(line: str, names: list[str]) -> None:
+    with refused(ModuleNotFoundError, *names) as caught:
         exec(line)
+    assert "plait.frontends" not in str(caught.value)
 
 
 def test_other_imports_have_pythons_own_words() -> None:
@@ -330,7 +334,7 @@ def test_its_optimizers_are_taken_as_objects(make: Any, capsys: pytest.CaptureFi
         found.append(float(loss.detach()))
     assert found[-1] < found[0]
     assert isinstance(engine.optimizer, make)
-    assert "optimizer → the script's own is used" in capsys.readouterr().out
+    assert any(line.split()[1:2] == ["optimizer"] for line in capsys.readouterr().out.splitlines())
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -353,7 +357,7 @@ def test_its_adam_is_torchs_adamw_or_adam(decoupled: bool) -> None:
 
 
 def test_options_that_its_optimizers_lack_are_named() -> None:
-    with pytest.raises(ConfigError, match="bias_correction"):
+    with refused(ConfigError, "false", key="bias_correction"):
         FusedAdam(net().parameters(), bias_correction=False)
 
 
@@ -374,7 +378,7 @@ def test_a_model_is_built_in_host_memory() -> None:
         assert nn.Linear(2, 2).weight.device.type == "cpu"
     with torch.device("meta"), deepspeed.zero.Init(enabled=False):
         assert nn.Linear(2, 2).weight.device.type == "meta"
-    with pytest.raises(ConfigError, match="remote_device"):
+    with refused(ConfigError, "remote_device", "'nvme'"):
         deepspeed.zero.Init(remote_device="nvme")
 
 
@@ -393,10 +397,10 @@ def test_inference_answers_in_a_smaller_format(capsys: pytest.CaptureFixture[str
     engine = deepspeed.init_inference(model, dtype=torch.bfloat16, replace_with_kernel_inject=True)
     assert engine(x).dtype == torch.bfloat16
     assert torch.allclose(engine(x).float(), expected, atol=0.05)
-    assert "replace_with_kernel_inject=…) has no meaning here" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="int8"):
+    assert "replace_with_kernel_inject" in capsys.readouterr().out
+    with refused(ConfigError, "dtype", "torch.int8", "torch.bfloat16"):
         deepspeed.init_inference(model, dtype=torch.int8)
-    with pytest.raises(ConfigError, match="quant"):
+    with refused(ConfigError, "quant", "{'enabled': True}"):
         deepspeed.init_inference(model, dtype="fp32", quant={"enabled": True})
 
 
@@ -406,12 +410,12 @@ def test_the_device_is_asked_in_deepspeeds_words() -> None:
     assert device.available_memory() <= device.total_memory()
     assert torch.float32 in device.supported_dtypes()
     device.synchronize()
-    with pytest.raises(AttributeError, match="is not offered"):
+    with refused(AttributeError, "deepspeed.accelerator.Stream", "docs/deepspeed-api.md"):
         device.Stream  # noqa: B018
 
 
 def test_joining_alone_gives_a_group_of_one() -> None:
-    with pytest.raises(WorldError, match="dist_init_required"):
+    with refused(WorldError, "dist_init_required=False", "torch.distributed.init_process_group"):
         deepspeed.init_distributed(dist_init_required=False)
     deepspeed.init_distributed()
     assert (deepspeed.comm.get_rank(), deepspeed.comm.get_world_size(), deepspeed.comm.get_local_rank()) == (0, 1, 0)
@@ -423,9 +427,9 @@ def test_joining_alone_gives_a_group_of_one() -> None:
 
 def test_a_tied_layer_stands_first_and_once_more() -> None:
     tied = [deepspeed.TiedLayerSpec("a", nn.Linear, 2, 2) for _ in range(3)]
-    with pytest.raises(ModelError, match="0, 1, 2 are tied"):
+    with refused(ModelError, "0, 1, 2"):
         deepspeed.PipelineModule(tied, num_stages=1)
-    with pytest.raises(ConfigError, match="partition_method"):
+    with refused(ConfigError, "'profile'", "'uniform'", key="partition_method"):
         deepspeed.PipelineModule([nn.Linear(2, 2), nn.Linear(2, 2)], num_stages=2, partition_method="profile")
 
 
@@ -435,7 +439,7 @@ def test_an_optimizer_of_another_kind_does_not_take_a_checkpoint(tmp_path: Path)
     engine.save_checkpoint(tmp_path)
     model = net()
     other = begin(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(CheckpointError, match="AdamW, and this run uses SGD"):
+    with refused(CheckpointError, "AdamW", "SGD", "load_optimizer_states=False"):
         other.load_checkpoint(tmp_path)
     other.load_checkpoint(tmp_path, load_optimizer_states=False)
     assert torch.equal(other.module.up.weight, engine.module.up.weight)

@@ -132,12 +132,21 @@ def nested(path: str, value: Any) -> dict[str, Any]:
     return value
 
 
+def unknown(section: str) -> set[str]:
+    """What is said of a key of this section that nobody has."""
+    try:
+        translate(nested(f"{section}.nobody_has_this" if section else "nobody_has_this", 1))
+    except ConfigError as error:
+        return {problem.message for problem in error.problems}
+    return set()
+
+
 def answered(path: str, value: Any) -> bool:
     """Whether the key, or the section that it is in, stands in the account; or an error names it."""
     try:
         entries = {entry.key for entry in translate(nested(path, value)).account.entries}
     except ConfigError as error:
-        if any("no such key" in problem.message for problem in error.problems):
+        if {problem.message for problem in error.problems} & unknown(path.rpartition(".")[0]):
             return False
         entries = {problem.path for problem in error.problems}
     return any(path == each or path.startswith(f"{each}.") for each in entries)

@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from tests.refusals import refused
 from torch import nn
 
 import plait.frontends.deepspeed as deepspeed
@@ -52,7 +53,7 @@ def test_leaf_modules_are_found_by_class_and_by_name() -> None:
     assert len(utils.get_z3_leaf_modules(model)) == 3
     assert utils.unset_z3_leaf_modules(model, [nn.Linear]) == [model[0], model[1][0]]
     assert utils.get_z3_leaf_modules(model) == [model[1][1]]
-    with pytest.raises(ValueError, match="no module of NoSuch"):
+    with refused(ValueError, "NoSuch"):
         utils.set_z3_leaf_modules(model, ["NoSuch"])
     assert utils.set_z3_leaf_modules(model, ["NoSuch"], raise_if_not_found=False) == []
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.refusals import refused
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import (
@@ -64,28 +65,36 @@ def test_parameters_get_their_own_rate_and_decay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cfg", "said"),
+    ("cfg", "key", "names"),
     [
-        ({"paramwise_cfg": {"bias_lr_multi": 1}}, "Did you mean `bias_lr_mult`"),
-        ({"clip_grad": {"max_nrom": 1.0}}, "has no `max_norm`"),
-        ({"clip_grad": {"max_norm": 1.0, "norm_type": 1}}, "2-norm"),
-        ({"accumulative_counts": 0}, "no number of batches"),
-        ({"accumulative_counts": True}, "True is no number of batches"),
-        ({"accumulative_counts": 2.5}, "2.5 is no number of batches"),
-        ({"clip_grad": {"max_norm": 0}}, "max_norm: 0"),
-        ({"clip_grad": {"max_norm": -1.0}}, "max_norm: -1.0"),
-        ({"clip_grad": {"max_norm": float("nan")}}, "max_norm: nan"),
-        ({"clip_grad": {"max_norm": True}}, "max_norm: True"),
-        ({"accumulative_count": 2}, "Did you mean `accumulative_counts`"),
-        ({"type": "ApexOptimWrapper"}, "AmpOptimWrapper"),
-        ({"type": "AmpOptimWrapper", "dtype": "float64"}, "no format of mixed precision"),
-        ({"type": "AmpOptimWrapper", "loss_scale": {"init_scale": 100.0}}, "no power of two"),
-        ({"optimizer": {"type": "AdmaW"}}, "Did you mean `AdamW`"),
-        ({"optimizer": {"type": "HybridAdam", "nvme_offload_fraction": 0.5}}, "has no such option"),
+        ({"paramwise_cfg": {"bias_lr_multi": 1}}, "optim_wrapper.paramwise_cfg.bias_lr_multi", ["`bias_lr_mult`"]),
+        ({"clip_grad": {"max_nrom": 1.0}}, "optim_wrapper.clip_grad", ["max_nrom", "`max_norm`"]),
+        ({"clip_grad": {"max_norm": 1.0, "norm_type": 1}}, "optim_wrapper.clip_grad.norm_type", [1, 2]),
+        ({"accumulative_counts": 0}, "optim_wrapper.accumulative_counts", [0]),
+        ({"accumulative_counts": True}, "optim_wrapper.accumulative_counts", [True]),
+        ({"accumulative_counts": 2.5}, "optim_wrapper.accumulative_counts", [2.5]),
+        ({"clip_grad": {"max_norm": 0}}, "optim_wrapper.clip_grad.max_norm", [0]),
+        ({"clip_grad": {"max_norm": -1.0}}, "optim_wrapper.clip_grad.max_norm", [-1.0]),
+        ({"clip_grad": {"max_norm": float("nan")}}, "optim_wrapper.clip_grad.max_norm", ["nan"]),
+        ({"clip_grad": {"max_norm": True}}, "optim_wrapper.clip_grad.max_norm", [True]),
+        ({"accumulative_count": 2}, "optim_wrapper.OptimWrapper.accumulative_count", ["`accumulative_counts`"]),
+        ({"type": "ApexOptimWrapper"}, "optim_wrapper.type", ["ApexOptimWrapper", "AmpOptimWrapper"]),
+        ({"type": "AmpOptimWrapper", "dtype": "float64"}, "optim_wrapper.dtype", ["'float64'", "'float16'"]),
+        (
+            {"type": "AmpOptimWrapper", "loss_scale": {"init_scale": 100.0}},
+            "optim_wrapper.loss_scale.init_scale",
+            [100.0],
+        ),
+        ({"optimizer": {"type": "AdmaW"}}, "optimizer.type", ["'AdmaW'", "`AdamW`"]),
+        (
+            {"optimizer": {"type": "HybridAdam", "nvme_offload_fraction": 0.5}},
+            "optimizer.nvme_offload_fraction",
+            ["Adam"],
+        ),
     ],
 )
-def test_what_is_wrong_with_a_wrapper_is_said(cfg: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_is_wrong_with_a_wrapper_is_said(cfg: dict[str, Any], key: str, names: list[object]) -> None:
+    with refused(ConfigError, *names, key=key):
         build_optim_wrapper({"optimizer": {"type": "SGD", "lr": 0.1}, **cfg}, Net())
 
 
@@ -130,9 +139,11 @@ def test_fsdps_words_become_keys_of_the_strategy() -> None:
     assert (found.strategy.stage, found.strategy.forward_prefetch) == (2, 1)
     assert (found.precision.compute, found.precision.reduce) == ("bf16", "fp32")
     assert described(fsdp(cpu_offload=CPUOffload(offload_params=True))).strategy.offload.params == "cpu"
-    with pytest.raises(ConfigError, match="found by size or by class"):
+    with refused(
+        ConfigError, "always_wrap_policy", "transformer_auto_wrap_policy", key="strategy.model_wrapper.auto_wrap_policy"
+    ):
         described(fsdp(auto_wrap_policy=always_wrap_policy))
-    with pytest.raises(ConfigError, match="Did you mean `auto_wrap_policy`"):
+    with refused(ConfigError, "`auto_wrap_policy`", key="strategy.model_wrapper.auto_wrap_polic"):
         described(fsdp(auto_wrap_polic=None))
 
 
@@ -144,9 +155,9 @@ def test_colossalais_plugins_are_stages_in_fp16() -> None:
     options = {"type": "LowLevelZeroPlugin", "stage": 2, "max_norm": 1.5, "initial_scale": 256, "cpu_offload": True}
     full = described({"type": "ColossalAIStrategy", "plugin": options})
     assert (full.strategy.stage, full.train.clip_norm, full.precision.scaler.initial_power) == (2, 1.5, 8)
-    with pytest.raises(ConfigError, match="stage 3 is 'gemini'"):
+    with refused(ConfigError, 3, "'gemini'", key="strategy.plugin.stage"):
         described({"type": "ColossalAIStrategy", "plugin": {"type": "LowLevelZeroPlugin", "stage": 3}})
-    with pytest.raises(ConfigError, match="gemini"):
+    with refused(ConfigError, "'hybrid'", "gemini", key="strategy.plugin"):
         described({"type": "ColossalAIStrategy", "plugin": "hybrid"})
 
 
@@ -154,11 +165,13 @@ def test_deepspeeds_keys_go_through_its_own_front_end() -> None:
     keys = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "gradient_accumulation_steps": 4}
     found = described({"type": "DeepSpeedStrategy", "config": keys, "gradient_clipping": 0.5})
     assert (found.strategy.stage, found.precision.compute, found.train.clip_norm) == (2, "bf16", 0.5)
-    with pytest.raises(ConfigError, match="does not go with DeepSpeedStrategy"):
+    with refused(
+        ConfigError, "AmpOptimWrapper", "DeepSpeedStrategy", "DeepSpeedOptimWrapper", key="optim_wrapper.type"
+    ):
         described({"type": "DeepSpeedStrategy"}, {"type": "AmpOptimWrapper"})
-    with pytest.raises(ConfigError, match="that of `optim_wrapper`"):
+    with refused(ConfigError, "`optim_wrapper`", key="strategy.optimizer"):
         described({"type": "DeepSpeedStrategy", "config": {"optimizer": {"type": "Adam"}}})
-    with pytest.raises(ConfigError, match="Did you mean `zero_optimization`"):
+    with refused(ConfigError, "`zero_optimization`", key="strategy.DeepSpeedStrategy.zero_optimisation"):
         described({"type": "DeepSpeedStrategy", "zero_optimisation": {}})
 
 
@@ -170,7 +183,7 @@ def test_mixed_precision_and_clipping_come_from_the_wrapper() -> None:
     assert described({"type": "DDPStrategy"}, value).train.clip_value == 0.1
     default = described({"type": "DDPStrategy"}, {"type": "AmpOptimWrapper"})
     assert default.precision.compute == "bf16"  # what torch.autocast takes on CPU
-    with pytest.raises(ConfigError, match="the strategy computes in fp16"):
+    with refused(ConfigError, "bf16", "fp16", key="optim_wrapper.dtype"):
         described(fsdp(mixed_precision={"param_dtype": "float16"}), {"type": "AmpOptimWrapper", "dtype": "bfloat16"})
 
 
@@ -178,7 +191,7 @@ def test_compile_takes_what_torch_takes() -> None:
     found = described({"type": "DDPStrategy"}, compile={"backend": "inductor", "mode": "max-autotune"}).strategy
     assert (found.compile.enabled, found.compile.backend, found.compile.mode) == (True, "inductor", "max-autotune")
     assert described({"type": "DDPStrategy"}, compile=True).strategy.compile.enabled
-    with pytest.raises(ConfigError, match="`forward` is compiled"):
+    with refused(ConfigError, "'train_step'", "`forward`", key="compile.target"):
         described({"type": "DDPStrategy"}, compile={"target": "train_step"})
 
 
@@ -194,7 +207,7 @@ def test_the_environment_is_read_and_every_key_answered() -> None:
     assert sheet.sections == {"backend": "gloo", "timeout_s": 120.0}
     assert len(sheet.account.entries) == 6
     assert not list(sheet.account.of(Answer.REFUSED))
-    with pytest.raises(ConfigError, match="Did you mean `dist_cfg`"):
+    with refused(ConfigError, "`dist_cfg`", key="env_cfg.dist_cgf"):
         read_environment({"dist_cgf": {}}, Sheet())
 
 
@@ -202,9 +215,9 @@ def test_the_launcher_must_fit_how_the_process_was_started() -> None:
     alone, many = Ranks(0, 1, 0, 1, "none"), Ranks(0, 2, 0, 2, "torchrun")
     for launcher, ranks in (("none", alone), (None, many), ("pytorch", many), ("slurm", Ranks(0, 2, 0, 2, "slurm"))):
         check_launcher(launcher, ranks)
-    with pytest.raises(WorldError, match="--launcher pytorch"):
+    with refused(WorldError, "launcher='none'", "torchrun", 2, "--launcher pytorch"):
         check_launcher("none", many)
-    with pytest.raises(WorldError, match="srun"):
+    with refused(WorldError, "launcher='slurm'", "srun"):
         check_launcher("slurm", alone)
-    with pytest.raises(ConfigError, match="Did you mean `pytorch`"):
+    with refused(ConfigError, "'pytroch'", "`pytorch`", key="launcher"):
         check_launcher("pytroch", alone)

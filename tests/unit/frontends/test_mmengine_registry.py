@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.refusals import refused
 from torch import nn
 
 from plait.errors import ConfigError
@@ -40,24 +41,26 @@ def test_the_decorator_goes_with_and_without_parentheses() -> None:
         pass
 
     assert list(registry) == ["One", "Two"]
-    with pytest.raises(ConfigError, match="registered already"):
+    with refused(ConfigError, "'One'", "force=True", key="model"):
         registry.register_module(name="One", module=Two)
     registry.register_module(name="One", force=True, module=Two)
     assert registry.get("One") is Two
 
 
 @pytest.mark.parametrize(
-    ("description", "said"),
+    ("description", "key", "names"),
     [
-        ({"type": "Blok", "width": 1}, "Did you mean `Block`"),
-        ({"type": "Block", "widht": 1}, "Did you mean `width`"),
-        ({"width": 1}, "has no `type`"),
+        ({"type": "Blok", "width": 1}, "model.type", ["'Blok'", "`Block`"]),
+        ({"type": "Block", "widht": 1}, "model.Block.widht", ["`width`"]),
+        ({"width": 1}, "model", ["{'width': 1}", "`type`"]),
     ],
 )
-def test_what_is_misspelt_is_an_error_with_a_suggestion(description: dict[str, Any], said: str) -> None:
+def test_what_is_misspelt_is_an_error_with_a_suggestion(
+    description: dict[str, Any], key: str, names: list[str]
+) -> None:
     registry = Registry("model")
     registry.register_module(module=Block)
-    with pytest.raises(ConfigError, match=said):
+    with refused(ConfigError, *names, key=key):
         registry.build(description)
 
 

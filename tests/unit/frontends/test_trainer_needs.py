@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 
 import pytest
+from tests.refusals import missing
 
 WITHOUT = """
 import sys
@@ -21,4 +21,4 @@ def test_a_missing_package_is_told_with_its_extra(package: str) -> None:
     command = [sys.executable, "-c", WITHOUT.format(package=package)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     told = done.stderr.splitlines()[-1]
-    assert re.search(rf"MissingExtraError: PlaitTrainer needs .*{package}.*pip install 'plait\[trainer\]'", told)
+    assert not missing(told, "MissingExtraError", "PlaitTrainer", package, "plait[trainer]")

@@ -79,15 +79,15 @@ def test_it_goes_on_as_the_trainer_itself_would(began: Any, tmp_path: Path, opti
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
-        ({"optim": "sgd"}, "another optimizer than SGD: its groups have"),
-        ({"frozen": True}, r"has groups of \[\d+, \d+\] parameters, and this one of"),
-        ({"missing": True}, "neither the folder `plait` nor optimizer.pt"),
+        ({"optim": "sgd"}, ["SGD", "amsgrad", "`optim`"]),
+        ({"frozen": True}, ["[6, 10]", "[5, 10]"]),
+        ({"missing": True}, ["optimizer.pt", "resume_from_checkpoint"]),
     ],
     ids=["optimizer", "parameters", "weights alone"],
 )
-def test_what_does_not_fit_is_said(began: Any, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_is_said(began: Any, tmp_path: Path, change: dict[str, Any], names: list[str]) -> None:
     from plait.frontends.transformers import PlaitTrainer
 
     checkpoint, data = began
@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_said(began: Any, tmp_path: Path, change: dict[str,
         checkpoint = Path(shutil.copytree(checkpoint, tmp_path / "weights"))
         (checkpoint / "optimizer.pt").unlink()
     trainer = PlaitTrainer(net, arguments(tmp_path, **change), train_dataset=data)
-    with pytest.raises(CheckpointError, match=message):
+    with refused(CheckpointError, checkpoint, *names):
         trainer.train(resume_from_checkpoint=str(checkpoint))
 
 
@@ -110,7 +110,7 @@ def test_a_state_of_another_shape_is_said_with_its_name(began: Any, tmp_path: Pa
     state["state"][0]["exp_avg"] = torch.zeros(3)
     torch.save(state, checkpoint / "optimizer.pt")
     trainer = PlaitTrainer(model(), arguments(tmp_path), train_dataset=began[1])
-    with pytest.raises(CheckpointError, match=r"is not of this model: \S+exp_avg is \(3,\), and the parameter"):
+    with refused(CheckpointError, checkpoint, ".exp_avg", "(3,)"):
         trainer.train(resume_from_checkpoint=str(checkpoint))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.refusals import refused
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -216,24 +217,24 @@ def test_draws_follow_the_distribution_that_was_asked_for() -> None:
         torch.testing.assert_close(logprob, logits.log_softmax(-1)[token])
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"prompts": [[1], []]}, "prompt 1 is empty"),
-    ({"prompts": [[1, 999]]}, "token 999"),
-    ({"prompts": [[1] * 64]}, "64 tokens"),
-    ({"temperature": -1.0}, "temperature=-1.0"),
-    ({"temperature": float("nan")}, "temperature=nan"),
-    ({"top_p": 0.0}, "top_p=0.0"),
-    ({"top_k": 0}, "top_k=0"),
-    ({"max_new_tokens": 0}, "max_new_tokens=0"),
-    ({"stop": [""]}, "stop="),
-    ({"stop": ["end"]}, "nothing here turns tokens into text"),
-    ({"keys": [1, 2]}, "2 keys"),
+WRONG: list[tuple[dict[str, Any], list[str]]] = [
+    ({"prompts": [[1], []]}, ["prompt 1"]),
+    ({"prompts": [[1, 999]]}, ["prompt 0", "999", "255"]),
+    ({"prompts": [[1] * 64]}, ["prompt 0", "64"]),
+    ({"temperature": -1.0}, ["temperature=-1.0"]),
+    ({"temperature": float("nan")}, ["temperature=nan"]),
+    ({"top_p": 0.0}, ["top_p=0.0"]),
+    ({"top_k": 0}, ["top_k=0"]),
+    ({"max_new_tokens": 0}, ["max_new_tokens=0"]),
+    ({"stop": [""]}, ["stop=('',)"]),
+    ({"stop": ["end"]}, ["stop='end'"]),
+    ({"keys": [1, 2]}, ["1 prompt", "2 keys"]),
 ]
 
 
-@pytest.mark.parametrize(("given", "said"), WRONG, ids=[said for _, said in WRONG])
-def test_what_cannot_be_is_said_before_anything_is_computed(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(GenerateError, match=said.replace("(", r"\(")):
+@pytest.mark.parametrize(("given", "named"), WRONG, ids=str)
+def test_what_cannot_be_is_said_before_anything_is_computed(given: dict[str, Any], named: list[str]) -> None:
+    with refused(GenerateError, *named):
         generate(make("gpt"), **{"prompts": [[1]], **given})
 
 
@@ -249,5 +250,5 @@ def test_perplexity_counts_every_token_but_the_first_once() -> None:
     assert whole.tokens == 1 + 16 + 39
     assert whole.mean_loss == pytest.approx(float(sum(losses)) / whole.tokens, rel=1e-5)
     assert measure_perplexity(model, texts, window=8, stride=3).tokens == whole.tokens
-    with pytest.raises(GenerateError, match="two tokens"):
+    with refused(GenerateError, "perplexity", "tokens"):
         measure_perplexity(model, [[1]], window=8)

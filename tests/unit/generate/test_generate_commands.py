@@ -144,15 +144,15 @@ def test_a_conversation_goes_on_turn_by_turn_and_can_be_taken_back(
     assert talk("/exit", "hi") == [""]
     assert call(monkeypatch, "chat", *options, said="/nothing\nhi\n") == 0
     out, err = capsys.readouterr()
-    assert "there is no /nothing: /clear" in err
+    assert not missing(err, "/nothing", "/clear", "/undo", "/quit")
     assert out.split("\n")[0] == first
     assert call(monkeypatch, "chat", *options, said="caf\udce9\nhi\n") == 0
     out, err = capsys.readouterr()
-    assert "a byte that is no UTF-8" in err
+    assert not missing(err, "UTF-8", "udce9")
     assert out.split("\n")[0] == first
     assert call(monkeypatch, "chat", *options, said="word " * 200 + "\nhi\n") == 0
     out, err = capsys.readouterr()
-    assert "say less" in err
+    assert not missing(err, "tokens", " 64")
     assert out.split("\n")[0] == first
 
 

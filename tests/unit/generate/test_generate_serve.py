@@ -16,6 +16,7 @@ import openai
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from tests.refusals import missing, refused
 from tests.unit.generate.browser import Browser
 
 from plait.errors import GenerateError
@@ -428,7 +429,7 @@ def test_those_who_would_wait_too_long_are_turned_away(speaker: Speaker, gate: G
         until(lambda: server.app.scheduler.waiting == 1)
         status, headers, body = ask(server, "POST", CHAT, HELLO)
         assert (status, headers["Retry-After"]) == (429, "1")
-        assert "waiting already" in json.loads(body)["error"]["message"]
+        assert "1 request" in json.loads(body)["error"]["message"]
         assert metric(server, "plait_requests_waiting") == 1
         gate.open()
         for thread in threads:
@@ -602,7 +603,7 @@ def test_answers_that_do_not_end_in_time_are_told_when_the_server_stops(speaker:
         gate.open()  # the step under way ends; no further one follows
         for thread in threads:
             thread.join()
-    assert all(b"being stopped" in body for _, _, body in found)
+    assert all(b"stopped" in body for _, _, body in found)
 
 
 def test_a_long_conversation_loses_its_beginning_and_keeps_what_the_system_said(speaker: Speaker) -> None:
@@ -656,8 +657,7 @@ def test_a_conversation_that_does_not_fit_is_refused_and_not_cut(speaker: Speake
         status, _, body = ask(server, "POST", CHAT, {**HELLO, "messages": talk})
         error = json.loads(body)["error"]
         assert (status, error["type"]) == (400, "context_length_exceeded")
-        assert "256 tokens" in error["message"]
-        assert "leave out the first 2" in error["message"]
+        assert not missing(error["message"], "256 tokens", " 2")
         assert ask(server, "POST", CHAT, {**HELLO, "messages": [talk[0], talk[-1]]})[0] == 200
     turns = [Turn(turn["role"], turn["content"]) for turn in talk]
     assert speaker.ask(turns).left_out == 2  # and not 1: what is left begins with what a user said
@@ -668,11 +668,11 @@ def test_a_model_without_finite_numbers_says_so(speaker: Speaker, temperature: f
     with torch.no_grad():
         speaker.generator.model.head.weight.fill_(float("nan"))  # type: ignore[operator, union-attr]
     prompt, sampling = speaker.encode("hello"), Sampling(4, temperature)
-    with pytest.raises(GenerateError, match="not finite"):
+    with refused(GenerateError, "finite", "--dtype"):
         speaker.write([prompt], sampling)
-    with pytest.raises(GenerateError, match="not finite"):
+    with refused(GenerateError, "finite", "--dtype"):
         list(speaker.tell(prompt, sampling))
     with serving(speaker) as server:
         status, _, body = ask(server, "POST", CHAT, HELLO)
     assert status == 500
-    assert "not finite" in json.loads(body)["error"]["message"]
+    assert not missing(json.loads(body)["error"]["message"], "finite", "--dtype")

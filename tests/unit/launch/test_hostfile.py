@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.refusals import refused
 
 from plait.errors import WorldError
 from plait.launch.hostfile import choose, limit, read_hostfile
@@ -33,29 +34,29 @@ fe80::1%eth0 slots=1
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "names"),
     [
-        ("a slots=1\nb\n", r"hosts:2: 'b' says no slots.*`b slots=4`"),
-        ("a slots=1\n\nb slots=many\n", r"hosts:3: slots=many is no number from 1"),
-        ("a slots=0\n", r"hosts:1: slots=0 is no number"),
-        ("a slots=1 b slots=2\n", r"hosts:1: cannot read 'a slots=1 b slots=2'"),
-        ("a slots=1\na slots=2\n", r"hosts:2: 'a' is there twice"),
-        ("# nobody\n", r"names no host"),
-        ("a slots=99999999999\n", r"hosts:1: slots=99999999999 is more than the 65536"),
-        (f"a slots={'9' * 5000}\n", r"hosts:1: slots=9{20} is no number from 1"),
-        ("a slots=٣\n", r"hosts:1: slots=٣ is no number from 1"),
-        ("a slots=1\n-oProxyCommand=touch${IFS}ran slots=1\n", r"hosts:2: '-oProxyCommand=.* is no name or address"),
-        ("a;id slots=1\n", r"hosts:1: 'a;id' is no name or address"),
-        ("a,b slots=1\n", r"hosts:1: 'a,b' is no name or address"),
+        ("a slots=1\nb\n", ["hosts:2", "'b'", "`b slots=4`"]),
+        ("a slots=1\n\nb slots=many\n", ["hosts:3", "slots=many", "`b slots=4`"]),
+        ("a slots=0\n", ["hosts:1", "slots=0", "`a slots=4`"]),
+        ("a slots=1 b slots=2\n", ["hosts:1", "'a slots=1 b slots=2'"]),
+        ("a slots=1\na slots=2\n", ["hosts:2", "'a'"]),
+        ("# nobody\n", ["hosts'", "`worker-0 slots=4`"]),
+        ("a slots=99999999999\n", ["hosts:1", "slots=99999999999", "65536"]),
+        (f"a slots={'9' * 5000}\n", ["hosts:1", f"slots={'9' * 20}"]),
+        ("a slots=٣\n", ["hosts:1", "slots=٣"]),
+        ("a slots=1\n-oProxyCommand=touch${IFS}ran slots=1\n", ["hosts:2", "'-oProxyCommand="]),
+        ("a;id slots=1\n", ["hosts:1", "'a;id'"]),
+        ("a,b slots=1\n", ["hosts:1", "'a,b'"]),
     ],
 )
-def test_a_wrong_line_is_named_by_its_number(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(WorldError, match=message):
+def test_a_wrong_line_is_named_by_its_number(tmp_path: Path, text: str, names: list[str]) -> None:
+    with refused(WorldError, *names):
         read(tmp_path, text)
 
 
 def test_a_hostfile_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(WorldError, match=r"hostfile .*absent cannot be read: No such file"):
+    with refused(WorldError, tmp_path / "absent", "No such file"):
         read_hostfile(tmp_path / "absent")
 
 
@@ -79,20 +80,20 @@ def test_exclude_takes_the_rest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "names"),
     [
-        ({"include": "worker-0", "exclude": "worker-1"}, "exclude each other"),
-        ({"include": "worker-9"}, "--include: there is no host 'worker-9'; did you mean 'worker-"),
-        ({"exclude": "worker-0:7"}, "'worker-0' has no slot 7; it has 0,1,2,3"),
-        ({"include": "worker-0:a"}, "'a' in 'worker-0:a' is no list of slots"),
-        ({"include": "@worker-0"}, "names no host"),
-        ({"include": "worker-0:²"}, "no list of slots"),
-        ({"include": f"worker-0:{'9' * 5000}"}, "no list of slots"),
-        ({"exclude": "worker-0@worker-1@fd00::2"}, "leaves no slot"),
+        ({"include": "worker-0", "exclude": "worker-1"}, ["--include 'worker-0'", "--exclude 'worker-1'"]),
+        ({"include": "worker-9"}, ["--include", "'worker-9'", "'worker-1'"]),
+        ({"exclude": "worker-0:7"}, ["'worker-0'", "slot 7", "0,1,2,3"]),
+        ({"include": "worker-0:a"}, ["'a'", "'worker-0:a'", "`worker-0:0,2`"]),
+        ({"include": "@worker-0"}, ["--include", "`worker-0@worker-1:0,2`"]),
+        ({"include": "worker-0:²"}, ["'²'", "`worker-0:0,2`"]),
+        ({"include": f"worker-0:{'9' * 5000}"}, ["`worker-0:0,2`"]),
+        ({"exclude": "worker-0@worker-1@fd00::2"}, ["--exclude 'worker-0@worker-1@fd00::2'"]),
     ],
 )
-def test_a_filter_that_cannot_be_is_explained(options: dict[str, str], message: str) -> None:
-    with pytest.raises(WorldError, match=message.replace("[", r"\[")):
+def test_a_filter_that_cannot_be_is_explained(options: dict[str, str], names: list[str]) -> None:
+    with refused(WorldError, *names):
         choose(POOL, **options)
 
 
@@ -103,14 +104,14 @@ def test_the_user_of_an_entry_is_no_part_of_its_name() -> None:
 def test_the_first_hosts_and_slots_can_be_taken() -> None:
     assert limit(POOL, hosts=2, slots=1) == {"worker-0": (0,), "worker-1": (0,)}
     assert limit(POOL, hosts=None, slots=None) == POOL
-    with pytest.raises(WorldError, match="--num_nodes 4: there are only 3 hosts"):
+    with refused(WorldError, "--num_nodes 4", "3 hosts"):
         limit(POOL, hosts=4, slots=None)
-    with pytest.raises(WorldError, match="--num_gpus 3: 'fd00::2' has only 2 slots"):
+    with refused(WorldError, "--num_gpus 3", "'fd00::2'", "2 slots"):
         limit(POOL, hosts=None, slots=3)
 
 
 def test_a_hostfile_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_bytes("主机 slots=4".encode("gbk"))
-    with pytest.raises(WorldError, match=r"hosts is not UTF-8 text \(byte 0\).*iconv"):
+    with refused(WorldError, path, "byte 0", "iconv"):
         read_hostfile(path)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.refusals import refused
 
 from plait.errors import WorldError
 from plait.launch.job import Job
@@ -170,35 +171,34 @@ def test_hosts_of_torchs_agent_may_fail_down_to_the_least() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "names"),
     [
-        (["--num_nodes", "2", "t.py"], "without a hostfile only this host is known"),
-        (["--nnodes", "2", "t.py"], "needs --master_addr, the address of the first, and --node_rank, 0 to 1"),
-        (["--nnodes", "2:x", "t.py"], "'2:x' is no number and no range"),
-        (["--nnodes", "2:4", "t.py"], "name it with --rdzv_endpoint"),
-        (["--launcher", "ssh", "t.py"], "needs hosts; name a file with --hostfile"),
-        (["-H", "hosts", "--launcher", "local", "t.py"], "on this host only"),
-        (["-H", "absent", "t.py"], "absent cannot be read"),
-        (["--launcher", "slurm", "-H", "hosts", "t.py"], "hosts come from Slurm"),
-        (["--launcher", "mpich", "--elastic_training", "t.py"], "elastic training goes with ssh"),
-        (["--launcher", "pdsh", "--elastic_training", "t.py"], "elastic training goes with ssh"),
-        (["--standalone", "--pass_local_rank", "t.py"], "--pass_local_rank is not for torch's elastic agent"),
-        (["--nproc_per_node", "many", "t.py"], "'many' is no number of ranks"),
-        (["-i", "localhost:5", "--nproc_per_node", "2", "t.py"], "'localhost' has no slot 5"),
-        (["-H", "hosts", "--nproc_per_node", "5", "t.py"], "has only 2 slots"),
+        (["--num_nodes", "2", "t.py"], ["--num_nodes 2", "--hostfile", "--nnodes"]),
+        (["--nnodes", "2", "t.py"], ["--nnodes 2", "--master_addr", "--node_rank", "1"]),
+        (["--nnodes", "2:x", "t.py"], ["--nnodes '2:x'"]),
+        (["--nnodes", "2:4", "t.py"], ["--nnodes 2:4", "--rdzv_endpoint"]),
+        (["--launcher", "ssh", "t.py"], ["--launcher ssh", "--hostfile"]),
+        (["-H", "hosts", "--launcher", "local", "t.py"], ["--launcher local", "ssh"]),
+        (["-H", "absent", "t.py"], ["hostfile", "absent"]),
+        (["--launcher", "slurm", "-H", "hosts", "t.py"], ["--hostfile hosts", "Slurm"]),
+        (["--launcher", "mpich", "--elastic_training", "t.py"], ["--launcher mpich", "ssh"]),
+        (["--launcher", "pdsh", "--elastic_training", "t.py"], ["--launcher pdsh", "ssh"]),
+        (["--standalone", "--pass_local_rank", "t.py"], ["--pass_local_rank", "elastic"]),
+        (["--nproc_per_node", "many", "t.py"], ["--nproc_per_node 'many'", "gpu, cpu"]),
+        (["-i", "localhost:5", "--nproc_per_node", "2", "t.py"], ["'localhost'", "slot 5"]),
+        (["-H", "hosts", "--nproc_per_node", "5", "t.py"], ["5", "2 slots"]),
     ],
 )
-def test_what_cannot_be_started_is_explained(words: list[str], message: str) -> None:
-    with pytest.raises(WorldError) as error:
+def test_what_cannot_be_started_is_explained(words: list[str], names: list[str]) -> None:
+    with refused(WorldError, *names):
         setup(*words).commands()
-    assert message in str(error.value)
 
 
 def test_a_port_that_was_fixed_and_is_taken_is_an_error() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
-        with pytest.raises(WorldError, match="is in use: process"):
+        with refused(WorldError, f"--master_port {holder.getsockname()[1]}", "process"):
             setup("--nproc_per_node", "2", "--master_port", str(holder.getsockname()[1]), "t.py")
 
 
@@ -206,9 +206,9 @@ def test_a_rank_of_mpi_or_slurm_knows_its_number() -> None:
     assert which_rank({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}, 4) == 2
     assert which_rank({"PMI_RANK": "1", "PMI_SIZE": "2"}, 2) == 1
     assert which_rank({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}, 4) == 3
-    with pytest.raises(WorldError, match="2 processes were started for a job of 4 ranks"):
+    with refused(WorldError, "2 processes", "4 ranks"):
         which_rank({"PMI_RANK": "1", "PMI_SIZE": "2"}, 4)
-    with pytest.raises(WorldError, match="neither MPI nor Slurm"):
+    with refused(WorldError, "MPI", "Slurm", "plait.launch.rank"):
         which_rank({}, 1)
 
 
@@ -222,10 +222,10 @@ def test_an_exported_port_is_taken_and_a_flag_goes_before_it(monkeypatch: pytest
     assert setup("-H", "hosts", "--master_port", "31111", "t.py").job.port == 31111
     monkeypatch.setenv("MASTER_ADDR", "203.0.113.7")
     assert setup("-H", "hosts", "t.py").job.address == "203.0.113.7"
-    with pytest.raises(WorldError, match=r"MASTER_ADDR is 203\.0\.113\.7, which is not this host"):
+    with refused(WorldError, "MASTER_ADDR", "203.0.113.7", "--nnodes"):
         setup("--nproc_per_node", "2", "t.py")
     monkeypatch.setenv("MASTER_PORT", "many")
-    with pytest.raises(WorldError, match="MASTER_PORT is 'many'"):
+    with refused(WorldError, "MASTER_PORT", "'many'"):
         setup("-H", "hosts", "t.py")
 
 
@@ -234,15 +234,15 @@ def test_an_exported_port_that_is_taken_is_named_by_its_variable(monkeypatch: py
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         monkeypatch.setenv("MASTER_PORT", str(holder.getsockname()[1]))
-        with pytest.raises(WorldError, match=r"^MASTER_PORT \d+ is in use: process"):
+        with refused(WorldError, f"MASTER_PORT {holder.getsockname()[1]}", "process"):
             setup("--nproc_per_node", "2", "t.py")
-        with pytest.raises(WorldError, match=r"^MASTER_PORT \d+ is in use: process"):
+        with refused(WorldError, f"MASTER_PORT {holder.getsockname()[1]}", "process"):
             meeting_place()
 
 
 @pytest.mark.parametrize("port", ["0", "70000"])
 def test_a_port_that_nobody_can_join_is_refused(port: str) -> None:
-    with pytest.raises(WorldError, match=f"--master_port {port} is not a port"):
+    with refused(WorldError, f"--master_port {port}", "65535"):
         setup("-H", "hosts", "--master_port", port, "t.py")
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.refusals import refused
 
 from plait.errors import WorldError
 from plait.launch.binding import available_cores, cores_of, parse_cores
@@ -55,7 +56,7 @@ def test_slots_count_within_the_devices_that_are_visible(present: dict[str, str]
 
 def test_a_slot_beyond_the_visible_devices_is_an_error() -> None:
     job = Job(("x",), NODES, devices=True)
-    with pytest.raises(WorldError, match="a: slot 2 is asked for, but CUDA_VISIBLE_DEVICES=3 leaves 1"):
+    with refused(WorldError, "a", "slot 2", "CUDA_VISIBLE_DEVICES=3", "1 GPU"):
         job.variables(job.places()[0], {"CUDA_VISIBLE_DEVICES": "3"})
 
 
@@ -84,12 +85,12 @@ def test_cores_are_read_and_shared_out() -> None:
     assert parse_cores("1,3-5,7") == (1, 3, 4, 5, 7)
     shares = [cores_of(rank, 2, (1, 3, 4, 5, 7), tuple(range(8))) for rank in range(2)]
     assert shares == [(1, 3), (4, 5)]
-    for text, message in (("3-1", "'3-1' is no core"), ("a", "'a' is no core"), ("1,0-2", "twice")):
-        with pytest.raises(WorldError, match=message):
+    for text in ("3-1", "a", "1,0-2"):
+        with refused(WorldError, "--bind_core_list", repr(text)):
             parse_cores(text)
-    with pytest.raises(WorldError, match="3 ranks cannot be bound to 2 cores"):
+    with refused(WorldError, "3 ranks", "2 cores", "--bind_cores_to_rank"):
         cores_of(0, 3, (0, 1), (0, 1))
-    with pytest.raises(WorldError, match="core 9 cannot be used here; 0-3 can"):
+    with refused(WorldError, "--bind_core_list", "core 9", "0-3"):
         cores_of(0, 1, (9,), (0, 1, 2, 3))
 
 
@@ -130,13 +131,13 @@ def test_ds_env_file_names_the_file(tmp_path: Path) -> None:
     (tmp_path / ".plait_env").write_text("B=1\n")
     for name in ("mine", str(tmp_path / "mine")):
         assert forwarded({"DS_ENV_FILE": name}, home=tmp_path / "x", folder=tmp_path) == {"A": "1"}
-    with pytest.raises(WorldError, match="DS_ENV_FILE=absent: there is no such file"):
+    with refused(WorldError, "DS_ENV_FILE=absent", tmp_path):
         forwarded({"DS_ENV_FILE": "absent"}, home=tmp_path, folder=tmp_path)
 
 
 def test_a_wrong_line_of_an_env_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "e").write_text("A=1\nnonsense\n")
-    with pytest.raises(WorldError, match=r"e:2: cannot read 'nonsense'"):
+    with refused(WorldError, "e:2", "'nonsense'", "`NAME=value`"):
         read_env_file(tmp_path / "e")
 
 
@@ -151,7 +152,7 @@ def test_a_port_in_use_is_told_with_its_holder() -> None:
     )  # fmt: skip
     assert holder.stdout is not None
     port = int(holder.stdout.readline())
-    with pytest.raises(WorldError, match=rf"--master_port {port} is in use: process {holder.pid} \(.*has it"):
+    with refused(WorldError, f"--master_port {port}", f"process {holder.pid}"):
         check_port(port)
     holder.communicate()
     assert port_is_free(port)

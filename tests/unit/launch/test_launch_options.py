@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.refusals import missing, refused
 
 from plait.errors import WorldError
 from plait.launch.flags import flags
@@ -92,38 +93,35 @@ def test_arguments_for_the_launcher_may_look_like_flags() -> None:
 
 
 def test_a_flag_of_the_script_before_it_is_explained() -> None:
-    with pytest.raises(
-        WorldError, match=r"--deepspeed is no flag of plait launch.*plait launch … train.py --deepspeed"
-    ):
+    with refused(WorldError, "--deepspeed", "plait launch … train.py --deepspeed"):
         parse_options(["--num_gpus", "2", "--deepspeed", "ds.json", "train.py"])
 
 
 def test_a_flag_of_the_launcher_after_the_script_is_noticed() -> None:
     note = misplaced(parse_options(["train.py", "--lr", "1", "--num-gpus=2"]))
     assert note is not None
-    assert note.startswith("--num-gpus stands after train.py, so the script gets it")
+    assert not missing(note, "--num-gpus", "train.py")
     assert misplaced(parse_options(["train.py", "--lr", "1", "--include", "x"])) is None
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "names"),
     [
-        (["--num_gpu", "2", "t.py"], "no flag --num_gpu; did you mean --num_gpus?"),
-        (["--num_gpus", "two", "t.py"], "invalid int value: 'two'"),
-        (["--num_gpus", "0", "t.py"], "--num_gpus 0: at least 1"),
-        (["--launcher", "rsh", "t.py"], "unknown launcher 'rsh'"),
-        (["--num_gpus", "2"], "no script to launch"),
-        (["--module", "--no_python", "t"], "contradict each other"),
-        (["--no_local_rank", "--pass_local_rank", "t"], "contradict each other"),
-        (["--num_gpus", "2", "--nproc_per_node", "3", "t"], "disagree"),
-        (["--num_nodes", "2", "-i", "a", "t"], "--num_nodes cannot be combined with --include 'a'"),
-        (["--bind_core_list", "0-3", "t"], "no effect without --bind_cores_to_rank"),
+        (["--num_gpu", "2", "t.py"], ["--num_gpus"]),
+        (["--num_gpus", "two", "t.py"], ["--num_gpus", "'two'"]),
+        (["--num_gpus", "0", "t.py"], ["--num_gpus 0", "1"]),
+        (["--launcher", "rsh", "t.py"], ["'rsh'", "ssh"]),
+        (["--num_gpus", "2"], ["`plait launch [flags] script.py"]),
+        (["--module", "--no_python", "t"], ["--module", "--no_python"]),
+        (["--no_local_rank", "--pass_local_rank", "t"], ["--no_local_rank", "--pass_local_rank"]),
+        (["--num_gpus", "2", "--nproc_per_node", "3", "t"], ["--num_gpus 2", "--nproc_per_node 3"]),
+        (["--num_nodes", "2", "-i", "a", "t"], ["--num_nodes", "--include 'a'"]),
+        (["--bind_core_list", "0-3", "t"], ["--bind_core_list", "--bind_cores_to_rank"]),
     ],
 )
-def test_what_is_wrong_is_said(words: list[str], message: str) -> None:
-    with pytest.raises(WorldError) as error:
+def test_what_is_wrong_is_said(words: list[str], names: list[str]) -> None:
+    with refused(WorldError, *names):
         parse_options(words)
-    assert message in str(error.value)
 
 
 def test_a_launcher_is_chosen_in_any_case() -> None:

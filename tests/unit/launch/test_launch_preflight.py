@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refusals import missing
 
 from plait.launch import probe
 from plait.launch.job import Job, Node
@@ -64,19 +65,19 @@ def test_this_machine_answers(here: Facts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("changes", "names"),
     [
-        ({"torch": "1.0"}, "torch is 1.0, on a "),
-        ({"cuda": "99.9"}, "cuda is 99.9, on a "),
-        ({"plait": None}, "plait is absent, on a "),
-        ({"code": "0123"}, "code is 0123, on a "),
-        ({"python": "3.9.1"}, "python is 3.9, on a "),
+        ({"torch": "1.0"}, ["torch", "1.0"]),
+        ({"cuda": "99.9"}, ["cuda", "99.9"]),
+        ({"plait": None}, ["plait"]),
+        ({"code": "0123"}, ["code", "0123"]),
+        ({"python": "3.9.1"}, ["python", "3.9"]),
     ],
 )
-def test_a_difference_is_an_error_that_names_the_host(here: Facts, changes: dict[str, Any], what: str) -> None:
+def test_a_difference_is_an_error_that_names_the_host(here: Facts, changes: dict[str, Any], names: list[str]) -> None:
     finding = only(look([with_clock(here), with_clock(here, **changes)]))
     assert (finding.host, finding.fatal) == ("b", True)
-    assert finding.what.startswith(what)
+    assert not missing(finding.what, *names)
 
 
 def test_another_patch_release_of_python_is_no_difference(here: Facts) -> None:
@@ -85,17 +86,17 @@ def test_another_patch_release_of_python_is_no_difference(here: Facts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "what", "fatal"),
+    ("changes", "names", "fatal"),
     [
-        ({"memory": 1 << 30}, "only 1024 MiB of memory are free for 2 ranks", False),
-        ({"interface": None}, "no network interface leads to 127.0.0.1", True),
-        ({"interface": "lo"}, "127.0.0.1, where rank 0 is, is the loopback address there", True),
+        ({"memory": 1 << 30}, ["1024 MiB", "2 ranks"], False),
+        ({"interface": None}, ["interface", "127.0.0.1"], True),
+        ({"interface": "lo"}, ["loopback", "127.0.0.1"], True),
     ],
 )
-def test_what_a_host_lacks_is_said(here: Facts, changes: dict[str, Any], what: str, fatal: bool) -> None:
+def test_what_a_host_lacks_is_said(here: Facts, changes: dict[str, Any], names: list[str], fatal: bool) -> None:
     finding = only(look([with_clock(here), with_clock(here, **changes)]))
     assert finding.host == "b"
-    assert finding.what.startswith(what)
+    assert not missing(finding.what, *names)
     assert finding.fatal is fatal
     assert finding.remedy
 
@@ -105,7 +106,7 @@ def test_a_clock_is_wrong_by_what_cannot_have_passed_while_it_was_asked(here: Fa
     began = time.time()
     finding = only(look([with_clock(here), with_clock(here, clock=began + off)]))
     took = time.time() - began
-    said = re.fullmatch(rf"its clock is (\d+) s {word}", finding.what)
+    said = re.search(rf"\b(\d+) s\b.*\b{word}\b", finding.what)
     assert said is not None, finding.what
     assert abs(int(said[1]) - 100) <= took + 0.5  # and the rounding
     assert (finding.host, finding.fatal) == ("b", False)
@@ -115,9 +116,9 @@ def test_a_clock_is_wrong_by_what_cannot_have_passed_while_it_was_asked(here: Fa
 def test_slots_beyond_the_gpus_of_a_host_are_an_error(here: Facts) -> None:
     gpus = {"gpus": 2, "gpu_memory": 40 << 30}
     finding = only(look([with_clock(here, **gpus), with_clock(here, gpus=1, gpu_memory=40 << 30)]))
-    assert finding.what == "slot 1 is used, but there are 1 GPUs"
+    assert not missing(finding.what, "slot 1", "1 GPU")
     finding = only(look([with_clock(here, **gpus), with_clock(here, gpus=2, gpu_memory=10 << 20)]))
-    assert finding.what == "a GPU has only 10 MiB free"
+    assert not missing(finding.what, "GPU", "10 MiB")
 
 
 def test_a_port_in_use_is_replaced_unless_it_was_fixed(here: Facts) -> None:
@@ -127,7 +128,7 @@ def test_a_port_in_use_is_replaced_unless_it_was_fixed(here: Facts) -> None:
     assert found.job.port == 31234
     found = look([taken, with_clock(here)], fixed_port="--master_port")
     assert found.job.port == 29500
-    assert only(found).what == "--master_port 29500 is in use: process 7 (x) has it"
+    assert not missing(only(found).what, "--master_port 29500", "process 7 (x)")
 
 
 def test_a_host_whose_address_only_it_knows_is_asked(here: Facts) -> None:
@@ -135,7 +136,7 @@ def test_a_host_whose_address_only_it_knows_is_asked(here: Facts) -> None:
     found = look([with_clock(here, reached_at="10.1.2.3"), with_clock(here)], job=nameless)
     assert found.job.address == "10.1.2.3"
     found = look([with_clock(here, reached_at=None), with_clock(here)], job=nameless)
-    assert only(found).remedy == "name it with --master_addr"
+    assert "--master_addr" in only(found).remedy
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_a_host_whose_address_only_it_knows_is_asked(here: Facts) -> None:
     [
         ("ssh: connect to host b port 22: Connection refused", "--ssh_port"),
         ("root@b: Permission denied (publickey).", "ssh-copy-id"),
-        ("No module named 'plait'", "install Plait"),
+        ("No module named 'plait'", "Plait"),
         ("something else", "--no_ssh_check"),
     ],
 )
@@ -173,14 +174,14 @@ def test_a_host_key_that_changed_may_be_an_attack(here: Facts) -> None:
     finding = only(look([with_clock(here), CHANGED]))
     for word in ("changed", "SHA256:kDQO7tVCqOT9k/6zaDZIBec9+9wHoO48Cfi1Ovr2bFE", "/home/me/.ssh/known_hosts:3"):
         assert word in finding.what
-    for word in ("answers in its place", "compare the fingerprints", "/etc/ssh/ssh_host_ed25519_key.pub"):
+    for word in ("fingerprints", "/etc/ssh/ssh_host_ed25519_key.pub"):
         assert word in finding.remedy
     assert not SWITCHES_OFF.search(finding.remedy)
 
 
 def test_a_host_key_that_is_not_known_is_compared_before_it_is_accepted(here: Facts) -> None:
     finding = only(look([with_clock(here), "Host key verification failed."]))
-    assert "compare the fingerprints" in finding.remedy
+    assert "fingerprints" in finding.remedy
     assert not SWITCHES_OFF.search(finding.remedy)
 
 

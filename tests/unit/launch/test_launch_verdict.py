@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import random
+import re
 import signal
 import subprocess
 import time
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refusals import missing
 
 from plait.launch.evidence import Evidence
-from plait.launch.hang import missing
+from plait.launch.hang import missing as missing_ranks
 from plait.launch.job import Job, Node
 from plait.launch.memory import StepMemory
 from plait.launch.postmortem import find, report
@@ -50,29 +52,31 @@ TRACE = ["Traceback (most recent call last):", '  File "t.py", line 3, in <modul
 
 
 @pytest.mark.parametrize(
-    ("record", "what", "victim"),
+    ("record", "names", "remedy", "victim"),
     [
-        (ended(-9), "was ended by SIGKILL, and not for want of memory", False),
-        (ended(-9, oom_kills=1, oom_of_group=True, limit=3 << 29), "ran out of memory of the 1.5 GiB that its", False),
-        (ended(-9, oom_kills=1), "was ended by SIGKILL, perhaps for want of memory", False),
-        (ended(-7), "crashed with SIGBUS", False),
-        (ended(-11), "crashed with SIGSEGV, in native code", False),
-        (ended(-6, "  what():  Received data size doesn't match expected size."), "was in another collective", False),
-        (ended(-15), "was ended by SIGTERM", False),
-        (ended(3, *TRACE, "ValueError: handled before"), "left with exit code 3 and no exception", False),
-        (ended(1, *TRACE, "[rank0]: KeyError: 'x'"), "raised KeyError: 'x'", False),
-        (ended(1, *TRACE, "torch.OutOfMemoryError: CUDA out of memory. Tried"), "ran out of GPU memory", False),
-        (ended(1, *TRACE, "RuntimeError: [enforce fail] can't allocate memory: you"), "was refused host memory", False),
-        (ended(1, *TRACE, "MemoryError"), "was refused host memory: MemoryError", False),
-        (ended(1, *TRACE, "RuntimeError: [gloo/x.cc:1] Connection closed by peer"), "lost the connection", True),
-        (ended(1, '  File "distributed_c10d.py"', "RuntimeError: Timed out waiting"), "waited too long", True),
-        (ended(2, message="no text"), "stopped: no text", False),
+        (ended(-9), ["SIGKILL"], ["signal"], False),
+        (ended(-9, oom_kills=1, oom_of_group=True, limit=3 << 29), ["1.5 GiB"], ["offload"], False),
+        (ended(-9, oom_kills=1), ["SIGKILL"], ["dmesg"], False),
+        (ended(-7), ["SIGBUS"], ["/dev/shm"], False),
+        (ended(-11), ["SIGSEGV"], ["stack"], False),
+        (ended(-6, "  what():  Received data size doesn't match expected size."), ["collective"], ["shapes"], False),
+        (ended(-15), ["SIGTERM"], ["Plait"], False),
+        (ended(3, *TRACE, "ValueError: handled before"), ["3"], ["sys.exit"], False),
+        (ended(1, *TRACE, "[rank0]: KeyError: 'x'"), ["KeyError: 'x'"], [], False),
+        (ended(1, *TRACE, "torch.OutOfMemoryError: CUDA out of memory. Tried"), ["GPU"], ["batch.micro"], False),
+        (ended(1, *TRACE, "RuntimeError: [enforce fail] can't allocate memory: you"), ["host"], ["offload"], False),
+        (ended(1, *TRACE, "MemoryError"), ["host", "MemoryError"], ["offload"], False),
+        (ended(1, *TRACE, "RuntimeError: [gloo/x.cc:1] Connection closed by peer"), ["Connection closed"], [], True),
+        (ended(1, '  File "distributed_c10d.py"', "RuntimeError: Timed out waiting"), ["Timed out"], [], True),
+        (ended(2, message="no text"), ["no text"], [], False),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=lambda value: value[0] if isinstance(value, list) and value else "",
 )
-def test_every_end_has_its_own_words(record: Record, what: str, victim: bool) -> None:
+def test_every_end_has_its_own_words(record: Record, names: list[str], remedy: list[str], victim: bool) -> None:
     verdict = judge(record)
-    assert what in verdict.what
+    assert not missing(verdict.what, *names)
+    assert not missing(verdict.remedy, *remedy)
+    assert ("dmesg" in verdict.remedy) == ("dmesg" in remedy)
     assert verdict.victim == victim
     assert victim or verdict.remedy or record.message
 
@@ -83,21 +87,21 @@ def test_a_kill_somewhere_on_the_host_counts_only_for_a_rank_that_was_taking_the
     for headroom, full in ((20 << 30, False), (None, False), (1 << 30, True)):
         verdict = judge(ended(-9, **grown, headroom=headroom))
         assert verdict.full == full
-        assert ("perhaps" in verdict.what) != full
+        assert ("dmesg" in verdict.remedy) != full
 
 
 @pytest.mark.parametrize(
-    ("record", "what"),
+    ("record", "names"),
     [
-        (ended(1, *TRACE, "torch.OutOfMemoryError: CUDA out of memory.", gpu_steps=(2, 90, 3 << 30)), "3.00 GiB"),
-        (ended(-9, oom_kills=1, oom_of_group=True, host_steps=(2, 90, 3 << 30)), "from step 2 to 90"),
-        (ended(1, *TRACE, "MemoryError", host_steps=(2, 90, 3 << 30)), "from step 2 to 90"),
+        (ended(1, *TRACE, "torch.OutOfMemoryError: CUDA out of memory.", gpu_steps=(2, 90, 3 << 30)), ["GPU"]),
+        (ended(-9, oom_kills=1, oom_of_group=True, host_steps=(2, 90, 3 << 30)), ["host"]),
+        (ended(1, *TRACE, "MemoryError", host_steps=(2, 90, 3 << 30)), ["MemoryError"]),
     ],
 )
-def test_memory_that_grows_from_step_to_step_asks_for_no_smaller_batches(record: Record, what: str) -> None:
+def test_memory_that_grows_from_step_to_step_asks_for_no_smaller_batches(record: Record, names: list[str]) -> None:
     verdict = judge(record)
     assert not verdict.full
-    assert what in verdict.what
+    assert not missing(verdict.what, *names, "3.00 GiB", "step 2", "90")
     assert ".detach()" in verdict.remedy
 
 
@@ -143,20 +147,21 @@ def test_an_exception_is_known_by_the_stack_above_it_whatever_its_name(error: Ex
 @pytest.mark.parametrize(
     ("signal_line", "group", "what", "remedy"),
     [
-        ("is killed by signal: Killed. ", 1, "killed by the kernel: the host ran out of memory", "fewer data workers"),
-        ("is killed by signal: Killed. ", 2, "ended by a signal: Killed, perhaps for want of memory", "dmesg"),
-        ("is killed by signal: Killed. ", 0, "ended by a signal: Killed; not for want of memory", "sent the signal"),
-        ("is killed by signal: Bus error. It is possible that", 0, "ended by a signal: Bus error", "/dev/shm"),
-        ("is killed by signal: Segmentation fault. ", 0, "ended by a signal: Segmentation fault", "data.workers 0"),
-        ("exited unexpectedly with exit code 3. Details", 0, "which ended by itself", "data.workers 0"),
+        ("is killed by signal: Killed. ", 1, "host", "offload"),
+        ("is killed by signal: Killed. ", 2, "Killed", "dmesg"),
+        ("is killed by signal: Killed. ", 0, "Killed", "signal"),
+        ("is killed by signal: Bus error. It is possible that", 0, "Bus error", "/dev/shm"),
+        ("is killed by signal: Segmentation fault. ", 0, "Segmentation fault", "data.workers 0"),
+        ("exited unexpectedly with exit code 3. Details", 0, "", "data.workers 0"),
     ],
 )
 def test_a_data_worker_that_ends_is_told_from_its_rank(signal_line: str, group: int, what: str, remedy: str) -> None:
     lines = [*TRACE, f"RuntimeError: DataLoader worker (pid 7) {signal_line}", "", *TRACE]
     kills = {"recent_oom_kills": int(group > 0), "oom_of_group": group == 1}
     verdict = judge(ended(1, *lines, "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly", **kills))
-    assert verdict.what.startswith(f"lost a data worker, {what}")
+    assert not missing(verdict.what, "data worker", what)
     assert remedy in verdict.remedy
+    assert ("dmesg" in verdict.remedy) == (remedy == "dmesg")
     assert not verdict.full
 
 
@@ -168,8 +173,8 @@ def test_the_first_that_is_nobodys_victim_is_to_blame() -> None:
     note_end(found[1], -signal.SIGTERM, by_us=True)
     assert find(found, hung=False).records == (found[2],)
     page = report(found, hung=False, several_hosts=True)
-    assert page.splitlines()[2].startswith("rank 2 on h was ended by SIGKILL")
-    assert "rank 0: lost the connection to another rank: RuntimeError: Connection reset by peer" in page
+    assert not missing(page.splitlines()[2], "rank 2 on h", "SIGKILL")
+    assert re.search(r"rank 0\b.*RuntimeError: Connection reset by peer", page)
 
 
 def test_whoever_does_not_wait_is_missing() -> None:
@@ -177,7 +182,9 @@ def test_whoever_does_not_wait_is_missing() -> None:
     for record in found:
         beat(record, waits_s=50.0)
     beat(found[2], phase=Phase.FORWARD)
-    assert missing(found) == ([found[2]], "did not come to all_reduce of 8")
+    absent, why = missing_ranks(found)
+    assert absent == [found[2]]
+    assert "all_reduce of 8" in why
 
 
 def test_whoever_never_joined_is_missing_too() -> None:
@@ -187,8 +194,7 @@ def test_whoever_never_joined_is_missing_too() -> None:
     found[0].tail.append("plait.errors.WorldError: rank 0 of 2 could not join the others: timed out (distributed)")
     note_end(found[1], -signal.SIGTERM, by_us=True)
     page = report(found, hung=False, several_hosts=False)
-    assert "rank 1 did not join the others" in page
-    assert "What to do: it had not come to its part of the run" in page
+    assert page.splitlines()[2].startswith("rank 1 ")
 
 
 def test_whoever_waits_for_something_else_is_odd() -> None:
@@ -196,17 +202,17 @@ def test_whoever_waits_for_something_else_is_odd() -> None:
     for record in found:
         beat(record, waits_s=50.0)
     beat(found[1], waits_s=50.0, collective="broadcast of 1", step=5)
-    absent, why = missing(found)
+    absent, why = missing_ranks(found)
     assert absent == [found[1]]
-    assert why == "waits for another collective than the others, who wait in all_reduce of 8"
+    assert "all_reduce of 8" in why
 
 
 def test_two_ranks_that_wait_for_each_other_are_not_judged() -> None:
     found = ranks(2)
     beat(found[0], waits_s=50.0)
     beat(found[1], waits_s=50.0, collective="broadcast of 1")
-    assert missing(found) == ([], "")
-    assert "no rank stands out" in report(found, hung=True, several_hosts=False)
+    assert missing_ranks(found) == ([], "")
+    assert not re.search(r"^rank \d", report(found, hung=True, several_hosts=False), re.MULTILINE)
 
 
 def test_a_rank_that_a_signal_has_stopped_is_to_blame_whatever_it_last_told(tmp_path: Path) -> None:
@@ -222,8 +228,8 @@ def test_a_rank_that_a_signal_has_stopped_is_to_blame_whatever_it_last_told(tmp_
     note_end(found[1], -9, by_us=True)
     witness.look(found[1])
     page = report(found, hung=True, several_hosts=False)
-    assert "rank 1 is stopped by a signal, while the others wait for it" in page
-    assert "What to do: find what sent SIGSTOP" in page
+    assert page.splitlines()[2].startswith("rank 1 ")
+    assert "SIGSTOP" in page
 
 
 def test_a_rank_that_waits_for_a_disk_is_told_so() -> None:
@@ -232,9 +238,7 @@ def test_a_rank_that_waits_for_a_disk_is_told_so() -> None:
         beat(record, waits_s=50.0)
     beat(found[2], phase=Phase.SAVE)
     found[2].evidence.state = "D"
-    assert "look whether the disks and network file systems of its host answer" in report(
-        found, hung=True, several_hosts=False
-    )
+    assert "disk" in report(found, hung=True, several_hosts=False)
 
 
 def test_a_crash_in_a_thread_of_a_library_shows_the_main_one() -> None:
@@ -243,8 +247,9 @@ def test_a_crash_in_a_thread_of_a_library_shows_the_main_one() -> None:
         '\nThread 0x2 [python] (most recent call first):\n  File "m.py", line 7 in train\n\nExtension modules: x\n'
     )
     page = report([ended(-6, stacks=stacks)], hung=False, several_hosts=False)
-    assert page.endswith('Stack of rank 0, the innermost call first:\n  File "m.py", line 7 in train\n')
-    assert "Stack of" not in report([ended(-6, stacks="Fatal Python error")], hung=False, several_hosts=False)
+    assert page.endswith(':\n  File "m.py", line 7 in train\n')
+    assert "a.py" not in page
+    assert "Fatal Python error" not in report([ended(-6, stacks="Fatal Python error")], hung=False, several_hosts=False)
 
 
 def test_a_rank_that_left_too_early_is_to_blame_for_those_who_time_out() -> None:
@@ -310,8 +315,8 @@ def test_a_rank_that_all_wait_for_most_of_the_time_is_told_once() -> None:
             beat(record, phase=Phase.IDLE, waits_s=None if slow else 0.1, tick=look)
         said.append(watch.straggler())
     (text,) = filter(None, said)
-    assert text.startswith("rank 1 on h is slower than the others: at ")
-    assert "mostly in idle; its data, logs or hooks are slow" in text
+    assert text.startswith("rank 1 on h ")
+    assert "idle" in text
 
 
 def test_ranks_that_take_turns_are_not_slow() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.refusals import refused
 from torch import nn
 
 from plait.config import check, parse_sections
@@ -110,20 +111,20 @@ def test_an_expert_takes_what_comes_first_in_each_row_up_to_its_capacity():
 
 
 def test_more_choices_than_experts_are_refused():
-    with pytest.raises(ModelError, match=r"model\.top_k=3 is more than model\.experts=2"):
+    with refused(ModelError, "model.top_k=3", "model.experts=2"):
         build_model(preset("moe", "tiny", experts=2, top_k=3))
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "key", "named"),
     [
-        ({"experts": 2, "top_k": 3}, "Write at most 2"),
-        ({"top_k": 1}, "model.normalize: false"),
-        ({"layers": 2, "moe_every": 3}, "there would be no experts"),
-        ({"heads": 7}, "not a whole number"),
+        ({"experts": 2, "top_k": 3}, "model.top_k", ["3", "2", "`model.experts`"]),
+        ({"top_k": 1}, "model.normalize", ["`model.top_k: 1`", "`model.normalize: false`"]),
+        ({"layers": 2, "moe_every": 3}, "model.moe_every", ["3", "2 layers", "`model.type: llama`"]),
+        ({"heads": 7}, "model.dim", ["64", "7 heads", "`model.dim: 63`", "`70`", "`model.heads`"]),
     ],
 )
-def test_settings_that_cannot_work_are_found_before_the_start(changes, said):
+def test_settings_that_cannot_work_are_found_before_the_start(changes, key, named):
     config = parse_sections(model={"type": "moe", "dim": 64, "layers": 2, "heads": 4, **changes}).config
-    with pytest.raises(ConfigError, match=said):
+    with refused(ConfigError, *named, key=key):
         check(config, has_val=False, require_length=False)

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.refusals import refused
 from torch import nn
 
 from plait.errors import ModelError
@@ -39,12 +40,8 @@ def test_all_that_does_not_fit_is_told_at_once_and_nothing_is_loaded(tmp_path):
     tensors = {"inner.weight": torch.zeros(5, 4), "inner.bais": torch.zeros(5)}
     save_file(tensors, tmp_path / "model.safetensors")
     model, got = Tied(), []
-    with pytest.raises(ModelError) as error:
+    with refused(ModelError, "inner.weight", "(5, 4)", "(5, 3)", "inner.bais", "outer.bias"):
         stream_weights(model, tmp_path, lambda *a: got.append(a), translate=lambda n, t: [(n, t)])
-    message = str(error.value)
-    assert "shape (5, 4), model has (5, 3)" in message
-    assert "inner.bais" in message
-    assert "outer.bias" in message
     assert got == []
 
 
@@ -57,14 +54,14 @@ def test_what_may_be_missing_is_returned_and_what_may_be_skipped_is(tmp_path):
 
 def test_a_folder_without_weights_says_what_was_expected(tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ModelError, match=r"expected model\.safetensors"):
+    with refused(ModelError, tmp_path, "model.safetensors"):
         weight_files(tmp_path)
 
 
 def test_a_lost_shard_is_named(tmp_path):
     index = {"weight_map": {"inner.weight": "model-00002-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match="model-00002-of-00002"):
+    with refused(ModelError, "model-00002-of-00002.safetensors"):
         weight_files(tmp_path)
 
 
@@ -72,5 +69,5 @@ def test_a_truncated_file_is_named(tmp_path):
     save_file({"inner.weight": torch.zeros(5, 3)}, tmp_path / "model.safetensors")
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-8])
-    with pytest.raises(ModelError, match="cannot be read"):
+    with refused(ModelError, tmp_path / "model.safetensors", "header"):
         weight_files(tmp_path)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 
 import pytest
+from tests.refusals import missing
 
 from plait.monitor.console import ConsoleSink
 from plait.monitor.fanout import Monitor
@@ -69,7 +70,8 @@ def test_a_broken_sink_is_left_out_with_one_warning() -> None:
     assert [event.step for event in kept.events if event.kind is EventKind.TRAIN] == [0, 1, 2, 3, 4]
     (warning,) = [event for event in kept.events if event.kind is EventKind.MESSAGE]
     assert (warning.data["level"], warning.step) == ("warning", 1)
-    assert stream.getvalue().count("Broken failed and is off for the rest of the run: OSError: No space") == 1
+    assert stream.getvalue().count("Broken") == 1
+    assert stream.getvalue().count("OSError: No space") == 1
 
 
 def test_without_a_console_the_warning_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,9 +96,8 @@ def test_a_sink_that_cannot_close_does_not_keep_the_others_open(capsys: pytest.C
     kept = Kept()
     Monitor([kept, Broken()]).close()
     assert kept.closed == 1
-    assert [event.data["text"] for event in kept.events] == [
-        "Broken failed and is off for the rest of the run: OSError: still no space"
-    ]
+    (text,) = [event.data["text"] for event in kept.events]
+    assert not missing(text, "Broken", "OSError: still no space")
     capsys.readouterr()
 
 

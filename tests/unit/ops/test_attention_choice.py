@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import pytest
 import torch
+from tests.refusals import refused
 
 from plait.errors import ConfigError
 from plait.ops.attention import choose_attention
@@ -28,5 +28,5 @@ def test_one_kernel_is_left_and_the_plain_form() -> None:
 
 
 def test_a_kernel_for_cuda_is_refused_elsewhere() -> None:
-    with pytest.raises(ConfigError, match="is a kernel for CUDA"):
+    with refused(ConfigError, "'flash'", "CUDA", "cpu", key="strategy.attention"):
         choose_attention("flash", torch.device("cpu"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.refusals import refused
 from torch import Tensor, nn
 
 from plait.config.optim import (
@@ -115,7 +116,7 @@ def test_all_implementations_agree(config: OptimConfig, implementation: str) -> 
 @by_fusable
 def test_fused_where_no_kernel_is_is_an_error_and_auto_takes_foreach(config: OptimConfig) -> None:
     groups = one(nn.Parameter(torch.ones(3, device="meta")))
-    with pytest.raises(ConfigError, match=r"optim\.implementation"):
+    with refused(ConfigError, "'fused'", config.type, "meta", "'auto'", key="optim.implementation"):
         build_optimizer(config.model_copy(update={"implementation": "fused"}), groups)
     assert build_optimizer(config, groups).param_groups[0]["foreach"]
 

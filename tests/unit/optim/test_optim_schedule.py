@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.refusals import refused
 from torch.optim import lr_scheduler
 
 from plait.config.schedule import (
@@ -217,7 +218,7 @@ def test_what_cannot_be_known_or_agree_is_an_error_naming_the_key(config: Schedu
 
 
 def test_a_first_epoch_at_rate_zero_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"schedule\.warmup_start_factor"):
+    with refused(ConfigError, "`by: epoch`", key="schedule.warmup_start_factor"):
         build(CosineConfig(by="epoch", warmup=2), total=40, epoch=10)
     build(CosineConfig(by="epoch", warmup=2, warmup_start_factor=0.1), total=40, epoch=10)
 
@@ -245,5 +246,5 @@ def test_applying_sets_momentum_where_the_optimizer_keeps_it() -> None:
 
 def test_cycling_a_momentum_that_is_not_there_is_an_error() -> None:
     config = OneCycleConfig(cycle_min_lr=0.1, cycle_max_lr=0.5, cycle_momentum=True)
-    with pytest.raises(ConfigError, match=r"schedule\.cycle_momentum"):
+    with refused(ConfigError, "SGD", "`optim.momentum`", key="schedule.cycle_momentum"):
         build(config).apply(sgd(), 0)

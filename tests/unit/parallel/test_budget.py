@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.refusals import refused
 from torch import Tensor, nn
 
 from plait.config import parse_sections
@@ -126,9 +127,8 @@ def test_the_budget_is_what_is_written_or_what_the_machine_has_free() -> None:
         units = find_units(model, config.strategy.wrap)
         world = open_world(config)
         assert ways_to_recompute(model, units, example(2, 32), config=config, world=world) == [expected] * 4
-    with pytest.raises(ConfigError, match=r"strategy\.recompute\.mode: 'auto' needs one micro-batch") as caught:
+    with refused(ConfigError, "'auto'", "example=", key="strategy.recompute.mode"):
         ways_to_recompute(model, units, None, config=config, world=world)
-    assert "example=" in str(caught.value)
 
 
 class Looking(torch.nn.Linear):
@@ -140,7 +140,7 @@ class Looking(torch.nn.Linear):
 
 def test_a_model_that_looks_at_values_is_told_what_to_set() -> None:
     config = parse_sections(strategy={"recompute": {"mode": "auto"}}, device="cpu").config
-    with pytest.raises(ConfigError, match=r"strategy\.recompute\.mode: 'auto' tries Looking on tensors without values"):
+    with refused(ConfigError, "'auto'", "Looking", "_local_scalar_dense", key="strategy.recompute.mode"):
         ways_to_recompute(Looking(4, 4), [], torch.ones(2, 4), config=config, world=open_world(config))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.refusals import missing, refused
 from torch import Tensor
 from torch._dynamo import register_backend
 
@@ -92,8 +93,7 @@ def test_a_backend_that_fails_is_given_up_with_its_reason_and_training_goes_on()
 
     said = assert_same_training({"compile": {"backend": "plait_test_failing"}})
     assert len(said) == 1
-    assert "torch.compile gave up, training goes on without it" in said[0]
-    assert "ValueError: no such instruction" in said[0]
+    assert not missing(said[0], "torch.compile", "ValueError: no such instruction")
 
 
 def test_a_model_that_cannot_be_one_graph_is_given_up_under_fullgraph() -> None:
@@ -120,20 +120,21 @@ def test_a_model_that_cannot_be_one_graph_is_given_up_under_fullgraph() -> None:
         losses.append([engine.train_step([batch]).loss for batch in batches()])
     assert losses[0] == losses[1]
     assert len(said) == 1
-    assert "gave up" in said[0]
+    assert not missing(said[0], "torch.compile", "Unsupported", "graph_break")
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"strategy\.compile\.backend: torch knows no compiler backend 'inducter'"):
+    with refused(ConfigError, "'inducter'", "inductor", key="strategy.compile.backend"):
         train({"compile": {"backend": "inducter"}})
 
 
 def test_a_missing_compiler_is_known_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     section = parse_sections(strategy={"compile": True}).config.strategy.compile
-    assert why_not(section, torch.device("cpu")) == "no C++ compiler was found"
+    assert "C++" in (why_not(section, torch.device("cpu")) or "")
     losses, _, said = train({"compile": True})
-    assert said == ["strategy.compile is on, but no C++ compiler was found: training goes on without it"]
+    assert len(said) == 1
+    assert not missing(said[0], "strategy.compile", "C++")
     assert losses == train({})[0]
 
 

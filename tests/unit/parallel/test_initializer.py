@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.refusals import refused
 from torch import Tensor, nn
 
 from plait.config import parse_sections
@@ -302,12 +303,12 @@ def test_a_model_object_on_the_meta_device_gets_values() -> None:
 def test_a_model_object_on_the_meta_device_that_nothing_can_fill_is_refused() -> None:
     with torch.device("meta"):
         given = OwnParameter()
-    with pytest.raises(ModelError, match=r"OwnParameter lies on the meta device.*init_weights"):
+    with refused(ModelError, "OwnParameter", "meta", "'table'", "reset_parameters", "init_weights(module)"):
         prepared(given)
 
 
 def test_a_run_without_a_model_says_so() -> None:
-    with pytest.raises(ModelError, match="there is no model"):
+    with refused(ModelError, "`model`"):
         prepared(None)
 
 

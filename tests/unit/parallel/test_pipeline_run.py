@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.refusals import missing, refused
 from torch import Tensor, nn
 
 from plait.errors import ConfigError, ModelError
@@ -85,24 +86,25 @@ def test_an_error_names_the_stage_and_the_micro_batch(group: dist.ProcessGroup) 
     model = nn.Sequential(nn.Linear(3, 3), Fails(ValueError("bad")))
     with pytest.raises(ValueError, match="bad") as caught:
         make_pipeline(model, group).step([torch.randn(2, 3)] * 4, squares)
-    assert caught.value.__notes__ == ["in the forward pass of pipeline stage 1 (of 2), micro-batch 2 (of 4)"]
+    (note,) = caught.value.__notes__
+    assert not missing(note, "forward", "stage 1", "micro-batch 2")
 
 
 def test_an_error_of_ours_names_them_in_its_text(group: dist.ProcessGroup) -> None:
     model = nn.Sequential(nn.Linear(3, 3), Fails(ModelError("bad")))
-    with pytest.raises(ModelError, match=r"bad\n  in the forward pass of pipeline stage 1 \(of 2\), micro-batch 2"):
+    with refused(ModelError, "bad\n", "forward", "stage 1", "micro-batch 2"):
         make_pipeline(model, group).step([torch.randn(2, 3)] * 4, squares)
 
 
 def test_an_illegal_number_of_micro_batches_is_refused_before_anything_runs(group: dist.ProcessGroup) -> None:
     pipeline = make_pipeline(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), group, "dualpipev")
-    with pytest.raises(ConfigError, match="nearest number that works is 2"):
+    with refused(ConfigError, "1 micro-batch", "dualpipev", "2", key="strategy.pipeline.micro_batches"):
         pipeline.step([torch.randn(2, 3)], squares)
 
 
 def test_a_loss_that_is_no_number_is_refused(group: dist.ProcessGroup) -> None:
     pipeline = make_pipeline(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), group)
-    with pytest.raises(ModelError, match="one number"):
+    with refused(ModelError, "loss", "tensor", "stage 1", "micro-batch 0"):
         pipeline.step([torch.randn(2, 3)], lambda answer, _inputs, _index: answer)
 
 
@@ -172,7 +174,7 @@ def test_a_model_that_changes_its_embeddings_is_refused(group: dist.ProcessGroup
         embedding_multiplier=3.0,
     )
     pipeline = make_pipeline(transformers.AutoModelForCausalLM.from_config(config), group)
-    with pytest.raises(ModelError, match="changes the embeddings"):
+    with refused(ModelError, "GraniteForCausalLM", "embeddings", "stage 1"):
         pipeline.forward([{"input_ids": torch.randint(0, 16, (1, 4))}])
 
 
@@ -183,7 +185,7 @@ def test_router_losses_of_earlier_stages_are_not_lost_without_a_word() -> None:
     )
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ModelError, match="output_router_logits"):
+    with refused(ModelError, "MixtralForCausalLM", "output_router_logits: false"):
         plan_stages(model, ranks=2, schedule="1f1b")
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.refusals import refused
 
 from plait.errors import ConfigError
 from plait.parallel.pipeline import (
@@ -117,19 +118,19 @@ def test_1f1b_holds_no_more_micro_batches_than_there_are_stages_to_come() -> Non
     [("interleaved_1f1b", 4, 9, 10), ("interleaved_zb", 2, 5, 6), ("dualpipev", 2, 3, 4), ("1f1b", 4, 0, 1)],
 )
 def test_a_number_that_cannot_work_is_refused_with_the_nearest(word: str, ranks: int, count: int, nearest: int) -> None:
-    with pytest.raises(ConfigError, match=f"The nearest number that works is {nearest}"):
+    with refused(ConfigError, f"{count} micro-batch", f"{ranks} ranks", nearest, key="strategy.pipeline.micro_batches"):
         check_micro_batches(word, ranks, count)
     assert is_legal(word, ranks, nearest)
 
 
 @pytest.mark.parametrize(("word", "virtual"), [("1f1b", 2), ("interleaved_1f1b", 1), ("zbv", 3), ("looped_bfs", 1)])
 def test_a_number_of_stages_that_a_schedule_does_not_have_is_refused(word: str, virtual: int) -> None:
-    with pytest.raises(ConfigError, match=r"strategy\.pipeline\.stages_per_rank"):
+    with refused(ConfigError, str(virtual), word, key="strategy.pipeline.stages_per_rank"):
         resolve_virtual(word, virtual)
 
 
 def test_an_unknown_word_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="interleaved_1f1b"):
+    with refused(ConfigError, "'2f2b'", "interleaved_1f1b", key="strategy.pipeline.schedule"):
         make_table("2f2b", 2, 4)
 
 

@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+from tests.refusals import missing
 
 from plait.errors import ConfigError, Problem
 from plait.plan.aside import in_a_child
@@ -36,16 +37,16 @@ def test_what_somebody_has_to_change_is_raised_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ends", "words"),
+    ("ends", "named"),
     [
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "ended by SIGKILL, as the kernel does where memory is short"),
-        (lambda: os.kill(os.getpid(), signal.SIGTERM), "ended by SIGTERM"),
-        (lambda: os._exit(7), "exit code 7"),
-        (lambda: time.sleep(60), "more than 1 s"),
-        (lambda: lambda: 1, "pickle"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), ["SIGKILL", "memory"]),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), ["SIGTERM"]),
+        (lambda: os._exit(7), ["7"]),
+        (lambda: time.sleep(60), ["1 s"]),
+        (lambda: lambda: 1, ["pickle"]),
     ],
 )
-def test_a_child_that_does_not_answer_is_told_from_one_that_takes_long(ends: object, words: str) -> None:
+def test_a_child_that_does_not_answer_is_told_from_one_that_takes_long(ends: object, named: list[str]) -> None:
     reason = in_a_child(ends, seconds=1.0)  # type: ignore[arg-type]
     assert isinstance(reason, str)
-    assert words in reason
+    assert not missing(reason, *named)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.refusals import refused
 
 from plait.cli import doctor
 from plait.config import dialect
@@ -38,18 +39,18 @@ def test_a_name_is_read_leniently(text: str, name: str) -> None:
 
 
 def test_a_name_that_may_be_two_machines_is_not_guessed() -> None:
-    with pytest.raises(ConfigError, match="a100-40g or a100-80g"):
+    with refused(ConfigError, "'a100'", "a100-40g", "a100-80g", key="--gpu"):
         find_hardware("a100")
 
 
 @pytest.mark.parametrize("text", ["h20", "NVIDIA H20", "NVIDIA GH200 480GB", "a10", "NVIDIA RTX A1000", "h1000"])
 def test_another_machine_is_not_taken_for_one_that_is_called_alike(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"no machine is called '{text}'"):
+    with refused(ConfigError, f"'{text}'", "h200-141g", "--measure", key="--gpu"):
         find_hardware(text)
 
 
 def test_an_unknown_name_gets_a_suggestion() -> None:
-    with pytest.raises(ConfigError, match=r"Did you mean `h100`\?"):
+    with refused(ConfigError, "'h10O'", "`h100`", key="--gpu"):
         find_hardware("h10O")  # the letter, not the digit
 
 
@@ -75,21 +76,21 @@ def test_a_machine_written_to_a_file_is_read_back_as_it_was(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("key", "value", "path", "named"),
     [
-        ("memory_gb", 80.0, "Did you mean `memory_gib`"),
-        ("memory_gib", "much", "memory_gib.*'much'"),
-        ("memory_gbps", 0.0, "memory_gbps.*more than 0"),
-        ("flops", {"fp32": 1.0, "bf61": 2.0}, "Did you mean `bf16`"),
-        ("flops", {"bf16": 2.0}, "there is no `fp32`"),
-        ("link", {"kind": "nvlink", "gbs": 1.0}, "link.gbs"),
+        ("memory_gb", 80.0, "memory_gb", "`memory_gib`"),
+        ("memory_gib", "much", "memory_gib", "'much'"),
+        ("memory_gbps", 0.0, "memory_gbps", "0"),
+        ("flops", {"fp32": 1.0, "bf61": 2.0}, "flops.bf61", "`bf16`"),
+        ("flops", {"bf16": 2.0}, "flops", "`fp32`"),
+        ("link", {"kind": "nvlink", "gbs": 1.0}, "link.gbs", "`gbps`"),
     ],
 )
-def test_a_wrong_value_in_a_file_is_named(tmp_path: Path, key: str, value: object, message: str) -> None:
-    path = tmp_path / "machine.yaml"
-    path.write_text(dialect.dump(PRESETS["h100-80g"].to_dict() | {key: value}))
-    with pytest.raises(ConfigError, match=f"(?s){message}"):
-        find_hardware(path)
+def test_a_wrong_value_in_a_file_is_named(tmp_path: Path, key: str, value: object, path: str, named: str) -> None:
+    file = tmp_path / "machine.yaml"
+    file.write_text(dialect.dump(PRESETS["h100-80g"].to_dict() | {key: value}))
+    with refused(ConfigError, file, named, key=path):
+        find_hardware(file)
 
 
 def test_a_measured_rate_stands_above_the_peak_times_its_share() -> None:
@@ -125,16 +126,16 @@ def test_measuring_writes_a_machine_that_a_plan_can_read(tmp_path: Path, capsys:
     assert f"{machine.memory_gbps:.1f} GB/s" in shown
     if machine.kind == "cpu":
         assert f"{machine.link.gbps:.2f} GB/s" in shown
-        assert "between 2 ranks" in shown
+        assert "2 ranks" in shown
 
 
 def test_a_file_for_figures_that_were_not_asked_for_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--measure"):
+    with refused(ConfigError, "machine.yaml", "--measure", key="--out"):
         doctor.doctor(str(tmp_path / "machine.yaml"))
-    with pytest.raises(ConfigError, match=r"\.yaml"):
+    with refused(ConfigError, "machine.txt", ".yaml", key="--out"):
         doctor.measure(str(tmp_path / "machine.txt"), str(tmp_path))
 
 
 def test_a_disk_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(WorldError, match="nowhere"):
+    with refused(WorldError, tmp_path / "nowhere"):
         measure_disk(tmp_path / "nowhere")

@@ -69,7 +69,7 @@ def test_on_a_cpu_states_that_are_offloaded_are_the_optimizers() -> None:
     config = run_of({"offload": "cpu"}, model=SMALL, batch={"micro": 1}, precision="fp32")
     account = plan_rank(config, find_hardware("cpu"), ranks=1, detailed=True, exact=True).account
     assert account.under("part")["optimizer"] == pytest.approx(account.numbers["parameters"] * 8, rel=0.01)
-    assert "kernel workspaces" not in account.under("part")
+    assert account.under("part").get("kernel workspaces", 0) < 0.001 * account.under("part")["optimizer"]
 
 
 def test_an_update_takes_as_long_as_the_memory_it_passes_over() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.refusals import refused
 from torch import nn
 
 from plait.cli.states import show_states
@@ -158,7 +159,7 @@ def test_a_run_description_is_counted_without_giving_its_model_storage(
     out = capsys.readouterr().out
     total = int(float(out.split("M parameters")[0].replace(",", "")) * 1e6)
     assert 68e9 < total < 70e9
-    assert "18 B a parameter" in out
+    assert "18 B" in out
     assert "HW: Setup with 1 node, 8 GPUs per node." in out
     assert out.count("offload_optimizer=") == 2 + 6
 
@@ -175,5 +176,5 @@ def test_live_and_cold_tables_agree(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_without_a_model_has_nothing_to_count(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("seed: 1\n")
-    with pytest.raises(ConfigError, match="model"):
+    with refused(ConfigError, "`type`", key="model"):
         show_states(str(path), [])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.refusals import refused
+from tests.refusals import missing, refused
 from tests.unit.fuzz.mutate import bounded
 from typer.testing import CliRunner
 
@@ -94,13 +94,15 @@ def test_thoughts_are_written_by_the_template_or_refused(tmp_path: Path) -> None
     template = make_template(TemplateConfig(), tokenizer, tmp_path)
     thought = Message("assistant", "two", "hm")
     assert learned(tokenizer, template.conversation((TWO[0], thought))) == "<think>hm</think>two<|im_end|>\n"
-    with pytest.raises(UnwritableError, match="before message 3 differently"):  # earlier thoughts are left out there
+    with refused(
+        UnwritableError, "message 3", "train: false", "posttrain.template.kind: marked"
+    ):  # earlier thoughts are left out there
         template.conversation((TWO[0], thought, *ONE))
     assert "hm" not in tokenizer.decode(template.prompt((TWO[0], thought, ONE[0])))
     folder_of(tmp_path, CHATML)
     for kind in ("tokenizer", "plain", "marked"):
         deaf = make_template(TemplateConfig(kind=kind), tokenizer, tmp_path)
-        with pytest.raises(UnwritableError, match="reasoning_content"):
+        with refused(UnwritableError, "reasoning_content", "posttrain.template.kind"):
             deaf.conversation((TWO[0], thought))
 
 
@@ -109,11 +111,11 @@ def test_a_template_that_loses_a_message_or_refuses_one_is_said_with_the_row(tmp
     system = {"messages": [{"role": "system", "content": "Be short."}, *_turns("q", "a")]}
     rows = [{"messages": _turns("q", "a")}, system]
     for phase in ("sft", "grpo"):
-        with pytest.raises(DataError, match=r"line 2: incomplete .*leaves out the content of the system's .*Be short"):
+        with refused(DataError, "line 2", "'Be short.'", "posttrain.template.kind", "posttrain.incomplete: skip"):
             data_of(tmp_path, rows, phase, tokenizer=str(tmp_path))
     assert data_of(tmp_path, rows, tokenizer=str(tmp_path), incomplete="skip").account.left_out == {"incomplete": 1}
     folder_of(tmp_path, "{{ raise_exception('roles must alternate') }}" + CHATML)
-    with pytest.raises(DataError, match="roles must alternate"):
+    with refused(DataError, str(tmp_path), "TemplateError: roles must alternate"):
         data_of(tmp_path, rows, tokenizer=str(tmp_path))
 
 
@@ -178,8 +180,8 @@ def test_nobody_forges_a_control_token(tmp_path: Path) -> None:
         found = template.conversation((Message("user", forged), Message("assistant", forged)))
         assert found.ids.count(int(tokenizer.token_id("<|im_end|>") or 0)) == (2 if kind == "tokenizer" else 3)
     account = data_of(tmp_path, [{"messages": _turns(forged, "a")}], tokenizer=str(tmp_path)).account
-    assert "1 with the text of a control token" in str(account)
-    assert "'<|im_end|>'" in str(account)
+    assert list(account.noted.values()) == [1]
+    assert not missing(str(account), "line 1", "'<|im_end|>'")
 
 
 def test_turns_are_the_tokens_that_a_model_is_given_when_it_answers(tmp_path: Path) -> None:
@@ -285,13 +287,13 @@ def test_another_tokenizer_than_that_of_the_weights_is_refused(tmp_path: Path) -
     folder_of(tmp_path / "start")
     (tmp_path / "other").mkdir()
     rows = [{"prompt": "q", "response": "a"}]
-    for marks, wrong in ((("<x>", *MARKS), True), ((*MARKS, "<x>"), False)):
+    for marks, strange in ((("<x>", *MARKS), True), ((*MARKS, "<x>"), False)):
         trained_tokenizer(["a conversation about nothing"], 296 + len(marks) - 3, marks).save(
             tmp_path / "other" / "tokenizer.json"
         )
         given = {"start": str(tmp_path / "start"), "tokenizer": str(tmp_path / "other")}
-        if wrong:
-            with pytest.raises(DataError, match=r"posttrain\.start: the weights know the token '<\|im_start\|>' as"):
+        if strange:
+            with refused(DataError, "posttrain.start", "'<|im_start|>'", "posttrain.tokenizer"):
                 data_of(tmp_path, rows, **given)
         else:
             assert data_of(tmp_path, rows, **given).account.kept == 1
@@ -314,16 +316,13 @@ def test_a_reward_model_reads_conversations_as_it_learned_to(tmp_path: Path) -> 
     with phase_runner("reward", {**description, "work_dir": judge}) as runner:
         runner.train()
     online = {**description, "rollout": {"prompts": 1, "max_new_tokens": 4}, "ppo": {"reward_model": judge}}
-    for kind, message in (
-        ("plain", r"ppo\.reward_model.*its template .tokenizer. .*this run's .plain."),
-        ("auto", None),
-    ):
+    for kind, strange in (("plain", True), ("auto", False)):
         online["posttrain"] = {**description["posttrain"], "template": {"kind": kind}}
         with phase_runner("ppo", {**online, "work_dir": str(tmp_path / kind)}) as runner:
-            if message is None:
+            if not strange:
                 runner.train()
             else:
-                with pytest.raises(ConfigError, match=message):
+                with refused(ConfigError, judge, "tokenizer", "plain", "posttrain.template", key="ppo.reward_model"):
                     runner.train()
     other = tmp_path / "other"
     other.mkdir()
@@ -332,6 +331,6 @@ def test_a_reward_model_reads_conversations_as_it_learned_to(tmp_path: Path) -> 
     strange = {**online, "ppo": critic, "posttrain": {**description["posttrain"], "tokenizer": str(other)}}
     with (
         phase_runner("ppo", {**strange, "work_dir": str(tmp_path / "strange")}) as runner,
-        pytest.raises(DataError, match=r"ppo\.critic_start: the weights know the token"),
+        refused(DataError, "'<|im_start|>'", str(Path(judge, "tokenizer.json")), "ppo.critic_start"),
     ):
         runner.train()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refusals import refused
 
 from plait.cli.main import main
 from plait.errors import ConfigError, DataError, ModelError
@@ -88,16 +89,16 @@ def test_functions_judge_too(runs: dict[str, str]) -> None:
     number = random.randrange(1000)
     maths = [Question((Message("user", "how many?"),), f"so\n#### {number}")] * 3
     assert open_judge("gsm8k").rewards(maths, [f"it is {number}", f"#### {number + 1}", "none"]) == [1.0, 0.0, 0.0]
-    assert open_judge("operator:countOf").__class__.__name__ == "FunctionJudge"
+    assert open_judge("operator:setitem").__class__.__name__ == "FunctionJudge"
 
 
 def test_what_cannot_judge_is_refused(runs: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="a run of `plait sft`, whose model writes"):
+    with refused(ModelError, runs["sft"], "`plait sft`", "`plait reward`"):
         open_judge(runs["sft"])
-    for who, said in (("nowhere", "neither a folder"), ("no_module:f", "no_module"), ("task", "no questions of a")):
-        with pytest.raises(ConfigError, match=f"--reward: .*{said}"):
+    for who in ("nowhere", "no_module:f", "task"):
+        with refused(ConfigError, who.removesuffix(":f"), key="--reward"):
             open_judge(who, None if who != "task" else _of_file())
-    with pytest.raises(DataError, match="no run of a phase"):
+    with refused(DataError, str(tmp_path / "run"), "phase", "--prompts"):
         held_out(_pretrained(tmp_path), 3)
 
 
@@ -128,9 +129,9 @@ def test_generate_asks_what_was_held_out_and_shows_rewards_beside_the_answers(
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code
-    told = re.findall(r"reward (\S+) over 4 answers", capsys.readouterr().out)
+    told = re.findall(r"reward (\S+) .*\b4\b", capsys.readouterr().out)
     assert len(told) == 2
     assert told[0] == told[1]
     text = page.read_text()
     assert text.count("<small>reward ") == 8
-    assert f"<td>mean reward</td><td>{told[0]}</td>" in text
+    assert f"<td>{told[0]}</td>" in text

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.refusals import refused
 from torch import nn
 
 from plait.config import parse_sections
@@ -107,9 +108,9 @@ def test_targets_are_names_patterns_or_all_layers_of_the_blocks() -> None:
     assert attach(make(GPT), spec, ("q",)) == ["blocks.0.attention.q", "blocks.1.attention.q"]
     assert attach(make(GPT), spec, ("blocks.1.ffn.*",)) == ["blocks.1.ffn.up", "blocks.1.ffn.down"]
     assert len(attach(make(GPT), spec, ("linear",))) == 2 * 6
-    with pytest.raises(ConfigError, match=r"lora\.targets.*'q_proj' fits no linear layer(.|\n)*attention|out"):
+    with refused(ConfigError, "'q_proj'", "down", key="lora.targets"):
         attach(make(GPT), spec, ("q_proj",))
-    with pytest.raises(ConfigError, match=r"'lm_head' shares its matrix"):
+    with refused(ConfigError, "'lm_head'", "lora.also", key="lora.targets"):
         attach(make(GPT2), spec, ("lm_head",))
 
 
@@ -174,24 +175,24 @@ def test_an_adapter_whose_writing_fails_is_as_it_was(tmp_path: Path, monkeypatch
 
 def test_an_adapter_that_is_empty_damaged_or_of_another_kind_is_refused(tmp_path: Path) -> None:
     spec, model = AdapterSpec(4, 8.0), with_adapters(GPT, AdapterSpec(4, 8.0))
-    with pytest.raises(CheckpointError, match="empty adapter"):
-        save_adapter(tmp_path / "empty", {}, spec)
-    with pytest.raises(CheckpointError, match=r"no adapter_config\.json"):
+    with refused(CheckpointError, tmp_path / "hollow", "empty"):
+        save_adapter(tmp_path / "hollow", {}, spec)
+    with refused(CheckpointError, str(tmp_path / "empty"), "adapter_config.json"):
         read_adapter(tmp_path / "empty")
     folder = save_adapter(tmp_path / "good", adapter_of(model), spec)
     assert set(read_adapter(folder).layers) == set(lora_layers(model))
-    with pytest.raises(ModelError, match=r"no linear layer of this model"):
+    with refused(ModelError, str(folder), "blocks.0."):
         read_adapter(folder, make(GPT2))
     other = with_adapters(GPT, AdapterSpec(2, 8.0), ("q", "v"))
-    with pytest.raises(ModelError, match=r"does not fit:(.|\n)*attention\.k: the model has no adapter there"):
+    with refused(ModelError, str(folder), "attention.k"):
         read_adapter(folder).check(other)
     weights = folder / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-7])
-    with pytest.raises(CheckpointError, match="copy it again"):
+    with refused(CheckpointError, str(weights), "incomplete metadata"):
         read_adapter(folder)
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
-    with pytest.raises(CheckpointError, match="use_dora True"):
+    with refused(CheckpointError, str(folder), "use_dora True"):
         read_adapter(folder)
 
 
@@ -229,5 +230,5 @@ def test_a_packed_model_computes_and_differentiates_as_its_unpacked_matrices(sec
         assert found is not None
         assert expected is not None
         assert torch.allclose(found, expected, atol=1e-4)
-    with pytest.raises(ModelError, match="4 or 8 bits"):
+    with refused(ModelError, "8 bits"):
         merge(packed)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.refusals import missing, refused
 
 from plait.config import check, parse
 from plait.config.batch import ResolvedBatch
@@ -123,9 +123,9 @@ def test_going_on_within_a_rollout_needs_its_answers() -> None:
     loader.dataset.number = 1
     assert sum(1 for _ in loader.epoch(0, 3)) == 3
     assert rolled == [2]
-    with pytest.raises(TrainingError, match="stopped within rollout 0"):
+    with refused(TrainingError, "rollout 0", f"rollout {loader.dataset.number}"):
         next(iter(loader.epoch(0, 1)))
-    with pytest.raises(ConfigError, match=r"rollout.prompts: 4 × 2 answers each fill no whole number of batches"):
+    with refused(ConfigError, "4 × 2", key="rollout.prompts"):
         loader_of(epochs=1, total=3)
 
 
@@ -159,11 +159,13 @@ def test_rewards_that_are_no_numbers_are_counted_out_or_stop_the_run() -> None:
     for _ in range(2):
         assert kind.judge(answers) == pytest.approx([*[math.nan] * 4, 1.0, 1.0], nan_ok=True)
     assert len(said) == 1  # the first time
-    assert re.search(r"fragile raised ValueError: cannot judge this .*of 6 answers 3 went wrong", said[0])
+    assert not missing(said[0], "fragile", "ValueError: cannot judge this", "6", "3")
     strict = FunctionScorer("fragile", fragile, world, bad="error")
-    with pytest.raises(TrainingError, match=r"fragile raised ValueError: cannot judge this .*'ba='.*of 6 answers 3"):
+    with refused(
+        TrainingError, "fragile", "ValueError: cannot judge this", "'ba='", "6", "3", "rollout.bad_reward: skip"
+    ):
         strict.judge(answers)
-    with pytest.raises(TrainingError, match=r"'1\.5' is of type str, expected a number"):
+    with refused(TrainingError, "'1.5'", "str", "rollout.bad_reward: skip"):
         strict.judge(answers[3:])
     assert strict.judge([answers[2], answers[4]]) == pytest.approx([math.nan, 1.0], nan_ok=True)  # None says: unknown
 
@@ -191,33 +193,33 @@ def test_answers_are_checked_by_the_data_they_belong_to() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "changes", "message"),
+    ("phase", "changes", "key", "names"),
     [
-        ("ppo", {}, "ppo.reward_model: there is none"),
-        ("ppo", {"ppo": {"reward_model": "x", "reward": "task"}}, "ppo.reward: .*reward_model` judges"),
-        ("ppo", {"ppo": {"reward": "task", "kl_target": 3.0}}, "ppo.kl_target: 3.* has no effect"),
-        ("grpo", {"grpo": {"reference": "base"}}, "grpo.reference: `base` is the model without its adapter"),
-        ("grpo", {"grpo": {"reference": "none", "beta": 0.1}}, "grpo.beta: 0.1 has no effect"),
-        ("grpo", {"strategy": {"layout": {"cp": 2}}}, "strategy.layout.cp: 2, but writing and judging need whole"),
-        ("grpo", {"strategy": {"recompute": "auto"}}, "strategy.recompute: auto measures a micro-batch"),
-        ("grpo", {"checkpoint": {"best": {}}}, "checkpoint.best.metric: 'loss' is not measured"),
-        (None, {"rollout": {}}, "rollout: this section has no effect"),
+        ("ppo", {}, "ppo.reward_model", ["`ppo.reward`"]),
+        ("ppo", {"ppo": {"reward_model": "x", "reward": "task"}}, "ppo.reward", ["task", "`ppo.reward_model`"]),
+        ("ppo", {"ppo": {"reward": "task", "kl_target": 3.0}}, "ppo.kl_target", ["3.0", "`ppo.kl`", "adaptive"]),
+        ("grpo", {"grpo": {"reference": "base"}}, "grpo.reference", ["`base`", "`lora`"]),
+        ("grpo", {"grpo": {"reference": "none", "beta": 0.1}}, "grpo.beta", ["0.1", "`reference`", "none"]),
+        ("grpo", {"strategy": {"layout": {"cp": 2}}}, "strategy.layout.cp", ["2", "`strategy.layout.cp: 1`"]),
+        ("grpo", {"strategy": {"recompute": "auto"}}, "strategy.recompute", ["auto", "full"]),
+        ("grpo", {"checkpoint": {"best": {}}}, "checkpoint.best.metric", ["'loss'", "reward"]),
+        (None, {"rollout": {}}, "rollout", ["`plait ppo`", "`plait grpo`"]),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(phase: Any, changes: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_work_is_refused_before_anything_starts(phase: Any, changes: Any, key: str, names: Any) -> None:
+    with refused(ConfigError, *names, key=key):
         check(settings(phase, **changes), has_val=True, require_length=False)
 
 
 def test_reward_functions_are_found_by_name_or_by_the_data() -> None:
     assert find_function(settings())[0] == "task"
     assert find_function(settings(grpo={"reward": "operator:setitem"}))[0] == "operator:setitem"
-    with pytest.raises(ConfigError, match=r"grpo\.reward\.type: 'nowhere:f'"):
+    with refused(ConfigError, "'nowhere:f'", key="grpo.reward.type"):
         find_function(settings(grpo={"reward": "nowhere:f"}))
-    with pytest.raises(ConfigError, match=r"grpo\.reward\.type: 'math:pi' is a float"):
+    with refused(ConfigError, "'math:pi'", "float", key="grpo.reward.type"):
         find_function(settings(grpo={"reward": "math:pi"}))
     unknown = settings(posttrain={"data": [{"type": "file", "path": "x.jsonl"}]})
-    with pytest.raises(ConfigError, match="the data cannot be checked"):
+    with refused(ConfigError, "package.module:function", key="grpo.reward"):
         find_function(unknown)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.refusals import missing, refused
 from typer.testing import CliRunner
 
 from plait.checkpoint.convert import averaged, open_source
@@ -150,17 +152,19 @@ def test_prompts_need_no_answers_and_those_without_room_are_counted(tmp_path: Pa
     changes: dict[str, Any] = {"grpo": {"group": 2, "reward": "task"}, "posttrain": data}
     with phase_runner("grpo", describe(tmp_path / "run", 1, **changes)) as runner:
         assert len(runner.phase_data.train) == 6
-        assert dict(runner.phase_data.account.left_out) == {"empty": 1, "with a prompt longer than max_len": 1}
-        with pytest.raises(DataError, match="steps had anything to learn from"):
+        left_out = dict(runner.phase_data.account.left_out)
+        assert left_out.pop("empty") == 1
+        assert [("max_len" in reason, count) for reason, count in left_out.items()] == [(True, 1)]
+        with refused(DataError, "targets", "0", "-100"):
             runner.train()  # `task` knows nothing of these prompts: every answer is skipped, and counted
     told = events(tmp_path / "run", "train")[-1]["data"]
     assert (told["skipped_answers"], told["loss"]) == (16.0, 0.0)
     changes["posttrain"] = {**data, "too_long": "error"}
-    with pytest.raises(DataError, match=r"line 8: with a prompt longer than max_len \(20 tokens"):
+    with refused(DataError, "line 8", "max_len", "20", "posttrain.too_long: skip"):
         phase_runner("grpo", describe(tmp_path / "strict", 1, **changes))
     rows = [{"question": "b"}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(DataError, match=r"line 1: incomplete \(no 'prompt'"):
+    with refused(DataError, "line 1", "'prompt'", "'question'", "posttrain.incomplete: skip"):
         phase_runner("grpo", describe(tmp_path / "wrong", 1, **{**changes, "posttrain": data}))
 
 
@@ -172,18 +176,18 @@ def always_one(prompt: str, answer: str, expected: str | None) -> float:
 def test_a_reward_that_is_the_same_for_all_answers_is_told_of_once(tmp_path: Path) -> None:
     run("grpo", describe(tmp_path, 3, grpo={"group": 2, "reward": f"{__name__}:always_one"}))
     told = [event["data"]["text"] for event in events(tmp_path, "message")]
-    assert sum("got the same reward" in text for text in told) == 1
+    assert [found for text in told for found in re.findall(r"\brollout \d+", text)] == ["rollout 0"]
 
 
 def test_a_writer_that_is_not_the_policy_stops_the_run_or_is_replaced(tmp_path: Path) -> None:
     # No rounding is as small as this tolerance, so what writes with a cache never passes.
     strict = {"tolerance": 1e-30, "mode": "gathered"}
     grpo = {"grpo": {"group": 2}}
-    with pytest.raises(RolloutMismatchError, match="is not the policy that is trained"):
+    with refused(RolloutMismatchError, "tokens", "1e-30", "mode: trainer", "on_mismatch: fallback"):
         run("grpo", describe(tmp_path / "stop", 1, **grpo, rollout=strict))
     run("grpo", describe(tmp_path / "go", 2, **grpo, rollout={**strict, "on_mismatch": "fallback"}))
     texts = [event["data"]["text"] for event in events(tmp_path / "go", "message")]
-    assert sum("the trainer itself writes" in text for text in texts) == 1
+    assert sum(not missing(text, "WARNING", "1e-30", "gathered") for text in texts) == 1
 
 
 def test_a_judge_with_other_tokens_or_less_room_is_refused(tmp_path: Path) -> None:
@@ -191,13 +195,13 @@ def test_a_judge_with_other_tokens_or_less_room_is_refused(tmp_path: Path) -> No
     with phase_runner("reward", {key: value for key, value in small.items() if key != "rollout"}) as runner:
         runner.train()
     wrong = describe(tmp_path / "ppo", 1, ppo={"reward_model": str(tmp_path / "judge")})
-    with pytest.raises(ConfigError, match=r"ppo.reward_model: sees 8 tokens, and answers here come with up to 16"):
+    with refused(ConfigError, "8 tokens", "16", "posttrain.max_len: 8", key="ppo.reward_model"):
         run("ppo", wrong)
     fitting = {"reward_model": str(tmp_path / "judge"), "critic_lora": {"rank": 2, "lr": 1e-3}}
     after = run("ppo", describe(tmp_path / "fits", 1, ppo=fitting, posttrain={"max_len": 8}))
     assert any(name.startswith("critic.model.") and ".lora_A." in name for name in after)
     other = {"data": [{"type": "task", "name": "arithmetic", "samples": 60, "size": 1}], "max_len": 8}
-    with pytest.raises(DataError, match="another tokenizer"):
+    with refused(DataError, str(tmp_path / "judge"), "tokenizer", "posttrain.tokenizer"):
         run("ppo", describe(tmp_path / "other", 1, ppo=fitting, posttrain=other, model={**MODEL, "vocab_size": 14}))
 
 
@@ -216,15 +220,14 @@ def test_adapters_may_learn_at_a_rate_of_their_own(tmp_path: Path) -> None:
 def test_the_commands_check_before_anything_starts(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(describe(tmp_path / "run", ppo={})))
-    refused = CliRunner().invoke(app, ["ppo", str(file)])
-    assert isinstance(refused.exception, ConfigError)
-    assert "there is none, and no `ppo.reward` either" in str(refused.exception)
+    ended = CliRunner().invoke(app, ["ppo", str(file)])
+    assert isinstance(ended.exception, ConfigError)
+    assert not missing(str(ended.exception), "ppo.reward_model", "`ppo.reward`")
     absent = ["posttrain.start=runs/none", f"ppo.reward_model={tmp_path / 'runn.yaml'}"]
-    refused = CliRunner().invoke(app, ["ppo", str(file), *absent])
-    assert isinstance(refused.exception, ConfigError)
-    assert [problem.path for problem in refused.exception.problems] == ["posttrain.start", "ppo.reward_model"]
-    assert "'runs/none' does not exist in" in str(refused.exception)
-    assert f"Did you mean `{file}`?" in str(refused.exception)
+    ended = CliRunner().invoke(app, ["ppo", str(file), *absent])
+    assert isinstance(ended.exception, ConfigError)
+    assert [problem.path for problem in ended.exception.problems] == ["posttrain.start", "ppo.reward_model"]
+    assert not missing(str(ended.exception), "'runs/none'", f"`{file}`")
     shown = CliRunner().invoke(app, ["grpo", str(file), "--dry-run", "grpo.group=4"])
     assert shown.exit_code == 0
     assert "grpo.group" in shown.output
@@ -247,10 +250,9 @@ def test_rewards_that_are_all_the_same_are_said_to_teach_nothing(tmp_path: Path)
     changes = {"grpo": {"reward": f"{__name__}:alike", "group": 4, "reference": "none"}}
     run("grpo", describe(tmp_path, **changes, rollout={"prompts": 2}))
     said = [event["data"]["text"] for event in events(tmp_path, "message")]
-    idle = [text for text in said if "teaches nothing" in text]
-    assert len(idle) == 1  # the first of several in a row
-    assert "rollout 0" in idle[0]
+    idle = [found for text in said for found in re.findall(r"\brollout \d+", text)]
+    assert idle == ["rollout 0"]  # the first of several in a row
     assert {event["data"]["zero_std_groups"] for event in events(tmp_path, "train")} == {1.0}
     (account,) = [text for text in said if text.startswith("grpo: 60 rows")]
-    assert "60 distinct prompts" in account
-    assert any("template plain" in text for text in said)
+    assert not missing(account, "60", "prompts")
+    assert any("plain" in text and "template" in text for text in said)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tests.refusals import missing, refused
 
 from plait.checkpoint.convert import open_source
 from plait.config import to_yaml
@@ -58,7 +59,7 @@ def here(command: Sequence[str]) -> int:
     return 0
 
 
-def refused(command: Sequence[str]) -> int:
+def never(command: Sequence[str]) -> int:
     raise AssertionError(f"{command} was started")
 
 
@@ -105,16 +106,17 @@ def complete(done: tuple[Path, list[str], list[int]], monkeypatch: pytest.Monkey
 def test_a_step_that_fails_ends_the_pipeline_which_goes_on_there(done: tuple[Path, list[str], list[int]]) -> None:
     _, said, codes = done
     assert codes == [7, 0]
-    words = [line.split(": ")[1].split(" ")[0].rstrip(",") for line in said if "report.html" not in line]
-    assert words == ["begins", "begins", "failed", "complete", "begins", "begins"]
-    assert any("step 2 of 3, reward: failed with exit code 7" in line for line in said)
+    told = [line for line in said if "report.html" not in line]
+    order = ("sft", "reward", "reward", "sft", "reward", "dpo")
+    assert [phase for line, phase in zip(told, order, strict=True) if phase in line] == list(order)
+    assert "7" in told[2]
 
 
 def test_every_step_that_ran_has_its_page(complete: list[str]) -> None:
     for step in checked(from_files(complete)):
         page = (step.folder / "report.html").read_text()
         assert f"{step.number}. {step.phase}" in page
-        assert ("data:image/png" in page) == (step.phase != "sft"), "pairs have the picture of calibration"
+        assert ("data:image/svg+xml" in page) == (step.phase != "sft"), "pairs have the picture of calibration"
 
 
 def test_each_step_begins_with_the_result_of_the_one_it_follows(complete: list[str]) -> None:
@@ -131,8 +133,9 @@ def test_each_step_begins_with_the_result_of_the_one_it_follows(complete: list[s
 
 def test_what_is_complete_is_not_run_again(complete: list[str]) -> None:
     said: list[str] = []
-    assert run_steps(checked(from_files(complete)), refused, said.append) == 0
-    assert all(": complete, in runs/pipeline/" in line for line in said)
+    assert run_steps(checked(from_files(complete)), never, said.append) == 0
+    for line, phase in zip(said, ("sft", "reward", "dpo"), strict=True):
+        assert not missing(line, phase, f"runs/pipeline/{phase}")
 
 
 def test_the_table_has_figures_of_every_step_and_the_command_to_talk_to_the_last(complete: list[str]) -> None:
@@ -147,7 +150,7 @@ def test_the_table_has_figures_of_every_step_and_the_command_to_talk_to_the_last
 
 def test_a_folder_with_other_settings_of_what_is_learned_is_not_taken(complete: list[str]) -> None:
     other = describe("other_sft.yaml", optim={"lr": 3e-3})
-    assert "optim.lr was 0.01 and is 0.003" in problems(from_files([other]))
+    assert not missing(problems(from_files([other])), "work_dir", "optim.lr", "0.01", "0.003")
     spread = describe("zero_sft.yaml", strategy="zero3", log={"every": 1})
     assert state_of(checked(from_files([spread]), ranks=2)[0]) is State.COMPLETE, "how it is spread may change"
 
@@ -158,19 +161,20 @@ def test_a_result_older_than_what_it_began_with_is_not_taken(files: list[str]) -
     Path("own/sft").rename("old")
     time.sleep(0.01)
     assert run_steps(checked(from_files(files[:1])), here, print) == 0
-    assert "'own/reward' is older than 'own/sft', which it begins with" in problems(from_files(files[:2]))
+    assert not missing(problems(from_files(files[:2])), "work_dir", "'own/reward'", "'own/sft'")
 
 
 def test_a_step_that_was_cut_short_goes_on_from_its_checkpoint(files: list[str]) -> None:
     describe(files[0], work_dir="own/sft", train={"max_steps": 4, "stop_after": 3})
     said: list[str] = []
     assert run_steps(checked(from_files(files[:1])), here, said.append) == 1
-    assert "ended early (stopped at step 3" in said[-1]
+    assert not missing(said[-1], "sft", "step 3")
     describe(files[0], work_dir="own/sft", train={"max_steps": 4})
     (step,) = checked(from_files(files[:1]))
     assert state_of(step) is State.BEGUN
+    said.clear()
     assert run_steps([step], here, said.append) == 0
-    assert any("goes on in own/sft" in line for line in said)
+    assert any("own/sft" in line for line in said)
     assert json.loads(Path("own/sft/report.json").read_text())["steps"] == 1, "the last of four"
 
 
@@ -191,7 +195,7 @@ def test_a_pipeline_that_a_signal_stops_ends_with_its_exit_code_and_goes_on(file
     describe(files[0], work_dir="own/sft", train={"max_steps": 8})
     said: list[str] = []
     assert run_steps(checked(from_files(files[:1])), interrupted, said.append) == 130
-    assert said[-1] == "step 1 of 1, sft: was stopped; what there is lies in own/sft"
+    assert not missing(said[-1], "sft", "own/sft")
     assert run_steps(checked(from_files(files[:1])), here, said.append) == 0
     assert 1 <= json.loads(Path("own/sft/report.json").read_text())["steps"] < 8, "the rest of them"
 
@@ -209,9 +213,7 @@ def test_all_problems_of_all_steps_are_told_before_anything_starts(files: list[s
 def test_models_that_do_not_fit_each_other_are_found_before_the_first_is_trained(files: list[str]) -> None:
     describe(files[2], model={**MODEL, "dim": 32})
     told = problems(from_files(files))
-    assert "step 3, dpo" in told
-    assert "is not that of step 1, sft" in told
-    assert "(12, 16) there, (12, 32) here" in told
+    assert not missing(told, "model", "step 3, dpo", "step 1, sft", "(12, 16)", "(12, 32)")
 
 
 def test_a_judge_that_sees_less_than_the_policy_writes_is_found_at_once(files: list[str]) -> None:
@@ -219,40 +221,49 @@ def test_a_judge_that_sees_less_than_the_policy_writes_is_found_at_once(files: l
     llama = {**MODEL, "type": "llama"}
     describe(files[0], model=llama, work_dir="own/sft")
     policy = describe("ppo.yaml", model=llama, ppo={"epochs": 1}, rollout={"prompts": 8})
-    assert "sees 8 tokens, and answers here come with up to 24" in problems(from_files([*files[:2], policy]))
+    told = problems(from_files([*files[:2], policy]))
+    assert not missing(told, "ppo.reward_model", "8 tokens", "24", "posttrain.max_len: 8")
 
 
-BAD: list[tuple[Callable[[list[str]], object], int, str]] = [
-    (lambda files: describe(files[1], work_dir="own/sft"), 1, "the folder of step 1, sft, too"),
-    (lambda files: describe(files[0], checkpoint={"last": False}), 1, "leave out its `checkpoint.last: false`"),
-    (lambda files: describe(files[0], lora={"rank": 2}, checkpoint={"trainable_only": True}), 1, "or add `lora` here"),
+BAD: list[tuple[Callable[[list[str]], object], int, str, list[str]]] = [
+    (lambda files: describe(files[1], work_dir="own/sft"), 1, "work_dir", ["'own/sft'", "step 1, sft", "step 2"]),
+    (lambda files: describe(files[0], checkpoint={"last": False}), 1, "posttrain.start", ["`checkpoint.last: false`"]),
+    (
+        lambda files: describe(files[0], lora={"rank": 2}, checkpoint={"trainable_only": True}),
+        1,
+        "posttrain.start",
+        ["`checkpoint.trainable_only`", "`lora`"],
+    ),
     (
         lambda files: [
             describe(files[0], lora={"also": ["*norm*"]}, checkpoint={"trainable_only": True}),
             *(describe(file, work_dir=f"own/{Path(file).stem}", lora={"rank": 8}) for file in files[1:]),
         ],
         1,
-        "without `lora.also`",
+        "posttrain.start",
+        ["`checkpoint.trainable_only`", "`lora.also`"],
     ),
-    (lambda files: describe(files[0], strategy={"layout": {"tp": 2}}), 3, "multiple of 2 processes"),
-    (lambda files: describe(files[2], posttrain={"start": "nowhere"}), 1, "'nowhere' does not exist"),
-    (lambda files: (Path("own").mkdir(), Path("own/sft").touch()), 1, "'own/sft' is no folder"),
+    (lambda files: describe(files[0], strategy={"layout": {"tp": 2}}), 3, "strategy.layout", ["tp", "2", "3"]),
+    (lambda files: describe(files[2], posttrain={"start": "nowhere"}), 1, "posttrain.start", ["'nowhere'"]),
+    (lambda files: (Path("own").mkdir(), Path("own/sft").touch()), 1, "work_dir", ["'own/sft'", "step 1"]),
 ]
 
 
-@pytest.mark.parametrize(("spoil", "ranks", "said"), BAD, ids=[case[2] for case in BAD])
+@pytest.mark.parametrize(("spoil", "ranks", "key", "names"), BAD, ids=[case[2] for case in BAD])
 def test_what_cannot_work_is_refused_by_name(
-    files: list[str], spoil: Callable[[list[str]], object], ranks: int, said: str
+    files: list[str], spoil: Callable[[list[str]], object], ranks: int, key: str, names: list[str]
 ) -> None:
     for file in files:
         describe(file, work_dir=f"own/{Path(file).stem}", batch={"total": 6})
     spoil(files)
-    assert said in problems(from_files(files), ranks)
+    with refused(ConfigError, *names, key=key):
+        checked(from_files(files), ranks)
 
 
 def test_a_run_that_no_pipeline_started_is_left_alone(files: list[str]) -> None:
     here(["sft", files[0]])
-    assert "holds a run that no pipeline started" in problems(from_files(files))
+    with refused(ConfigError, "'own/sft'", "--output-dir", key="work_dir"):
+        checked(from_files(files))
 
 
 def test_rows_that_lack_what_a_step_needs_are_found_before_it_starts(files: list[str]) -> None:
@@ -261,7 +272,7 @@ def test_rows_that_lack_what_a_step_needs_are_found_before_it_starts(files: list
     for file in files:
         describe(file, work_dir=f"own/{Path(file).stem}", posttrain=data, model={**MODEL, "vocab_size": 300})
     told = problems(from_files(files))
-    assert "rows.jsonl, line 1: no 'rejected'" in told
+    assert not missing(told, "posttrain.data", "rows.jsonl, line 1", "'rejected'")
     assert "sft.yaml" not in told
 
 
@@ -321,7 +332,7 @@ def test_the_phase_of_a_description_is_what_it_says_or_is_called_or_has(files: l
     assert phase_of(describe("a.yaml", phase="dpo")) == "dpo"
     assert phase_of(describe("b.yaml", grpo={"group": 4})) == "grpo"
     assert phase_of(describe("tiny-sft.yaml", sft={}, dpo={})) == "sft"
-    with pytest.raises(ConfigError, match="which phase is it"):
+    with refused(ConfigError, "sft, dpo", "`phase:`", key="c.yaml"):
         phase_of(describe("c.yaml", sft={}, dpo={}))
     Path("pre.yaml").write_text(yaml.safe_dump({"data": {"type": "text", "path": "x"}}))
     assert phase_of("pre.yaml") == "train"
@@ -332,7 +343,7 @@ def test_steps_that_are_left_out_must_have_left_their_results(complete: list[str
         return checked(with_words(from_files(complete), read_steps(words.split()), given))
 
     assert [step.chosen for step in asked("--step 2 3", ["step"])] == [False, True, True]
-    with pytest.raises(ConfigError, match="step 1, sft, which is not asked for"):
+    with refused(ConfigError, "step 1, sft", "'nowhere/sft'", "`--step`", key="posttrain.start"):
         asked("--step 2 --output-dir nowhere", ["step", "output_dir"])
 
 
@@ -344,7 +355,7 @@ def test_numbers_alone_are_the_three_steps_of_a_model_in_a_folder(tmp_path: Path
     words = f"--actor-model {tmp_path / 'model'} --reward-zero-stage 2 --output-dir {tmp_path / 'out'}"
     steps = read_steps(words.split())
     wanted = with_words(from_words(steps), steps, ["actor_model", "reward_zero_stage", "output_dir"])
-    with pytest.raises(ConfigError, match=r"posttrain\.data .*step sft.*: there is none"):
+    with refused(ConfigError, "step sft", "{type: task}", key="posttrain.data"):
         checked(wanted)
     given = [replace(each, settings=(*each.settings, 'posttrain.data=[{"type": "task"}]')) for each in wanted.steps]
     found = checked(replace(wanted, steps=tuple(given)))
@@ -352,7 +363,7 @@ def test_numbers_alone_are_the_three_steps_of_a_model_in_a_folder(tmp_path: Path
     assert [step.config.strategy.stage for step in found] == [0, 2, 0]
     assert found[2].config.ppo is not None
     assert found[2].config.ppo.reward_model == str(tmp_path / "out" / "reward")
-    with pytest.raises(ConfigError, match="--actor-model"):
+    with refused(ConfigError, key="--actor-model"):
         from_words(read_steps([]))
 
 

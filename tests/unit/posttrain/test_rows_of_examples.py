@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refusals import refused
 
 from plait.config.posttrain import FileData, Gsm8kData
 from plait.errors import DataError
@@ -19,10 +20,11 @@ def test_a_file_that_is_one_list_is_read_entry_by_entry(tmp_path: Path) -> None:
     (first, row), (second, wrong), (_, half) = read_rows(str(file))
     assert (first, second) == (f"{file}, entry 1", f"{file}, entry 2")
     assert row == {"prompt": "q", "response": "a"}
-    assert wrong == "expected an object, found a int"
+    assert "int" in wrong
+    assert isinstance(wrong, str)
     assert isinstance(half, str)
     file.write_text('[{"prompt": "q"}')
-    with pytest.raises(DataError, match=r"rows\.json begins as a list, and is not JSON"):
+    with refused(DataError, str(file), "list", "JSON"):
         list(read_rows(str(file)))
 
 
@@ -61,23 +63,26 @@ def test_the_worse_answer_of_a_pair_may_be_told_with_its_conversation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "names"),
     [
-        ({"prompt": "q", "chosen": [USER, BOT, LATER[0]], "rejected": "no"}, "'chosen' does not end with a message"),
+        ({"prompt": "q", "chosen": [USER, BOT, LATER[0]], "rejected": "no"}, ["'chosen'", "assistant"]),
         (
             {"prompt": "other", "chosen": [USER, BOT], "rejected": "no"},
-            "'chosen' is a conversation that does not begin",
+            ["'chosen'", "prompt"],
         ),
-        ({"chosen": [USER, BOT], "rejected": [LATER[0], BOT]}, "'rejected' is a conversation that does not begin"),
-        ({"chosen": [USER, BOT], "rejected": [USER, turn("assistant", "no"), *LATER]}, "'rejected' answers another"),
-        ({"chosen": "text alone", "rejected": "no"}, "no 'prompt'; it has 'chosen', 'rejected'"),
-        ({"messages": [USER, {**BOT, "tool_calls": [{"name": "f"}]}, BOT]}, "'messages' has calls of tools"),
-        ({"messages": [USER, BOT], "tools": [{"name": "f"}]}, "'tools' are described"),
-        ({"messages": [turn("user", [{"type": "image"}]), BOT]}, "'content' has a part of type 'image'"),
+        ({"chosen": [USER, BOT], "rejected": [LATER[0], BOT]}, ["'rejected'", "prompt"]),
+        (
+            {"chosen": [USER, BOT], "rejected": [USER, turn("assistant", "no"), *LATER]},
+            ["'rejected'", "3 messages", "1"],
+        ),
+        ({"chosen": "text alone", "rejected": "no"}, ["'prompt'", "'chosen', 'rejected'"]),
+        ({"messages": [USER, {**BOT, "tool_calls": [{"name": "f"}]}, BOT]}, ["'messages'", "tools"]),
+        ({"messages": [USER, BOT], "tools": [{"name": "f"}]}, ["'tools'"]),
+        ({"messages": [turn("user", [{"type": "image"}]), BOT]}, ["'content'", "'image'"]),
     ],
 )
-def test_no_part_of_a_row_is_passed_over(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(IncompleteError, match=message):
+def test_no_part_of_a_row_is_passed_over(row: dict[str, Any], names: list[str]) -> None:
+    with refused(IncompleteError, *names):
         list(examples_in(row, FileData(path="rows.jsonl"), "row 1", pairs=True))
 
 
@@ -105,38 +110,38 @@ def test_answers_are_learned_as_their_turns_say(row: dict[str, Any], expected: l
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "names"),
     [
-        ({"weight": 0, "prompt": "q", "response": "a"}, "the row has weight 0"),
-        ({"train": False, "prompt": "q", "response": "a"}, "the row has weight 0"),
-        ({"messages": [USER, {**BOT, "weight": 0}]}, "every answer of the row has weight 0"),
+        ({"weight": 0, "prompt": "q", "response": "a"}, ["row", "weight 0"]),
+        ({"train": False, "prompt": "q", "response": "a"}, ["row", "weight 0"]),
+        ({"messages": [USER, {**BOT, "weight": 0}]}, ["answer", "weight 0"]),
     ],
 )
-def test_what_is_not_to_be_learned_is_no_example(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(UnlearnedError, match=message):
+def test_what_is_not_to_be_learned_is_no_example(row: dict[str, Any], names: list[str]) -> None:
+    with refused(UnlearnedError, *names):
         list(examples_in(row, FileData(path="rows.jsonl"), "row 1", pairs=False))
 
 
 @pytest.mark.parametrize(
-    ("row", "pairs", "message"),
+    ("row", "pairs", "names"),
     [
-        ({"weight": 0.5, "prompt": "q", "response": "a"}, False, r"'weight' is 0\.5"),
-        ({"messages": [USER, {**BOT, "weight": "0"}]}, False, "'weight' is '0'"),
-        ({"messages": [USER, {**BOT, "train": 2}]}, False, "'train' is 2"),
-        ({"messages": [{**USER, "train": True}, BOT]}, False, "a turn of the user learned .'train'"),
-        ({"messages": [{**USER, "reasoning_content": "h"}, BOT]}, False, "'reasoning_content' on a turn of the user"),
-        ({"messages": [USER, {**BOT, "train_detail": [{}]}]}, False, "train_detail"),
-        ({"messages": [USER, {"role": "tool", "content": "7"}, BOT]}, False, "the role 'tool'"),
-        ({"prompt": "q", "response": "a", "images": ["x.png"]}, False, "'images'"),
-        ({"prompt": "q", "completion": "a", "label": False}, False, "'label'"),
-        ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": 0.5}, True, "'margin'"),
-        ({"prompt": "q", "chosen": [{**BOT, "weight": 0}], "rejected": "b"}, True, "weight 0"),
-        ({"system": "s", "messages": [turn("system", "t"), USER, BOT]}, False, "'system' says something else"),
-        ({"instruction": "q", "history": ["x"], "output": "a"}, False, "'history' holds 'x'"),
+        ({"weight": 0.5, "prompt": "q", "response": "a"}, False, ["'weight'", "0.5"]),
+        ({"messages": [USER, {**BOT, "weight": "0"}]}, False, ["'weight'", "'0'"]),
+        ({"messages": [USER, {**BOT, "train": 2}]}, False, ["'train'", "2"]),
+        ({"messages": [{**USER, "train": True}, BOT]}, False, ["user", "'train'"]),
+        ({"messages": [{**USER, "reasoning_content": "h"}, BOT]}, False, ["'reasoning_content'", "user"]),
+        ({"messages": [USER, {**BOT, "train_detail": [{}]}]}, False, ["train_detail"]),
+        ({"messages": [USER, {"role": "tool", "content": "7"}, BOT]}, False, ["'tool'"]),
+        ({"prompt": "q", "response": "a", "images": ["x.png"]}, False, ["'images'"]),
+        ({"prompt": "q", "completion": "a", "label": False}, False, ["'label'"]),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": 0.5}, True, ["'margin'", "reward.margin"]),
+        ({"prompt": "q", "chosen": [{**BOT, "weight": 0}], "rejected": "b"}, True, ["pair", "weight 0"]),
+        ({"system": "s", "messages": [turn("system", "t"), USER, BOT]}, False, ["'system'"]),
+        ({"instruction": "q", "history": ["x"], "output": "a"}, False, ["'history'", "'x'"]),
     ],
 )
-def test_keys_that_mean_what_cannot_be_done_are_refused(row: dict[str, Any], pairs: bool, message: str) -> None:
-    with pytest.raises(IncompleteError, match=message):
+def test_keys_that_mean_what_cannot_be_done_are_refused(row: dict[str, Any], pairs: bool, names: list[str]) -> None:
+    with refused(IncompleteError, *names):
         list(examples_in(row, FileData(path="rows.jsonl"), "row 1", pairs=pairs))
 
 
@@ -176,9 +181,9 @@ def test_a_key_that_stands_twice_is_no_row(tmp_path: Path) -> None:
     twice = '{"prompt": "q", "response": "a", "prompt": "r"}'
     (tmp_path / "rows.jsonl").write_text(twice, encoding="utf-8")
     ((_, reason),) = read_rows(str(tmp_path / "rows.jsonl"))
-    assert "the key 'prompt' stands twice" in str(reason)
+    assert "'prompt'" in str(reason)
     (tmp_path / "rows.json").write_text(f"[{twice}]", encoding="utf-8")
-    with pytest.raises(DataError, match=r"rows\.json .*the key 'prompt' stands twice"):
+    with refused(DataError, str(tmp_path / "rows.json"), "'prompt'"):
         list(read_rows(str(tmp_path / "rows.json")))
 
 
@@ -189,9 +194,9 @@ def test_a_folder_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     for file in (tmp_path / "train-0.jsonl", tmp_path / "train-1.jsonl", hidden / "train-0.jsonl"):
         file.write_text(row, encoding="utf-8")
     assert len(list(read_rows(str(tmp_path)))) == 2
-    for name, message in (("train-2.jsonl.gz", r"train-2\.jsonl\.gz"), ("test-0.jsonl", r"test-0.* and train-1")):
+    for name, others in (("train-2.jsonl.gz", []), ("test-0.jsonl", ["train-1"])):
         (tmp_path / name).write_text(row, encoding="utf-8")
-        with pytest.raises(DataError, match=message):
+        with refused(DataError, str(tmp_path), name, *others):
             list(read_rows(str(tmp_path)))
         (tmp_path / name).unlink()
 
@@ -200,7 +205,7 @@ def test_splits_of_a_saved_data_set_are_named_one_by_one(tmp_path: Path) -> None
     datasets = pytest.importorskip("datasets")
     part = datasets.Dataset.from_list([{"prompt": "q", "response": "a"}])
     datasets.DatasetDict({"train": part, "test": part}).save_to_disk(str(tmp_path / "both"))
-    with pytest.raises(DataError, match="the splits train, test"):
+    with refused(DataError, str(tmp_path / "both" / "train"), "train, test"):
         list(read_rows(str(tmp_path / "both")))
     assert len(list(read_rows(str(tmp_path / "both" / "train")))) == 1
 
@@ -216,5 +221,5 @@ def test_whatever_a_library_raises_of_a_file_is_an_error_that_names_it(
         "plait.posttrain.data.rows.import_module", lambda _: type("P", (), {"ParquetFile": ParquetFile})
     )
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"rows\.parquet cannot be read .*magic bytes"):
+    with refused(DataError, str(tmp_path / "rows.parquet"), "OSError: Parquet magic bytes not found in footer"):
         list(read_rows(str(tmp_path / "rows.parquet")))

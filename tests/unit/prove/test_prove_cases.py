@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refusals import missing, refused
 
 from plait.config import RunConfig, parse_sections
 from plait.config.offload import OffloadConfig
@@ -72,49 +73,52 @@ def test_ranks_are_those_that_the_layout_fixes_and_two_where_it_fixes_none(strat
 
 
 def test_what_is_the_reference_itself_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the reference itself"):
+    with refused(ConfigError, "`--ranks 2`", key="strategy"):
         make_cases(run(strategy="single"))
 
 
 @pytest.mark.parametrize(
-    ("technique", "name"),
+    ("technique", "named"),
     [
-        ({"recompute": "full"}, "recompute full on 1 rank"),
-        ({"offload": "cpu"}, "offload cpu on 1 rank"),
+        ({"recompute": "full"}, ["recompute", "full"]),
+        ({"offload": "cpu"}, ["offload", "cpu"]),
         (
             {"zero": 3, "offload": {"optimizer": "nvme", "params": "cpu"}},
-            "zero3, offload nvme, weights in host memory on 1 rank",
+            ["zero3", "offload", "nvme", "weights", "host"],
         ),
-        ({"offload": {"activations": "all"}}, "offloaded activations on 1 rank"),
-        ({"tiles": {"names": ["blocks.*.ffn"]}}, "tiles on 1 rank"),
+        ({"offload": {"activations": "all"}}, ["activations"]),
+        ({"tiles": {"names": ["blocks.*.ffn"]}}, ["tiles"]),
     ],
 )
-def test_one_rank_that_does_more_than_the_reference_can_be_proved_and_is_named(technique: Any, name: str) -> None:
+def test_one_rank_that_does_more_than_the_reference_can_be_proved_and_is_named(
+    technique: Any, named: list[str]
+) -> None:
     cases = make_cases(run(strategy={**technique, "layout": {"dp_replicate": 1, "dp_shard": 1}}))
-    assert name_of(cases.candidate, cases.layout) == name
+    assert not missing(name_of(cases.candidate, cases.layout), *named, "1 rank")
     assert cases.reference.strategy.offload == OffloadConfig()
 
 
 def test_a_layout_that_leaves_nothing_to_shard_is_said() -> None:
     cases = make_cases(run(strategy={"zero": 3, "layout": {"tp": 2}}))
-    assert "`--ranks 4` would show it" in cases.notes[0]
+    assert "`--ranks 4`" in cases.notes[0]
 
 
 def test_layers_of_own_models_are_shrunk_on_both_sides() -> None:
     cases = make_cases(run(strategy="ddp"), layers=2)
     assert cases.reference.model.layers == cases.candidate.model.layers == 2  # type: ignore[union-attr]
-    assert cases.notes == ("The model was shrunk from 6 to 2 layers.",)
+    (note,) = cases.notes
+    assert not missing(note, "6", "2 layers")
 
 
 def test_a_model_is_not_shrunk_to_more_layers_than_it_has() -> None:
-    with pytest.raises(ConfigError, match="--layers: 7"):
+    with refused(ConfigError, "7", "6", key="--layers"):
         make_cases(run(strategy="ddp"), layers=7)
 
 
 def test_a_folder_that_takes_no_certificate_is_found_before_the_steps(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "inside", "/proc/certificate"):
-        with pytest.raises(ConfigError, match=f"--out: '{out}'"):
+        with refused(ConfigError, f"'{out}'", key="--out"):
             prove({"model": GPT, "data": {"type": "import", "target": "builtins:list"}}, out=out)
 
 
@@ -127,7 +131,7 @@ def test_layers_of_a_transformers_model_are_shrunk_by_its_own_key_with_lists_of_
         "num_hidden_layers": 2,
         "layer_types": ["full_attention"] * 2,
     }
-    assert any("random weights" in note for note in cases.notes)
+    assert any("random" in note for note in cases.notes)
 
 
 def test_layers_of_a_model_of_ones_own_are_shrunk_where_an_argument_names_them() -> None:
@@ -138,7 +142,7 @@ def test_layers_of_a_model_of_ones_own_are_shrunk_where_an_argument_names_them()
 
 @pytest.mark.parametrize("model", [{"type": "resnet"}, {"type": "import", "target": "mine:Net", "args": {"width": 3}}])
 def test_a_model_without_a_number_of_layers_cannot_be_shrunk(model: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="--layers"):
+    with refused(ConfigError, model["type"], "num_layers", key="--layers"):
         make_cases(run(model=model, strategy="ddp"), layers=2)
 
 

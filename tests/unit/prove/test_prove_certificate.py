@@ -9,6 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from tests.refusals import missing
 
 from plait.config import parse_sections
 from plait.prove.cases import make_cases
@@ -39,12 +40,13 @@ def certificate(candidate: Trace, nudged: Trace | None = None, **reference: Any)
 def test_runs_that_agree_pass() -> None:
     found = certificate(trace(1e-6))
     assert found.passed
-    assert found.verdict().startswith("PASS  ddp on 2 ranks is one process: 5 tensors agree after each of 3 steps")
+    assert found.verdict().startswith("PASS")
+    assert not missing(found.verdict(), "ddp", "2 ranks", "5 tensors", "3 steps")
 
 
 def test_the_largest_deviation_is_named_where_there_is_one() -> None:
-    assert certificate(trace()).verdict().endswith("after each of 3 steps, without any deviation")
-    assert "; closest to its tolerance: step " in certificate(trace(1e-7)).verdict()
+    assert not any(word in certificate(trace()).verdict() for word in ("step 1", "embed.weight", "7.6e-06"))
+    assert not missing(certificate(trace(1e-7)).verdict(), "step 1", "embed.weight", "1.0e-07", "7.6e-06")
 
 
 def test_the_first_difference_is_the_earliest_step_and_there_the_first_layer() -> None:
@@ -55,22 +57,22 @@ def test_the_first_difference_is_the_earliest_step_and_there_the_first_layer() -
     assert not found.passed
     assert (found.first_tensor.step, found.first_tensor.name) == (2, "model.blocks.1.w")  # type: ignore[union-attr]
     assert found.first_tensor.layer == "blocks.1"  # type: ignore[union-attr]
-    assert "step 2, blocks.1.w; off by 2.5e-01 of its size, allowed 7.6e-06" in found.verdict()
-    assert "one rounding of the weights (fp32, 1.2e-07)" in found.verdict()
+    assert found.verdict().startswith("FAIL")
+    assert not missing(found.verdict(), "step 2", "blocks.1.w", "2.5e-01", "7.6e-06", "fp32", "1.2e-07")
 
 
 def test_a_number_is_named_before_the_tensors_of_its_step() -> None:
     candidate = trace(grad_norm=[1.0, 1.01, 1.0])
     candidate.deviations[2]["optim.embed.weight.m"] = Deviation(0.5, 0.0)
     first, tensor = certificate(candidate).first, certificate(candidate).first_tensor
-    assert str(first).startswith("step 2, grad_norm: 1.01 instead of 1; off by 1.0e-02")
-    assert str(tensor).startswith("step 2, embed.weight (m of the optimizer)")
+    assert not missing(str(first), "step 2", "grad_norm", "1.01", "1.0e-02")
+    assert not missing(str(tensor), "step 2", "embed.weight", "(m ", "optimizer")
 
 
 def test_weights_must_start_equal_bit_for_bit() -> None:
     candidate = trace()
     candidate.deviations[0]["model.embed.weight"] = Deviation(1e-9, 0.0)
-    assert "at the start, embed.weight" in certificate(candidate).verdict()
+    assert not missing(certificate(candidate).verdict(), "FAIL", "start", "embed.weight", "1.0e-09")
 
 
 def test_one_target_too_many_is_a_difference() -> None:
@@ -91,7 +93,7 @@ def test_what_rounding_alone_decides_is_set_apart_and_said() -> None:
     found = certificate(candidate, nudged)
     assert found.passed
     assert [each.name for each in found.findings if each.is_noise] == ["model.blocks.0.w"]
-    assert any("decided by rounding alone" in note for note in found.notes)
+    assert any(not missing(note, "rounding", "blocks.0.w") for note in found.notes)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -102,12 +104,12 @@ def test_a_loss_that_is_not_finite_in_one_run_alone_is_a_difference(value: float
 def test_a_rule_of_dropout_that_does_not_hold_fails_the_certificate() -> None:
     found = certificate(trace(checks=[("ranks differ", False, "ranks 0 and 1 drew the same")]), drops=["blocks.0"])
     assert not found.passed
-    assert "ranks differ: no, ranks 0 and 1 drew the same" in found.verdict()
-    assert any("Dropout was set to 0" in note for note in found.notes)
+    assert not missing(found.verdict(), "FAIL", "ranks differ", "ranks 0 and 1 drew the same")
+    assert any(not missing(note, "Dropout", "0", "blocks.0") for note in found.notes)
 
 
 def test_a_model_that_draws_numbers_with_dropout_off_is_said() -> None:
-    assert any("drew random numbers" in note for note in certificate(trace(), random=True).notes)
+    assert any("random" in note for note in certificate(trace(), random=True).notes)
 
 
 def test_the_file_is_strict_json_with_every_comparison(tmp_path: Path) -> None:

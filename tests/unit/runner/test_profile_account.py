@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refusals import refused
 
 from plait.errors import TrainingError
 from plait.runner.profile.account import Lanes, account_of, cut
@@ -182,7 +184,7 @@ def test_messages_get_the_time_of_the_kernel_that_they_launched(tmp_path: Path) 
     assert row.gbps == pytest.approx(3000 / 1e-4 / 1e9)
     log = message_log(device_trace(tmp_path).trace, [sent, sent])
     assert log.rows[0].ms is None
-    assert "the counted step sent 2 messages, the recorded ones 1" in log.note
+    assert re.findall(r"\d+", log.note) == ["2", "1"]
 
 
 def test_the_picture_shows_every_lane_of_the_step(tmp_path: Path) -> None:
@@ -236,5 +238,5 @@ def test_operators_that_compute_nothing_have_no_kind() -> None:
 def test_a_trace_without_steps_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "empty.json"
     path.write_text(json.dumps({"traceEvents": [span("aten::mm", 0, 1)]}))
-    with pytest.raises(TrainingError, match="no recorded step"):
+    with refused(TrainingError, path):
         read_trace(path)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from tests.multi.toys import Classifier, Points, Trace, fit
+from tests.refusals import refused
 from torch.utils.data import DataLoader, IterableDataset
 
 from plait import Runner
@@ -74,7 +75,7 @@ def test_a_runner_has_its_parts_after_setup_and_not_before(tmp_path: Path) -> No
 
     runner = make(tmp_path, model=build, strategy={"meta_init": False})
     for part in ("world", "engine", "step"):
-        with pytest.raises(TrainingError, match=rf"no {part} yet: call runner.setup"):
+        with refused(TrainingError, part, "runner.setup"):
             getattr(runner, part)
     assert made == []
     assert not (tmp_path / "run").exists()
@@ -109,7 +110,7 @@ def test_what_is_wrong_with_the_data_shows_before_a_model_is_built(tmp_path: Pat
 def test_a_folder_that_holds_a_run_is_refused_before_its_log_is_written_to(tmp_path: Path) -> None:
     make(tmp_path, log={"console": "none"}).train()
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    with pytest.raises(CheckpointError, match="already holds a run"):
+    with refused(CheckpointError, tmp_path / "run", "step-00000003", "checkpoint.resume=auto"):
         make(tmp_path, log={"console": "none"}).train()
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
@@ -171,12 +172,12 @@ def test_a_run_description_with_overrides(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "path", "words"),
     [
-        ({"model": None}, "model", "there is none"),
-        ({"model": {"layers": 3}}, "model", "dict is no model"),
-        ({"data": None}, "data", "nothing to train on"),
-        ({"train": {}}, "train", "no end"),
+        ({"model": None}, "model", "type"),
+        ({"model": {"layers": 3}}, "model", "dict"),
+        ({"data": None}, "data", "`data`"),
+        ({"train": {}}, "train", "train.max_steps"),
         ({"optin": {"lr": 1.0}}, "optin", "optim"),
-        ({"train": {"max_steps": 2, "val_every": 1}}, "train.val_every", "no validation data"),
+        ({"train": {"max_steps": 2, "val_every": 1}}, "train.val_every", "`val_data`"),
         ({"hooks": [{"type": "import", "target": "no_such_module:Hook"}]}, "hooks.0.target", "no_such_module"),
         ({"hooks": [{"type": "import", "target": "pathlib:Path"}]}, "hooks.0.target", "Hook"),
     ],
@@ -190,7 +191,7 @@ def test_what_is_missing_or_wrong_is_named(tmp_path: Path, sections: dict[str, A
 
 
 def test_measuring_without_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="val_data"):
+    with refused(ConfigError, key="val_data"):
         make(tmp_path).validate()
 
 
@@ -217,14 +218,14 @@ def test_accuracy_is_the_share_of_samples_among_the_most_likely() -> None:
 def test_a_work_dir_that_holds_a_run_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
     make(tmp_path).train()
     before = {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "run").rglob("*"))}
-    with pytest.raises(CheckpointError, match=r"already holds a run.*step-00000003.*resume"):
+    with refused(CheckpointError, tmp_path / "run", "step-00000003", "checkpoint.resume=auto"):
         make(tmp_path, train={"max_steps": 9}).train()
     assert {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "run").rglob("*"))} == before
 
 
 def test_a_work_dir_that_cannot_be_written_is_a_wrong_setting(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"work_dir: .*file/run.*cannot be written"):
+    with refused(ConfigError, "file/run", key="work_dir"):
         make(tmp_path, work_dir=tmp_path / "file" / "run").train()
 
 
@@ -304,7 +305,8 @@ def test_a_run_that_fails_says_so_in_its_record(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="broken on purpose"):
         make(tmp_path, data=Broken(8), log={"console": "none"}).train()
-    assert [event.data["reason"] for event in events(tmp_path, EventKind.RUN_END)] == ["failed with RuntimeError"]
+    (reason,) = [event.data["reason"] for event in events(tmp_path, EventKind.RUN_END)]
+    assert "RuntimeError" in reason
 
 
 def test_validation_data_that_are_not_there_show_before_training(tmp_path: Path) -> None:
@@ -342,7 +344,7 @@ def test_a_stream_that_is_spent_is_not_measured_as_nothing(tmp_path: Path) -> No
     points = Points(4)
     runner = make(tmp_path, val_data=(points[i] for i in range(4)))
     runner.validate()
-    with pytest.raises(DataError, match="only once"):
+    with refused(DataError, "generator", "__iter__"):
         runner.validate()
 
 
@@ -354,7 +356,7 @@ def test_a_vocabulary_larger_than_the_models_is_refused_before_training(tmp_path
     size = small.loader.dataset.vocab_size
     tokenizer = next((tmp_path / "cache").rglob("tokenizer.json"))
     model = {"type": "gpt", "vocab_size": size - 1, "dim": 8, "layers": 1, "heads": 1, "seq_len": 8}
-    with pytest.raises(ConfigError, match=rf"model.vocab_size: {size - 1}.*vocabulary of {size}"):
+    with refused(ConfigError, size - 1, size, key="model.vocab_size"):
         make(tmp_path, model=model, data={**data, "tokenizer": str(tokenizer)}).train()
 
 
@@ -376,13 +378,13 @@ def test_validation_text_is_cut_by_the_training_tokenizer(tmp_path: Path) -> Non
     runner.validate()
     tokens = [loader.dataset.tokens.meta.tokenizer for loader in (runner.loader, runner.eval_loader("val_data"))]
     assert tokens[0] == tokens[1]
-    with pytest.raises(ConfigError, match=r"val_data.tokenizer"):
+    with refused(ConfigError, key="val_data.tokenizer"):
         make(tmp_path, model=model, val_data=sources["val_data"], work_dir=tmp_path / "other").validate()
 
 
 @pytest.mark.parametrize(
     ("strategy", "level", "words"),
-    [({"recompute": "auto"}, "info", "recompute: auto"), ({"graphs": True}, "warning", "there is no CUDA device")],
+    [({"recompute": "auto"}, "info", "recompute: auto"), ({"graphs": True}, "warning", "CUDA")],
     ids=["good to know", "to be looked at"],
 )
 def test_what_an_engine_says_is_a_warning_unless_it_is_a_note(
@@ -400,8 +402,11 @@ def test_what_takes_a_while_before_the_first_table_is_said(tmp_path: Path, capsy
     for console in ("plain", "none"):
         with make(tmp_path, work_dir=tmp_path / console, log={"console": console}) as runner:
             runner.train()
-        told = capsys.readouterr().out
-        stages = ("planning the run", "reading the data", "building the model", "strategy ")
-        places = [told.find(stage) for stage in stages]
-        assert places == (sorted(places) if console == "plain" else [-1] * 4)
-        assert console == "none" or -1 not in places
+        head = capsys.readouterr().out.partition(" · ")[0].splitlines()
+        if console == "none":
+            assert head == []
+        else:
+            plan, data, model, _ = head
+            assert "plan" in plan
+            assert "data" in data
+            assert "model" in model

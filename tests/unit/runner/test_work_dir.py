@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.refusals import missing, refused
 from torch import nn
 
 from plait import LossTerm, Runner
@@ -52,7 +53,7 @@ def test_a_folder_that_a_run_writes_into_is_refused_until_that_run_is_gone(tmp_p
     assert other.pid is not None
     try:
         assert taken.wait(60)
-        with pytest.raises(ConfigError, match=f"another run writes to .* process {other.pid} of this machine"):
+        with refused(ConfigError, f"process {other.pid}", key="work_dir"):
             train(tmp_path)
         assert not (tmp_path / "checkpoints" / "latest").exists()
     finally:
@@ -69,29 +70,29 @@ def test_what_forked_processes_of_a_dead_run_still_do_is_in_nobodys_way(tmp_path
     worker = context.Process(target=signal.pause)
     worker.start()  # a data worker, say
     place.let_go()
-    refused = context.Queue()
-    second = context.Process(target=_try_to_take, args=(tmp_path, refused))
+    denied = context.Queue()
+    second = context.Process(target=_try_to_take, args=(tmp_path, denied))
     second.start()
-    assert refused.get(timeout=60) is False
+    assert denied.get(timeout=60) is False
     second.join()
     worker.kill()
     worker.join()
 
 
-def _try_to_take(folder: Path, refused: multiprocessing.Queue[bool]) -> None:
+def _try_to_take(folder: Path, denied: multiprocessing.Queue[bool]) -> None:
     try:
         WorkDir(str(folder)).take(parse({}).config)
     except ConfigError:
-        refused.put(True)
+        denied.put(True)
     else:
-        refused.put(False)
+        denied.put(False)
 
 
 def test_a_run_that_is_complete_says_so_when_it_is_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path)
-    assert "nothing was left" not in capsys.readouterr().out
+    assert "`train.max_steps`" not in capsys.readouterr().out
     train(tmp_path, checkpoint={"resume": "auto"})
-    assert "nothing was left to do at step 2" in capsys.readouterr().out
+    assert not missing(capsys.readouterr().out, "step 2", "`train.max_steps`")
 
 
 def test_a_run_that_goes_on_does_not_pass_the_step_it_is_to_stop_at(
@@ -99,14 +100,14 @@ def test_a_run_that_goes_on_does_not_pass_the_step_it_is_to_stop_at(
 ) -> None:
     for _ in range(2):
         train(tmp_path, checkpoint={"resume": "auto"}, train={"max_steps": 2, "stop_after": 1})
-    assert "nothing was left to do at step 1" in capsys.readouterr().out
+    assert not missing(capsys.readouterr().out, "step 1", "`train.max_steps`")
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-00000001"]
     ended = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["reason"]
-    assert ended == "stopped at step 1, as train.stop_after says", "what reads it must not take the run for complete"
+    assert not missing(ended, "step 1", "train.stop_after"), "what reads it must not take the run for complete"
 
 
 def test_a_report_that_cannot_be_written_costs_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "report.json").mkdir(parents=True)
     train(tmp_path)
-    assert "report.json was not written: Is a directory" in capsys.readouterr().out
+    assert not missing(capsys.readouterr().out, "report.json", "Is a directory")
     assert (tmp_path / "checkpoints" / "latest").exists()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.refusals import missing, refused
 from torch import Tensor, nn
 
 import plait
@@ -21,12 +22,12 @@ from plait.world import open_world
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 8)
+        self.inlet = nn.Linear(4, 8)
         self.norm = nn.LayerNorm(8)
         self.last = nn.Linear(8, 1)
 
     def forward(self, x: Tensor, y: Tensor) -> LossTerm:
-        error = (self.last(self.norm(self.first(x)).tanh()).squeeze(-1) - y).square()
+        error = (self.last(self.norm(self.inlet(x)).tanh()).squeeze(-1) - y).square()
         return LossTerm(error.sum(), error.numel())
 
 
@@ -110,11 +111,11 @@ def test_inputs_are_given_as_keywords_positions_or_alone() -> None:
 
 def test_what_a_model_does_not_take_is_named_with_what_to_do() -> None:
     engine = engine_of()
-    with pytest.raises(ModelError, match=r"Net\.forward takes x, y, and a micro-batch has z too\. Let `forward` take"):
+    with refused(ModelError, "Net.forward", "x, y", "z", "`model_inputs`"):
         engine.train_step([batch() | {"z": torch.zeros(3)}])
-    with pytest.raises(ModelError, match=r"positions, document_ids too.*data\.document_mask: false"):
+    with refused(ModelError, "Net.forward", "positions, document_ids", "`data.document_mask: false`"):
         engine.train_step([batch() | {"positions": torch.zeros(3), "document_ids": torch.zeros(3)}])
-    with pytest.raises(ModelError, match=r"Net\.forward takes x, y, and a micro-batch has x: missing .*'y'"):
+    with refused(ModelError, "Net.forward", "x, y", "'y'", "def forward(self, x, y)", "loss_fn"):
         engine.train_step([{"x": torch.randn(3, 4)}])
 
 
@@ -126,7 +127,7 @@ def test_a_row_of_values_that_a_model_does_not_take_is_named_with_what_to_write(
             return super().forward(x).square().mean()
 
     engine = engine_of(Plain(4, 2))
-    with pytest.raises(ModelError, match=r"Plain\.forward takes x, and .* 2 values.*def forward\(self, x, y"):
+    with refused(ModelError, "Plain.forward", "2 values", "def forward(self, x, y)", "loss_fn"):
         engine.train_step([(torch.randn(3, 4), torch.zeros(3))])
     with pytest.raises(TypeError, match="of the model's own"):
         engine.train_step([torch.randn(1, 3, 4)])
@@ -148,7 +149,7 @@ def test_a_row_of_layers_is_given_the_first_part_as_in_a_pipeline() -> None:
 
 
 def test_a_model_without_anything_to_train_is_refused() -> None:
-    with pytest.raises(ModelError, match="requires_grad"):
+    with refused(ModelError, "requires_grad=False"):
         engine_of(Net().requires_grad_(False))
 
 
@@ -159,7 +160,7 @@ def test_names_that_a_model_has_for_itself_mean_nothing_to_the_engine() -> None:
 
 
 def test_a_step_of_nothing_is_refused() -> None:
-    with pytest.raises(TrainingError, match="without micro-batches"):
+    with refused(TrainingError, "train_step", "micro-batch"):
         engine_of().train_step([])
 
 
@@ -185,7 +186,7 @@ def test_which_steps_overflow_in_fp16_does_not_depend_on_how_a_batch_is_cut() ->
 
     class Weighted(Net):
         def forward(self, x: Tensor, y: Tensor, weight: Tensor) -> LossTerm:  # type: ignore[override]
-            error = (self.last(self.norm(self.first(x)).tanh()).squeeze(-1) - y).square()
+            error = (self.last(self.norm(self.inlet(x)).tanh()).squeeze(-1) - y).square()
             return LossTerm((error * weight).sum(), weight.sum())
 
     model, rows = Weighted(), {**batch(16), "weight": torch.tensor([0.0] * 8 + [1.0] * 8)}
@@ -208,10 +209,10 @@ def test_weights_are_kept_in_fp32_and_computed_with_in_less(compute: str) -> Non
     engine = engine_of(model, precision=compute)
     engine.train_step([batch()])
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[compute]
-    assert model.first.weight.dtype == dtype
-    master = engine.state_tensors()["model.first.weight"]
+    assert model.inlet.weight.dtype == dtype
+    master = engine.state_tensors()["model.inlet.weight"]
     assert master.dtype == torch.float32
-    assert torch.equal(model.first.weight, master.to(dtype))
+    assert torch.equal(model.inlet.weight, master.to(dtype))
 
 
 def test_without_master_weights_the_weights_themselves_are_small() -> None:
@@ -222,16 +223,16 @@ def test_without_master_weights_the_weights_themselves_are_small() -> None:
 
 def test_frozen_weights_are_stored_as_they_were_whatever_they_are_computed_with() -> None:
     model = Net()
-    model.first.requires_grad_(False)
-    before = model.first.weight.detach().clone()
+    model.inlet.requires_grad_(False)
+    before = model.inlet.weight.detach().clone()
     engine = engine_of(model, precision="bf16")
     engine.train_step([batch()])
-    assert model.first.weight.dtype == torch.bfloat16
-    stored = engine.state_tensors()["model.first.weight"]
+    assert model.inlet.weight.dtype == torch.bfloat16
+    stored = engine.state_tensors()["model.inlet.weight"]
     assert torch.equal(stored, before)
     stored.fill_(0.25)  # as loading a checkpoint does
     engine.state_loaded()
-    assert torch.equal(model.first.weight, torch.full_like(model.first.weight, 0.25))
+    assert torch.equal(model.inlet.weight, torch.full_like(model.inlet.weight, 0.25))
 
 
 def test_small_sums_lose_what_fp32_sums_keep() -> None:
@@ -274,7 +275,7 @@ def test_searching_for_a_scale_does_not_count_as_failing() -> None:
         assert engine.train_step([broken()]).skipped
     for _ in range(2):  # at the smallest scale there is nothing left to search
         assert engine.train_step([broken()]).skipped
-    with pytest.raises(NonFiniteError, match=r"3 steps in a row.*at loss scale 1"):
+    with refused(NonFiniteError, "3 steps", "loss scale 1;", "inlet"):
         engine.train_step([broken()])
 
 
@@ -290,7 +291,8 @@ def test_a_bad_step_is_skipped_and_its_first_bad_module_named() -> None:
     assert result.skipped
     assert not torch.tensor(result.grad_norm).isfinite()
     assert same(weights(engine), before)
-    assert said == ["step 1 skipped on every rank: not finite, first seen in the output of first"]
+    assert len(said) == 1
+    assert not missing(said[0], "step 1", "output", "inlet")
 
 
 def test_a_gradient_that_is_not_finite_is_traced_to_its_parameter() -> None:
@@ -304,7 +306,7 @@ def test_a_gradient_that_is_not_finite_is_traced_to_its_parameter() -> None:
 
     said: list[str] = []
     assert engine_of(Root(), said=said).train_step([torch.ones(1, 2)]).skipped
-    assert "first seen in the gradient of late.bias" in said[0]
+    assert not missing(said[0], "step 0", "gradient", "late.bias")
 
 
 def test_a_loss_that_is_not_finite_skips_although_its_gradients_are() -> None:
@@ -314,7 +316,8 @@ def test_a_loss_that_is_not_finite_skips_although_its_gradients_are() -> None:
     for parts in ([batch()], [batch(), batch()]):
         assert engine.train_step(parts).skipped
     assert same(weights(engine), before)
-    assert "first seen in the loss" in said[0]
+    assert not missing(said[0], "step 0", "loss")
+    assert missing(said[0], "inlet", "last") == ["inlet", "last"]
 
 
 def test_too_many_bad_steps_in_a_row_end_the_run() -> None:
@@ -324,7 +327,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run() -> None:
     assert not engine.train_step([batch()]).skipped  # a good one: the count begins anew
     for _ in range(2):
         assert engine.train_step([broken()]).skipped
-    with pytest.raises(NonFiniteError, match=r"3 steps in a row.*the output of first.*max_skips"):
+    with refused(NonFiniteError, "3 steps", "output", "inlet", "train.guard.max_skips"):
         engine.train_step([broken()])
 
 
@@ -387,17 +390,17 @@ def test_a_loss_made_from_the_engines_loss_can_be_trained_on() -> None:
 
 def test_calls_in_the_wrong_order_are_refused() -> None:
     engine = plait.prepare(Net(), accumulation=2, device="cpu")
-    with pytest.raises(TrainingError, match=r"without engine\.backward"):
+    with refused(TrainingError, "engine.step()", "engine.backward(loss)"):
         engine.step()
-    with pytest.raises(TrainingError, match=r"without engine\(batch\)"):
+    with refused(TrainingError, "engine.backward(loss)", "engine(batch)"):
         engine.backward(torch.zeros((), requires_grad=True))
     loss = engine(batch())
-    with pytest.raises(TrainingError, match="evaluate"):
+    with refused(TrainingError, "engine(batch)", "engine.backward(loss)", "engine.evaluate_micro_batch(batch)"):
         engine(batch())
     engine.backward(loss)
     assert engine.step() is None
     engine.backward(engine(batch()))
-    with pytest.raises(TrainingError, match=r"engine\.step\(\)"):
+    with refused(TrainingError, "2 micro-batches", "`accumulation`", "engine.step()"):
         engine(batch())
     assert engine.step() is not None
 
@@ -420,13 +423,13 @@ def test_evaluation_sees_no_dropout_trains_nothing_and_leaves_the_mode() -> None
 
 
 def test_prepare_refuses_contradictions_as_a_run_does() -> None:
-    with pytest.raises(ConfigError, match="strategy"):
+    with refused(ConfigError, "1", "`strategy.zero: 3`", key="strategy.forward_prefetch"):
         plait.prepare(Net(), strategy={"zero": 0, "forward_prefetch": 1}, device="cpu")
-    with pytest.raises(ConfigError, match="optim"):
+    with refused(ConfigError, "'AdamWW'", "`AdamW`", key="optim.type"):
         plait.prepare(Net(), optim={"type": "AdamWW"}, device="cpu")
 
 
 def test_prepare_takes_a_function_that_makes_the_model() -> None:
     engine = plait.prepare(Net, seed=3, device="cpu")
     again = plait.prepare(Net, seed=3, device="cpu")
-    assert torch.equal(engine.model.get_parameter("first.weight"), again.model.get_parameter("first.weight"))
+    assert torch.equal(engine.model.get_parameter("inlet.weight"), again.model.get_parameter("inlet.weight"))

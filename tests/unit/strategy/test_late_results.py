@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.refusals import missing, refused
 from torch import Tensor, nn
 
 from plait.config import parse_sections
@@ -26,11 +27,11 @@ from plait.world import open_world
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 8)
+        self.inlet = nn.Linear(4, 8)
         self.last = nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> LossTerm:
-        error = self.last(self.first(x).tanh()).square()
+        error = self.last(self.inlet(x).tanh()).square()
         return LossTerm(error.sum(), error.numel())
 
 
@@ -111,7 +112,8 @@ def test_a_skipped_step_is_reported_under_its_own_number_when_the_next_is_under_
     engine.train_step([broken()])
     assert said == []
     engine.train_step([batch()])
-    assert said == ["step 1 skipped on every rank: not finite, first seen in the output of first"]
+    assert len(said) == 1
+    assert not missing(said[0], "step 1", "output", "inlet")
     assert engine.state()["skips_in_a_row"] == 0
 
 
@@ -128,14 +130,15 @@ def test_a_bad_gradient_is_named_though_it_is_gone() -> None:
     engine = engine_of(said, Rooted(), train={"clip_norm": None})
     assert engine.train_step([(torch.zeros(2),)]).skipped
     engine.train_step([(torch.zeros(2),)])
-    assert said == ["step 0 skipped on every rank: not finite, first seen in the gradient of scale"]
+    assert len(said) == 1
+    assert not missing(said[0], "step 0", "gradient", "scale")
 
 
 def test_too_many_skipped_steps_end_a_run_one_step_later() -> None:
     engine = engine_of(train={"guard": {"max_skips": 2}})
     for one in (broken(), batch(), broken(), broken()):  # a good one in between: the count begins anew
         engine.train_step([one])
-    with pytest.raises(NonFiniteError, match="2 steps in a row"):
+    with refused(NonFiniteError, "2 steps", "inlet", "train.guard.max_skips"):
         engine.train_step([batch()])
 
 
@@ -187,5 +190,5 @@ def test_a_result_can_be_shown_and_sent_and_has_no_other_names() -> None:
     result = StepResult.on_its_way(0.1, lambda: (2.0, 3.0, False, 4.0, True))
     for one in (pickle.loads(pickle.dumps(result)), result):
         assert repr(one) == "StepResult(loss=2.0, grad_norm=3.0, skipped=False, lr=0.1, targets=4.0, stop=True)"
-    with pytest.raises(AttributeError, match="los"):
+    with refused(AttributeError, "StepResult", "'los'"):
         result.los  # noqa: B018

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.refusals import missing, refused
 from torch import nn
 
 from plait.config import parse_sections
@@ -48,22 +49,22 @@ def prepared(model: Any) -> list[str]:
     return said
 
 
-REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
-    (emptied, r"'1.weight'.*\(0,\)"),
-    (frozen, "requires_grad"),
-    (lazy, "'0.weight'"),
+REFUSED: list[tuple[Callable[[], nn.Module], list[str]]] = [
+    (emptied, ["'1.weight'", "(0,)"]),
+    (frozen, ["requires_grad=False"]),
+    (lazy, ["'0.weight'", "lazy"]),
 ]
 
 
-@pytest.mark.parametrize(("make", "words"), [*REFUSED, (half_on_meta, "'1.weight'")])
-def test_a_module_that_cannot_be_trained_is_refused(make: Callable[[], nn.Module], words: str) -> None:
-    with pytest.raises(ModelError, match=words):
+@pytest.mark.parametrize(("make", "named"), [*REFUSED, (half_on_meta, ["'1.weight'", "meta"])])
+def test_a_module_that_cannot_be_trained_is_refused(make: Callable[[], nn.Module], named: list[str]) -> None:
+    with refused(ModelError, *named):
         prepared(make())
 
 
-@pytest.mark.parametrize(("make", "words"), REFUSED)
-def test_so_is_what_a_function_makes(make: Callable[[], nn.Module], words: str) -> None:
-    with pytest.raises(ModelError, match=words):
+@pytest.mark.parametrize(("make", "named"), REFUSED)
+def test_so_is_what_a_function_makes(make: Callable[[], nn.Module], named: list[str]) -> None:
+    with refused(ModelError, *named):
         prepared(make)
 
 
@@ -73,16 +74,17 @@ def test_the_front_ends_refuse_them_too() -> None:
 
     model = emptied()
     settings = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    with pytest.raises(ModelError, match=r"'1.weight'.*\(0,\)"):
+    with refused(ModelError, "'1.weight'", "(0,)"):
         deepspeed.initialize(model=model, config=settings, model_parameters=model.parameters())
-    with pytest.raises(ModelError, match=r"'1.weight'.*\(0,\)"):
+    with refused(ModelError, "'1.weight'", "(0,)"):
         Accelerator().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    deepspeed.comm.destroy_process_group()
 
 
 def test_initial_values_that_are_not_finite_are_said() -> None:
-    assert [text for text in prepared(with_nan()) if "'1.bias'" in text and "not finite" in text]
+    assert [text for text in prepared(with_nan()) if not missing(text, "'1.bias'", "finite")]
     assert prepared(nn.Linear(3, 1)) == []
 
 
 def test_that_a_module_on_meta_is_initialized_anew_is_said() -> None:
-    assert [text for text in prepared(nn.Linear(3, 1, device="meta")) if "initialized anew" in text]
+    assert [text for text in prepared(nn.Linear(3, 1, device="meta")) if not missing(text, "meta", "Linear")]

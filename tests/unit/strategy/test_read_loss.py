@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.refusals import refused
 from torch import Tensor
 
 from plait.errors import ModelError
@@ -85,22 +86,21 @@ def test_a_loss_in_a_small_format_is_scaled_in_fp32(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("outputs", "told"),
+    ("outputs", "named"),
     [
-        (torch.zeros(2, 3), r"a tensor of shape \(2, 3\)"),
-        (torch.zeros(1), r"a tensor of shape \(1,\)"),
-        (LossTerm(torch.zeros(2), 2), r"a tensor of shape \(2,\)"),
-        ((torch.zeros(()), torch.zeros(3)), "a tuple"),
-        (1.5, "a float"),
-        (None, "a NoneType"),
-        ({"logits": 1, "aux": 2}, r"keys \['aux', 'logits'\], but no 'loss'"),
-        (SimpleNamespace(loss=None), "a SimpleNamespace"),
+        (torch.zeros(2, 3), "(2, 3)"),
+        (torch.zeros(1), "(1,)"),
+        (LossTerm(torch.zeros(2), 2), "(2,)"),
+        ((torch.zeros(()), torch.zeros(3)), "tuple"),
+        (1.5, "float"),
+        (None, "NoneType"),
+        ({"logits": 1, "aux": 2}, "['aux', 'logits']"),
+        (SimpleNamespace(loss=None), "SimpleNamespace"),
     ],
 )
-def test_anything_else_is_refused_with_what_was_found(outputs: Any, told: str) -> None:
-    with pytest.raises(ModelError, match=told) as caught:
+def test_anything_else_is_refused_with_what_was_found(outputs: Any, named: str) -> None:
+    with refused(ModelError, named, "loss", "loss_fn"):
         read(outputs)
-    assert "loss_fn" in str(caught.value)
 
 
 # ---- the mean over micro-batches

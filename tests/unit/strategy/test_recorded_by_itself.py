@@ -98,7 +98,8 @@ def test_a_device_that_waits_is_recorded_and_the_steps_are_the_same(device: Devi
         assert len(tapes) == (1 if step >= DECIDES + WARM_UP else 0)
     for name, tensor in plain.state_tensors().items():
         assert torch.equal(repeated.state_tensors()[name], tensor), name
-    assert said == ["the device waits for Python: both passes are recorded from now on (strategy.graphs: auto)"]
+    assert len(said) == 1
+    assert "strategy.graphs: auto" in said[0]
     assert tapes[0].replays == 6
 
 

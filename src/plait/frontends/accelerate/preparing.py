@@ -196,11 +196,12 @@ class Preparing(Processes):
                 f"the parameters of the {type(optimizer).__name__} belong to no model that was prepared: prepare the "
                 "model in the same call, or before"
             )
-        if any(owner.engine is not None for owner in owners):
-            raise ModelError(
-                f"the {type(optimizer).__name__} is the second optimizer of a model: make it a parameter group of the "
-                "first one"
-            )
+        for owner in owners:
+            if owner.engine is not None:
+                raise ModelError(
+                    f"the {type(optimizer).__name__} is the second optimizer of a model: make it a parameter group of "
+                    f"the first one, the {type(owner.engine.optimizer).__name__}"
+                )
         joint = len(owners) > 1
         module = Joint([owner.module for owner in owners]) if joint else owners[0].module
         modes = [owner.module.training for owner in owners]

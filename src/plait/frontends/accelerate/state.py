@@ -31,7 +31,8 @@ class AcceleratorState:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """The accelerator that was made last."""
         if args or kwargs:
-            raise TrainingError("AcceleratorState takes no arguments here: give them to the Accelerator")
+            given = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
+            raise TrainingError(f"AcceleratorState({given}) takes no arguments here: give them to the Accelerator")
         if not is_initialized():
             raise TrainingError("there is no AcceleratorState yet: make an Accelerator first")
         return _LATEST[0]()

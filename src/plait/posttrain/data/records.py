@@ -177,7 +177,10 @@ def examples_in(
             raise IncompleteError("'margin' is of this row alone; reward.margin sets one for all pairs")
         rejected = _answered(fields, config.rejected_key, messages[:-1])
         if rejected[:-1] != messages[:-1]:
-            raise IncompleteError(f"{config.rejected_key!r} answers another conversation than the better answer")
+            raise IncompleteError(
+                f"{config.rejected_key!r} answers another conversation (of {len(rejected) - 1} messages) than the "
+                f"better answer (of {len(messages) - 1})"
+            )
         if not (messages[-1].learned and rejected[-1].learned):
             raise IncompleteError("an answer of the pair has weight 0, and a pair is compared whole or left out")
     elif answered and isinstance(row.get("label"), bool):

@@ -26,7 +26,7 @@ def has_adapters(source: Source) -> bool:
 
 def merged(source: Source, *, trust_code: bool = False) -> Source:
     """The model of a run with `lora`, whole; no optimizer goes with it, whose state belongs to the adapters."""
-    config: Mapping[str, Any] = source.state.get("config", {})
+    config: Mapping[str, Any] = source.state.get("config") or {}
     if any(name.endswith(".weight_codes") for name in source.entries):
         raise CheckpointError(
             f"{source.path} holds matrices in 4 or 8 bits, to which nothing can be added. Merge the adapter into the "

@@ -112,7 +112,7 @@ def _held_still(model: nn.Module) -> nn.Module:
 def described_in(path: str, config: RunConfig) -> ModelConfig:
     """What a model in a folder is like: as the run that wrote it says; of other folders, as `transformers` does."""
     with open_source(Path(path)) as source:
-        stored = source.state.get("config", {}).get("model")
+        stored = (source.state.get("config") or {}).get("model")
         kind, file = source.kind, source.description
     if stored is not None:
         found = parse_stored({"model": stored}, file, trust_code=config.trust_code).model
@@ -127,7 +127,7 @@ def described_in(path: str, config: RunConfig) -> ModelConfig:
 def check_judge(config: RunConfig, described: ModelConfig, path: str, data: PhaseData, say: Say) -> None:
     """Refuse what is no reward model, and one that reads other tokens, or fewer of them, than the policy writes."""
     with open_source(Path(path)) as source:
-        stored, file = source.state.get("config", {}).get("posttrain"), source.description
+        stored, file = (source.state.get("config") or {}).get("posttrain"), source.description
         heads = [
             entry.shape for name, entry in source.entries.items() if name.endswith(("head.weight", "score.weight"))
         ]

@@ -33,8 +33,9 @@ def find_executable_batch_size(
 
     @wraps(wrapped)
     def run(*args: Any, **kwargs: Any) -> Any:
-        size = starting_batch_size
+        size = tried = starting_batch_size
         while size > 0:
+            tried = size
             try:
                 return wrapped(size, *args, **kwargs)
             except Exception as error:
@@ -43,7 +44,9 @@ def find_executable_batch_size(
             # Outside the handler: the error holds everything that the loop had.
             clear_device_cache(garbage_collection=True)
             size = int(size * 0.9) if reduce_batch_size_fn is None else reduce_batch_size_fn()
-        raise TrainingError("no batch size fits into memory, not even 1")
+        raise TrainingError(
+            f"no batch size fits into memory, from starting_batch_size={starting_batch_size} down to {tried}"
+        )
 
     return run
 

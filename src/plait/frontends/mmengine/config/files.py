@@ -41,7 +41,8 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         found = _read((path.parent / base).resolve(), (*above, path))
         both = sorted(below.keys() & found.keys())
         if both:
-            message = f"{', '.join(both)} defined in two of the files that {path.name} is based on"
+            names = ", ".join(f"`{name}`" for name in both)
+            message = f"{names} of {Path(base).name} stands in another of the files that {path.name} is based on, too"
             raise ConfigError(Problem(BASE, message, "Leave one of them out."))
         below.update(found)
     own = _variables(path, tree, below) if tree is not None else _data(path, text)
