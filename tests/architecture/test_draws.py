@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,34 @@ def inputs(folder: Path, *words: str) -> dict[str, str]:
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environment())
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return dict(re.findall(r"(first|second|fourth|random inputs: --draw) (.+)", ended.stdout))
+
+
+SIGNALS = """
+import signal, subprocess, sys
+
+def test_interrupts():
+    code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert started.stdout == "True\\n"
+"""
+
+
+def test_a_session_that_is_started_without_interrupts_has_them(tmp_path: Path) -> None:
+    """As `nohup` and `&` start it; what tests start can be interrupted, too."""
+    (tmp_path / "test_signals.py").write_text(SIGNALS)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "--rootdir", "."]
+    ended = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "1 passed" in ended.stdout
 
 
 def environment() -> dict[str, str]:

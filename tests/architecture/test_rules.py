@@ -10,6 +10,11 @@ from typing import Any
 
 SOURCES = sorted((Path(__file__).parents[2] / "src" / "plait").rglob("*.py"))
 MAY_READ_ENVIRONMENT = {"launch", "world", "cli", "testing"}
+READ_DATA_OF_OTHERS = {
+    "datasets", "h11", "jinja2", "numpy", "pillow", "pyarrow", "pyyaml", "safetensors", "starlette", "tokenizers",
+    "torch", "transformers", "uvicorn",
+}  # fmt: skip
+"""Packages to which Plait hands files and requests that somebody else may have written."""
 
 
 def room(path: Path) -> str:
@@ -63,6 +68,24 @@ def test_what_make_installs_has_one_version_each() -> None:
     assert pinned == requirements(project) | requirements(project, "dev")
 
 
+def test_packages_that_read_data_of_others_have_the_floors_of_the_table() -> None:
+    """docs/versions.md says of each floor which known faults it is above."""
+    root = SOURCES[0].parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    floors = {found[1]: found[2] for line in lines if (found := re.fullmatch(r"([\w-]+)>=([\d.]+)", line))}
+    pins = dict(re.findall(r"(?m)^([\w.-]+)==([\w.]+)$", (root / "constraints.txt").read_text().lower()))
+    for page in ("docs/versions.md", "docs/zh-CN/versions.md"):
+        part = (root / page).read_text(encoding="utf-8").partition("<!-- floors -->")[2].partition("<!-- end")[0]
+        table = dict(re.findall(r"(?m)^\| ([\w-]+) \| ([\d.]+) \|", part))
+        assert table == {name: floors.get(name) for name in READ_DATA_OF_OTHERS}
+        assert [name for name in pins.keys() & table.keys() if _numbers(pins[name]) < _numbers(table[name])] == []
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version))
+
+
 def test_every_exception_to_a_rule_of_security_has_its_reason() -> None:
     silenced = [line for path in SOURCES for line in path.read_text().splitlines() if re.search(r"noqa:.*\bS\d", line)]
     assert silenced
@@ -83,6 +106,20 @@ def test_programs_that_tests_need_are_named_by_the_mark_alone() -> None:
         )
     }
     assert places == asking | machine
+
+
+def test_tests_with_the_mark_skip_by_it_alone() -> None:
+    """`pytest.skip` would hide that a program does not work where it must: see `tests.real.unavailable`."""
+    tests = SOURCES[0].parents[2] / "tests"
+    offenders, marked = [], []
+    for path in sorted(tests.rglob("*.py")):
+        calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+        names = {ast.unparse(node.func) for node in calls}
+        if "pytest.mark.real" in names:
+            marked.append(path.name)
+            offenders += [path.name for name in names if name in {"pytest.skip", "skip", "pytest.importorskip"}]
+    assert marked
+    assert offenders == []
 
 
 def test_an_extra_that_a_message_names_is_there() -> None:

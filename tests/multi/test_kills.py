@@ -133,20 +133,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return {step: loss for _, _, step, loss, _ in lines}
 
 
-def rounds(fresh: int) -> pytest.MarkDecorator:
-    """Seeds: one by default, so many with `--fresh`."""
-    return pytest.mark.parametrize("seed", [pytest.param(seed, id=f"seed{seed}") for seed in range(fresh)])
-
-
-@pytest.fixture(autouse=True)
-def _fixed(request: pytest.FixtureRequest) -> None:
-    seed = request.node.callspec.params["seed"]
-    if seed and not request.config.getoption("--fresh", default=False):
-        pytest.skip("kills beyond the fixed ones come with --fresh")
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Seeds: one by default, ten with `--fresh`."""
+    seeds = range(10 if metafunc.config.getoption("--fresh", default=False) else 1)
+    metafunc.parametrize("seed", [pytest.param(seed, id=f"seed{seed}") for seed in seeds])
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-@rounds(10)
 def test_killed_ranks_and_launchers_change_no_loss(
     request: pytest.FixtureRequest, tmp_path: Path, undisturbed: dict[int, float], mode: str, seed: int
 ) -> None:
@@ -170,7 +163,6 @@ def test_killed_ranks_and_launchers_change_no_loss(
 
 @pytest.mark.real("sshd")
 @pytest.mark.parametrize("mode", ["sync", "async"])
-@rounds(10)
 def test_killed_hosts_change_no_loss(
     request: pytest.FixtureRequest, tmp_path: Path, undisturbed: dict[int, float], mode: str, seed: int
 ) -> None:

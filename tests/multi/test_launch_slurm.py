@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.multi import slurm as rig
+from tests.real import unavailable
 from tests.refusals import missing
 
 pytestmark = pytest.mark.real("slurm")
@@ -39,7 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         with rig.slurm(tmp_path_factory.mktemp("slurm")) as variables:
             yield {**keep, **variables, "OMP_NUM_THREADS": "1", "NCCL_DEBUG": "WARN"}
     except RuntimeError as error:
-        pytest.skip(str(error))
+        unavailable(str(error))
 
 
 @pytest.fixture

@@ -211,14 +211,21 @@ def _descriptions(source: str | Path | Mapping[str, Any]) -> Iterator[tuple[str,
 
 
 def _code_names(content: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Where an `auto_map` lies, with the first class that it names, and where a kernel of the hub is asked for."""
+    """Where an `auto_map` lies, with the first class that it names, and where a kernel of the hub is asked for.
+
+    Some releases of `transformers` take two private keys at their word: `_attn_implementation_internal`, which names a
+    kernel too (before 5.3, CVE-2026-4372), and `trust_remote_code`, which a file may not say of itself (before 5.5,
+    CVE-2026-5241).
+    """
     inner = content.items() if isinstance(content, Mapping) else enumerate(content) if isinstance(content, list) else ()
     for key, value in inner:
         where = f"{path}.{key}" if path else str(key)
         if key == "auto_map" and value:
             yield where, next(_texts(value), repr(value))
-        elif str(key).endswith("_implementation") and "/" in (kernel := next(_texts(value), "")):
+        elif "_implementation" in str(key) and (kernel := next((text for text in _texts(value) if "/" in text), "")):
             yield where, kernel  # `attn_implementation: owner/repository` is loaded from there, and run
+        elif key == "trust_remote_code" and value:
+            yield where, str(key)
         else:
             yield from _code_names(value, where)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import zipfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +268,80 @@ def test_code_in_the_chunks_of_a_folder_is_not_executed(tmp_path: Path) -> None:
     with refused(CheckpointError, chunk), open_source(folder) as source:
         source.read("model.weight")
     assert not (tmp_path / "harmed").exists()
+
+
+def chunk_of(begin: int, size: int) -> Any:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(offsets=torch.Size([begin, 0]), sizes=torch.Size([size, 2]))
+
+
+def lying(folder: Path, change: Callable[[Any], None]) -> Path:
+    """A folder of two tensors whose `.metadata` says something else of them."""
+    write_dcp(folder, {"model": {"a": torch.randn(4, 2), "b": torch.randn(3, 2)}})
+    described = pickle.loads((folder / ".metadata").read_bytes())
+    change(described)
+    (folder / ".metadata").write_bytes(pickle.dumps(described))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [[(0, 3), (2, 2)], [(0, 4), (0, 4)], [(0, 1), (2, 2)], [(0, 3)], [(0, 2), (2, 3)], [(-1, 4), (3, 1)], []],
+    ids=["overlap", "twice", "hole", "short", "beyond", "before", "none"],
+)
+def test_chunks_of_a_folder_that_do_not_make_up_their_tensor_are_refused(
+    tmp_path: Path, chunks: list[tuple[int, int]]
+) -> None:
+    def change(described: Any) -> None:
+        described.state_dict_metadata["model.a"].chunks = [chunk_of(*each) for each in chunks]
+
+    folder = lying(tmp_path / "dcp", change)
+    with refused(CheckpointError, folder / ".metadata", "model.a", (4, 2)):
+        open_source(folder)
+
+
+@pytest.mark.parametrize("place", ["../elsewhere.distcp", "/etc/hostname", "a/../../elsewhere.distcp"])
+def test_chunks_outside_of_their_folder_are_refused(tmp_path: Path, place: str) -> None:
+    def change(described: Any) -> None:
+        for info in described.storage_data.values():
+            info.relative_path = place
+
+    folder = lying(tmp_path / "dcp", change)
+    (tmp_path / "elsewhere.distcp").write_bytes(next(folder.glob("*.distcp")).read_bytes())
+    with refused(CheckpointError, folder / ".metadata", repr(place)):
+        open_source(folder)
+
+
+def test_chunks_that_are_swapped_are_refused(tmp_path: Path) -> None:
+    def change(described: Any) -> None:
+        first, second = described.storage_data
+        places = described.storage_data
+        places[first], places[second] = places[second], places[first]
+
+    folder = lying(tmp_path / "dcp", change)
+    for name in ("model.a", "model.b"):
+        with open_source(folder) as source, refused(CheckpointError, folder, name):
+            source.read(name)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b"K\x04\x85", b"K\x05\x85"), (b"K\x01\x85", b"K\x09\x85"), (b"K\x00K\x04\x85", b"K\x01K\x04\x85")],
+    ids=["size", "stride", "offset"],
+)
+def test_a_tensor_that_leaves_its_storage_is_refused(tmp_path: Path, old: bytes, new: bytes) -> None:
+    path = tmp_path / "all.pt"
+    torch.save({"weight": torch.randn(4)}, tmp_path / "whole.pt")
+    with zipfile.ZipFile(tmp_path / "whole.pt") as whole, zipfile.ZipFile(path, "w") as lies:
+        for name in whole.namelist():
+            content = whole.read(name)
+            if name.endswith("data.pkl"):
+                assert content.count(old) == 1
+                content = content.replace(old, new)
+            lies.writestr(name, content)
+    with refused(CheckpointError, path, "16 bytes"):
+        open_source(path)
 
 
 CUT = {

@@ -82,6 +82,14 @@ PARTS = {
     "hooks.0.type": {"hooks": [{"type": "os:system", "command": "true"}]},
     "metrics.0.type": {"metrics": ["os:system"]},
     "grpo.reward.type": {"grpo": {"reward": {"type": "os:system"}}},
+    "optim.type": {"optim": {"type": "os:system"}},
+    "schedule.type": {"schedule": {"type": "os:system"}},
+    "strategy.engine.type": {"strategy": {"engine": "os:system"}},
+    "checkpoint.storage.type": {"checkpoint": {"storage": "os:system"}},
+    "precision.recipe.type": {"precision": {"recipe": "os:system"}},
+    "strategy.recompute.mode.type": {"strategy": {"recompute": {"mode": "os:system"}}},
+    "strategy.pipeline.schedule.type": {"strategy": {"pipeline": {"schedule": "os:system"}}},
+    "strategy.tensor.plan.type": {"strategy": {"tensor": {"plan": "os:system"}}},
 }
 
 
@@ -156,14 +164,36 @@ def test_another_file_is_the_users_own(run_folder: Path, tmp_path: Path) -> None
     assert parse(tmp_path / "elsewhere" / "config.yaml").config.trust_code
 
 
-def test_a_kernel_of_the_hub_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"attn_implementation": "them/kernel"}), encoding="utf-8")
+@pytest.mark.parametrize(
+    ("key", "content", "name"),
+    [
+        ("attn_implementation", {"attn_implementation": "them/kernel"}, "them/kernel"),
+        ("_attn_implementation_internal", {"_attn_implementation_internal": "them/kernel"}, "them/kernel"),
+        (
+            "text_config._experts_implementation_internal",
+            {"text_config": {"_experts_implementation_internal": {"": "eager", "vision": "them/kernel"}}},
+            "them/kernel",
+        ),
+        ("trust_remote_code", {"model_type": "lightglue", "trust_remote_code": True}, "trust_remote_code"),
+        ("inner.0.trust_remote_code", {"inner": [{"trust_remote_code": "yes"}]}, "trust_remote_code"),
+    ],
+)
+def test_a_description_that_has_transformers_run_code_is_refused(
+    tmp_path: Path, key: str, content: dict[str, Any], name: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
     with (
-        refused(ConfigError, "'them/kernel'", "config.json", "attn_implementation", key="model.path"),
+        refused(ConfigError, name, f"config.json, {key}", "--trust-code", key="model.path"),
         transformers_code(tmp_path, trust_code=False, key="model.path"),
     ):
         pass
-    with transformers_code({"attn_implementation": "sdpa"}, trust_code=False, key="model.config") as trusted:
+    with transformers_code(tmp_path, trust_code=True, key="model.path") as trusted:
+        assert trusted is True
+
+
+def test_a_description_that_names_no_code_is_not_refused() -> None:
+    content = {"attn_implementation": "sdpa", "_attn_implementation_internal": None, "trust_remote_code": False}
+    with transformers_code(content, trust_code=False, key="model.config") as trusted:
         assert trusted is False
 
 

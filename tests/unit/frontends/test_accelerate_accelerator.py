@@ -441,3 +441,11 @@ def test_gradients_are_clipped_to_something_above_zero(limit: float) -> None:
         accelerator.clip_grad_norm_(model.parameters(), limit)
     with refused(TrainingError, f"clip_value={limit}"):
         accelerator.clip_grad_value_(model.parameters(), limit)
+
+
+def test_a_model_whose_parameters_are_elsewhere_is_refused() -> None:
+    """As DeepSpeed's `zero.Init` leaves it."""
+    model, optimizer = small()
+    model[2].weight.data = torch.empty(0)
+    with refused(ModelError, "'2.weight'", "(0,)"):
+        Accelerator(cpu=True).prepare(model, optimizer)

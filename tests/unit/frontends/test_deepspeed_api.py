@@ -491,3 +491,11 @@ def test_without_a_schedule_a_group_without_parameters_is_let_go() -> None:
     optimizer = torch.optim.AdamW([{"params": list(model.parameters())}, {"params": []}], lr=0.1)
     _, updating, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config={"train_batch_size": 4})
     assert len(updating.param_groups) == 1
+
+
+def test_a_model_whose_parameters_are_elsewhere_is_refused() -> None:
+    """As real DeepSpeed's `zero.Init` leaves it."""
+    model = net()
+    model.down.weight.data = torch.empty(0)
+    with refused(ModelError, "'down.weight'", "(0,)"):
+        deepspeed.initialize(model=model, config=CONFIG)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,10 @@ import pytest
 import torch
 from tests.refusals import missing, refused
 
-from plait.config import check, jsonc, parse
+from plait.config import check, parse
 from plait.errors import ConfigError
 from plait.frontends.account import Answer, Translation
 from plait.frontends.deepspeed.config import KEYS, search, translate
-
-SEEDS = Path(__file__).parents[4] / "shared" / "seeds"
 
 
 def problems(config: Any, **options: Any) -> dict[str, str]:
@@ -424,27 +421,14 @@ def test_the_chat_recipes_configuration_translates_with_every_switch() -> None:
             check(parse(found.sections).config, has_val=False, require_length=False)
 
 
-def _seeds() -> list[dict[str, Any]]:
-    found = []
-    for path in sorted(SEEDS.glob("*.txt")) if SEEDS.is_dir() else []:
-        for block in re.finditer(
-            r"^[ \t]*```\w*[ \t]*\n(.*?)^[ \t]*```", path.read_text(encoding="utf-8"), re.M | re.S
-        ):
-            for text in (block[1], "{" + block[1] + "}"):
-                try:
-                    data = jsonc.load(text)
-                except json.JSONDecodeError:
-                    continue
-                if isinstance(data, dict) and KEYS & data.keys():
-                    found.append(data)
-    return found
+WRITTEN: list[dict[str, Any]] = json.loads(
+    Path(__file__).with_name("deepspeed_configs.json").read_text(encoding="utf-8")
+)
+"""Configurations as guides to DeepSpeed show them and scripts come with them, whole ones and parts."""
 
 
-@pytest.mark.skipif(not SEEDS.is_dir(), reason="needs the documents beside the repository")
-def test_every_configuration_of_the_documents_translates_and_none_of_it_is_refused() -> None:
-    seeds = _seeds()
-    assert len(seeds) > 15
-    for config in seeds:
-        found = translate(config)
-        found.account.raise_refusals()
-        check(parse(found.sections).config, has_val=False, require_length=False)
+@pytest.mark.parametrize("config", WRITTEN, ids=lambda config: "-".join(config)[:60])
+def test_configurations_as_people_have_them_translate_and_none_of_them_is_refused(config: dict[str, Any]) -> None:
+    found = translate(config)
+    found.account.raise_refusals()
+    check(parse(found.sections).config, has_val=False, require_length=False)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,3 +112,32 @@ def test_a_state_of_another_shape_is_said_with_its_name(began: Any, tmp_path: Pa
     trainer = PlaitTrainer(model(), arguments(tmp_path), train_dataset=began[1])
     with refused(CheckpointError, checkpoint, ".exp_avg", "(3,)"):
         trainer.train(resume_from_checkpoint=str(checkpoint))
+
+
+class Harmful:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def test_code_in_the_state_of_a_schedule_is_not_executed(began: Any, tmp_path: Path) -> None:
+    from plait.frontends.transformers import PlaitTrainer
+
+    checkpoint = Path(shutil.copytree(began[0], tmp_path / "evil"))
+    torch.save(Harmful(tmp_path / "harmed"), checkpoint / "scheduler.pt")
+    trainer = PlaitTrainer(model(), arguments(tmp_path), train_dataset=began[1])
+    with refused(CheckpointError, checkpoint / "scheduler.pt", "posix.system"):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert not (tmp_path / "harmed").exists()
+
+
+def test_code_in_the_state_of_a_scaler_is_not_executed(tmp_path: Path) -> None:
+    from plait.frontends.transformers.foreign import load_scale
+
+    torch.save({"scale": Harmful(tmp_path / "harmed")}, tmp_path / "scaler.pt")
+    accelerator: Any = SimpleNamespace(engine=SimpleNamespace(scaler=object()))
+    with refused(CheckpointError, tmp_path / "scaler.pt", "posix.system"):
+        load_scale(accelerator, tmp_path)
+    assert not (tmp_path / "harmed").exists()

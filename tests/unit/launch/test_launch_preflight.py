@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tests.refusals import missing
 
+from plait.launch import probe
 from plait.launch.job import Job, Node
 from plait.launch.options import parse_options
 from plait.launch.preflight import Finding, Preflight, preflight
@@ -219,6 +220,18 @@ def test_the_hash_of_code_is_of_the_settings_and_modules_too_that_arguments_name
             seen.add(code_hash(here, words))
     settings.unlink()  # a host without the file
     assert code_hash(here, words) not in seen
+
+
+def test_the_hash_of_code_is_of_plait_itself_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with other sources of Plait, and the same of the user's."""
+    before = code_hash(tmp_path / "own")
+    source = tmp_path / "plait" / "launch" / "probe.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("x = 1")
+    monkeypatch.setattr(probe, "__file__", str(source))
+    other = code_hash(tmp_path / "own")
+    source.write_text("x = 2")
+    assert len({before, other, code_hash(tmp_path / "own")}) == 3
 
 
 def test_a_program_that_is_no_script_is_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.refusals import refused
 
+from plait.errors import DataError
 from plait.monitor.jsonl import JsonlSink, read_events
 from plait.spec.event import Event, EventKind
 
@@ -93,3 +95,18 @@ def test_lines_it_does_not_know_are_passed_over(tmp_path: Path, line: str) -> No
     path = tmp_path / "events.jsonl"
     path.write_text(line + "\n")
     assert read_events([path]) == []
+
+
+@pytest.mark.parametrize("key", ["step", "epoch", "time"])
+@pytest.mark.parametrize("value", [None, "3", [1]])
+def test_an_event_that_says_not_when_it_was_is_named_with_its_line(tmp_path: Path, key: str, value: Any) -> None:
+    sink = JsonlSink(tmp_path, 0)
+    for step in range(2):
+        sink.write(Event(EventKind.TRAIN, step, 0, {"loss": 1.0}))
+    sink.close()
+    path = tmp_path / "events-rank0.jsonl"
+    first, second = path.read_text(encoding="utf-8").splitlines()
+    for changed in ({**json.loads(second), key: value}, {k: v for k, v in json.loads(second).items() if k != key}):
+        path.write_text(f"{first}\n{json.dumps(changed)}\n", encoding="utf-8")
+        with refused(DataError, f"{path}, line 2", key):
+            list(read_events([path]))

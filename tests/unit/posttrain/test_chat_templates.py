@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.refusals import missing, refused
+from tests.unit.fuzz.mutate import bounded
 from typer.testing import CliRunner
 
 from plait.cli.main import app
@@ -17,7 +20,7 @@ from plait.config.posttrain import TemplateConfig
 from plait.errors import ConfigError, DataError
 from plait.generate.speaker import Turn
 from plait.posttrain.data import Message, PhaseData, make_template, prepare_data
-from plait.posttrain.data.template import OfTokenizer, Plain, UnwritableError, template_of_run
+from plait.posttrain.data.template import OfTokenizer, Plain, UnwritableError, limited, template_of_run
 from plait.posttrain.data.tokenizer import ChatTokenizer, read_tokenizer, trained_tokenizer
 from plait.posttrain.run import phase_runner
 
@@ -114,6 +117,52 @@ def test_a_template_that_loses_a_message_or_refuses_one_is_said_with_the_row(tmp
     folder_of(tmp_path, "{{ raise_exception('roles must alternate') }}" + CHATML)
     with refused(DataError, str(tmp_path), "TemplateError: roles must alternate"):
         data_of(tmp_path, rows, tokenizer=str(tmp_path))
+
+
+ENDLESS = {
+    "ranges": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "texts": "{% set s = 'x' * 99999 %}{% for a in s %}{% for b in s %}{{ a ~ b }}{% endfor %}{% endfor %}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_a_template_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr("plait.posttrain.data.template.RENDERING_S", 0.3)
+    tokenizer = folder_of(tmp_path, CHATML + ENDLESS[kind])
+    with bounded(), refused(UnwritableError, tmp_path, "0.3", "kind: marked"):
+        make_template(TemplateConfig(), tokenizer, tmp_path)
+    folder_of(tmp_path, CHATML + f"{{% if messages | length > 2 %}}{ENDLESS[kind]}{{% endif %}}")
+    template = make_template(TemplateConfig(), tokenizer, tmp_path)
+    short = template.prompt([ONE[0]])
+    with bounded(), refused(UnwritableError, tmp_path, "0.3", "kind: marked"):
+        template.prompt([*ONE, TWO[0]])
+    assert template.prompt([ONE[0]]) == short
+    template.conversation(ONE)
+
+
+def test_a_limit_counts_what_the_thread_computes_and_leaves_nothing_behind() -> None:
+    with limited(0.1):
+        time.sleep(0.3)
+    for _ in range(200):  # ended at the moment at which it would have been interrupted
+        begin = time.thread_time()
+        with suppress(BaseException), limited(0.002):
+            while time.thread_time() < begin + 0.002:
+                pass
+        sum(range(1000))
+
+
+@pytest.mark.parametrize(
+    ("piece", "refuses"),
+    [("{{ 9 ** 9 ** 9 }}", True), ("{{ 2**3 }}", True), ("{{ 2 }}**{{ 3 }} ** '**'", False), ("{# 2 ** 3 #}", False)],
+)
+def test_a_template_that_computes_powers_is_refused(tmp_path: Path, piece: str, refuses: bool) -> None:
+    tokenizer = folder_of(tmp_path, CHATML + piece)
+    if not refuses:
+        assert make_template(TemplateConfig(), tokenizer, tmp_path).prompt([ONE[0]])
+        return
+    with bounded(), refused(DataError, tmp_path, "**", "kind: marked"):
+        make_template(TemplateConfig(), tokenizer, tmp_path)
 
 
 def _turns(*contents: str) -> list[dict[str, str]]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,6 +24,10 @@ CHAT_TEMPLATE = "chat_template.jinja"
 
 _ESCAPES = 0xF0000
 """The first of the private-use characters that stand for texts of control tokens while a template is rendered."""
+
+RENDERING_S = 10.0
+"""Of a processor, for one conversation: a template takes some thousandths of a second, and one that was made to, years.
+"""
 
 
 class UnwritableError(DataError):
@@ -191,6 +200,11 @@ class OfTokenizer(Template):
             raise DataError(f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {error})") from error
         if self._transformers.chat_template is None:
             raise DataError(f"the tokenizer in {folder} has no chat template; use posttrain.template.kind: marked")
+        if has_powers(str(self._transformers.chat_template)):
+            raise DataError(
+                f"the chat template in {folder} computes powers (`**`), with which a few characters take all time and "
+                "memory; remove them, or use posttrain.template.kind: marked"
+            )
         added = self._transformers.added_tokens_decoder.values()
         controls = {*tokenizer.controls, *(str(token) for token in added if token.special)}
         self._controls = sorted(controls, key=lambda text: (-len(text), text))
@@ -302,9 +316,15 @@ class OfTokenizer(Template):
     ) -> str:
         given, told = self._escaped(list(messages)), self._escaped(tools)
         try:  # in a sandbox of `transformers`: a template reads messages, and reaches nothing else
-            text: str = self._transformers.apply_chat_template(
-                given, tools=told, tokenize=False, add_generation_prompt=asks
-            )
+            with limited(RENDERING_S):
+                text: str = self._transformers.apply_chat_template(
+                    given, tools=told, tokenize=False, add_generation_prompt=asks
+                )
+        except _TooLongError:
+            raise UnwritableError(
+                f"the chat template in {self._folder} is not done with this conversation after {RENDERING_S:g} s of "
+                "computing; look for loops within loops in it, or use posttrain.template.kind: marked"
+            ) from None
         except Exception as error:  # whatever a template of its author's raises, on purpose or not
             reason = f"{type(error).__name__}: {error}"
             message = f"the chat template in {self._folder} does not take this conversation: {reason}"
@@ -341,6 +361,47 @@ class OfTokenizer(Template):
             elif part:
                 ids += self._transformers(part, add_special_tokens=False)["input_ids"]
         return ids
+
+
+class _TooLongError(BaseException):
+    """What is limited has taken too long. No `except Exception` on the way takes it for something else."""
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise in the block, between two operations of Python, once its thread has computed for so long."""
+    thread, done, lock = threading.get_ident(), threading.Event(), threading.Lock()
+    clock = time.pthread_getcpuclockid(thread) if hasattr(time, "pthread_getcpuclockid") else time.CLOCK_MONOTONIC
+    until = time.clock_gettime(clock) + seconds
+    raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+
+    def watch() -> None:
+        while not done.wait(max(until - time.clock_gettime(clock), 0.01)):
+            if time.clock_gettime(clock) >= until:
+                with lock:
+                    if not done.is_set():
+                        raise_in(ctypes.c_ulong(thread), ctypes.py_object(_TooLongError))
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        with lock:
+            done.set()
+        raise_in(ctypes.c_ulong(thread), None)  # takes back what has not been raised yet
+
+
+def has_powers(template: str) -> bool:
+    """Whether a chat template has `a ** b`, one operation that no limit ends; `f(**names)` is something else."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        found = Environment().lex(template)  # noqa: S701  # nothing is rendered
+        tokens = [(kind, value) for _, kind, value in found if kind != "whitespace"]
+    except TemplateSyntaxError:  # said where it is used
+        return False
+    return any(now == ("operator", "**") and before[1] not in ("(", ",") for before, now in pairwise(tokens))
 
 
 def _check_written(messages: Iterable[Message], text: str) -> None:
