@@ -39,7 +39,7 @@ def make_tensors(given: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     import torch
 
     from plait.config import parse_sections
-    from plait.world import open_world
+    from plait.distributed import open_world
 
     torch.set_num_threads(1)
     config = parse_sections(device=given.device, strategy="zero3" if given.ranks > 1 else {}).config

@@ -67,10 +67,9 @@ def _tensors(case: str, numel: int) -> tuple[Any, Any, Any]:
 def _plait(case: str, numel: int) -> Callable[[], None]:
     import torch
 
-    from plait.ops.adam import AdamNumbers, adam_step
-    from plait.ops.crew import Crew
+    from plait.kernels.adam import AdamNumbers, ThreadPool, adam_step
 
-    crew = Crew(torch.get_num_threads())
+    crew = ThreadPool(torch.get_num_threads())
     weight, grad, place = _tensors(case, numel)
     mean, square = torch.zeros(numel), torch.zeros(numel)
     count = 0

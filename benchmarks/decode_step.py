@@ -5,7 +5,7 @@
     python benchmarks/decode_step.py --rows 8,32,128 --ways now,sampled,sampled-logits
     python benchmarks/decode_step.py --device cpu --size tiny --rows 2 --ways now,sampled       # whether it runs
 
-A step of `plait.generate.quick` is recorded as a CUDA graph and repeated, with the cache as full as in the middle of
+A step of `plait.generate.cached` is recorded as a CUDA graph and repeated, with the cache as full as in the middle of
 256 new tokens behind prompts of about 96. `floor` is how long the memory needs for the weights and the cache at
 4.1 TB/s; `reading` is what the prompts take, divided by 256. Each way is the usual one, `now`, which takes the
 likeliest token, with one thing changed. Kernels are compiled by several processes at once. `--kernels` shows what a
@@ -36,8 +36,8 @@ class Case:
 
         from plait.generate.batch import Answers
         from plait.generate.options import Sampling
+        from plait.kernels.decode.embed_sample import At
         from plait.models import build_model, preset
-        from plait.ops.ends import At
 
         changes = {} if layers is None else {"layers": layers}
         config: Any = preset("llama", size, seq_len=4096, **changes)
@@ -57,11 +57,10 @@ class Case:
 
     def step(self, way: str) -> Step:
         """One token for each row, in one of the ways."""
-        from plait.generate.quick import QuickStep
-        from plait.ops.chain import AHEAD
-        from plait.ops.chance import Chance
-        from plait.ops.draw import draw_plain
-        from plait.ops.note import Book, note_plain
+        from plait.generate.cached import QuickStep
+        from plait.kernels.decode.dependent_launch import AHEAD
+        from plait.kernels.decode.sampling import CounterRNG, draw_plain
+        from plait.kernels.decode.tokens import TokenRecords, record_tokens_plain
 
         options: dict[str, Any] = {
             "no-ahead": {"ahead": 0},
@@ -70,7 +69,7 @@ class Case:
             "late": {"early": False},
         }.get(way, {})
         quick, answers = QuickStep(self.model, SLOTS, **options), self.answers
-        chance = Chance(answers.keys, answers.counts, SEED)
+        chance = CounterRNG(answers.keys, answers.counts, SEED)
 
         def call() -> None:
             if way == "logits":
@@ -85,7 +84,7 @@ class Case:
             if way == "plain-notes":
                 a = answers
                 state = (a.token, a.tokens, a.logprobs, a.counts, a.limits, a.done, a.stopped, a.counts[:0])
-                note_plain(*found, Book(*state))
+                record_tokens_plain(*found, TokenRecords(*state))
             else:
                 answers.note(*found)
 
@@ -128,9 +127,9 @@ def wait_for(device: str) -> None:
 
 def set_chaining(on: bool) -> None:
     """Whether kernels may run in a chain, for this process."""
-    from plait.ops import chain
+    from plait.kernels.decode import dependent_launch
 
-    chain._CAN_WAIT = on
+    dependent_launch._CAN_WAIT = on
 
 
 def compile_some(jobs: list[tuple[int, str]], size: str) -> None:
@@ -159,7 +158,7 @@ def seconds_of(step: Step, turns: int, device: str) -> float:
     """The best of some dozens of repeated steps, without what begins the first of them."""
     import torch
 
-    from plait.ops.record import record
+    from plait.kernels.cuda_graphs import record
 
     step()
     if device == "cpu":
@@ -182,7 +181,7 @@ def kernels_of(step: Step) -> list[str]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from plait.ops.record import record
+    from plait.kernels.cuda_graphs import record
 
     step()
     graph = record(step)

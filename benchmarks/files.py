@@ -3,8 +3,9 @@
     python benchmarks/files.py --folder /data --size-gib 4
 
 One file of the given size is written and read, by fio (libaio, direct, the same request size and number in flight) and
-by `plait.ops.files`, in turn, round after round in one run, so that what else the disk does hits both alike. Without
-fio, `dd` with direct I/O takes its place, one request at a time. Plait's process is asked for its peak memory as well.
+by `plait.kernels.direct_io`, in turn, round after round in one run, so that what else the disk does hits both alike.
+Without fio, `dd` with direct I/O takes its place, one request at a time. Plait's process is asked for its peak memory
+as well.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from pathlib import Path
 import common
 from common import Result, median
 
-from plait.ops.files import IN_FLIGHT, REQUEST_BYTES
+from plait.kernels.direct_io import IN_FLIGHT, REQUEST_BYTES
 
 
 def run_plait(path: Path, size: int) -> Result:
     """GB/s of one pass each way, in this process."""
     import torch
 
-    from plait.ops.files import FileQueue, TensorFile
-    from plait.ops.host import host_empty
+    from plait.kernels.direct_io import FileQueue, TensorFile
+    from plait.kernels.pinned import host_empty
 
     torch.set_num_threads(1)
     piece = min(size, 256 << 20)

@@ -138,9 +138,9 @@ def plait_row(job: Job, *, graphs: bool = True) -> Result:
 def hybrid_row(job: Job) -> Result:
     """From an engine in training, with the gathering of every rollout in the time."""
     from plait.config import parse_sections
+    from plait.distributed import open_world
+    from plait.engine import Preparation, prepare_manual
     from plait.generate import HybridEngine
-    from plait.strategy import Preparation, prepare_manual
-    from plait.world import open_world
 
     model = job.config.model_dump()
     precision = {"compute": "bf16", "autocast": False} if job.device.type == "cuda" else "fp32"

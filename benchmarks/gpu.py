@@ -55,7 +55,7 @@ def settings_of(given: argparse.Namespace, case: Case) -> Settings:
 
 def import_once() -> None:
     """What the rows need, before they are forked off."""
-    for name in ("torch._dynamo", "plait.models", "plait.strategy"):
+    for name in ("torch._dynamo", "plait.models", "plait.engine"):
         importlib.import_module(name)
     import torch
 

@@ -3,9 +3,9 @@
     python benchmarks/host_memory.py                   # a Llama of 57M parameters, 2 gloo ranks, about 10 minutes
     python benchmarks/host_memory.py --rows zero3,tp2
 
-Predicted is `plait.plan.host.host_bytes` of a simulated step: the tensors at the highest moment, and one number for the
-process that is the same for all rows. Measured is the kernel's own account (VmHWM) of the rank that has most, after
-four steps. `tight` has malloc give back at once what is free (`plait.plan.host.TIGHT_MALLOC`), which is what the
+Predicted is `plait.plan.ledger.host_bytes` of a simulated step: the tensors at the highest moment, and one number for
+the process that is the same for all rows. Measured is the kernel's own account (VmHWM) of the rank that has most, after
+four steps. `tight` has malloc give back at once what is free (`plait.plan.ledger.TIGHT_MALLOC`), which is what the
 prediction is for; `usual` has glibc as it comes, which keeps holes. CPU seconds of a step, the mean of the last two,
 say what tight costs.
 """
@@ -53,8 +53,8 @@ def measure(row: str) -> Result:
     import torch
 
     from plait.config import resolve_batch
-    from plait.strategy import Preparation, prepare_native
-    from plait.world import open_world
+    from plait.distributed import open_world
+    from plait.engine import Preparation, prepare_native
 
     torch.set_num_threads(1)
     config, seconds = config_of(row), []
@@ -73,7 +73,7 @@ def measure(row: str) -> Result:
 def predict(row: str) -> Result:
     """What the plan says of the rank that needs most."""
     from plait.plan.hardware import find_hardware
-    from plait.plan.host import host_bytes
+    from plait.plan.ledger import host_bytes
     from plait.plan.simulate import simulate
 
     config, received, found = config_of(row), None, []
@@ -86,7 +86,7 @@ def predict(row: str) -> Result:
 
 def compare(row: str) -> Result:
     """Predicted, and measured with both kinds of malloc."""
-    from plait.plan.host import TIGHT_MALLOC
+    from plait.plan.ledger import TIGHT_MALLOC
 
     found: Result = {"row": row, "predicted": predict(row)["peak"]}
     for word, env in (("tight", TIGHT_MALLOC), ("usual", {})):

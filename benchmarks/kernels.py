@@ -31,7 +31,7 @@ def adamw(given: argparse.Namespace) -> Pair:
     """torch's fused AdamW and the rounding of weights, beside the one pass; gradients in fp32 and in bf16."""
     import torch
 
-    from plait.optim.one_pass import OnePassAdam
+    from plait.optim.fused_adam import OnePassAdam
 
     layers = [(given.dim, given.dim)] * 4 + [(4 * given.dim, given.dim)] * 3 + [(given.dim,)] * 2
     shapes = layers * given.layers
@@ -71,7 +71,7 @@ def norm(given: argparse.Namespace) -> Pair:
     """The norm of a sum, forward and backward."""
     import torch
 
-    from plait.ops.rms_norm import add_rms_norm
+    from plait.kernels.rms_norm import add_rms_norm
 
     x, y = (torch.randn(given.tokens, given.dim, device=given.device).bfloat16() for _ in range(2))
     weight = torch.ones(given.dim, device=given.device).bfloat16()
@@ -90,7 +90,7 @@ def rotation(given: argparse.Namespace) -> Pair:
     """Queries and keys of heads of 64, forward and backward."""
     import torch
 
-    from plait.ops.rotate import rotate, rotate_plain
+    from plait.kernels.rotate import rotate, rotate_plain
 
     heads = max(1, given.dim // 64)
     q = torch.randn(1, given.tokens, heads, 64, device=given.device).bfloat16()
@@ -111,7 +111,7 @@ def gate(given: argparse.Namespace) -> Pair:
     """silu(gate) * up, forward and backward."""
     import torch
 
-    from plait.ops.swiglu import swiglu, swiglu_plain
+    from plait.kernels.swiglu import swiglu, swiglu_plain
 
     inputs = [torch.randn(given.tokens, 4 * given.dim, device=given.device).bfloat16() for _ in range(2)]
     return Pair(_both_ways(swiglu_plain, inputs), _both_ways(swiglu, inputs), 8 * 2 * inputs[0].numel())
@@ -121,7 +121,7 @@ def linears(given: argparse.Namespace) -> Pair:
     """Queries, keys and values of one input, forward and backward; the products take most of the time."""
     import torch
 
-    from plait.ops.linears import linears, linears_plain
+    from plait.kernels.linears import linears, linears_plain
 
     x = torch.randn(given.tokens, given.dim, device=given.device).bfloat16()
     widths = (given.dim, max(1, given.dim // 4), max(1, given.dim // 4))
@@ -134,8 +134,8 @@ def gated(given: argparse.Namespace) -> Pair:
     """A gate and the layer behind it, forward and backward: the product kept, and made again."""
     import torch
 
-    from plait.ops.gated import gated_down
-    from plait.ops.swiglu import swiglu
+    from plait.kernels.linears import gated_down
+    from plait.kernels.swiglu import swiglu
 
     gate, up = (torch.randn(given.tokens, 4 * given.dim, device=given.device).bfloat16() for _ in range(2))
     weight = torch.randn(given.dim, 4 * given.dim, device=given.device).bfloat16()
@@ -152,7 +152,7 @@ def scaling(given: argparse.Namespace) -> Pair:
     """The fp32 gradient of a head, times a number, in bf16."""
     import torch
 
-    from plait.ops.scaled import scaled, scaled_plain
+    from plait.kernels.scaled import scaled, scaled_plain
 
     x = torch.randn(8 * given.tokens, given.dim, device=given.device)
     factor = torch.rand((), device=given.device)
@@ -165,7 +165,7 @@ def fp8(given: argparse.Namespace, *, rowwise: bool) -> Pair:
     """A linear layer, forward and backward, in bf16 and in 8 bits; the bytes are those of bf16. Rowwise: compiled."""
     import torch
 
-    from plait.ops.fp8 import fp8_linear
+    from plait.kernels.fp8 import fp8_linear
 
     x = torch.randn(given.tokens, given.dim, device=given.device).bfloat16()
     weight = torch.randn(4 * given.dim, given.dim, device=given.device).bfloat16()
@@ -183,9 +183,8 @@ def fp8_ffn(given: argparse.Namespace) -> Pair:
     """A gated feed-forward, forward and backward, in bf16 and in 8 bits; the products take most of the time."""
     import torch
 
-    from plait.ops.fp8_gated import fp8_feed_forward
-    from plait.ops.gated import gated_down
-    from plait.ops.linears import linears
+    from plait.kernels.fp8_gated import fp8_feed_forward
+    from plait.kernels.linears import gated_down, linears
 
     x = torch.randn(given.tokens, given.dim, device=given.device).bfloat16()
     shapes = (4 * given.dim, given.dim), (4 * given.dim, given.dim), (given.dim, 4 * given.dim)
@@ -203,7 +202,7 @@ def fp8_cast(given: argparse.Namespace, *, earlier: bool) -> Pair:
     """A tensor's scale, and its copies in 8 bits both ways. `earlier`: the scale is known, the next one is noted."""
     import torch
 
-    from plait.ops.fp8_cast import E4M3, cast, cast_plain, peaks_of, peaks_plain
+    from plait.kernels.fp8 import E4M3, cast, cast_plain, peaks_of, peaks_plain
 
     x = [torch.randn(given.tokens, given.dim, device=given.device).bfloat16()]
 
@@ -224,7 +223,7 @@ def fp8_slopes(given: argparse.Namespace, *, earlier: bool) -> Pair:
     """The backward pass between the products of a gated feed-forward in 8 bits. `earlier`: as in `fp8_cast`."""
     import torch
 
-    from plait.ops.fp8_gated import cast_slopes, cast_slopes_plain, gate_peaks, gate_peaks_plain
+    from plait.kernels.fp8_gated import cast_slopes, cast_slopes_plain, gate_peaks, gate_peaks_plain
 
     inputs = [torch.randn(given.tokens, 4 * given.dim, device=given.device).bfloat16() for _ in range(3)]
     known = gate_peaks(*inputs[:2])
@@ -247,8 +246,7 @@ def fp8_head(given: argparse.Namespace) -> Pair:
     """The loss of a language model from its last hidden states, with backward products in 16 bits and in 8."""
     import torch
 
-    from plait.models.common.fp8_loss import Fp8Head
-    from plait.models.common.loss import linear_cross_entropy
+    from plait.models.common.losses import Fp8Head, linear_cross_entropy
 
     hidden, weight = (torch.randn(n, given.dim, device=given.device) for n in (given.tokens, given.words))
     labels = torch.randint(given.words, (given.tokens,), device=given.device)

@@ -103,7 +103,7 @@ def shares_of(offload: dict[str, Any], given: argparse.Namespace) -> dict[str, f
 def planned_share(given: argparse.Namespace) -> float:
     """What `ratio: auto` takes for this model on this machine; before CUDA is begun, in a copy of the process."""
     from plait.config import parse_sections
-    from plait.plan.aside import in_a_child
+    from plait.plan.gate import in_a_child
     from plait.plan.hardware import hardware_here
     from plait.plan.shares import with_ratio
 

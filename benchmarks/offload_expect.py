@@ -27,10 +27,10 @@ _FILL_GBPS = 1.3
 def expected(name: str, given: argparse.Namespace, size: LlamaSize) -> dict[str, float]:
     """About how long a row takes to be ready, for a step, and in all: from the plan's account of the update."""
     from plait.config import parse_sections
-    from plait.config.layout import resolve_layout
+    from plait.config.strategy import resolve_layout
     from plait.launch import cpu_count
     from plait.plan.hardware import find_hardware, with_cores
-    from plait.plan.hosted import Away, host_work
+    from plait.plan.ledger import Away, host_work
 
     small = "8" in name
     numbers = size.params + (0 if size.tied else size.vocab * size.dim)

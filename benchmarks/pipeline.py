@@ -53,7 +53,8 @@ def _run_schedule(row: str, schedule: str, given: argparse.Namespace, *, count: 
     from pipeline_nets import Ledger
     from torch import nn
 
-    from plait.parallel.pipeline import Pipeline, make_stages, plan_stages
+    from plait.distributed.pipeline import Pipeline
+    from plait.distributed.pipeline_split import make_stages, plan_stages
 
     group = dist.group.WORLD
     assert group is not None
@@ -104,7 +105,7 @@ def in_flight(schedule: str, ranks: int, micros: int) -> float:
 
     A rank with several stages keeps a part of a micro-batch in each.
     """
-    from plait.parallel.pipeline import make_table, placement_of
+    from plait.distributed.pipeline_schedule import make_table, placement_of
 
     each = len(placement_of(schedule, ranks)) / ranks
     most = 0.0

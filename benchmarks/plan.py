@@ -109,8 +109,8 @@ def measure_one(run: tuple[Any, ...]) -> dict[str, Any]:
     import torch
 
     from plait.config import resolve_batch
-    from plait.strategy import Preparation, prepare_native
-    from plait.world import open_world
+    from plait.distributed import open_world
+    from plait.engine import Preparation, prepare_native
 
     config = config_of(run)
     batch = resolve_batch(config.batch, 1)
@@ -138,7 +138,7 @@ def measure(out: Path, only: list[int]) -> None:
     """Every run in a forked child: torch is imported once, and a run that fails takes nothing with it."""
     import torch  # noqa: F401
 
-    import plait.strategy  # noqa: F401
+    import plait.engine  # noqa: F401
 
     found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     for index, run in enumerate(RUNS):

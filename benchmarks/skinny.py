@@ -1,12 +1,13 @@
-"""Looks for the fastest tiles of `plait.ops.skinny` and of the attention beside it on this GPU, for one Llama's shapes.
+"""Looks for the fastest tiles of `plait.kernels.decode.skinny_gemm` and of the attention beside it on this GPU, for one
+Llama's shapes.
 
     python benchmarks/skinny.py                       # the 1B: 8, 32, 64 and 128 rows, all forms
     python benchmarks/skinny.py --rows 8,128 --forms gated,add
 
 Each candidate multiplies with many weights in turn, recorded in one CUDA graph, so that none is found in a cache: that
 is how a decoder meets them. Candidates are compiled by several processes at once; Triton keeps what they make. The last
-lines are entries for `TILES`; those of attention are for `USUAL` and `CROWDED` of `plait.ops.decode_attention`. `torch`
-beside them is the plain twin: where it is faster, `None` is the better entry.
+lines are entries for `TILES`; those of attention are for `USUAL` and `CROWDED` of `plait.kernels.decode.attention`.
+`torch` beside them is the plain twin: where it is faster, `None` is the better entry.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ SHARED = 225 * 1024
 
 def candidates(form: str, rows: int) -> Iterator[Any]:
     """What is worth a try."""
-    from plait.ops.skinny import TILES, Tiles
+    from plait.kernels.decode.skinny_gemm import TILES, Tiles
 
     if form == "attention":
-        from plait.ops.decode_attention import Looks
+        from plait.kernels.decode.attention import Looks
 
         four = ((64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 4, 4), (128, 4, 2))
         fewer = ((32, 2, 3), (32, 2, 4), (64, 2, 2), (64, 2, 3), (32, 1, 3), (32, 1, 4), (64, 1, 2))
@@ -61,8 +62,8 @@ def make_call(form: str, rows: int, size: str, copies: int) -> tuple[Callable[[A
     """A function that multiplies with every copy once, by a table; and the bytes of the weights."""
     import torch
 
-    from plait.generate.quick import MANY
-    from plait.ops import ends, skinny
+    from plait.generate.cached import MANY
+    from plait.kernels.decode import embed_sample, skinny_gemm
 
     if form == "attention":
         return make_attention(rows, size, copies)
@@ -72,9 +73,9 @@ def make_call(form: str, rows: int, size: str, copies: int) -> tuple[Callable[[A
     def made(*shape: int) -> Any:
         return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16) / 32
 
-    counters, norm = skinny.make_counters(torch.device(DEVICE)), skinny.Norm(made(width), 1e-5)
+    counters, norm = skinny_gemm.make_counters(torch.device(DEVICE)), skinny_gemm.Norm(made(width), 1e-5)
     tokens = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
-    stream = ends.look_up(tokens, made(4, width), norm)
+    stream = embed_sample.look_up(tokens, made(4, width), norm)
     shapes = [[(each, width) for each in features]]
     if form == "add":  # out of attention and out of the feed-forward, as often
         shapes = [[(width, each)] for each in (hidden, width)]
@@ -83,13 +84,13 @@ def make_call(form: str, rows: int, size: str, copies: int) -> tuple[Callable[[A
 
     def call(table: Any) -> None:
         for own, later in itertools.pairwise([*weights, weights[0]]):
-            ahead = skinny.ahead_of(form, rows, later, table=table) if rows >= MANY else None
+            ahead = skinny_gemm.ahead_of(form, rows, later, table=table) if rows >= MANY else None
             if form == "gated":
-                skinny.gated(stream, *own, table=table, ahead=ahead)
+                skinny_gemm.gated(stream, *own, table=table, ahead=ahead)
             elif form == "add":
-                skinny.add(stream, inputs[own[0].shape[1]], own[0], norm, counters, table=table, ahead=ahead)
+                skinny_gemm.add(stream, inputs[own[0].shape[1]], own[0], norm, counters, table=table, ahead=ahead)
             else:
-                skinny.project(stream, own, counters, table=table, ahead=ahead)
+                skinny_gemm.project(stream, own, counters, table=table, ahead=ahead)
 
     return call, sum(each.numel() * each.itemsize for own in weights for each in own)
 
@@ -98,8 +99,8 @@ def make_attention(rows: int, size: str, copies: int) -> tuple[Callable[[Any], N
     """The same for attention, by the only entry of a table; and the bytes that it reads of caches."""
     import torch
 
-    from plait.ops.decode_attention import attend_cached, attend_cached_plain
-    from plait.ops.skinny import make_counters
+    from plait.kernels.decode.attention import attend_cached, attend_cached_plain
+    from plait.kernels.decode.skinny_gemm import make_counters
 
     width, kv, *_ = SHAPES[size]
     counters, places = make_counters(torch.device(DEVICE)), torch.full((rows,), PLACE, device=DEVICE)
@@ -125,8 +126,8 @@ def table_of(form: str, rows: int, tiles: Any) -> Any:
 
 def table_in_use(form: str, rows: int) -> Any:
     """What is taken as things stand."""
-    from plait.ops.decode_attention import CROWD, CROWDED, USUAL
-    from plait.ops.skinny import TILES
+    from plait.kernels.decode.attention import CROWD, CROWDED, USUAL
+    from plait.kernels.decode.skinny_gemm import TILES
 
     if form == "attention":
         return CROWDED if rows * SHAPES["1b"][1] // HEAD > CROWD else USUAL

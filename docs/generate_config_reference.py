@@ -22,9 +22,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from plait.config.base import Section
+from plait.config.draft import items, open_part, sections
 from plait.config.part import Part
 from plait.config.run import RunConfig
-from plait.config.tree import items, open_part, sections
 
 DOCS = Path(__file__).parent
 PAGES = (DOCS / "configuration.md", DOCS / "zh-CN" / "configuration.md")

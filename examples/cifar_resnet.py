@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plait import LossTerm, Runner
-from plait.runner import Accuracy
+from plait.trainer import Accuracy
 
 
 class Residual(nn.Module):

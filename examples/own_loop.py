@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import plait
 from plait import LossTerm
-from plait.strategy import Engine
+from plait.engine import Engine
 
 Batch = tuple[Tensor, Tensor]
 

@@ -63,14 +63,14 @@ COLUMNS: Mapping[str, Sequence[str]] = {
     ),
     "checkpoint": ("tests/multi/test_checkpoint_pairs.py",),
     "plan": (
-        "tests/unit/world/test_pretend.py",
-        "tests/unit/world/test_torch_internals.py",
+        "tests/unit/distributed/test_pretend.py",
+        "tests/unit/distributed/test_torch_internals.py",
         "tests/unit/plan/test_plan.py::test_a_few_layers_and_micro_batches_give_the_same_account_as_all[compiled]",
         "tests/unit/plan/test_plan.py::test_a_few_layers_and_micro_batches_give_the_same_account_as_all[zero3]",
     ),
     "compile": (
         f"{_TECHNIQUES}::test_compiled_blocks_under_sharding",
-        "tests/unit/parallel/test_compiling.py",
+        "tests/unit/distributed/test_compiling.py",
     ),
     "hf models": (
         "tests/unit/models/test_hf_models.py",

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.plan.traffic import Message, kind_of, message_of
+from plait.plan.timing import CollectiveCall, kind_of, message_of
 
 _WORDS = {"gather": "all_gather", "scatter": "reduce_scatter", "reduce": "all_reduce", "exchange": "all_to_all"}
 
@@ -17,7 +17,7 @@ class SentBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.messages: list[Message] = []
+        self.messages: list[CollectiveCall] = []
 
     @property
     def bytes(self) -> float:

@@ -99,28 +99,28 @@ if TYPE_CHECKING:
     from plait.config import WrapConfig as Wrap
     from plait.config import WSDConfig as WSDSchedule
     from plait.config import own_part as part
-    from plait.runner import Accuracy as Accuracy
-    from plait.runner import Hook as Hook
-    from plait.runner import Metric as Metric
-    from plait.runner import Runner as Runner
+    from plait.distributed import World as World
+    from plait.engine import Built as Built
+    from plait.engine import Engine as Engine
+    from plait.engine import Evaluation as Evaluation
+    from plait.engine import LossNormalizer as LossNormalizer
+    from plait.engine import Preparation as Preparation
+    from plait.engine import Skips as Skips
+    from plait.engine import SteppingEngine as SteppingEngine
+    from plait.engine import StepResult as StepResult
+    from plait.engine import WeightedLoss as WeightedLoss
+    from plait.engine import build_whole as build_whole
+    from plait.engine import prepare as prepare
+    from plait.engine import read_loss as read_loss
     from plait.spec import Event as Event
     from plait.spec import EventKind as EventKind
     from plait.spec import LossTerm as LossTerm
     from plait.spec import MicroBatch as MicroBatch
     from plait.spec import Sink as Sink
-    from plait.strategy import Built as Built
-    from plait.strategy import Engine as Engine
-    from plait.strategy import Evaluation as Evaluation
-    from plait.strategy import LossNormalizer as LossNormalizer
-    from plait.strategy import Preparation as Preparation
-    from plait.strategy import Skips as Skips
-    from plait.strategy import SteppingEngine as SteppingEngine
-    from plait.strategy import StepResult as StepResult
-    from plait.strategy import WeightedLoss as WeightedLoss
-    from plait.strategy import build_whole as build_whole
-    from plait.strategy import prepare as prepare
-    from plait.strategy import read_loss as read_loss
-    from plait.world import World as World
+    from plait.trainer import Accuracy as Accuracy
+    from plait.trainer import Hook as Hook
+    from plait.trainer import Metric as Metric
+    from plait.trainer import Runner as Runner
 else:
     from plait.lazy import attach_names
 
@@ -206,9 +206,8 @@ else:
                 "WarmupLRSchedule=WarmupConfig",
                 "Wrap=WrapConfig",
             ],
-            "runner": ["Accuracy", "Hook", "Metric", "Runner"],
-            "spec": ["Event", "EventKind", "LossTerm", "MicroBatch", "Sink"],
-            "strategy": [
+            "distributed": ["World"],
+            "engine": [
                 "Engine",
                 "Evaluation",
                 "StepResult",
@@ -222,7 +221,8 @@ else:
                 "build_whole",
                 "read_loss",
             ],
-            "world": ["World"],
+            "spec": ["Event", "EventKind", "LossTerm", "MicroBatch", "Sink"],
+            "trainer": ["Accuracy", "Hook", "Metric", "Runner"],
         },
     )
 

@@ -534,7 +534,7 @@ def split_products_around_collectives(group_name: str) -> None:
         _find("torch.distributed._symmetric_memory.enable_symm_mem_for_group")(group_name)
 
 
-# ---- DTensor; see [Note: DTensor is loaded late], `plait/world/sharded.py`
+# ---- DTensor; see [Note: DTensor is loaded late], `plait/distributed/dtensor.py`
 
 
 def dtensor_of(local: Tensor, whole: Any) -> Any:

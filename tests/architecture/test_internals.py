@@ -196,13 +196,13 @@ def test_the_releases_that_the_adapters_and_the_pages_name_are_the_same() -> Non
 ASKS_A_TENSOR = {"has_values", "FakeTensor", "FakeTensorMode", "active_fake_mode", "detect_fake_mode", "is_fake"}
 MAY_ASK_A_TENSOR = {
     *("fake_tensors.py", "torch_internals.py"),
-    "world/fake.py",  # makes the fake world
+    "distributed/fake.py",  # makes the fake world
     "plan/recorder.py",  # looks at it from outside
 }
 MAY_ASK_A_WORLD = {
-    "world/fake.py",
-    *(f"strategy/native/{name}.py" for name in ("norms", "offloading", "prepare")),
-    *(f"parallel/offload/{name}.py" for name in ("lanes", "params", "store", "update")),
+    "distributed/fake.py",
+    *("engine/update.py", "engine/offload.py", "engine/prepare.py"),
+    *("distributed/offload/streams.py", "distributed/offload/params.py", "optim/offload.py"),
 }
 
 

@@ -19,7 +19,7 @@ from plait.config import RunConfig
 from plait.config.base import Section
 from plait.config.part import Part
 from plait.errors import ConfigError
-from plait.runner import Runner
+from plait.trainer import Runner
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("Optim", "Schedule", "Model", "Data", "Hook", "Metric", "Storage")
@@ -116,7 +116,7 @@ def test_no_keyword_of_the_runner_is_left_out(monkeypatch: pytest.MonkeyPatch) -
         seen.update(sections)
         raise ConfigError([])
 
-    monkeypatch.setattr("plait.runner.runner.parse_sections", parse_sections)
+    monkeypatch.setattr("plait.trainer.runner.parse_sections", parse_sections)
     with pytest.raises(ConfigError):
         Runner(**{**given, **listed})  # type: ignore[arg-type]
     assert seen == {**given, **listed}

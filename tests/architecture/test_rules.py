@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 SOURCES = sorted((Path(__file__).parents[2] / "src" / "plait").rglob("*.py"))
-MAY_READ_ENVIRONMENT = {"launch", "world", "cli", "testing"}
+MAY_READ_ENVIRONMENT = {"launch", "distributed", "cli", "testing"}
 READ_DATA_OF_OTHERS = {
     "datasets", "h11", "jinja2", "numpy", "pillow", "pyarrow", "pyyaml", "safetensors", "starlette", "tokenizers",
     "torch", "transformers", "uvicorn",
@@ -96,7 +96,10 @@ def test_programs_that_tests_need_are_named_by_the_mark_alone() -> None:
     """`real` fails where `.ci/run` has installed everything, where a `skipif` of one's own would skip for ever."""
     tests = SOURCES[0].parents[2] / "tests"
     asking = {"real.py", "matrix.py", "multi/hosts.py", "multi/slurm.py"}  # what stands behind the mark
-    machine = {"unit/checkpoint/test_checkpoint_files.py", "unit/parallel/test_compiling.py"}  # mount, and a compiler
+    machine = {
+        "unit/checkpoint/test_checkpoint_files.py",
+        "unit/distributed/test_compiling.py",
+    }  # mount, and a compiler
     places = {
         path.relative_to(tests).as_posix()
         for path in tests.rglob("*.py")

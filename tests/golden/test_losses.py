@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from plait.config import parse_sections
-from plait.strategy import Preparation, prepare_native
-from plait.world import open_world
+from plait.distributed import open_world
+from plait.engine import Preparation, prepare_native
 
 GOLDEN = Path(__file__).with_name("losses.json")
 

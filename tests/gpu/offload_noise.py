@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from plait.config import parse_sections
 from plait.config.run import RunConfig
-from plait.ops.adam import AdamNumbers, adam_step_plain
-from plait.prove.tolerance import NOISE, rounding_of
-from plait.strategy import Preparation, prepare_native
-from plait.strategy.native.engine import NativeEngine
-from plait.strategy.native.offloaded import OffloadedViews
-from plait.world import local_part, open_world
+from plait.distributed import local_part, open_world
+from plait.engine import Preparation, prepare_native
+from plait.engine.native import NativeEngine
+from plait.engine.offload import OffloadedParams
+from plait.kernels.adam import AdamNumbers, adam_step_plain
+from plait.prove.compare import NOISE, rounding_of
 
 VOCABULARY = 4096
 MODEL = {"type": "llama", "dim": 1024, "layers": 8, "heads": 8, "kv_heads": 4, "seq_len": 256}
@@ -125,7 +125,7 @@ def _wait() -> None:
 
 
 def _store(engine: NativeEngine) -> Any:
-    assert isinstance(engine.views, OffloadedViews)
+    assert isinstance(engine.views, OffloadedParams)
     return engine.views.store
 
 

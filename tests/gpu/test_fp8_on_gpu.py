@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from plait.config import parse_sections
-from plait.models.common.fp8_loss import WAITING, Fp8Head
-from plait.models.common.fp8_loss_kernel import write_others, write_others_plain
-from plait.models.common.loss import linear_cross_entropy
-from plait.ops.fp8 import fp8_linears
-from plait.ops.fp8_cast import E4M3, E5M2, Cast, cast, cast_plain, peaks_of, peaks_plain
-from plait.ops.fp8_gated import (
+from plait.distributed import open_world
+from plait.engine import Preparation, prepare_native
+from plait.kernels.fp8 import E4M3, E5M2, Fp8Matrix, cast, cast_plain, fp8_linears, peaks_of, peaks_plain
+from plait.kernels.fp8_gated import (
     cast_product,
     cast_product_plain,
     cast_slopes,
@@ -23,9 +21,9 @@ from plait.ops.fp8_gated import (
     gate_peaks,
     gate_peaks_plain,
 )
+from plait.models.common.loss_kernels import write_others, write_others_plain
+from plait.models.common.losses import WAITING, Fp8Head, linear_cross_entropy
 from plait.precision.fp8 import Fp8Linear
-from plait.strategy import Preparation, prepare_native
-from plait.world import open_world
 
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_FP8, reason="needs a CUDA device with 8-bit products")]
@@ -38,7 +36,7 @@ def random(*shape: int) -> Tensor:
     return (torch.randn(shape, device=CUDA) * 10.0 ** torch.randint(-3, 3, shape, device=CUDA)).bfloat16()
 
 
-def bits(small: Cast) -> list[Tensor]:
+def bits(small: Fp8Matrix) -> list[Tensor]:
     return [small.rows.view(torch.uint8), small.columns.view(torch.uint8), small.inverse]
 
 

@@ -10,20 +10,17 @@ import pytest
 import torch
 
 from plait.config import parse_sections
+from plait.distributed import open_world
+from plait.engine import Preparation, prepare_manual
 from plait.generate import Generator, HybridEngine, Sampling, generate
-from plait.generate.cached import CachedDecoder
-from plait.generate.graph import WARM_UP
-from plait.generate.quick import QuickStep
+from plait.generate.batch import WARM_UP
+from plait.generate.cached import CachedDecoder, QuickStep
+from plait.kernels.cuda_graphs import record
+from plait.kernels.decode.attention import attend_cached
+from plait.kernels.decode.embed_sample import At, drawn, likeliest, look_up
+from plait.kernels.decode.sampling import COUNTER_RNG_BITS, CounterRNG, draw, draw_plain, greedy
+from plait.kernels.decode.skinny_gemm import TILES, Norm, ResidualStream, Tiles, add, gated, make_counters, project
 from plait.models import build_model, preset
-from plait.ops.chance import CHANCE_BITS, Chance
-from plait.ops.decode_attention import attend_cached
-from plait.ops.draw import draw, draw_plain
-from plait.ops.ends import At, drawn, likeliest, look_up
-from plait.ops.greedy import greedy
-from plait.ops.record import record
-from plait.ops.skinny import TILES, Norm, Stream, Tiles, add, gated, make_counters, project
-from plait.strategy import Preparation, prepare_manual
-from plait.world import open_world
 
 pytestmark = [
     pytest.mark.gpu,
@@ -109,8 +106,8 @@ def test_kernels_of_single_tokens_agree_with_float64(rows: int, dtype: torch.dty
     def made(*shape: int, by: float = 1.0) -> torch.Tensor:
         return (torch.randn(*shape, device="cuda") * by).to(dtype)
 
-    def wide(stream: Stream) -> Stream:
-        return Stream(stream.x.double(), Norm(stream.norm.weight.double(), stream.norm.eps))
+    def wide(stream: ResidualStream) -> ResidualStream:
+        return ResidualStream(stream.x.double(), Norm(stream.norm.weight.double(), stream.norm.eps))
 
     counters, norms = make_counters(torch.device("cuda")), [Norm(1.0 + made(width, by=0.1), 1e-5) for _ in range(2)]
     stream = look_up(torch.randint(90, (rows,), device="cuda"), made(90, width), norms[0])
@@ -167,9 +164,9 @@ def test_a_llama_of_sixteen_bits_takes_the_short_way_and_says_what_it_says(rows:
     decoder.close()
 
 
-def assert_drawn(logits: torch.Tensor, temperature: float, chance: Chance, found: tuple[torch.Tensor, ...]) -> None:
+def assert_drawn(logits: torch.Tensor, temperature: float, chance: CounterRNG, found: tuple[torch.Tensor, ...]) -> None:
     """The chance lies in the token's share of the row, up to rounding, and the log-probability is the model's."""
-    place, aim, close = found[0][:, None], chance.bits().double() / 2**CHANCE_BITS, 4e-6
+    place, aim, close = found[0][:, None], chance.bits().double() / 2**COUNTER_RNG_BITS, 4e-6
     share = (logits.double() / temperature).softmax(-1)
     high, own = (each.gather(1, place).squeeze(1) for each in (share.cumsum(-1), share))
     assert (own > 0).all()
@@ -179,9 +176,9 @@ def assert_drawn(logits: torch.Tensor, temperature: float, chance: Chance, found
     torch.testing.assert_close(found[1].double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def some_chance(rows: int) -> Chance:
+def some_chance(rows: int) -> CounterRNG:
     keys, counts = torch.randint(2**40, (rows,), device="cuda"), torch.randint(2**12, (rows,), device="cuda")
-    return Chance(keys, counts, random.randrange(-(2**63), 2**63))
+    return CounterRNG(keys, counts, random.randrange(-(2**63), 2**63))
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
@@ -209,7 +206,7 @@ def test_the_head_of_a_llama_draws_from_all_its_words(rows: int, temperature: fl
         assert_drawn(logits, temperature, chance, plain)
         assert (plain[0] != found[0]).sum() <= 3 + rows // 8
         some = torch.randperm(rows, device="cuda")[: max(1, rows // 3)]
-        part = draw(logits[some], temperature, Chance(chance.keys[some], chance.counts[some], chance.seed))
+        part = draw(logits[some], temperature, CounterRNG(chance.keys[some], chance.counts[some], chance.seed))
         assert torch.equal(part[0], found[0][some])
 
 
@@ -235,7 +232,7 @@ def test_tokens_come_as_often_as_they_should(temperature: float) -> None:
     draws, vocabulary = 400_000, 500
     logits = torch.randn(vocabulary, device="cuda")
     keys = torch.arange(draws, device="cuda")
-    chance = Chance(keys, torch.full_like(keys, random.randrange(99)), random.randrange(2**40))
+    chance = CounterRNG(keys, torch.full_like(keys, random.randrange(99)), random.randrange(2**40))
     token, _ = draw(logits.repeat(draws, 1), temperature, chance)
     expected = draws * (logits.double() / temperature).softmax(-1)
     far = ((torch.bincount(token, minlength=vocabulary) - expected).square() / expected).sum()
@@ -261,7 +258,7 @@ def test_kernels_that_overlap_find_what_kernels_in_turn_find(
         def step() -> None:
             layers: Any = [tuple(layer) for layer in own]
             if sampled:
-                chosen, logprob = quick.draw(latest, at, layers, 0.8, Chance(start, at.lengths, 5))
+                chosen, logprob = quick.draw(latest, at, layers, 0.8, CounterRNG(start, at.lengths, 5))
             else:
                 chosen, logprob = quick.likeliest(latest, at, layers)
             every.scatter_(1, (at.lengths - 1 - start)[:, None], chosen[:, None])
@@ -276,7 +273,7 @@ def test_kernels_that_overlap_find_what_kernels_in_turn_find(
         return [every, logprobs, own]
 
     overlapping = [written(), written(ahead=16 << 20), written(early=False)]
-    monkeypatch.setattr("plait.ops.chain._CAN_WAIT", False)
+    monkeypatch.setattr("plait.kernels.decode.dependent_launch._CAN_WAIT", False)
     in_turn = written(early=False)
     for found in overlapping:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, in_turn, strict=True))

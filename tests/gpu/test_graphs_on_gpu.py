@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from plait.config import parse_sections
+from plait.distributed import open_world
+from plait.engine import Preparation, prepare_native
+from plait.engine.graphs import AT_FIRST, LOOKS, WARM_UP
 from plait.models import build_model
 from plait.spec import LossTerm
-from plait.strategy import Preparation, prepare_native
-from plait.strategy.native.recorded import WARM_UP
-from plait.strategy.native.starving import AT_FIRST, LOOKS
-from plait.world import open_world
 
 pytestmark = [
     pytest.mark.gpu,

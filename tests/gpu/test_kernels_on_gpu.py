@@ -10,20 +10,18 @@ import torch
 from torch import Tensor
 
 from plait.config import parse_sections
-from plait.ops.adam import AdamNumbers
-from plait.ops.adam_kernel import Entry, Tables
-from plait.ops.adam_many import adam_many, adam_many_plain
-from plait.ops.fp8 import fp8_linear
-from plait.ops.gated import feed_forward, gated_down
-from plait.ops.linears import linears
-from plait.ops.rms_norm import add_rms_norm, rms_norm, rms_norm_beside
-from plait.ops.rotate import rotate
-from plait.ops.scaled import scaled
-from plait.ops.swiglu import swiglu
-from plait.optim.one_pass import OnePassAdam
-from plait.strategy import Preparation, prepare_native
-from plait.strategy.native.rounded import RoundedViews
-from plait.world import open_world
+from plait.distributed import open_world
+from plait.engine import Preparation, prepare_native
+from plait.engine.master_weights import RoundedParams
+from plait.kernels.adam import AdamNumbers
+from plait.kernels.fp8 import fp8_linear
+from plait.kernels.fused_adam import Tables, WeightPointers, adam_many, adam_many_plain
+from plait.kernels.linears import feed_forward, gated_down, linears
+from plait.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_beside
+from plait.kernels.rotate import rotate
+from plait.kernels.scaled import scaled
+from plait.kernels.swiglu import swiglu
+from plait.optim.fused_adam import OnePassAdam
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,18 +44,20 @@ def test_adamw_over_many_tensors_is_its_plain_twin(grad_dtype: torch.dtype, deco
     room = torch.randn(100_000, device=CUDA)
     shapes = ((7,), (1000, 333), (4096, 1024), (0,), (129,))
 
-    def entry(shape: tuple[int, ...], kind: torch.dtype) -> Entry:
+    def entry(shape: tuple[int, ...], kind: torch.dtype) -> WeightPointers:
         torch.manual_seed(len(shape) + shape[0])
         weight = room[1 : 1 + shape[0]].clone() if len(shape) == 1 else torch.randn(shape, device=CUDA)
         grad = torch.randn(shape, device=CUDA).to(grad_dtype)
         moments = 0.1 * torch.randn(shape, device=CUDA), 0.01 * torch.rand(shape, device=CUDA)
-        return Entry(weight.to(kind), grad, moments[0].to(kind), moments[1].to(kind), weight.bfloat16())
+        return WeightPointers(weight.to(kind), grad, moments[0].to(kind), moments[1].to(kind), weight.bfloat16())
 
     ours, exact = ([entry(shape, kind) for shape in shapes] for kind in (torch.float32, torch.float64))
     # One that begins in the middle of a tensor, where no wide access may begin.
     shifted = room[1:131].view(130)
-    ours.append(Entry(shifted, torch.ones_like(shifted), torch.zeros_like(shifted), torch.zeros_like(shifted), None))
-    exact.append(Entry(*(None if t is None else t.double() for t in ours[-1])))  # type: ignore[arg-type]
+    ours.append(
+        WeightPointers(shifted, torch.ones_like(shifted), torch.zeros_like(shifted), torch.zeros_like(shifted), None)
+    )
+    exact.append(WeightPointers(*(None if t is None else t.double() for t in ours[-1])))  # type: ignore[arg-type]
     numbers = AdamNumbers(1, 1e-2, (0.9, 0.95), 1e-8, 0.1, decoupled)
     scale, fine = torch.tensor(3.0, device=CUDA), torch.zeros((), device=CUDA)
     counts = [[torch.zeros((), device=CUDA) for _ in ours] for _ in range(2)]
@@ -186,7 +186,7 @@ def test_kernels_are_the_default_and_train_as_plain_operations_do() -> None:
     plain, _ = losses_of("bf16", {"kernels": "plain"}, implementation="fused")
     fused, engine = losses_of("bf16", {})
     assert isinstance(engine.updater.optimizer, OnePassAdam)
-    assert isinstance(engine.views, RoundedViews)
+    assert isinstance(engine.views, RoundedParams)
     assert type(engine.model.norm).__name__ == "FusedRMSNorm"
     assert fused == pytest.approx(plain, rel=0.01)
     recomputed, _ = losses_of("bf16", {"recompute": "full"})

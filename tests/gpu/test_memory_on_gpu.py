@@ -10,12 +10,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from plait.config import parse_sections
-from plait.ops.adam import AdamNumbers
-from plait.ops.adam8bit import adam8bit_step, adam8bit_step_plain
-from plait.ops.blockwise import make_levels, pack_into, unpack, zeros
-from plait.ops.host import host_empty
-from plait.strategy import Preparation, prepare_native
-from plait.world import open_world
+from plait.distributed import open_world
+from plait.engine import Preparation, prepare_native
+from plait.kernels.adam import AdamNumbers
+from plait.kernels.adam8bit import adam8bit_step, adam8bit_step_plain, make_levels, pack_into, unpack, zeros
+from plait.kernels.pinned import host_empty
 
 pytestmark = [
     pytest.mark.gpu,

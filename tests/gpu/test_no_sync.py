@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.runner import Hook
+from plait.engine import Preparation, StepResult
 from plait.spec import LossTerm
-from plait.strategy import Preparation, StepResult
+from plait.trainer import Hook
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,8 +46,8 @@ def tokens(*, pinned: bool = True) -> dict[str, Tensor]:
 
 def llama(**sections: Any) -> Any:
     from plait.config import parse_sections
-    from plait.strategy import prepare_native
-    from plait.world import open_world
+    from plait.distributed import open_world
+    from plait.engine import prepare_native
 
     config = parse_sections(
         model=LLAMA, **{"precision": "bf16", "optim": {"type": "AdamW"}, "device": "cuda", **sections}

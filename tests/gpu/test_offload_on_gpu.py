@@ -14,8 +14,8 @@ from plait.config import parse_sections
 from plait.config.run import RunConfig
 from plait.generate import sample
 from plait.generate.streamed import build_streamed
+from plait.kernels.pinned import link_gbps
 from plait.models import build_model
-from plait.ops.host import link_gbps
 
 pytestmark = [
     pytest.mark.gpu,

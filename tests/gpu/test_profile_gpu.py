@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from plait import Runner
-from plait.runner.profile import Profile, Report
+from plait.profile.hook import Profile
+from plait.profile.report import Report
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from plait.strategy import Preparation
+from plait.engine import Preparation
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "plugin" / "src"))
 from plait_example.engine import PlainDDP as DdpEngine

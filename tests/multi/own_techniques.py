@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from plait.parallel.pipeline import Action, Kind
+from plait.distributed.pipeline_schedule import Action, ActionKind
 
 ASKED: list[str] = []
 """The operations that `saves_products` was asked about."""
@@ -48,8 +48,12 @@ def one_by_one(ranks: int, micro_batches: int) -> list[list[str]]:
 def two_in_a_loop(ranks: int, micro_batches: int) -> list[list[Action]]:
     """All forward passes of each of two stages of a rank, then all backward passes."""
     return [
-        [Action(Kind.FORWARD, stage, index) for stage in (rank, rank + ranks) for index in range(micro_batches)]
-        + [Action(Kind.BACKWARD, stage, index) for stage in (rank + ranks, rank) for index in range(micro_batches)]
+        [Action(ActionKind.FORWARD, stage, index) for stage in (rank, rank + ranks) for index in range(micro_batches)]
+        + [
+            Action(ActionKind.BACKWARD, stage, index)
+            for stage in (rank + ranks, rank)
+            for index in range(micro_batches)
+        ]
         for rank in range(ranks)
     ]
 

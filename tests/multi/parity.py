@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from plait.config import parse_sections
+from plait.distributed import World, open_world
+from plait.engine import Preparation, prepare_native
 from plait.spec import MicroBatch
-from plait.strategy import Preparation, prepare_native
 from plait.testing import whole
-from plait.world import World, open_world
 
 __all__ = ["GENTLE", "MODEL", "SEQ", "STEPS", "VOCAB", "Trace", "assert_same", "errors_of", "run_steps"]
 __all__ += ["token_batches", "whole"]

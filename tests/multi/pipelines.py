@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from plait.config.model import GptConfig, LlamaConfig
-from plait.models.gpt.model import Gpt
-from plait.models.llama.model import Llama
-from plait.parallel.materialize import initialize
-from plait.parallel.pipeline import LayerSpec, LayerStack, Pipeline, TiedLayerSpec, make_stages, plan_stages
+from plait.distributed.materialize import initialize
+from plait.distributed.pipeline import Pipeline
+from plait.distributed.pipeline_split import LayerStack, LazyLayer, TiedLazyLayer, make_stages, plan_stages
+from plait.models.gpt import Gpt
+from plait.models.llama import Llama
 from plait.spec import LossTerm
 from tests.multi.ranks import RankPool
 
@@ -47,7 +48,7 @@ def hf(family: str, adapted: bool = True, layers: int = 4) -> nn.Module:
     import transformers
 
     from plait.config.model import HFConfig
-    from plait.models.hf.model import build_hf_model
+    from plait.models.hf import build_hf_model
 
     sizes: dict[str, Any] = {**HF_SIZES, "num_hidden_layers": layers}
     if family == "gpt2":
@@ -120,13 +121,13 @@ def unembed(embedding: nn.Module, x: Tensor) -> Tensor:
 def layer_list() -> list[Any]:
     """Layers that are not built yet; the first, one in the middle and the last share a weight."""
     return [
-        TiedLayerSpec("words", nn.Embedding, VOCAB, 12),
-        LayerSpec(nn.Linear, 12, 12),
+        TiedLazyLayer("words", nn.Embedding, VOCAB, 12),
+        LazyLayer(nn.Linear, 12, 12),
         torch.tanh,
-        TiedLayerSpec("words", nn.Embedding, VOCAB, 12, forward=unembed),
-        LayerSpec(nn.Linear, VOCAB, 12),
-        LayerSpec(nn.LayerNorm, 12),
-        TiedLayerSpec("words", nn.Embedding, VOCAB, 12, forward=unembed),
+        TiedLazyLayer("words", nn.Embedding, VOCAB, 12, forward=unembed),
+        LazyLayer(nn.Linear, VOCAB, 12),
+        LazyLayer(nn.LayerNorm, 12),
+        TiedLazyLayer("words", nn.Embedding, VOCAB, 12, forward=unembed),
     ]
 
 
@@ -312,10 +313,10 @@ def train_pipeline(rank: int, size: int, name: str, count: int, way: Way) -> Tra
 
 def _apply(module: nn.Module, way: Way, mesh: Any) -> None:
     from plait.config.strategy import RecomputeConfig, WrapConfig
-    from plait.parallel.recompute import apply_recompute
-    from plait.parallel.units import find_units
+    from plait.distributed.recompute import apply_recompute
+    from plait.distributed.wrap import find_wrap_units
 
-    units = find_units(module, WrapConfig())
+    units = find_wrap_units(module, WrapConfig())
     if way.tensor_parallel:
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from plait.checkpoint import save_checkpoint
 from plait.config import parse_sections
-from plait.strategy import Engine, Preparation, prepare_native
-from plait.world import open_world
+from plait.distributed import open_world
+from plait.engine import Engine, Preparation, prepare_native
 from tests.multi.parity import MODEL, token_batches, whole
 
 

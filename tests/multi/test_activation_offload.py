@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from plait.config import parse_sections
+from plait.distributed import open_world
+from plait.distributed.offload import activations
+from plait.engine import Preparation, prepare_native
 from plait.errors import ConfigError
-from plait.parallel.offload import activations
-from plait.strategy import Preparation, prepare_native
-from plait.world import open_world
 from tests.multi.parity import MODEL, Trace, run_steps, token_batches
 from tests.multi.ranks import RankPool
 from tests.refusals import refused

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint import entries, load_into, open_checkpoint, save_checkpoint
-from plait.checkpoint.convert import open_source
+from plait.checkpoint.convert.detect import open_source
 from plait.config import parse_sections
-from plait.spec.later import Later
-from plait.strategy import Preparation, prepare_native
-from plait.strategy.native.engine import NativeEngine
-from plait.world import open_world
+from plait.distributed import open_world
+from plait.engine import Preparation, prepare_native
+from plait.engine.native import NativeEngine
+from plait.spec.step import Later
 from tests.multi.parity import MODEL, assert_same, run_steps, token_batches, whole
 from tests.multi.ranks import RankPool
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from plait.checkpoint import CheckpointFolder, open_checkpoint, verify
 from plait.config import parse_sections
-from plait.runner import Hook
-from plait.world import open_world
+from plait.distributed import open_world
+from plait.trainer import Hook
 from tests.multi.ranks import forked
 
 KILLS = 50

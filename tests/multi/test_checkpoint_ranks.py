@@ -9,8 +9,8 @@ import torch
 
 from plait.checkpoint import load_into, open_checkpoint, save_checkpoint, verify
 from plait.config import parse_sections
+from plait.distributed import open_world
 from plait.errors import CheckpointError
-from plait.world import open_world
 from tests.multi.ranks import RankPool
 
 

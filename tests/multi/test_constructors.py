@@ -13,10 +13,10 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrizations import weight_norm as parametrized_weight_norm
 
 from plait.config import parse_sections
+from plait.distributed import open_world
+from plait.engine import Preparation, prepare_native
 from plait.errors import ModelError
 from plait.spec import MicroBatch
-from plait.strategy import Preparation, prepare_native
-from plait.world import open_world
 from tests.multi.parity import STEPS, Trace, assert_same, whole
 from tests.multi.ranks import RankFailedError, RankPool
 from tests.refusals import refused

@@ -14,19 +14,27 @@ from torch.nn import functional as F
 
 from plait.config.model import GptConfig, HFConfig, LlamaConfig
 from plait.config.strategy import CompileConfig, RecomputeConfig, WrapConfig
+from plait.distributed.compile import compile_wrapped_modules
+from plait.distributed.context import apply_context_parallel, make_way
+from plait.distributed.context_attention import (
+    KINDS,
+    Kind,
+    SequenceRanks,
+    allgather_attention,
+    cut,
+    gather_from_all,
+    join,
+    ring_attention,
+    split_batch,
+    ulysses_attention,
+    visible,
+)
+from plait.distributed.recompute import apply_recompute
+from plait.distributed.traffic import context_traffic
+from plait.distributed.wrap import find_wrap_units
 from plait.errors import ModelError
 from plait.models import build_model
-from plait.models.common.attention import attend
-from plait.models.common.documents import document_mask
-from plait.parallel.compiling import compile_units
-from plait.parallel.context import KINDS, Kind, apply_context_parallel, context_traffic, cut, join, split_batch
-from plait.parallel.context.allgather import allgather_attention, visible
-from plait.parallel.context.line import Line, gather_from_all
-from plait.parallel.context.ring import ring_attention
-from plait.parallel.context.ulysses import ulysses_attention
-from plait.parallel.context.ways import make_way
-from plait.parallel.recompute import apply_recompute
-from plait.parallel.units import find_units
+from plait.models.common.attention import attend, document_mask
 from tests.multi.ranks import RankPool
 from tests.refusals import missing
 from tests.traffic import SentBytes
@@ -77,11 +85,11 @@ def attend_whole(case: Case) -> list[Tensor]:
 
 def attend_on_ranks(rank: int, size: int, cases: list[Case]) -> list[list[Tensor]]:
     """The same of this rank's tokens, for each case."""
-    line = Line.of(dist.group.WORLD)  # type: ignore[arg-type]
+    line = SequenceRanks.of(dist.group.WORLD)  # type: ignore[arg-type]
     return [_attend_here(case, line) for case in cases]
 
 
-def _attend_here(case: Case, line: Line) -> list[Tensor]:
+def _attend_here(case: Case, line: SequenceRanks) -> list[Tensor]:
     q, k, v, gradient, ids = make_tensors(case)
     mine = [cut(x, line.rank, line.size, case.kind, dim=2) for x in (q, k, v, gradient)]
     inputs = [x.clone().requires_grad_() for x in mine[:3]]
@@ -246,12 +254,14 @@ def steps_on_ranks(rank: int, size: int, runs: list[Run]) -> list[Outcome]:
 def _step_here(run: Run, rank: int, size: int) -> Outcome:
     assert run.kind is not None
     model = build(run)
-    units = find_units(model, WrapConfig())
+    units = find_wrap_units(model, WrapConfig())
     apply_context_parallel(model, dist.group.WORLD, kind=run.kind)  # type: ignore[arg-type]
     apply_recompute(units, RecomputeConfig(mode=run.recompute))  # type: ignore[arg-type]
     if run.compiled:
         torch._dynamo.reset()
-        compile_units(model, units, CompileConfig(enabled=True, backend="aot_eager", fullgraph=True), sharded=True)
+        compile_wrapped_modules(
+            model, units, CompileConfig(enabled=True, backend="aot_eager", fullgraph=True), sharded=True
+        )
     return step(model, split_batch(make_batch(run), rank, size, kind=run.kind), autocast=run.autocast)
 
 
@@ -352,7 +362,7 @@ def count_on_ranks(rank: int, size: int, runs: list[Run]) -> list[tuple[float, f
         assert run.kind is not None
         model = build(run)
         apply_context_parallel(model, dist.group.WORLD, kind=run.kind)  # type: ignore[arg-type]
-        apply_recompute(find_units(model, WrapConfig()), RecomputeConfig(mode=run.recompute))  # type: ignore[arg-type]
+        apply_recompute(find_wrap_units(model, WrapConfig()), RecomputeConfig(mode=run.recompute))  # type: ignore[arg-type]
         with SentBytes() as forward:
             term = model(**split_batch(make_batch(run), rank, size, kind=run.kind))
         with SentBytes() as backward:
@@ -388,7 +398,7 @@ def test_ranks_send_what_theory_says(four_ranks: RankPool) -> None:
 def drop_out_on_ranks(rank: int, size: int, kinds: list[Kind]) -> list[Tensor]:
     """What is left of weights that sum to one, for each query."""
     torch.manual_seed(rank)
-    line = Line.of(dist.group.WORLD)  # type: ignore[arg-type]
+    line = SequenceRanks.of(dist.group.WORLD)  # type: ignore[arg-type]
     q, k = torch.randn(2, 8, 4, 64, 8)
     return [
         make_way(kind, line).attend(q, k, torch.ones_like(k), None, 0.5, scale=None, inner=attend)[..., 0]

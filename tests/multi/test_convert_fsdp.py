@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint.convert import open_source
+from plait.checkpoint.convert.detect import open_source
 from tests.multi.ranks import RankPool
 
 

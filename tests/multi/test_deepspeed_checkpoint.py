@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import plait
-from plait.checkpoint.convert import convert, open_source
 from plait.checkpoint.convert.deepspeed import DeepSpeedSource, write_deepspeed
-from plait.checkpoint.convert.source import Entry, Source
+from plait.checkpoint.convert.detect import open_source
+from plait.checkpoint.convert.sinks import convert
+from plait.checkpoint.convert.source import Source, TensorEntry
+from plait.engine.base import Engine, StepResult
 from plait.errors import CheckpointError
-from plait.runner import Hook
-from plait.strategy.base import Engine, StepResult
+from plait.trainer import Hook
 from tests.multi.deepspeed_peer import DECAY, LR, make_universal, tokens, toy, train_all
 from tests.multi.deepspeed_ranks import run_deepspeed
 from tests.multi.ranks import RankPool
@@ -63,7 +64,7 @@ def test_every_value_is_the_one_deepspeed_itself_gives(trained: tuple[Path, dict
         assert {name for name in source.entries if not name.endswith(".step")} == {*truth, "model.positions"}
         for name, value in truth.items():
             assert torch.equal(source.read(name), value), name
-            assert source.entries[name] == Entry(value.shape, value.dtype), name
+            assert source.entries[name] == TensorEntry(value.shape, value.dtype), name
 
 
 def test_weights_are_the_models_where_the_order_is_another_than_the_addresses_say(
@@ -208,7 +209,7 @@ class Held(Source):
         held = {name: tensor.clone() for name, tensor in engine.state_tensors().items() if name.startswith(wanted)}
         self.path = Path("memory")
         self.tensors = held
-        self.entries = {name: Entry(tensor.shape, tensor.dtype) for name, tensor in held.items()}
+        self.entries = {name: TensorEntry(tensor.shape, tensor.dtype) for name, tensor in held.items()}
         self.state = {"engine": engine.state()} if optimizer else {}
         self.facts = {}
 

@@ -11,9 +11,9 @@ import transformers
 from torch import Tensor
 
 import plait.frontends.deepspeed as deepspeed
+from plait.distributed import is_sharded
 from plait.errors import ModelError
 from plait.frontends.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from plait.world import is_sharded
 from tests.multi.deepspeed_loop import begin, micro_step, pictures
 from tests.multi.ranks import RankPool
 from tests.refusals import refused

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from plait.config import check, parse_sections
-from plait.config.engine import check_library
+from plait.config.engines import check_library
+from plait.distributed import open_world
+from plait.engine import Preparation, prepare_engine
 from plait.errors import PlaitError
 from plait.spec import MicroBatch
-from plait.strategy import Preparation, prepare_engine
-from plait.world import open_world
 from tests.multi.nets import DIM, Net
 from tests.multi.parity import Trace, assert_same
 from tests.multi.ranks import RankPool

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plait.config import check, parse_sections
+from plait.distributed import open_world
+from plait.engine import Preparation, prepare_engine
 from plait.spec import LossTerm, MicroBatch
-from plait.strategy import Preparation, prepare_engine
-from plait.world import open_world
 from tests.multi.parity import STEPS, Trace, assert_same
 from tests.multi.ranks import RankPool
 from tests.multi.toys import Outcome, assert_close, fit_with

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from plait.parallel.exchange import exchange_directly
+from plait.distributed.fsdp import exchange_directly
 from tests.multi.ranks import RankPool
 
 STEPS, BACKWARDS = 3, 2

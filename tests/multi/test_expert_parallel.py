@@ -20,14 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 from plait.config import parse_sections
 from plait.config.strategy import RecomputeConfig, WrapConfig
+from plait.distributed.expert import apply_expert_parallel, expert_modules, expert_placement, share_rows
+from plait.distributed.materialize import give_storage, initialize
+from plait.distributed.recompute import apply_recompute
+from plait.distributed.traffic import expert_traffic
+from plait.distributed.wrap import find_wrap_units
 from plait.errors import ConfigError, ModelError
 from plait.models import build_model
-from plait.models.moe.experts import Experts
-from plait.models.moe.router import Router
-from plait.parallel.expert import apply_expert_parallel, expert_modules, expert_placement, expert_traffic, share_rows
-from plait.parallel.materialize import give_storage, initialize
-from plait.parallel.recompute import apply_recompute
-from plait.parallel.units import find_units
+from plait.models.moe import Experts, Router
 from tests.multi.ranks import RankPool
 from tests.refusals import missing
 from tests.traffic import SentBytes
@@ -97,7 +97,7 @@ def build(case: Case, mesh: DeviceMesh | None) -> nn.Module:
     names = [name for name, _ in model.named_parameters()]
     if mesh is not None and case.ep > 1:
         assert [*apply_expert_parallel(model, mesh["ep"])] == [*expert_modules(model)]
-    units = find_units(model, WrapConfig())
+    units = find_wrap_units(model, WrapConfig())
     if case.recompute:
         apply_recompute(units, RecomputeConfig(mode="full"))
     if case.compile:

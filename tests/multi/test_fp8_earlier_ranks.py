@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from plait import Runner
-from plait.runner import Hook
-from plait.strategy import StepResult
+from plait.engine import StepResult
+from plait.trainer import Hook
 from tests.multi.ranks import RankPool
 
 LLAMA = {"type": "llama", "vocab_size": 61, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "seq_len": 12}

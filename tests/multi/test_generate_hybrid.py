@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from plait.config import parse_sections
+from plait.distributed import open_world
+from plait.engine import ManualEngine, Preparation, prepare_manual
 from plait.errors import RolloutMismatchError
 from plait.generate import Completion, HybridEngine, Sampling
 from plait.generate.guard import TOLERANCES
-from plait.posttrain.build import make_model
-from plait.strategy import ManualEngine, Preparation, prepare_manual
-from plait.world import open_world
+from plait.posttrain.models import make_model
 from tests.multi.ranks import RankPool
 from tests.refusals import missing
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from plait.config import parse_sections
+from plait.distributed import local_part, open_world
+from plait.engine import Preparation, prepare_native
 from plait.errors import NonFiniteError
-from plait.strategy import Preparation, prepare_native
-from plait.world import local_part, open_world
 from tests.multi import nets
 from tests.multi.ranks import RankPool
 from tests.refusals import missing

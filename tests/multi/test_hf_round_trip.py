@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from plait import Runner
 from plait.cli.main import main
-from plait.models.hf.presets import PRESETS
+from plait.models.hf import PRESETS
 from tests.multi.ranks import RankPool
 
 transformers = pytest.importorskip("transformers")

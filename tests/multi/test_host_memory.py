@@ -16,12 +16,12 @@ import torch
 from plait.checkpoint import CheckpointWriter, entries, load_into, open_checkpoint
 from plait.config import parse_sections
 from plait.config.run import RunConfig
+from plait.distributed import open_world
+from plait.engine import Engine, Preparation, prepare_native
 from plait.plan.hardware import find_hardware
-from plait.plan.host import TIGHT_MALLOC
+from plait.plan.ledger import TIGHT_MALLOC
 from plait.plan.simulate import simulate
 from plait.spec import Phase
-from plait.strategy import Engine, Preparation, prepare_native
-from plait.world import open_world
 from tests.multi.ranks import RankPool
 from tests.traffic import SentBytes
 

@@ -29,7 +29,7 @@ import json, os, pathlib, sys, time
 import torch
 from torch import nn
 from plait import Runner
-from plait.runner.hooks import Hook
+from plait.trainer.hooks import Hook
 
 work_dir, steps, background, pause = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "async", float(sys.argv[4])
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from plait.config import parse_sections
+from plait.distributed import open_world
+from plait.engine import Preparation, prepare_native
 from plait.errors import NonFiniteError
-from plait.strategy import Preparation, prepare_native
-from plait.world import open_world
 from tests.multi import nets
 from tests.multi.ranks import RankPool
 

@@ -13,9 +13,9 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from plait.config import parse_sections
+from plait.distributed import open_world
+from plait.engine import ManualEngine, Preparation, prepare_manual
 from plait.errors import ModelError, TrainingError
-from plait.strategy import ManualEngine, Preparation, prepare_manual
-from plait.world import open_world
 from tests.multi.ranks import RankPool
 from tests.refusals import missing, refused
 

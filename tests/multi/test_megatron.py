@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.checkpoint.convert import open_source
-from plait.cli.convert import PLAIN, Options, convert
+from plait.checkpoint.convert.detect import open_source
+from plait.cli.convert import PLAIN, ConvertOptions, convert
 from tests.multi import megatron_peer as peer
 from tests.multi.ranks import RankPool
 
@@ -39,7 +39,7 @@ def converted(source: Path, target: Path, **options: Any) -> Any:
     """The model that `transformers` loads from what `plait convert` wrote."""
     from transformers import AutoModelForCausalLM
 
-    convert(str(source), str(target), Options(**{**vars(PLAIN), "to": "hf", **options}))
+    convert(str(source), str(target), ConvertOptions(**{**vars(PLAIN), "to": "hf", **options}))
     model, found = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
     assert not any(found.values()), found
     return model.eval()
@@ -108,7 +108,11 @@ def test_words_that_only_fill_up_the_vocabulary_are_left_out(pools: dict[int, Ra
 
 def test_plait_goes_on_with_it(pools: dict[int, RankPool], tmp_path: Path) -> None:
     saved(pools, tmp_path, "llama", tp=2)
-    convert(str(tmp_path / "torch"), str(tmp_path / "own"), Options(**{**vars(PLAIN), "to": "plait", "model": "llama"}))
+    convert(
+        str(tmp_path / "torch"),
+        str(tmp_path / "own"),
+        ConvertOptions(**{**vars(PLAIN), "to": "plait", "model": "llama"}),
+    )
     with open_source(tmp_path / "own") as own:
         described = own.state["config"]["model"]
         assert (described["type"], described["dim"], described["kv_heads"]) == ("llama", peer.WIDTH, peer.GROUPS)

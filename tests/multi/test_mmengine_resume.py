@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint import open_checkpoint
-from plait.checkpoint.convert import open_source
+from plait.checkpoint.convert.detect import open_source
 from plait.errors import PlaitError
 from plait.frontends.mmengine import FlexibleRunner
 from tests.multi.mmengine_toys import IN_FP32, Accuracy, Net, images, loader, run

@@ -119,7 +119,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def run_layouts(rank: int, size: int, steps: list[list[Any]]) -> dict[tuple[str, str], Trace]:
     from plait.config import parse_sections
-    from plait.world import open_world
+    from plait.distributed import open_world
 
     found = {}
     for layout, strategy in LAYOUTS.items():

@@ -10,8 +10,8 @@ import torch
 
 from plait.checkpoint import entries, load_into, open_checkpoint, save_checkpoint
 from plait.config import parse_sections
-from plait.strategy import Preparation, prepare_native
-from plait.world import open_world
+from plait.distributed import open_world
+from plait.engine import Preparation, prepare_native
 from tests.multi.parity import MODEL, Trace, assert_same, token_batches
 from tests.multi.ranks import RankPool
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from plait.posttrain.online.runner import OnlineRunner
+from plait.engine import StepResult
+from plait.posttrain.rl.trainer import OnlineRunner
 from plait.posttrain.run import phase_runner
-from plait.runner import Hook
-from plait.strategy import StepResult
+from plait.trainer import Hook
 from tests.multi.ranks import RankPool
 from tests.refusals import missing
 

@@ -14,14 +14,14 @@ import yaml
 
 from plait.errors import GenerateError
 from plait.generate import Sampling
-from plait.posttrain.online.writing import Stop, Writer
+from plait.posttrain.rl.rollout import RolloutWriter, Stop
 from plait.posttrain.run import phase_runner
 from tests.refusals import refused
 
 MARKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC", "PLAIT_")
 ROOM = """
 import torch
-from plait.runner import Hook
+from plait.trainer import Hook
 
 class Room(Hook):
     priority = 1
@@ -103,6 +103,6 @@ class Full:
 
 
 def test_memory_that_is_short_for_writing_is_told_with_the_setting_that_helps() -> None:
-    writer = Writer(Full(), None, None, lambda _: "", Stop((), ()))  # type: ignore[arg-type]
+    writer = RolloutWriter(Full(), None, None, lambda _: "", Stop((), ()))  # type: ignore[arg-type]
     with refused(GenerateError, "CUDA out of memory", "rollout.max_rows"):
         writer.write([], Sampling(), [])

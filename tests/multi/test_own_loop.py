@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 import plait
 from plait.checkpoint import open_checkpoint
+from plait.engine import Engine
 from plait.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
-from plait.runner import Accuracy, Runner
-from plait.strategy import Engine
+from plait.trainer import Accuracy, Runner
 from tests.multi.parity import MODEL, token_batches, whole
 from tests.multi.ranks import RankPool
 from tests.refusals import missing, refused

@@ -11,10 +11,10 @@ import pytest
 from plait.config import parse_sections
 from plait.config.run import RunConfig
 from plait.config.strategy import PipelineConfig, TensorPlanPart
+from plait.distributed.pipeline_schedule import check_pipeline
+from plait.distributed.tensor import plan_of
+from plait.engine.engines import planned_as
 from plait.errors import ConfigError
-from plait.parallel.pipeline import check_pipeline
-from plait.parallel.tensor import plan_of
-from plait.strategy.engines import planned_as
 from tests.multi import own_techniques
 from tests.multi.own_engine import DdpEngine
 from tests.multi.parity import MODEL, Trace, assert_same, run_steps, token_batches

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from plait import Runner
-from plait.runner import Hook
+from plait.engine import StepResult
 from plait.spec import Event, LossTerm
-from plait.strategy import StepResult
+from plait.trainer import Hook
 from tests.multi.ranks import RankPool
 
 HERE = __name__

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from plait.config import parse_sections
+from plait.distributed import open_world
+from plait.distributed.fake import fake_world
+from plait.engine import Preparation, prepare_native
 from plait.errors import ConfigError, ModelError
 from plait.spec import LossTerm
-from plait.strategy import Preparation, prepare_native
-from plait.world import open_world
-from plait.world.fake import fake_world
 from tests.multi.parity import MODEL, Trace, assert_same, run_steps, token_batches
 from tests.multi.ranks import RankPool
 from tests.refusals import missing, refused

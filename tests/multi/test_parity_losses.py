@@ -9,9 +9,9 @@ import pytest
 from torch import Tensor
 
 from plait.config import parse_sections
+from plait.distributed import open_world
+from plait.engine import Preparation, prepare_native
 from plait.spec import MicroBatch
-from plait.strategy import Preparation, prepare_native
-from plait.world import open_world
 from tests.multi import nets
 from tests.multi.parity import Trace, assert_same, run_steps
 from tests.multi.ranks import RankPool

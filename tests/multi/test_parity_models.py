@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.models import build_model
-from plait.models.hf.presets import PRESETS
+from plait.models.hf import PRESETS
 from plait.spec import MicroBatch
 from tests.multi.parity import assert_same, run_steps, token_batches
 from tests.multi.ranks import RankPool

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._dynamo import register_backend
 
 from plait.config import parse_sections
+from plait.distributed import open_world
+from plait.engine import Preparation, prepare_native
 from plait.errors import PlaitError
-from plait.strategy import Preparation, prepare_native
-from plait.world import open_world
 from tests.multi.parity import MODEL, assert_same, run_steps, token_batches
 from tests.multi.ranks import RankPool
 from tests.refusals import missing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plait.parallel.pipeline import SCHEDULES
+from plait.distributed.pipeline_schedule import SCHEDULES
 from tests.multi.pipelines import Way, assert_near, assert_parity, train_alone, train_pipeline
 from tests.multi.ranks import RankPool
 

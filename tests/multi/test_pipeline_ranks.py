@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.config.model import LlamaConfig
+from plait.distributed.materialize import find_initializer, give_storage, initialize
+from plait.distributed.pipeline import Pipeline, form_of_inputs
+from plait.distributed.pipeline_split import agree, make_stages, plan_stages
+from plait.distributed.traffic import pipeline_traffic
 from plait.errors import ModelError
-from plait.models.llama.model import Llama
-from plait.parallel.initializer import find_initializer
-from plait.parallel.materialize import give_storage, initialize
-from plait.parallel.pipeline import Pipeline, agree, make_stages, pipeline_traffic, plan_stages
-from plait.parallel.pipeline.transport import form_of_inputs
+from plait.models.llama import Llama
 from tests.multi.pipelines import SEQ, SIZES, VOCAB, batches, build, loss_of
 from tests.multi.ranks import RankPool
 from tests.refusals import missing

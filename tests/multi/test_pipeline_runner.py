@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from plait.parallel.pipeline import theoretical_bubble
-from plait.runner import Hook, Runner
-from plait.strategy import StepResult
+from plait.distributed.pipeline_schedule import theoretical_bubble
+from plait.engine import StepResult
+from plait.trainer import Hook, Runner
 from tests.multi.ranks import RankPool
 from tests.refusals import missing
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from plait.config import parse
+from plait.engine import StepResult
 from plait.posttrain.lora import read_adapter
 from plait.posttrain.run import PhaseRunner, phase_runner
-from plait.runner import Hook, Runner
-from plait.strategy import StepResult
+from plait.trainer import Hook, Runner
 from tests.multi.parity import Trace, assert_same, errors_of
 from tests.multi.ranks import RankPool
 

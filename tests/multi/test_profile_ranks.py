@@ -14,9 +14,9 @@ from torch.utils.data import Dataset
 
 from plait import Runner
 from plait.config.model import LlamaConfig
+from plait.distributed.traffic import data_traffic
 from plait.models import build_model
-from plait.parallel.traffic import data_traffic
-from plait.runner.profile import Profile
+from plait.profile.hook import Profile
 from tests.multi.ranks import RankPool
 
 SEQUENCE = 8

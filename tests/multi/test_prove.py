@@ -19,10 +19,9 @@ import yaml
 
 from plait.config import parse_sections, to_dict
 from plait.prove import Certificate
-from plait.prove.cases import make_cases
-from plait.prove.job import NUDGED, TRACE, Job, Trace
-from plait.prove.prove import certify
-from plait.prove.tolerance import rounding_of
+from plait.prove.compare import rounding_of
+from plait.prove.job import NUDGED, TRACE, ProofJob, ProofTrace
+from plait.prove.prove import certify, make_cases
 from tests.multi.ranks import RankPool
 from tests.refusals import missing
 
@@ -69,7 +68,7 @@ def run_reference(folder: Path, **further: Any) -> Reference:
     sections = {**describe(folder), **further}
     config = parse_sections(**sections, strategy="ddp").config
     nudge = rounding_of(config.precision, on_cpu=True).epsilon
-    run(Job(to_dict(make_cases(config, ranks=2).reference), str(folder / "reference"), STEPS, nudge=nudge))
+    run(ProofJob(to_dict(make_cases(config, ranks=2).reference), str(folder / "reference"), STEPS, nudge=nudge))
     return Reference(folder, sections)
 
 
@@ -80,7 +79,7 @@ def no_bug(rank: int) -> Any:
     return nullcontext()
 
 
-def run_candidate(rank: int, size: int, job: Job, plant: Plant) -> None:
+def run_candidate(rank: int, size: int, job: ProofJob, plant: Plant) -> None:
     from plait.prove.record import run
 
     with plant(rank):
@@ -90,8 +89,8 @@ def run_candidate(rank: int, size: int, job: Job, plant: Plant) -> None:
 def prove_on(pool: RankPool, reference: Reference, strategy: Any, plant: Plant = no_bug) -> Certificate:
     cases = make_cases(parse_sections(**reference.sections, strategy=strategy).config, ranks=pool.size)
     one, many = reference.folder / "reference", reference.folder / f"candidate-{random.random()}"
-    pool.run(run_candidate, Job(to_dict(cases.candidate), str(many), STEPS, against=str(one)), plant)
-    traces = [Trace.read(path / TRACE) for path in (one, one / NUDGED, many)]
+    pool.run(run_candidate, ProofJob(to_dict(cases.candidate), str(many), STEPS, against=str(one)), plant)
+    traces = [ProofTrace.read(path / TRACE) for path in (one, one / NUDGED, many)]
     return certify(cases, rounding_of(cases.candidate.precision, on_cpu=True), *traces)
 
 
@@ -110,7 +109,7 @@ def test_a_right_strategy_passes(two_ranks: RankPool, reference: Reference, stra
 
 @contextmanager
 def one_gradient_is_not_reduced(index: int, rank: int) -> Iterator[None]:
-    from plait.parallel.replicate import GradientBuckets
+    from plait.distributed.ddp import GradientBuckets
 
     whole = GradientBuckets._launch
 
@@ -126,7 +125,7 @@ def one_gradient_is_not_reduced(index: int, rank: int) -> Iterator[None]:
 
 @contextmanager
 def the_loss_is_scaled_by_the_ranks_once_more(rank: int) -> Iterator[None]:
-    from plait.strategy.native.loss import LossNormalizer
+    from plait.engine.loss import LossNormalizer
 
     right = LossNormalizer.scaled
     with patch.object(LossNormalizer, "scaled", lambda self, loss: right(self, loss) / 2):
@@ -135,7 +134,7 @@ def the_loss_is_scaled_by_the_ranks_once_more(rank: int) -> Iterator[None]:
 
 @contextmanager
 def one_rank_counts_its_tokens_twice(rank: int) -> Iterator[None]:
-    from plait.strategy.native.loss import LossNormalizer
+    from plait.engine.loss import LossNormalizer
 
     right = LossNormalizer.add
 
@@ -148,22 +147,22 @@ def one_rank_counts_its_tokens_twice(rank: int) -> Iterator[None]:
 
 @contextmanager
 def all_ranks_have_one_seed(rank: int) -> Iterator[None]:
-    from plait.world import seed_everything
+    from plait.distributed import seed_everything
 
-    with patch("plait.strategy.native.prepare.seed_everything", lambda seed, _rank: seed_everything(seed, 0)):
+    with patch("plait.engine.prepare.seed_everything", lambda seed, _rank: seed_everything(seed, 0)):
         yield
 
 
 @contextmanager
 def ranks_along_tp_have_seeds_of_their_own(rank: int) -> Iterator[None]:
-    from plait.world import seed_everything
+    from plait.distributed import seed_everything
 
-    with patch("plait.strategy.native.prepare.seed_everything", lambda seed, _rank: seed_everything(seed, rank)):
+    with patch("plait.engine.prepare.seed_everything", lambda seed, _rank: seed_everything(seed, rank)):
         yield
 
 
 def test_a_gradient_that_is_not_reduced_is_named(two_ranks: RankPool, reference: Reference) -> None:
-    names = Trace.read(reference.folder / "reference" / TRACE).names
+    names = ProofTrace.read(reference.folder / "reference" / TRACE).names
     params = [name.removeprefix("model.") for name in names if name.startswith("model.")]
     # What is added to all keys alike changes nothing: the gradient of that bias is rounding, reduced or not.
     lost = random.choice([name for name in params if not name.endswith("k.bias")])
@@ -266,7 +265,7 @@ OWN = """
 import torch
 import torch.distributed as dist
 from torch import nn
-from plait.parallel import replicate
+from plait.distributed import replicate
 
 class Net(nn.Module):
     def __init__(self, bug):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from plait.engine import StepResult
 from plait.errors import ConfigError, TrainingError
-from plait.runner import Hook, Runner
-from plait.strategy import StepResult
+from plait.trainer import Hook, Runner
 from tests.multi.ranks import RankPool
 from tests.multi.toys import Classifier, Points, Trace, whole_tensors
 from tests.refusals import missing, refused

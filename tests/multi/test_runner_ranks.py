@@ -10,7 +10,7 @@ import pytest
 
 from plait import Runner
 from plait.errors import PlaitError
-from plait.runner import Accuracy
+from plait.trainer import Accuracy
 from tests.multi.ranks import RankPool
 from tests.multi.toys import Classifier, Outcome, Points, Seen, assert_close, fit, fit_with
 

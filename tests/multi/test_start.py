@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.config import parse_sections
-from plait.strategy import Preparation, prepare_native
-from plait.world import local_part, open_world
+from plait.distributed import local_part, open_world
+from plait.engine import Preparation, prepare_native
 from tests.multi import nets
 from tests.multi.ranks import RankPool
 
@@ -72,7 +72,7 @@ def test_statistics_of_batch_norms_are_right_on_every_rank(two_ranks: RankPool) 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen", "tiny-gpt2"])
 def test_transformers_models_start_alike_with_their_tables(two_ranks: RankPool, name: str) -> None:
     pytest.importorskip("transformers")
-    from plait.models.hf.presets import PRESETS
+    from plait.models.hf import PRESETS
 
     expected = assert_one_start([two_ranks], {"model": {"type": "hf", **PRESETS[name]}})
     if name != "tiny-gpt2":

@@ -15,14 +15,16 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from plait.config.model import GptConfig, HFConfig, LlamaConfig
 from plait.config.strategy import RecomputeConfig, WrapConfig
+from plait.distributed import materialize
+from plait.distributed.recompute import apply_recompute
+from plait.distributed.tensor import apply_tensor_parallel
+from plait.distributed.tensor_styles import sharding_dim
+from plait.distributed.traffic import TensorTraffic, tensor_traffic
+from plait.distributed.wrap import find_wrap_units
 from plait.errors import PlaitError
 from plait.models import build_model
 from plait.models.common import attention
-from plait.models.common.loss import linear_cross_entropy, linear_logits
-from plait.parallel import materialize
-from plait.parallel.recompute import apply_recompute
-from plait.parallel.tensor import Traffic, apply_tensor_parallel, sharding_dim, tensor_traffic
-from plait.parallel.units import find_units
+from plait.models.common.losses import linear_cross_entropy, linear_logits
 from tests.multi.ranks import RankPool
 from tests.refusals import missing
 from tests.traffic import SentBytes
@@ -150,7 +152,7 @@ def together(rank: int, size: int, name: str, options: Options) -> Trace:
     if options.bf16 and not options.zero:
         model.bfloat16()
     apply_tensor_parallel(model, mesh["tp"], sequence=options.sequence)
-    units = find_units(model, WrapConfig())
+    units = find_wrap_units(model, WrapConfig())
     if options.recompute:
         apply_recompute(units, RecomputeConfig(mode="full"))
     if options.compile:
@@ -367,7 +369,7 @@ def run_dropout(rank: int, size: int, sequence: bool, recompute: bool) -> Droppe
         block._drop = drop
     apply_tensor_parallel(model, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)), sequence=sequence)
     if recompute:
-        apply_recompute(find_units(model, WrapConfig()), RecomputeConfig(mode="full"))
+        apply_recompute(find_wrap_units(model, WrapConfig()), RecomputeConfig(mode="full"))
     torch.manual_seed(7)  # the same on every rank of the group
     loss = model(**batch(0)).sum
     found.loss = loss.item()
@@ -419,17 +421,17 @@ def test_dropout_behind_a_row_parallel_layer_is_the_same_on_all_ranks(two_ranks:
 # ---- what is sent
 
 
-def run_counted(rank: int, size: int, name: str, options: Options) -> Traffic:
+def run_counted(rank: int, size: int, name: str, options: Options) -> TensorTraffic:
     model = make(name)
     apply_tensor_parallel(model, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)), sequence=options.sequence)
     if options.recompute:
-        apply_recompute(find_units(model, WrapConfig()), RecomputeConfig(mode="full"))
+        apply_recompute(find_wrap_units(model, WrapConfig()), RecomputeConfig(mode="full"))
     with SentBytes() as sent:
         model(**batch(0)).sum.backward()
-    return Traffic(**sent.through())
+    return TensorTraffic(**sent.through())
 
 
-def expect(**sizes: Any) -> Traffic:
+def expect(**sizes: Any) -> TensorTraffic:
     return tensor_traffic(tokens=2 * SEQ, dim=32, layers=2, itemsize=4, **sizes)
 
 

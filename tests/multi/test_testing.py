@@ -15,10 +15,10 @@ from torch import nn
 import plait
 from plait import Storage
 from plait.errors import ConfigError
-from plait.runner import Hook
 from plait.testing import assert_same_after_resume, assert_same_maths
 from plait.testing.maths import strategy_of
 from plait.testing.runs import MODEL
+from plait.trainer import Hook
 from tests.refusals import missing, refused
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from plait.config import check, parse_sections
+from plait.distributed import open_world
+from plait.engine import Preparation, prepare_native
 from plait.errors import ConfigError, ModelError
-from plait.strategy import Preparation, prepare_native
-from plait.world import open_world
 from tests.multi.parity import MODEL, Trace, assert_same, run_steps, token_batches
 from tests.multi.ranks import RankPool
 from tests.refusals import refused

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from plait.config import parse_sections
 from plait.config.model import HFConfig
+from plait.distributed import open_world
+from plait.engine import Preparation, prepare_native
 from plait.errors import ModelError
 from plait.models import build_model
-from plait.strategy import Preparation, prepare_native
-from plait.world import open_world
 from tests.multi.parity import GENTLE, assert_same, run_steps, token_batches
 from tests.multi.ranks import RankPool
 from tests.refusals import refused

@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from plait.config import parse_sections
+from plait.distributed import open_world
+from plait.engine import Preparation, prepare_manual
 from plait.errors import RolloutMismatchError
 from plait.generate import Completion, HybridEngine, Sampling
-from plait.posttrain.build import make_model
-from plait.posttrain.online.merging import merged_weights
-from plait.posttrain.online.runner import OnlineRunner
+from plait.posttrain.models import make_model
+from plait.posttrain.rl.trainer import OnlineRunner, merged_weights
 from plait.posttrain.run import phase_runner
-from plait.strategy import Preparation, prepare_manual
-from plait.world import open_world
 from tests.multi.ranks import RankPool
 from tests.refusals import refused
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from plait.runner import Accuracy, Hook, Metric, Runner
+from plait.engine import StepResult
 from plait.spec import LossTerm
-from plait.strategy import StepResult
+from plait.trainer import Accuracy, Hook, Metric, Runner
 from tests.multi.parity import whole
 
 WIDTH, CLASSES = 8, 4

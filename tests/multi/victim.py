@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from plait import Runner
-from plait.runner.hooks import Hook
+from plait.trainer.hooks import Hook
 
 LEAKED: list[Tensor] = []
 RANK, ATTEMPT = int(os.environ.get("RANK", "0")), int(os.environ.get("PLAIT_ATTEMPT", "0"))

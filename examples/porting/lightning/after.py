@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from plait import Runner
-from plait.runner import Accuracy, Hook
+from plait.trainer import Accuracy, Hook
 
 EPOCHS, BATCH, ACCUMULATION, LR, STEPS = 2, 8, 2, 1e-2, 16
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from plait import Runner
-from plait.runner import Hook
+from plait.trainer import Hook
 
 VOCAB, SEQ, STEPS, TOTAL = 64, 32, 8, 8
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.pieces import Held
-from plait.world import Channel
+from plait.distributed import Channel
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_ONCE = 1 << 22

@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.checkpoint.manifest import NAME, is_complete, saved_at
+from plait.checkpoint.manifest import MANIFEST_NAME, is_complete, saved_at
 from plait.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d+)$")
@@ -79,7 +79,7 @@ class CheckpointFolder:
             milestone = keep_every is not None and _step_of(path) % keep_every == 0
             if path.name not in kept and not milestone:
                 # Without its manifest it is no checkpoint any more, so a kill in between leaves nothing half.
-                (path / NAME).unlink()
+                (path / MANIFEST_NAME).unlink()
                 shutil.rmtree(path)
 
     def sweep(self) -> None:
@@ -119,5 +119,5 @@ def nothing_at(wanted: str) -> CheckpointError:
             "that can be resumed"
         )
     return CheckpointError(
-        f"there is no complete checkpoint at {wanted!r}; name a folder with a {NAME}, or the work_dir of a run"
+        f"there is no complete checkpoint at {wanted!r}; name a folder with a {MANIFEST_NAME}, or the work_dir of a run"
     )

@@ -6,42 +6,91 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from plait.checkpoint.index import Index, Stored
-from plait.checkpoint.manifest import Checkpoint, leads_out, remedy
-from plait.checkpoint.misfits import Misfit, matches, misfits, table
+from plait.checkpoint.manifest import Checkpoint, Index, StoredPiece, leads_out, remedy
 from plait.checkpoint.need import READERS, WRITERS, workers
 from plait.checkpoint.pieces import Held, held_pieces
 from plait.checkpoint.read import PieceReader, try_to_read
 from plait.checkpoint.tensorfile import digest
+from plait.distributed import World
 from plait.errors import CheckpointError
 from plait.spec import Entry
-from plait.world import World
+
+# Where a checkpoint and a model do not agree: all of it, in one table.
+
+
+_SHOWN = 16
+"""Rows of the table: the whole message has to fit on a screen."""
+
+
+class Misfit(NamedTuple):
+    """A tensor's name, its shape in the checkpoint and its shape in the model; `-` where there is none."""
+
+    name: str
+    there: str
+    here: str
+
+
+def misfits(index: Index, shapes: Mapping[str, tuple[int, ...]], ignore: Iterable[str] = ()) -> list[Misfit]:
+    """Every tensor that is on one side only or has two shapes; `shapes` are those of the model.
+
+    Entries of the checkpoint whose names start with one of `ignore` may be left unread.
+    """
+    found = []
+    starts = tuple(ignore)
+    for name in sorted(shapes.keys() | index.tensors.keys()):
+        here, there = shapes.get(name), index.tensors.get(name)
+        if here is None and name.startswith(starts):
+            continue
+        ours = "-" if here is None else str(here)
+        theirs = "-" if there is None else str(there.shape)
+        if ours != theirs:
+            found.append(Misfit(name, theirs, ours))
+    return found
+
+
+def table(rows: list[Misfit]) -> str:
+    """The misfits, as lines of text."""
+    # What the optimizer keeps follows the parameters: it is news only where they are right.
+    rows = [row for row in rows if row.name.startswith("model.")] or rows
+    shown = [Misfit("tensor", "in the checkpoint", "in the model"), *rows[:_SHOWN]]
+    names, theirs = max(len(row.name) for row in shown), max(len(row.there) for row in shown)
+    lines = [f"  {name:<{names}}  {there:<{theirs}}  {here}" for name, there, here in shown]
+    if len(rows) > _SHOWN:
+        lines.append(f"  … and {len(rows) - _SHOWN} more")
+    return "\n".join(lines)
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the patterns (`model.head.*`) fits a name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
 
 _Given = TypeVar("_Given")
 _Found = TypeVar("_Found")
 
 
-class Part(NamedTuple):
+class LoadRegion(NamedTuple):
     """A rectangle that is to be read: where it lies in a stored piece, and where it goes."""
 
-    stored: Stored
+    stored: StoredPiece
     dtype: torch.dtype
     low: tuple[int, ...]
     high: tuple[int, ...]
     target: Tensor
 
 
-Fetch = Callable[[list[Part]], AbstractContextManager[Mapping[str, Path]]]
+Fetch = Callable[[list[LoadRegion]], AbstractContextManager[Mapping[str, Path]]]
 """Gets hold of the files that are needed and not in the checkpoint's folder: their names, and where they are."""
 
 
-def nothing_to_fetch(parts: list[Part]) -> AbstractContextManager[Mapping[str, Path]]:
+def nothing_to_fetch(parts: list[LoadRegion]) -> AbstractContextManager[Mapping[str, Path]]:
     """All files are in the folder."""
     return nullcontext({})
 
@@ -109,7 +158,7 @@ def agree_on_fit(
     return rows
 
 
-def parts_of(index: Index, held: Iterable[Held]) -> list[Part]:
+def parts_of(index: Index, held: Iterable[Held]) -> list[LoadRegion]:
     """What has to be read, and from where, to fill what this rank holds."""
     parts = []
     for each in held:
@@ -126,7 +175,7 @@ def parts_of(index: Index, held: Iterable[Held]) -> list[Part]:
             covered += target.numel()
             offset = stored.start
             parts.append(
-                Part(
+                LoadRegion(
                     stored,
                     record.dtype,
                     tuple(a - o for a, o in zip(low, offset, strict=True)),
@@ -176,7 +225,7 @@ def _head(path: Path) -> bytes:
         return length + file.read(min(int.from_bytes(length, "little"), path.stat().st_size))
 
 
-def _copy(reader: PieceReader, part: Part) -> str | None:
+def _copy(reader: PieceReader, part: LoadRegion) -> str | None:
     return try_to_read(reader.copy, *part)
 
 

@@ -6,19 +6,180 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from plait.checkpoint import index
-from plait.checkpoint.index import Index
-from plait.checkpoint.tensorfile import digest
+import torch
+
+from plait.checkpoint.pieces import Piece
+from plait.checkpoint.tensorfile import BLOCK, DTYPES, Slot, digest
 from plait.config import parse_json
 from plait.errors import CheckpointError
 
+# What lies where in a checkpoint: `index.json`.
+
+
+INDEX_NAME = "index.json"
+
+
+class StoredPiece(NamedTuple):
+    """One piece of a tensor, in one file."""
+
+    file: str
+    begin: int
+    """Byte of the file at which it starts."""
+    start: tuple[int, ...]
+    """Index, in the whole tensor, of its first element."""
+    shape: tuple[int, ...]
+    digests: tuple[str, ...]
+    """Of every block; see `tensorfile.BLOCK`."""
+
+
+class TensorRecord(NamedTuple):
+    """A tensor by its whole shape, and the pieces that make it up."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[StoredPiece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Every tensor of a checkpoint."""
+
+    tensors: Mapping[str, TensorRecord]
+
+    @classmethod
+    def of(cls, written: Iterable[tuple[Piece, StoredPiece]]) -> Index:
+        """From what all ranks wrote."""
+        about: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        pieces: dict[str, list[StoredPiece]] = {}
+        for piece, stored in written:
+            about[piece.name] = piece.dtype, piece.whole
+            pieces.setdefault(piece.name, []).append(stored)
+        return cls(
+            {name: TensorRecord(*about[name], tuple(sorted(pieces[name], key=_start))) for name in sorted(about)}
+        )
+
+    def text(self) -> str:
+        """As it stands in the file."""
+        content = {
+            name: {
+                "dtype": str(record.dtype).removeprefix("torch."),
+                "shape": record.shape,
+                "pieces": [piece._asdict() for piece in record.pieces],
+            }
+            for name, record in self.tensors.items()
+        }
+        return json.dumps({"tensors": content}, separators=(",", ":"))
+
+    @classmethod
+    def parse(cls, content: bytes, sizes: Mapping[str, int]) -> Index:
+        """From the file's content, beside files of these `sizes`. Raises `ValueError` where it is malformed.
+
+        Each tensor must be made up of its pieces exactly, and each piece must lie within one of the files:
+        see [Note: pieces that do not fit together].
+        """
+        match parse_json(content):
+            case {"tensors": dict(tensors)}:
+                return cls({name: _record(name, fields, sizes) for name, fields in tensors.items()})
+        raise ValueError("expected an object with `tensors`")
+
+    def slots(self) -> dict[str, dict[str, Slot]]:
+        """For each file what its head must say: the pieces in it, by their names there."""
+        found: dict[str, dict[str, Slot]] = {}
+        for name, record in self.tensors.items():
+            for stored in record.pieces:
+                piece = Piece(name, record.dtype, record.shape, stored.start, stored.shape)
+                slot = Slot(record.dtype, stored.shape, stored.begin, piece.bytes)
+                found.setdefault(stored.file, {})[piece.key] = slot
+        return found
+
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+
+
+def _record(name: str, fields: Any, sizes: Mapping[str, int]) -> TensorRecord:
+    match fields:
+        case {"dtype": str(word), "shape": [*shape], "pieces": [*pieces]} if word in _DTYPES and _are_lengths(shape):
+            dtype, whole = _DTYPES[word], tuple(shape)
+        case _:
+            raise ValueError(f"{name} is described by {fields!r:.80}, expected dtype, shape and pieces")
+    if math.prod(max(length, 1) for length in whole) * dtype.itemsize >= 1 << 63:
+        raise ValueError(f"{name} has the shape {whole}, which no memory holds")
+    record = TensorRecord(dtype, whole, tuple(_stored(name, piece, dtype, whole, sizes) for piece in pieces))
+    if reason := untiled([(piece.start, piece.shape) for piece in record.pieces if 0 not in piece.shape], whole):
+        raise ValueError(f"the pieces of {name} do not make up its shape {whole}: {reason}")
+    return record
+
+
+def _stored(
+    name: str, fields: Any, dtype: torch.dtype, whole: tuple[int, ...], sizes: Mapping[str, int]
+) -> StoredPiece:
+    match fields:
+        case {
+            "file": str(file),
+            "begin": int(begin),
+            "start": [*start],
+            "shape": [*shape],
+            "digests": [*digests],
+        } if _are_lengths([begin, *start, *shape]) and all(isinstance(each, str) for each in digests):
+            pass
+        case _:
+            raise ValueError(
+                f"a piece of {name} is described by {fields!r:.80}, expected file, begin, start, shape and digests"
+            )
+    if len(start) != len(whole) or len(shape) != len(whole):
+        raise ValueError(f"a piece of {name} starts at {start} with the shape {shape}, in a tensor of shape {whole}")
+    if any(first + length > most for first, length, most in zip(start, shape, whole, strict=True)):
+        raise ValueError(f"a piece of {name} from {start} with the shape {shape} leaves its shape {whole}")
+    size = math.prod(shape) * dtype.itemsize
+    if file not in sizes:
+        raise ValueError(f"a piece of {name} lies in {file!r}, which is not a file of the checkpoint")
+    if begin + size > sizes[file]:
+        raise ValueError(f"a piece of {name} ends at byte {begin + size} of {file}, which has {sizes[file]}")
+    if len(digests) != -(-size // BLOCK):
+        raise ValueError(f"a piece of {name} has {len(digests)} digests, expected {-(-size // BLOCK)}")
+    return StoredPiece(file, begin, tuple(start), tuple(shape), tuple(digests))
+
+
+def _are_lengths(values: Sequence[Any]) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
+
+
+# [Note: pieces that do not fit together]
+# Digests say that bytes are what was written. They do not say that they belong to this place of this tensor: an index
+# whose pieces overlap, leave a hole or point at the bytes of another tensor would be loaded without a complaint. So
+# the index is checked when it is read: cut along one dimension after the other, every place of a tensor must be in one
+# piece. And when a file is opened, its own head must name the same tensors with the same shapes at the same bytes.
+def untiled(pieces: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], whole: tuple[int, ...]) -> str | None:
+    """Why rectangles (first index, shape) do not cover a whole exactly once; None where they do."""
+    if 0 in whole:
+        return None
+    if not pieces:
+        return "a part of it is in none"
+    if not whole:
+        return None if len(pieces) == 1 else f"{len(pieces)} of them overlap"
+    cuts = sorted({0, whole[0], *(start[0] for start, _ in pieces), *(start[0] + shape[0] for start, shape in pieces)})
+    number = {cut: at for at, cut in enumerate(cuts)}
+    slabs: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = [[] for _ in cuts[1:]]
+    room = sum(math.prod(shape) for _, shape in pieces) - math.prod(whole)
+    if room:
+        return f"{room} elements are in several" if room > 0 else f"{-room} elements are in none"
+    for start, shape in pieces:
+        for at in range(number[start[0]], number[start[0] + shape[0]]):
+            slabs[at].append((start[1:], shape[1:]))
+    return next((reason for slab in slabs if (reason := untiled(slab, whole[1:]))), None)
+
+
+def _start(piece: StoredPiece) -> tuple[int, ...]:
+    return piece.start
+
+
 FORMAT = 2
-NAME = "manifest.json"
+MANIFEST_NAME = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +213,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write it with a digest of its own, and make sure that it is on the disk."""
         content = json.loads(json.dumps(asdict(self)))  # as a reader will see it: texts as keys, lists for tuples
-        write_text(folder / NAME, json.dumps({**content, "digest": _digest(content)}, indent=1))
+        write_text(folder / MANIFEST_NAME, json.dumps({**content, "digest": _digest(content)}, indent=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +233,7 @@ def leads_out(folder: Path, name: str) -> bool:
 def is_complete(folder: Path) -> bool:
     """Whether a folder has a manifest. One that may not be looked into is an error, for nobody knows what it has."""
     try:
-        return (folder / NAME).exists()
+        return (folder / MANIFEST_NAME).exists()
     except OSError as error:
         raise CheckpointError(
             f"{folder} cannot be looked into: {error.strerror}; let this user read it, or move it away"
@@ -81,11 +242,11 @@ def is_complete(folder: Path) -> bool:
 
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint folder."""
-    path = folder / NAME
+    path = folder / MANIFEST_NAME
     if not folder.is_dir():
         raise CheckpointError(f"there is no checkpoint at {folder}: no such folder")
     if not is_complete(folder):
-        raise CheckpointError(f"{folder} is no complete checkpoint: it has no {NAME}, which is written last")
+        raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MANIFEST_NAME}, which is written last")
     try:
         raw = parse_json(path.read_bytes())
         if raw["format"] != FORMAT:
@@ -102,16 +263,16 @@ def read_manifest(folder: Path) -> Manifest:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Read what a checkpoint says about itself; its tensors stay on the disk."""
     manifest = read_manifest(folder)
-    path = folder / index.NAME
-    if out := [name for name in (NAME, index.NAME) if leads_out(folder, name)]:
+    path = folder / INDEX_NAME
+    if out := [name for name in (MANIFEST_NAME, INDEX_NAME) if leads_out(folder, name)]:
         raise CheckpointError(f"{folder / out[0]} is a link that leads out of the checkpoint; copy the file itself")
     try:
         content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}\n{remedy(folder)}") from error
-    if digest(content) != manifest.files[index.NAME].digest:
+    if digest(content) != manifest.files[INDEX_NAME].digest:
         raise CheckpointError(f"{path} is damaged: its digest differs\n{remedy(folder)}")
-    sizes = {name: record.bytes for name, record in manifest.files.items() if name != index.NAME}
+    sizes = {name: record.bytes for name, record in manifest.files.items() if name != INDEX_NAME}
     try:
         return Checkpoint(folder, manifest, Index.parse(content, sizes))
     except ValueError as error:
@@ -122,12 +283,12 @@ def _manifest(raw: dict[str, Any]) -> Manifest:
     """From what was read. Raises `ValueError` where a field is not what it should be."""
     files = {name: FileRecord(**record) for name, record in raw.pop("files").items()}
     for name, record in files.items():
-        if name in ("", ".", "..", NAME) or any(sign in name for sign in "/\\\0"):
+        if name in ("", ".", "..", MANIFEST_NAME) or any(sign in name for sign in "/\\\0"):
             raise ValueError(f"{name!r} is not the name of a file in this folder")
         if type(record.bytes) is not int or record.bytes < 0 or not isinstance(record.digest, str):
             raise ValueError(f"{name!r} is described by {record}, expected its size and its digest")
-    if index.NAME not in files:
-        raise ValueError(f"it does not list {index.NAME}")
+    if INDEX_NAME not in files:
+        raise ValueError(f"it does not list {INDEX_NAME}")
     manifest = Manifest(files=files, **raw)
     for key, kind in _KINDS.items():
         if not isinstance(value := getattr(manifest, key), kind) or isinstance(value, bool):
@@ -176,7 +337,7 @@ def _at(state: dict[str, Any], key: str) -> Any:
 
 def saved_at(folder: Path) -> float:
     """When a checkpoint was saved; of one that is damaged or cannot be read, what its file system says."""
-    path = folder / NAME
+    path = folder / MANIFEST_NAME
     try:
         return float(parse_json(path.read_bytes())["saved_at"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
@@ -188,14 +349,14 @@ def moment_of_saving(root: Path) -> float:
 
     A clock that was set back, or another host's, would otherwise make the new one the oldest, and the first to go.
     """
-    last = max((saved_at(path.parent) for path in root.glob(f"step-*/{NAME}")), default=0.0)
+    last = max((saved_at(path.parent) for path in root.glob(f"step-*/{MANIFEST_NAME}")), default=0.0)
     return max(time.time(), math.nextafter(last, math.inf))
 
 
 def remedy(damaged: Path) -> str:
     """What to do about a damaged checkpoint: the newest of those saved before it is offered."""
     moment = saved_at(damaged) if is_complete(damaged) else float("inf")
-    others = [path.parent for path in damaged.parent.glob(f"step-*/{NAME}") if path.parent != damaged]
+    others = [path.parent for path in damaged.parent.glob(f"step-*/{MANIFEST_NAME}") if path.parent != damaged]
     before = [path for path in others if not path.is_symlink() and saved_at(path) < moment]
     if not before:
         return "there is no checkpoint before it"

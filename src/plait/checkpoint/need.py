@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from plait.checkpoint.pieces import copy_bytes
 from plait.checkpoint.read import ROOM
-from plait.checkpoint.staging import copy_bytes
 from plait.checkpoint.tensorfile import BLOCK
-from plait.world import is_sharded, local_part
+from plait.distributed import is_sharded, local_part
 
 WRITERS = 4
 """Threads of a rank, where there are cores for them: one waits for the disk while another computes digests."""

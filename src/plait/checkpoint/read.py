@@ -11,8 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from plait.checkpoint.index import NAME, Stored
-from plait.checkpoint.manifest import Checkpoint, leads_out
+from plait.checkpoint.manifest import INDEX_NAME, Checkpoint, StoredPiece, leads_out
 from plait.checkpoint.tensorfile import (
     BLOCK,
     Slot,
@@ -34,10 +33,10 @@ class DamagedError(Exception):
     """A file does not hold what was written; says which and how."""
 
 
-class Span:
+class ByteRange:
     """The bytes of a rectangle of a piece, as one range of rows of its first dimension."""
 
-    def __init__(self, stored: Stored, itemsize: int, low: Sequence[int], high: Sequence[int]) -> None:
+    def __init__(self, stored: StoredPiece, itemsize: int, low: Sequence[int], high: Sequence[int]) -> None:
         shape = stored.shape or (1,)
         self.row = itemsize
         for length in shape[1:]:
@@ -51,7 +50,7 @@ class Span:
         return self.first * self.row, self.last * self.row
 
 
-def blocks_of(stored: Stored, size: int, begin: int, end: int) -> tuple[int, int]:
+def blocks_of(stored: StoredPiece, size: int, begin: int, end: int) -> tuple[int, int]:
     """The range of bytes, in whole blocks of a piece of `size` bytes, that covers a range."""
     assert 0 <= begin <= end <= size, (stored, size, begin, end)
     return begin // BLOCK * BLOCK, min(-(-end // BLOCK) * BLOCK, size)
@@ -75,9 +74,11 @@ class PieceReader:
         self._opening = threading.Lock()
         self._bounce = threading.local()
 
-    def copy(self, stored: Stored, dtype: torch.dtype, low: Sequence[int], high: Sequence[int], target: Tensor) -> None:
+    def copy(
+        self, stored: StoredPiece, dtype: torch.dtype, low: Sequence[int], high: Sequence[int], target: Tensor
+    ) -> None:
         """Copy the rectangle from `low` to `high`, in the piece's own indices, into a tensor of its shape."""
-        span = Span(stored, dtype.itemsize, low, high)
+        span = ByteRange(stored, dtype.itemsize, low, high)
         if target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype and span.whole_rows:
             self._straight(stored, span.bytes, _size(stored, dtype), as_bytes(target))
             return
@@ -91,7 +92,7 @@ class PieceReader:
             group = room.view(dtype).view(last - first, *stored.shape[1:])
             target[first - span.first : last - span.first].copy_(group[(slice(None), *inner)])
 
-    def _straight(self, stored: Stored, wanted: tuple[int, int], size: int, target: memoryview) -> None:
+    def _straight(self, stored: StoredPiece, wanted: tuple[int, int], size: int, target: memoryview) -> None:
         """Whole blocks go where they belong without a stop in between."""
         begin, end = wanted
         for block in range(begin // BLOCK * BLOCK, end, BLOCK):
@@ -104,7 +105,7 @@ class PieceReader:
             low, high = max(begin, block), min(end, block_end)
             target[low - begin : high - begin] = room[low - block : high - block]
 
-    def _group(self, stored: Stored, dtype: torch.dtype, begin: int, end: int, *, pinned: bool) -> Tensor:
+    def _group(self, stored: StoredPiece, dtype: torch.dtype, begin: int, end: int, *, pinned: bool) -> Tensor:
         """The bytes from `begin` to `end`, in memory that the next call of this thread uses again."""
         low, high = blocks_of(stored, _size(stored, dtype), begin, end)
         room: Tensor | None = getattr(self._bounce, "room", None)
@@ -115,14 +116,14 @@ class PieceReader:
             self._read(stored, block, view[block - low : min(block + BLOCK, high) - low])
         return room[begin - low : end - low]
 
-    def check(self, stored: Stored, dtype: torch.dtype) -> None:
+    def check(self, stored: StoredPiece, dtype: torch.dtype) -> None:
         """Read a whole piece only to compare it."""
         size = _size(stored, dtype)
         room = memoryview(bytearray(min(BLOCK, size)))
         for block in range(0, size, BLOCK):
             self._read(stored, block, room[: min(BLOCK, size - block)])
 
-    def _read(self, stored: Stored, block: int, room: memoryview) -> None:
+    def _read(self, stored: StoredPiece, block: int, room: memoryview) -> None:
         """Fill `room` with one whole block of a piece, and compare it with its digest."""
         try:
             filled = read_all(self._open(stored.file), room, stored.begin + block)
@@ -175,7 +176,7 @@ class PieceReader:
         if slots != expected:
             wrong = min(key for key in slots.keys() | expected.keys() if slots.get(key) != expected.get(key))
             raise DamagedError(
-                f"{path} says of {wrong} {_told(slots.get(wrong))}, and {NAME} {_told(expected.get(wrong))}"
+                f"{path} says of {wrong} {_told(slots.get(wrong))}, and {INDEX_NAME} {_told(expected.get(wrong))}"
             )
 
     def close(self) -> None:
@@ -197,7 +198,7 @@ def _told(slot: Slot | None) -> str:
     return f"{str(slot.dtype).removeprefix('torch.')} {slot.shape} at byte {slot.begin}"
 
 
-def _size(stored: Stored, dtype: torch.dtype) -> int:
+def _size(stored: StoredPiece, dtype: torch.dtype) -> int:
     return torch.Size(stored.shape).numel() * dtype.itemsize
 
 

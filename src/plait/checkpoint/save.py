@@ -17,20 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint import index as index_file
-from plait.checkpoint.disks import Disks, find_disks
-from plait.checkpoint.index import Index, Stored
-from plait.checkpoint.manifest import FileRecord, Manifest, moment_of_saving, write_text
+from plait.checkpoint import manifest as index_file
+from plait.checkpoint.manifest import FileRecord, Index, Manifest, StoredPiece, moment_of_saving, write_text
 from plait.checkpoint.need import WRITERS, workers
-from plait.checkpoint.pieces import Held, Piece, Shares, held_pieces
+from plait.checkpoint.pieces import Held, Piece, Shares, Staging, held_pieces
+from plait.checkpoint.ranks import Disks, attempt, find_disks, together
 from plait.checkpoint.read import PieceReader
-from plait.checkpoint.staging import Staging
 from plait.checkpoint.storage import StoredCheckpoints
 from plait.checkpoint.tensorfile import TensorFileWriter, digest, read_slots
-from plait.checkpoint.together import attempt, together
+from plait.distributed import Channel, World
 from plait.errors import CheckpointError
 from plait.spec import Entry
-from plait.world import Channel, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +190,7 @@ class _Written:
 
     file: str
     record: FileRecord
-    pieces: list[tuple[Piece, Stored]]
+    pieces: list[tuple[Piece, StoredPiece]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,10 +279,10 @@ def _write(
 ) -> _Written:
     with TensorFileWriter(path, [(piece.key, piece.dtype, piece.shape) for piece in pieces]) as file:
 
-        def write(each: tuple[Piece, Callable[[], Iterable[Tensor]]]) -> tuple[Piece, Stored]:
+        def write(each: tuple[Piece, Callable[[], Iterable[Tensor]]]) -> tuple[Piece, StoredPiece]:
             piece, strips = each
             digests = tuple(file.write_strips(piece.key, strips()))
-            return piece, Stored(path.name, file.slots[piece.key].begin, piece.start, piece.shape, digests)
+            return piece, StoredPiece(path.name, file.slots[piece.key].begin, piece.start, piece.shape, digests)
 
         if threads == 1:
             stored = [write(each) for each in tensors]
@@ -311,7 +308,7 @@ def _describe(
 ) -> tuple[Manifest, str]:
     text = Index.of(pair for part in parts for pair in part.pieces).text()
     files = {part.file: part.record for part in parts}
-    files[index_file.NAME] = FileRecord(len(text.encode()), digest(text.encode()))
+    files[index_file.INDEX_NAME] = FileRecord(len(text.encode()), digest(text.encode()))
     versions = {"plait": _own_version(), "torch": torch.__version__}
     return Manifest(step, world_size, files, state, versions, moment_of_saving(target.parent)), text
 
@@ -339,7 +336,7 @@ def _make_staging(staging: Path, needed: int) -> None:
 def _seal(staging: Path, manifest: Manifest | None, text: str | None) -> None:
     assert manifest is not None
     assert text is not None
-    write_text(staging / index_file.NAME, text)
+    write_text(staging / index_file.INDEX_NAME, text)
     manifest.write(staging)
     _sync(staging)
 

@@ -13,16 +13,15 @@ from typing import NamedTuple
 
 import torch
 
-from plait.checkpoint import index as index_file
-from plait.checkpoint.disks import Disks
+from plait.checkpoint import manifest as index_file
 from plait.checkpoint.folder import CheckpointFolder, nothing_at
-from plait.checkpoint.load import Part
+from plait.checkpoint.load import LoadRegion
 from plait.checkpoint.manifest import Checkpoint, Manifest, open_checkpoint, read_manifest
-from plait.checkpoint.read import Span, blocks_of
+from plait.checkpoint.ranks import Disks, attempt, together
+from plait.checkpoint.read import ByteRange, blocks_of
 from plait.checkpoint.tensorfile import BLOCK, read_all, view_bytes, write_all
-from plait.checkpoint.together import attempt, together
+from plait.distributed import Channel
 from plait.errors import CheckpointError
-from plait.world import Channel
 
 
 class _Copy(NamedTuple):
@@ -51,7 +50,7 @@ class Scattered:
         return ends
 
     @contextmanager
-    def fetch(self, parts: list[Part]) -> Iterator[Mapping[str, Path]]:
+    def fetch(self, parts: list[LoadRegion]) -> Iterator[Mapping[str, Path]]:
         """Bring what this rank needs and its node does not have from a node that has it; see `load.Fetch`."""
         folder, rank = self.checkpoint.folder, self.channel.rank
         sizes = {name: record.bytes for name, record in self.checkpoint.manifest.files.items()}
@@ -106,7 +105,7 @@ def find_scattered(folder: CheckpointFolder, wanted: str, channel: Channel, disk
         # A rank's own folder has the name of the others', under its own root, whether there is something in it or not.
         paths = {path.name: path for path in folder.candidates(wanted)} if disks.is_lead else {}
         path = paths.get(name, folder.path_of(manifest.step))
-        opened = _open_at(owners[index_file.NAME], path, channel)
+        opened = _open_at(owners[index_file.INDEX_NAME], path, channel)
         here = channel.all_gather(path)[disks.lead]
         return Scattered(Checkpoint(here, opened.manifest, opened.index), owners, channel)
     told = "\n  ".join(f"{name}: no node has {', '.join(files)}" for name, files in lacking.items())
@@ -138,10 +137,10 @@ def _is_whole(path: Path, sizes: Mapping[str, int]) -> bool:
     return path.is_file() and path.stat().st_size == sizes[path.name]
 
 
-def _range(part: Part) -> tuple[str, int, int]:
+def _range(part: LoadRegion) -> tuple[str, int, int]:
     """The bytes of its file that a part is read from."""
     stored, size = part.stored, torch.Size(part.stored.shape).numel() * part.dtype.itemsize
-    begin, end = blocks_of(stored, size, *Span(stored, part.dtype.itemsize, part.low, part.high).bytes)
+    begin, end = blocks_of(stored, size, *ByteRange(stored, part.dtype.itemsize, part.low, part.high).bytes)
     return stored.file, stored.begin + begin, stored.begin + end
 
 

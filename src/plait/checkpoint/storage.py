@@ -18,14 +18,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from plait.checkpoint.folder import CheckpointFolder
-from plait.checkpoint.manifest import NAME, is_complete, read_manifest, saved_at
+from plait.checkpoint.manifest import MANIFEST_NAME, is_complete, read_manifest, saved_at
 from plait.config import FolderStorageConfig, StorageConfig
 from plait.errors import CheckpointError, ConfigError, PlaitError, Problem
 from plait.plugins import build
 
 T = TypeVar("T")
 _KEY = "checkpoint.storage"
-_MANIFEST = re.compile(rf"(step-\d+)/{re.escape(NAME)}$")
+_MANIFEST = re.compile(rf"(step-\d+)/{re.escape(MANIFEST_NAME)}$")
 
 
 @runtime_checkable
@@ -133,7 +133,7 @@ class StoredCheckpoints:
     def put(self, target: Path) -> None:
         """Copy the files that this file system has, all but the manifest."""
         for path in sorted(target.iterdir()):
-            if path.name != NAME:
+            if path.name != MANIFEST_NAME:
                 self._storage.write(f"{self._place(target)}/{path.name}", path)
 
     def seal(self, target: Path) -> None:
@@ -143,7 +143,7 @@ class StoredCheckpoints:
         lacking = [name for name in read_manifest(target).files if f"{place}/{name}" not in there]
         if lacking:
             raise CheckpointError(f"{self._name} does not have {lacking[0]!r}, which was written to it")
-        self._storage.write(f"{place}/{NAME}", target / NAME)
+        self._storage.write(f"{place}/{MANIFEST_NAME}", target / MANIFEST_NAME)
         if self._renames:
             self._remove(target.name)
             self._storage.rename(place, target.name)
@@ -163,7 +163,7 @@ class StoredCheckpoints:
         return f".{target.name}.tmp" if self._renames else target.name
 
     def _remove(self, name: str) -> None:
-        files = sorted(self._storage.names(f"{name}/"), key=lambda file: not file.endswith(f"/{NAME}"))
+        files = sorted(self._storage.names(f"{name}/"), key=lambda file: not file.endswith(f"/{MANIFEST_NAME}"))
         for file in files:
             self._storage.delete(file)
 
@@ -173,7 +173,7 @@ class StoredCheckpoints:
         with TemporaryDirectory() as folder:
             for file in list(self._storage.names("step-")):
                 if (match := _MANIFEST.match(file)) is not None:
-                    self._storage.read(file, Path(folder) / NAME)
+                    self._storage.read(file, Path(folder) / MANIFEST_NAME)
                     found[match[1]] = saved_at(Path(folder))
         return found
 
@@ -207,7 +207,7 @@ class StoredCheckpoints:
         unfinished = target.with_name(f".fetched-{name}")  # which `sweep` removes, should this be interrupted
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        self._storage.read(f"{name}/{NAME}", unfinished / NAME)
+        self._storage.read(f"{name}/{MANIFEST_NAME}", unfinished / MANIFEST_NAME)
         for file in read_manifest(unfinished).files:
             self._storage.read(f"{name}/{file}", unfinished / file)
         os.replace(unfinished, target)

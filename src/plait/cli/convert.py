@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,8 +14,43 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from plait.config import choose, choose_type, entry_points_of
-from plait.errors import CheckpointError, ConfigError, Problem
+from plait.checkpoint import (
+    Description,
+    Kind,
+    Source,
+    companions,
+    read_description,
+    translated,
+    with_state,
+    without_padding,
+)
+from plait.cli.files import write_file
+from plait.config import (
+    PosttrainConfig,
+    RunConfig,
+    choose,
+    choose_type,
+    dialect,
+    entry_points_of,
+    parse,
+    parse_stored,
+    read_json_object,
+)
+from plait.config import texts as text_sources
+from plait.data import load_tokenizer, tokenizer_path
+from plait.errors import CheckpointError, ConfigError, DataError, ModelError, PlaitError, Problem
+from plait.frontends import KeyOutcome, KeyReport, Translation
+from plait.models import from_transformers, to_transformers
+from plait.posttrain import (
+    CHAT_TEMPLATE,
+    SETTINGS,
+    has_adapters,
+    merged,
+    read_settings,
+    read_tokenizer,
+    template_of_run,
+    tokenizer_beside,
+)
 
 if TYPE_CHECKING:
     from plait.checkpoint import Source
@@ -26,7 +62,7 @@ _WEIGHTS = ("model", "ema")
 
 
 @dataclass(frozen=True)
-class Options:
+class ConvertOptions:
     """What was asked for on the command line."""
 
     to: str | None
@@ -40,11 +76,11 @@ class Options:
     from_: str | None = None
 
 
-PLAIN = Options(None, "keep", None, "model", "5GB", optimizer=False, overwrite=False, trust_code=False)
+PLAIN = ConvertOptions(None, "keep", None, "model", "5GB", optimizer=False, overwrite=False, trust_code=False)
 """What is asked for by saying nothing."""
 
 
-def check_use(src: str | None, options: Options, *, inspect: str | None, every: bool, verify: bool) -> None:
+def check_use(src: str | None, options: ConvertOptions, *, inspect: str | None, every: bool, verify: bool) -> None:
     """Refuse words that would have no effect: those of a conversion while looking, and the other way round."""
     if inspect is None:
         remedy = "write `plait convert --inspect PATH` with it, or leave it out"
@@ -64,15 +100,13 @@ def check_use(src: str | None, options: Options, *, inspect: str | None, every: 
         raise ConfigError(problems)
 
 
-def convert(src: str | None, dst: str | None, options: Options) -> None:
+def convert(src: str | None, dst: str | None, options: ConvertOptions) -> None:
     """Write a checkpoint, or a configuration, in another form; all that is wrong with the options is said at once."""
     shard_size, problems = _check(src, dst, options)
     if problems:
         raise ConfigError(problems)
     assert src is not None
     if options.to == "yaml":
-        from plait.cli.translating import convert_config
-
         convert_config(src, dst, overwrite=options.overwrite)
         return
     assert dst is not None
@@ -80,7 +114,6 @@ def convert(src: str | None, dst: str | None, options: Options) -> None:
     import torch
 
     from plait.checkpoint import convert as room
-    from plait.cli.conversion import prepared
     from plait.monitor import duration, size
 
     start = time.perf_counter()
@@ -117,9 +150,9 @@ def inspect(path: str, *, every: bool, verify: bool, from_: str | None = None) -
     try:
         _show(path, every=every, verify=True, from_=from_)
     except CheckpointError as error:
-        from plait.launch import tell
+        from plait.launch import report_failure
 
-        tell(error)
+        report_failure(error)
         raise typer.Exit(1) from error
 
 
@@ -158,7 +191,7 @@ def _show(path: str, *, every: bool, verify: bool, from_: str | None) -> None:
         console.print(each)
 
 
-def _check(src: str | None, dst: str | None, options: Options) -> tuple[int, list[Problem]]:
+def _check(src: str | None, dst: str | None, options: ConvertOptions) -> tuple[int, list[Problem]]:
     problems = _check_alone(options) if options.to == "yaml" else []
     if src is None or (dst is None and options.to != "yaml"):
         missing = "SRC DST" if src is None else "DST"
@@ -190,7 +223,7 @@ def _is_own(name: str) -> bool:
     return ":" in name or name in entry_points_of("converter")
 
 
-def _check_alone(options: Options) -> list[Problem]:
+def _check_alone(options: ConvertOptions) -> list[Problem]:
     """A configuration has no weights, so what is said about weights would have no effect."""
     words = {key: value for key, value in asdict(options).items() if key not in ("to", "overwrite")}
     return [
@@ -227,3 +260,276 @@ def _peak_memory() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+# Which names and which description a checkpoint gets in its new form. Models, data and checkpoints meet here.
+
+
+TEMPLATES = (CHAT_TEMPLATE, "chat_template.json")
+"""Where folders of `transformers` keep a chat template, beside the tokenizer's settings."""
+GENERATION = "generation_config.json"
+FAMILIES = ("gpt", "llama", "moe")
+"""Models of Plait's own that weights of `transformers` fit."""
+
+
+def prepared(
+    source: Source, to: Kind | str, model: str | None, *, trust_code: bool = False
+) -> tuple[Source, Description | None]:
+    """The source under the names that the target wants, and what stands beside the weights of an `hf` folder."""
+    if to == "hf":
+        return _for_transformers(_whole(source, trust_code), model, trust_code)
+    if model is None:
+        return (_as_hf_model(source), None) if source.kind == "hf" and to == "plait" else (source, None)
+    if model not in FAMILIES:
+        raise ConfigError(
+            Problem("--model", f"{model!r} is no model that names are known of", f"Use {' or '.join(FAMILIES)}.")
+        )
+    return _adopted(source, model), None
+
+
+def _whole(source: Source, trust_code: bool) -> Source:
+    """A run of a phase after pretraining as a plain model: adapters merged; a reward model is none."""
+    if _config_in(source.state).get("phase") == "reward":
+        raise ModelError(
+            f"{source.path} holds a reward model, which has a value in the place of logits; transformers has no such "
+            "model of this kind. Write it with `--to torch` or `--to plait`"
+        )
+    return merged(source, trust_code=trust_code) if has_adapters(source) else source
+
+
+def _adopted(source: Source, family: str) -> Source:
+    """Weights in the names of `transformers` as a model of Plait's own."""
+    described = _config_in(source.state).get("model", {}).get("config")  # of a Megatron checkpoint
+    description = read_description(source.path) if source.kind == "hf" else described
+    shapes = {n.removeprefix("model."): e.shape for n, e in source.entries.items() if n.startswith("model.")}
+    adopted = from_transformers(family, description, shapes)
+    renamed = translated(source, adopted.made, unused=adopted.unused)
+    if adopted.config is None:
+        return renamed
+    return with_state(renamed, _with_model(source.state, adopted.config.model_dump(mode="json")))
+
+
+def _as_hf_model(source: Source) -> Source:
+    model = {"type": "hf", "path": str(source.path.absolute())}
+    return with_state(source, _with_model(source.state, model))
+
+
+def _config_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The run description that a checkpoint holds; `engine.save` of a model that came as an object has none."""
+    return state.get("config") or {}
+
+
+def _with_model(state: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    return {**state, "config": {**_config_in(state), "model": dict(model)}}
+
+
+def _for_transformers(source: Source, model: str | None, trust_code: bool) -> tuple[Source, Description]:
+    described = _config_in(source.state).get("model")
+    _refuse_a_part(source)
+    if described is not None:
+        portable = to_transformers(_parsed("model", described, source), trust_code=trust_code)
+        if portable.made is not None:
+            source = translated(source, portable.made)
+        folder = portable.folder if model is None else Path(model)
+        description = portable.description if model is None else _description(Path(model))
+        if source.kind == "megatron":
+            source = without_padding(source, description["vocab_size"])
+        return source, _with_template(_with_tokenizer(description, folder, source), folder, source, trust_code)
+    if model is None and source.kind != "hf":
+        raise ConfigError(
+            Problem(
+                "--model",
+                f"{source.path} does not say which model it is of",
+                "Give the folder of a transformers model with its config.json: the names must be those of that model.",
+            )
+        )
+    folder = source.path if model is None else Path(model)
+    return source, Description(_description(folder), companions(folder))
+
+
+def _refuse_a_part(source: Source) -> None:
+    frozen = source.state.get("frozen")
+    if frozen:
+        raise CheckpointError(
+            f"{source.path} holds only what was trained: {len(frozen['names'])} other tensors, such as "
+            f"{frozen['names'][0]}, are not in it, so it makes no whole model"
+        )
+
+
+def _description(folder: Path) -> dict[str, Any]:
+    found = read_description(folder) if folder.is_dir() else None
+    if found is None:
+        raise ConfigError(Problem("--model", f"{str(folder)!r} has no config.json", "Give a transformers folder."))
+    return found
+
+
+def _with_tokenizer(description: Mapping[str, Any], folder: Path | None, source: Source) -> Description:
+    """The tokenizer is the one of the data, or the one that the run kept; else the one in the model's own folder."""
+    data, run = source.state["config"].get("data"), source.path
+    files = {} if folder is None or not folder.is_dir() else companions(folder)
+    near = (place / "tokenizer.json" for place in (run, *run.absolute().parents[:2]))
+    kept = next((file for file in near if file.is_file()), None)
+    found = kept if data is None else _tokenizer(_parsed("data", data, source))
+    if found is None:
+        return Description(description, files)
+    if "tokenizer.json" in files and _tokens(files["tokenizer.json"]) == _tokens(found):
+        return Description(description, files)
+    end = (read_tokenizer if data is None else load_tokenizer)(found).end
+    known = read_json_object(found, DataError).get("added_tokens") or []
+    words = [token["content"] for token in known if token["id"] == end]  # the tokenizer above was made of them
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": words[0]} if words else {})}
+    others = {name: path for name, path in files.items() if name == GENERATION}
+    return Description(
+        {**description, "bos_token_id": end, "eos_token_id": end},
+        {**others, "tokenizer.json": found},
+        {"tokenizer_config.json": json.dumps(settings, indent=2) + "\n"},
+    )
+
+
+def _with_template(description: Description, folder: Path | None, source: Source, trust_code: bool) -> Description:
+    """The template of a phase is the one that the model has learned, whichever one its first tokenizer came with."""
+    config, kept = source.state["config"], tokenizer_beside(source.path)
+    if config.get("phase") is None or kept is None:
+        return description
+    section = _parsed("posttrain", config.get("posttrain") or {}, source) or PosttrainConfig()
+    named = [Path(section.tokenizer)] if section.tokenizer is not None else []
+    places = [kept.parent, *named, *([] if folder is None else [folder])]
+    template = template_of_run(section.template, read_tokenizer(kept), places, trust_code=trust_code)
+    files = {name: path for name, path in description.files.items() if name not in TEMPLATES}
+    texts = {**description.texts, CHAT_TEMPLATE: template.jinja}
+    generation = {} if GENERATION not in files else read_json_object(files[GENERATION], DataError)
+    told = generation.get("eos_token_id", description.config.get("eos_token_id"))
+    ends = [*([told] if isinstance(told, int) else told or []), *(end for end in template.ends if isinstance(end, int))]
+    if len(ends := list(dict.fromkeys(ends))) > 1:  # an answer ends where the template ends it, too
+        files.pop(GENERATION, None)
+        texts[GENERATION] = json.dumps({**generation, "eos_token_id": ends}, indent=2) + "\n"
+    if SETTINGS in files:  # older folders have it in there
+        settings = {key: value for key, value in read_settings(files.pop(SETTINGS)).items() if key != "chat_template"}
+        texts[SETTINGS] = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    return Description(description.config, files, texts)
+
+
+def _tokens(file: Path) -> str:
+    """What a tokenizer is made of. A run writes its own anew, so files may differ where tokenizers do not."""
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_file(str(file))
+    backend.no_truncation()
+    backend.no_padding()
+    return str(backend.to_str())
+
+
+def _tokenizer(data: Any) -> Path | None:
+    tokenized = text_sources("data", data)
+    if not tokenized:
+        return None
+    data = tokenized[0][1]
+    if data.tokenizer is not None:
+        return Path(data.tokenizer) if Path(data.tokenizer).is_file() else None
+    try:
+        return tokenizer_path(data)
+    except (DataError, OSError):
+        return None  # the texts are somewhere else; the weights are worth having without them
+
+
+def _parsed(section: str, value: Any, source: Source) -> Any:
+    """A section of the run description that a checkpoint holds; code that it names is not run."""
+    try:
+        return getattr(parse_stored({section: value}, source.description, trust_code=False), section)
+    except PlaitError as error:
+        raise ModelError(f"the run description in the checkpoint cannot be read by this version: {error}") from error
+
+
+# `plait convert CONFIG --to yaml`: another framework's configuration as a run description.
+
+
+_YOURS = "# `model` and `data` are yours to add: the other framework leaves them to the script."
+
+_SEARCH = "# A search is a file of its own, for `plait tune run.yaml --search search.yaml`:"
+
+
+def convert_config(src: str, dst: str | None, *, overwrite: bool) -> None:
+    """Print the run description that a configuration stands for, or write it to `dst`.
+
+    The account of every key goes with it as comments. Where the description is not seen on a terminal, the account is
+    told on stderr too. Ends with exit code 1 where a key is refused: what is printed is then less than was asked for.
+    """
+    if dst is not None and Path(dst).exists() and not overwrite:
+        raise ConfigError(Problem("DST", f"{dst!r} is there already", "Give another name, or --overwrite."))
+    name, translation = translation_of(Path(src))
+    text = written(Path(src).name, name, translation, _search(Path(src)) if name == "DeepSpeed" else {})
+    if dst is None:
+        typer.echo(text, nl=False)
+    else:
+        write_file(dst, text, "DST")
+    if dst is not None or not sys.stdout.isatty():
+        _tell(Path(src).name, name, translation.account)
+    if any(translation.account.of(KeyOutcome.REFUSED)):
+        raise typer.Exit(1)
+
+
+def translation_of(path: Path) -> tuple[str, Translation]:
+    """Which framework a configuration is of, and what it says in Plait's words."""
+    from plait.frontends.accelerate import is_accelerate
+    from plait.frontends.accelerate import translate as from_accelerate
+    from plait.frontends.deepspeed import KEYS, read_config
+    from plait.frontends.deepspeed import translate as from_deepspeed
+
+    config = read_config(path)
+    known: list[tuple[str, bool, Callable[[Path], Translation]]] = [
+        ("Accelerate", is_accelerate(config), from_accelerate),
+        ("DeepSpeed", any(key in KEYS for key in config) and not _is_ours(config), from_deepspeed),
+    ]
+    for name, fits, translate in known:
+        if fits:
+            return name, translate(path)
+    if _is_ours(config):
+        raise ConfigError(Problem("SRC", f"{str(path)!r} is a run description already", "Use it as it is."))
+    message = f"{str(path)!r} is neither a configuration of DeepSpeed nor one of Accelerate"
+    raise ConfigError(Problem("SRC", message, "Give a ds_config.json, or the YAML of `accelerate config`."))
+
+
+def written(file: str, name: str, translation: Translation, search: dict[str, Any]) -> str:
+    """The run description as YAML, with the account before it as comments, and a search after it as such."""
+    account = translation.account
+    comments = [f"# {file}, a configuration of {name}. {account.summary()}.", "#"]
+    comments += [f"#   {line}" for line in account.lines()]
+    text = dialect.dump(translation.sections) if translation.sections else ""
+    after = [_YOURS, *([_SEARCH, *(f"#   {line}" for line in dialect.dump(search).splitlines())] if search else [])]
+    return "\n".join([*comments, "", *text.splitlines(), "", *after, ""])
+
+
+def _search(path: Path) -> dict[str, Any]:
+    """What the `autotuning` section asks `plait tune` for."""
+    from plait.frontends.deepspeed import search
+
+    found = search(path)
+    return {} if found is None or not found.enabled else found.config.model_dump(mode="json", exclude_defaults=True)
+
+
+def _is_ours(config: dict[str, Any]) -> bool:
+    from plait.frontends.deepspeed import KEYS
+
+    if not config or not all(key in RunConfig.model_fields for key in config):
+        return False
+    if not all(key in KEYS for key in config):
+        return True
+    try:  # `checkpoint` alone may be anybody's: what is in it tells
+        parse(config)
+    except ConfigError:
+        return False
+    return True
+
+
+def _tell(file: str, name: str, account: KeyReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("answer", f"key of {name}", "value", "what became of it"):
+        table.add_column(heading)
+    for entry in account.entries:
+        table.add_row(entry.answer.value, entry.key, entry.shown, entry.text)
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 160, highlight=False, markup=False)
+    console.print(f"{file}: {account.summary()}")
+    console.print(table)

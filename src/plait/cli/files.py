@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from plait.config import as_utf8
@@ -28,3 +29,13 @@ def read_file(path: str | Path, flag: str) -> str:
 
 def _refusal(path: str | Path, reason: str, flag: str) -> ConfigError:
     return ConfigError(Problem(flag, f"{str(path)!r} {reason}", "Give another path."))
+
+
+# Modules of the user's own.
+
+
+def import_from_here() -> None:
+    """Let `target: my_module:MyModel` find modules in the current folder, as `python -m` does."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)

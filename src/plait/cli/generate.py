@@ -1,22 +1,311 @@
-"""`plait generate`: texts from prompts, alone or beside another model's, and how well a model expects a text."""
+"""From a path to something that can be talked to: for `generate`, `chat` and `serve`."""
 
 from __future__ import annotations
 
 import math
+import re
+import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
+import torch
 import typer
+from torch import nn
 
-from plait.cli.files import write_file
-from plait.cli.here import import_from_here
-from plait.cli.speaking import Opening, open_speaker
-from plait.config import as_utf8, parse_json
-from plait.errors import DataError, GenerateError
-from plait.generate import Perplexity, Sampling, Speaker, Turn, measure_perplexity, page_of, printable
-from plait.posttrain import Message, Question, open_judge, run_behind
+from plait.checkpoint import MANIFEST_NAME as MANIFEST
+from plait.checkpoint import CheckpointFolder, kind_of, load_into, open_checkpoint, open_source, read_description
+from plait.cli.files import import_from_here, write_file
+from plait.config import (
+    HFConfig,
+    ModelConfig,
+    PosttrainConfig,
+    RunConfig,
+    as_utf8,
+    parse,
+    parse_json,
+    parse_stored,
+    read_json_object,
+)
+from plait.data import tokenizer_path
+from plait.distributed import open_world, persistent_buffers
+from plait.errors import ConfigError, DataError, GenerateError, ModelError, Problem
+from plait.generate import (
+    CLOSE,
+    HERE,
+    OPEN,
+    Conversation,
+    Generator,
+    Limits,
+    Perplexity,
+    Sampling,
+    Server,
+    ToolCall,
+    Turn,
+    context_of,
+    measure_perplexity,
+    page_of,
+    printable,
+    read_calls,
+)
+from plait.models import build_model, from_transformers
+from plait.posttrain import (
+    NAME,
+    AdapterSpec,
+    ChatMessage,
+    ChatTokenizer,
+    OfTokenizer,
+    Question,
+    Template,
+    UnwritableError,
+    attach,
+    chat_template_in,
+    fill_all,
+    open_judge,
+    open_start,
+    read_adapter,
+    read_tokenizer,
+    run_behind,
+    template_of_run,
+    tokenizer_folder,
+)
 from plait.posttrain import held_out as kept_back
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MAX_ROWS = 64
+"""Prompts that are answered at once."""
+_FAMILIES = {"gpt2": "gpt", "llama": "llama", "mixtral": "moe"}
+"""Model types of `transformers` that Plait has a family for, and writes faster with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How to open a model."""
+
+    adapter: str | None = None
+    tokenizer: str | None = None
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """`auto`: bf16 on a GPU, fp32 elsewhere."""
+    offload: str | None = None
+    """`cpu` or `nvme`: where the weights of the blocks live, if not on the device."""
+    offload_path: str | None = None
+    """Folder of the `nvme` tier."""
+    trust_code: bool = False
+    """Run the code that the stored files name: a model of the author's own, `auto_map` of a Hugging Face folder."""
+
+
+def open_speaker(path: str, opening: Opening | None = None) -> Conversation:
+    """Open a run, one of its checkpoints, or a Hugging Face folder, in this one process."""
+    opening, place = opening or Opening(), Path(path)
+    config = None
+    if not place.exists():
+        raise GenerateError(
+            f"{path} does not exist; give the work_dir of a run, a checkpoint, or a Hugging Face folder"
+        )
+    if kind_of(place) == "hf":
+        described = _described(place)
+    else:
+        found = CheckpointFolder(place).find(str(place.absolute()))  # absolute: `auto` is a name here
+        assert found is not None
+        stored = {**open_checkpoint(found).manifest.state["config"], "strategy": {}}
+        config = parse_stored(stored, found / MANIFEST, trust_code=opening.trust_code)
+        if config.model is None:
+            raise ModelError(
+                f"{path} was trained on a model that was given as an object, and nothing here can build it"
+            )
+        if config.phase == "reward":
+            raise ModelError(f"{path} holds a reward model, which judges texts and writes none; open the tuned model")
+        place, described = found, config.model
+    lies = _tokenizer(Path(path), place, config, opening)
+    tokenizer = read_tokenizer(lies)
+    away = opening.offload is not None
+    if away:
+        model = _load_streamed(place, config, opening)
+    elif config is not None and "frozen" in open_checkpoint(place).manifest.state:
+        model = _load_trained_part(place, config, opening)
+    else:
+        model = _load(str(place), described, opening)
+    template, stop = _manner(tokenizer, config, opening, place, lies)
+
+    def write_down(turns: Sequence[Turn]) -> list[int]:
+        try:
+            return template.prompt([ChatMessage(turn.role, turn.content) for turn in turns])
+        except UnwritableError as error:
+            raise GenerateError(str(error)) from error
+
+    context = _context(model, config)
+    generator = Generator(model, decode=tokenizer.decode, context=context, max_rows=MAX_ROWS, graphs=not away)
+    return Conversation(
+        Path(path).resolve().name,
+        generator,
+        tokenizer,
+        write_down,
+        stop,
+        _with_tools(template, tokenizer),
+        begin=() if config is not None and config.phase is None else tokenizer.begin,  # rows of `plait train` have none
+        template=template.kind,
+    )
+
+
+def _described(folder: Path) -> ModelConfig:
+    """Our own family for a Hugging Face folder, where there is one; else `transformers` itself."""
+    description = read_description(folder) or {}
+    family = _FAMILIES.get(description.get("model_type", ""))
+    if family is not None:
+        entries = open_source(folder).entries
+        shapes = {name.removeprefix("model."): entry.shape for name, entry in entries.items()}
+        try:
+            adopted = from_transformers(family, description, shapes).config
+        except ModelError:  # a variant that ours cannot compute
+            adopted = None
+        if adopted is not None:
+            return adopted
+    return HFConfig(path=str(folder))
+
+
+def _built(described: ModelConfig, opening: Opening) -> nn.Module:
+    with open_world(parse({}).config).device:
+        return build_model(described, trust_code=opening.trust_code)
+
+
+def _finished(model: nn.Module, opening: Opening) -> nn.Module:
+    device = next(model.parameters()).device
+    dtype = DTYPES.get(opening.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def _load(path: str, described: ModelConfig, opening: Opening) -> nn.Module:
+    model, adapter = _built(described, opening), None
+    if opening.adapter is not None:
+        adapter = read_adapter(opening.adapter, model)
+        attach(model, adapter.spec, adapter.layers)
+        if (strange := adapter.strange_base(path)) is not None:
+            typer.echo(f"--adapter: {strange}", err=True)
+    start = open_start(path, described, adapter, model)
+    assert start is not None, "there is a path, so there are weights"
+    fill_all(model, start)
+    return _finished(model, opening)
+
+
+def _load_trained_part(place: Path, config: RunConfig, opening: Opening) -> nn.Module:
+    """A checkpoint that holds only what was trained, on top of the weights that the run began with."""
+    assert config.model is not None
+    checkpoint = open_checkpoint(place)
+    begun = (config.posttrain.start if config.posttrain else None) or getattr(config.model, "path", None)
+    if begun is None or opening.adapter is not None:
+        raise GenerateError(
+            f"{place} holds only what was trained, and the run does not say what it began with; open the model that it "
+            "began with, and give the run's folder `adapter` as --adapter"
+        )
+    model = _built(config.model, opening)
+    if config.lora is not None:
+        attach(model, AdapterSpec.of(config.lora), config.lora.targets)
+    start = open_start(begun, config.model, None, model)
+    assert start is not None, "there is a path, so there are weights"
+    fill_all(model, start)
+    tensors = {f"model.{name}": param.detach() for name, param in model.named_parameters()}
+    names = checkpoint.manifest.state["frozen"]["names"]
+    ignore = ("optim.", "rng.", "hook.")
+    load_into(checkpoint, tensors, world=open_world(parse({}).config), ignore=ignore, partial=names)
+    return _finished(model, opening)
+
+
+def _load_streamed(place: Path, config: RunConfig | None, opening: Opening) -> nn.Module:
+    """A model of which the device holds two blocks at a time."""
+    from plait.generate import build_streamed
+
+    tier = opening.offload
+    if tier not in ("cpu", "nvme"):
+        raise ConfigError(Problem("--offload", f"there is no place {tier!r} for weights", "Write cpu or nvme."))
+    if config is None or opening.adapter is not None or opening.dtype != "auto":
+        raise GenerateError("--offload takes checkpoints of Plait as they are: convert the model or merge its adapter")
+    world = open_world(config)
+    model, stream = build_streamed(config, world.device, tier=tier, folder=Path(opening.offload_path or place))  # type: ignore[arg-type]
+    tensors = {f"model.{name}": tensor for name, tensor in stream.tensors().items()}
+    tensors.update({f"model.{name}": buffer for name, buffer in persistent_buffers(model)})
+    load_into(open_checkpoint(place), tensors, world=world, ignore=("optim.", "rng.", "hook."))
+    stream.filled()
+    return model
+
+
+def _context(model: nn.Module, config: RunConfig | None) -> int | None:
+    """What the model says itself; a model that does not say sees what it was trained on."""
+    return context_of(model) or (None if config is None else getattr(config.data, "seq_len", None))
+
+
+def _tokenizer(asked: Path, place: Path, config: RunConfig | None, opening: Opening) -> Path:
+    """Where the tokenizer lies: as told, beside the weights, or with the data of the run."""
+    if opening.tokenizer is not None:
+        return Path(opening.tokenizer)
+    section = None if config is None else config.posttrain
+    data = None if config is None or section is not None else tokenizer_path(config.data)
+    if data is not None:
+        return data
+    near = [asked, place, *place.absolute().parents[:2]]
+    named = [section.tokenizer if section else None, getattr(config.model, "path", None) if config else None]
+    for folder in (*near, *(Path(each) for each in named if each)):
+        if folder.is_file() or (folder / NAME).is_file():
+            return folder
+    raise GenerateError(f"there is no {NAME} with {asked}: name one with --tokenizer, a file or the folder of a model")
+
+
+def _manner(
+    tokenizer: ChatTokenizer, config: RunConfig | None, opening: Opening, place: Path, lies: Path
+) -> tuple[Template, tuple[int | str, ...]]:
+    """How conversations are written down, and what ends an answer; the tokenizer `lies` there."""
+    section = (config.posttrain if config is not None else None) or PosttrainConfig()
+    named = (section.tokenizer, getattr(config.model, "path", None) if config else None, str(place))
+    places = [lies, *(Path(each) for each in named if each is not None)]
+    if config is None or config.phase is None:  # nothing was written down in any way, so the model's own it is
+        places = [*(each for each in places if chat_template_in(tokenizer_folder(each)) is not None), *places]
+    template = template_of_run(section.template, tokenizer, places, trust_code=opening.trust_code)
+    folders = (opening.tokenizer, *named)
+    folder = next((Path(each) for each in folders if each is not None and Path(each).is_dir()), place)
+    ends = dict.fromkeys((*template.ends, *_ends(folder)))
+
+    return template, tuple(ends)
+
+
+def _with_tools(
+    template: Template, tokenizer: ChatTokenizer
+) -> Callable[[Sequence[Turn], Sequence[Mapping[str, Any]]], list[int]] | None:
+    """How conversations with tools are written down, where the template writes calls in the form that is read here."""
+    name, arguments = "probe", {"x": [1, "y"]}
+    hidden = any(tokenizer.special_token(mark) is not None for mark in (OPEN, CLOSE))  # no answer would show a call
+    if hidden or not isinstance(template, OfTokenizer):
+        return None
+    written = template.written_call(name, arguments)
+    if written is None or OPEN not in written:
+        return None
+    begin, end = written.index(OPEN), written.rfind(CLOSE) + len(CLOSE)
+    if read_calls(written[begin:end]) != [ToolCall(name, arguments)]:
+        return None
+
+    def write_with_tools(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        messages = [{"role": turn.role, "content": turn.content, **(turn.more or {})} for turn in turns]
+        return template.prompt_with_tools(messages, tools)
+
+    return write_with_tools
+
+
+def _ends(folder: Path) -> list[int]:
+    """The tokens that end an answer, as a Hugging Face folder says."""
+    file = folder / "generation_config.json"
+    found = _json(file).get("eos_token_id")
+    ends = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(end) is int for end in ends):
+        raise DataError(f"{file} has the eos_token_id {found!r:.80}, expected a token's number or a list of them")
+    return ends
+
+
+def _json(file: Path) -> dict[str, Any]:
+    return read_json_object(file, DataError) if file.is_file() else {}
+
+
+# `plait generate`: texts from prompts, alone or beside another model's, and how well a model expects a text.
+
 
 _MORE = ("messages", "system", "history", "instruction", "input", "tools")
 """What a prompt of a file may have beside its text, and cannot have here."""
@@ -47,10 +336,10 @@ def generate(
     if html is None and against:
         raise GenerateError("--against needs --html, the page that shows the models side by side")
     given = [*prompts, *([] if prompts_file is None else read_prompts(Path(prompts_file)))]
-    asked = [Question((Message("user", prompt),)) for prompt in given]
+    asked = [Question((ChatMessage("user", prompt),)) for prompt in given]
     asked += [] if held_out is None else kept_back(path, held_out, trust_code=opening.trust_code)
     if not asked and text is None:
-        asked = [Question((Message("user", "def "),))]
+        asked = [Question((ChatMessage("user", "def "),))]
     judge = None
     if reward is not None:
         if not Path(reward).exists():
@@ -88,7 +377,7 @@ def generate(
         typer.echo(f"side by side: {html}")
 
 
-def _prompt(speaker: Speaker, question: Question, *, chat: bool) -> list[int]:
+def _prompt(speaker: Conversation, question: Question, *, chat: bool) -> list[int]:
     if not chat:
         return speaker.encode(question.text)
     asked = speaker.ask([Turn(message.role, message.content) for message in question.messages])
@@ -137,6 +426,107 @@ def _read(file: Path) -> str:
         raise DataError(f"{file} cannot be read: {error.strerror}") from error
 
 
-def _expect(speaker: Speaker, text: str) -> Perplexity:
+def _expect(speaker: Conversation, text: str) -> Perplexity:
     window = speaker.generator.context or _WINDOW
     return measure_perplexity(speaker.generator.model, [speaker.encode(text)], window=window)
+
+
+# `plait chat`: a conversation in the terminal.
+
+
+_COMMAND = re.compile(r"/[a-z]+")
+HELP = "/clear begins anew, /undo takes the last question back, /quit ends (so does Ctrl-D); Ctrl-C stops an answer"
+
+
+def chat(path: str, sampling: Sampling, opening: Opening, *, system: str | None = None) -> None:
+    """Talk until the input ends. Every answer is streamed; the whole conversation is the prompt of the next one."""
+    speaker = open_speaker(path, opening)
+    first = [Turn("system", system)] if system else []
+    turns, shows = list(first), sys.stdin.isatty()
+    if shows:
+        typer.secho(f"{printable(speaker.name)} (template {speaker.template!r}): {HELP}", dim=True)
+    while (said := _ask(shows)) is not None:
+        if said in ("/quit", "/exit"):
+            break
+        if said == "/clear":
+            turns = list(first)
+        elif said == "/undo":
+            turns = turns[: max(len(first), len(turns) - 2)]
+        elif said in ("/help", "/?"):
+            typer.echo(HELP)
+        elif _COMMAND.fullmatch(said):
+            typer.secho(f"there is no {said}: {HELP}", fg="red", err=True)
+        elif said:
+            answer = _answer(speaker, [*turns, Turn("user", said)], sampling)
+            if answer is not None:
+                turns += [Turn("user", said), Turn("assistant", answer)]
+                sampling = replace(sampling, seed=sampling.seed + 1)  # the same question twice, two answers
+
+
+def _ask(shows: bool) -> str | None:
+    try:
+        return input("> " if shows else "").strip()
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        typer.echo()
+        return None
+
+
+def _answer(speaker: Conversation, turns: list[Turn], sampling: Sampling) -> str | None:
+    """Print the answer as it comes; what was said before an interruption counts. None where there is none.
+
+    A model may write escape sequences, and a terminal would follow them: they are shown instead.
+    """
+    said: list[str] = []
+    try:
+        asked = speaker.ask(turns)
+        if asked.left_out:
+            typer.secho(f"({asked.left_out} earliest turns have no room any more)", dim=True, err=True)
+        for piece in speaker.tell(asked.tokens, sampling):
+            said.append(piece.text)
+            typer.echo(printable(piece.text, keep="\n\t"), nl=False)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        pass
+    except (GenerateError, DataError) as error:
+        typer.secho(str(error), fg="red", err=True)
+        return None
+    typer.echo()
+    return "".join(said)
+
+
+# `plait serve`: a model behind HTTP.
+
+
+def serve(
+    path: str, opening: Opening, *, host: str, port: int, token_file: str | None, open_to_all: bool, limits: Limits
+) -> None:
+    """Serve until interrupted. A token is made up and shown, unless a file has one or none is wanted."""
+    if open_to_all and host not in HERE:
+        raise GenerateError(f"--no-token with --host {host} would let anybody use this machine; give a token")
+    token = None if open_to_all else _token(token_file)
+    speaker = open_speaker(path, opening)
+    try:
+        server = Server(speaker, host=host, port=port, token=token, limits=limits, log=typer.echo)
+    except OSError as error:
+        raise GenerateError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+    shown = "" if token is None else f"/#token={token}" if token_file is None else "/ (token from the file)"
+    typer.echo(f"{printable(speaker.name)}: {server.url}{shown}")
+    typer.echo(f"conversations are written with the template {speaker.template!r}")
+    typer.echo(f"OpenAI-compatible: {server.url}/v1 (chat/completions, completions, models)")
+    server.run()
+    typer.echo("stopped")
+
+
+def _token(file: str | None) -> str:
+    """From the first line of a file, so that it is in no list of processes; or a new one."""
+    if file is None:
+        return secrets.token_urlsafe(24)
+    try:
+        token = Path(file).read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise GenerateError(f"--token-file {file} cannot be read: {error}") from error
+    if not token or not token.isascii() or any(character.isspace() for character in token):
+        raise GenerateError(f"--token-file {file} must hold one word of ASCII characters, and nothing else")
+    return token

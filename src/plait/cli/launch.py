@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from plait.errors import WorldError
 from plait.launch import (
-    Options,
+    LaunchOptions,
     Setup,
     absent,
     code_folder,
@@ -56,7 +56,7 @@ def launch(words: Sequence[str]) -> None:
         sys.exit(setup.run())
 
 
-def _look_for_program(options: Options) -> None:
+def _look_for_program(options: LaunchOptions) -> None:
     """What is not there is said once, and not by every rank."""
     script = options.script
     if options.module:

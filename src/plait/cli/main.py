@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
+import io
+import os
 import sys
 from typing import Annotated, Any
 
@@ -10,10 +13,47 @@ import typer
 from typer.core import TyperCommand
 
 from plait.cli import talking
-from plait.cli.closed import open_what_is_closed
-from plait.cli.spelling import speak_utf8, spell_what_can_be
 from plait.cli.talking import TrustCode
 from plait.errors import ConfigError, PlaitError, Problem
+
+# Standard streams that whoever started the command has closed, as some daemons and `>&-` do.
+
+
+def open_what_is_closed() -> None:
+    """Let a stream that is missing lead nowhere: the next file that is opened would be taken for it otherwise.
+
+    Ranks inherit it, so that what they print does not end up in such a file either.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this one
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))
+
+
+# Places where UTF-8 is not spoken: a console in another encoding, a locale that has ASCII alone.
+
+
+def speak_utf8() -> None:
+    """Start over in Python's UTF-8 mode where the locale has ASCII alone: no Chinese name of a file could be opened."""
+    if _is(sys.getfilesystemencoding(), "ascii"):
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
+def spell_what_can_be() -> None:
+    """Let the console show `?` for what its encoding lacks, rather than end the command."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape" if _is(sys.stdout.encoding, "utf-8") else "replace")
+    if isinstance(sys.stdin, io.TextIOWrapper) and _is(sys.stdin.encoding, "ascii"):
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # which ASCII is a part of
+
+
+def _is(encoding: str, name: str) -> bool:
+    return codecs.lookup(encoding).name == name
+
 
 app = typer.Typer(
     name="plait",
@@ -97,7 +137,7 @@ def sft(
     trust_code: TrustCode = False,
 ) -> None:
     """Fine-tune a language model on answers."""
-    from plait.cli.posttrain import run_phase
+    from plait.cli.train import run_phase
 
     run_phase("sft", config, _settings(overrides, trust_code=trust_code), nproc=nproc, dry_run=dry_run)
 
@@ -111,7 +151,7 @@ def reward(
     trust_code: TrustCode = False,
 ) -> None:
     """Train a model that tells the better of two answers."""
-    from plait.cli.posttrain import run_phase
+    from plait.cli.train import run_phase
 
     run_phase("reward", config, _settings(overrides, trust_code=trust_code), nproc=nproc, dry_run=dry_run)
 
@@ -125,7 +165,7 @@ def dpo(
     trust_code: TrustCode = False,
 ) -> None:
     """Train a language model on pairs of answers, without a reward model (DPO, IPO, KTO)."""
-    from plait.cli.posttrain import run_phase
+    from plait.cli.train import run_phase
 
     run_phase("dpo", config, _settings(overrides, trust_code=trust_code), nproc=nproc, dry_run=dry_run)
 
@@ -139,7 +179,7 @@ def ppo(
     trust_code: TrustCode = False,
 ) -> None:
     """Train a language model on its own answers, with a critic and a reward model or function (PPO)."""
-    from plait.cli.posttrain import run_phase
+    from plait.cli.train import run_phase
 
     run_phase("ppo", config, _settings(overrides, trust_code=trust_code), nproc=nproc, dry_run=dry_run)
 
@@ -153,7 +193,7 @@ def grpo(
     trust_code: TrustCode = False,
 ) -> None:
     """Train a language model on its own answers, several to a prompt that judge each other (GRPO)."""
-    from plait.cli.posttrain import run_phase
+    from plait.cli.train import run_phase
 
     run_phase("grpo", config, _settings(overrides, trust_code=trust_code), nproc=nproc, dry_run=dry_run)
 
@@ -194,7 +234,7 @@ def plan(
         commands.draw_pipeline(config, words, out, ranks=gpus)
         return
     if states_only:
-        from plait.cli.states import show_states
+        from plait.cli.plan import show_states
 
         show_states(config, words, gpus=gpus or 1)
         return
@@ -221,7 +261,7 @@ def profile(
     trust_code: TrustCode = False,
 ) -> None:
     """Record a few steps of a run and show where their time and memory go."""
-    from plait.cli.profile import profile as run
+    from plait.cli.train import profile as run
 
     run(config, _settings(overrides, trust_code=trust_code), steps=steps, nproc=nproc, out=out)
 
@@ -277,7 +317,7 @@ def convert(
     """Turn a checkpoint into another kind, or look into it; with `--to yaml`, another framework's configuration."""
     from plait.cli import convert as commands
 
-    options = commands.Options(
+    options = commands.ConvertOptions(
         to,
         dtype,
         model,
@@ -431,16 +471,16 @@ def main() -> Any:
     try:
         return app()
     except PlaitError as error:
-        from plait.launch import tell
+        from plait.launch import report_failure
 
-        tell(error)
+        report_failure(error)
         sys.exit(2)
     except OSError as error:
         if error.filename is None or error.errno not in _FORBIDDEN:
             raise
-        from plait.launch import tell
+        from plait.launch import report_failure
 
-        tell(
+        report_failure(
             PlaitError(f"{error.filename} cannot be used: {error.strerror}; give this user the right, or another path")
         )
         sys.exit(2)

@@ -17,7 +17,7 @@ from plait.errors import ConfigError, Problem
 from plait.launch import run_here
 
 if TYPE_CHECKING:
-    from plait.posttrain import Start, Step
+    from plait.posttrain import PhaseStep, Start
 
 HELP = """usage: plait pipeline FILE… [key=value…] [options]
        plait pipeline --step 1 2 3 --actor-model FOLDER [options]
@@ -50,7 +50,7 @@ _WIDTH = 150
 
 
 @dataclass
-class Asked:
+class PipelineCommand:
     """A command line, sorted."""
 
     files: list[str] = field(default_factory=list)
@@ -69,7 +69,7 @@ def pipeline(words: Sequence[str]) -> None:
         typer.echo(HELP)
         return
     asked = sort_words(words)
-    from plait.cli.here import import_from_here
+    from plait.cli.files import import_from_here
 
     import_from_here()
     ranks, local, start = _place(asked)
@@ -86,12 +86,12 @@ def pipeline(words: Sequence[str]) -> None:
         sys.exit(code)
 
 
-def sort_words(words: Sequence[str]) -> Asked:
+def sort_words(words: Sequence[str]) -> PipelineCommand:
     """Files, settings and flags apart. A flag takes what stands behind it, up to the next flag or setting."""
     from plait.config import nearest
     from plait.posttrain import FLAGS, WORDS
 
-    asked = Asked()
+    asked = PipelineCommand()
     taking: list[str] = []
     last, room = "", 0  # the flag of our own that waits for its value, and how many words a flag still takes
     for word in words:
@@ -150,7 +150,7 @@ def _is_number(word: str) -> bool:
     return word[1:2].isdecimal()
 
 
-def _place(asked: Asked) -> tuple[int, int, Start]:
+def _place(asked: PipelineCommand) -> tuple[int, int, Start]:
     """Ranks in all, ranks on one host, and what starts them."""
     from plait.posttrain import read_steps
 
@@ -183,7 +183,7 @@ def _on_hosts(hostfile: str, command: list[str]) -> int:
     return 0
 
 
-def _steps(asked: Asked, ranks: int, local: int) -> list[Step]:
+def _steps(asked: PipelineCommand, ranks: int, local: int) -> list[PhaseStep]:
     from dataclasses import replace
 
     from plait.posttrain import as_overrides, from_files, from_words, make_steps, read_steps, translate, with_words
@@ -200,7 +200,7 @@ def _steps(asked: Asked, ranks: int, local: int) -> list[Step]:
     return make_steps(replace(wanted, steps=steps), ranks=ranks, local_ranks=local)
 
 
-def _show(steps: Sequence[Step]) -> None:
+def _show(steps: Sequence[PhaseStep]) -> None:
     """A row for each step: how far it is, what came of it, and where that lies."""
     from rich.console import Console
     from rich.table import Table

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from plait.cli.files import write_file
-from plait.cli.here import import_from_here
+from plait.cli.files import import_from_here, write_file
 from plait.config import RunConfig, least_ranks, parse, resolve_batch, resolve_layout, unit_of
-from plait.errors import ConfigError, Problem
+from plait.errors import ConfigError, ModelError, Problem
 from plait.monitor import duration
 from plait.spec import Phase
 
@@ -59,7 +58,7 @@ def draw_pipeline(config: str, overrides: Sequence[str], out: str | None, *, ran
     pipeline = strategy.pipeline
     batch = resolve_batch(found.batch, layout.data_parallel, micro_batches=pipeline.micro_batches)
 
-    from plait.parallel import draw_schedule, theoretical_bubble
+    from plait.distributed import draw_schedule, theoretical_bubble
 
     picture = draw_schedule(pipeline.schedule, layout.pp, batch.accumulation, pipeline.stages_per_rank)
     path = Path(out or "schedule.svg")
@@ -82,8 +81,8 @@ def plan_run(
     """Show what a run will take, and what to change where it does not fit; whether it fits."""
     from rich.console import Console
 
+    from plait.engine import planned_as
     from plait.plan import make_plan
-    from plait.strategy import planned_as
 
     asked = parse(source, overrides).config
     if asked.strategy.auto:
@@ -242,10 +241,10 @@ def _time_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
 
 def _show_ladder(console: Console, config: RunConfig, machine: Hardware, ranks: int, known: Known) -> None:
     """Rung by rung as they are planned; at the end what to write, that nothing helps, or that the time was up."""
-    from plait.plan import Ladder
+    from plait.plan import RemedySearch
 
     console.print("\nOne change after the other, each on top of those before:")
-    ladder = Ladder(config, machine, ranks, known=known)
+    ladder = RemedySearch(config, machine, ranks, known=known)
     rungs: list[Rung] = []
     for rung in ladder.climb():
         rungs.append(rung)
@@ -293,3 +292,45 @@ def _show_search(console: Console, found: Search, config: RunConfig, ranks: int)
         return
     words = " ".join(found.best.candidate.changes(config)) or "nothing to change"
     console.print(f"[bold]the first:[/] {words}", highlight=False)
+
+
+# `plait plan --states-only`: memory of weights, gradients and optimizer, as DeepSpeed's estimators count it.
+
+
+def show_states(config: str, overrides: Sequence[str], *, gpus: int = 1) -> None:
+    """Print the account of the run's own model, and DeepSpeed's tables for it. The model is never given storage."""
+    found = parse(config, overrides).config
+
+    from plait.plan import account_of, zero2_table, zero3_table
+
+    total, largest = _count(found)
+    account = account_of(found, total)
+    head = f"{total / 1e6:,.1f}M parameters, {largest / 1e6:,.1f}M in the largest layer"
+    typer.echo(f"{head}: {found.precision.compute}, {found.optim.type}")
+    for name, each, size in account.rows():
+        typer.echo(f"  {name:<10} {each:4g} B a parameter  {size:10.2f} GB")
+    typer.echo("Without activations, buffers and what torch itself takes: `plait plan` counts those too.\n")
+    typer.echo("ZeRO-2, as DeepSpeed estimates it (16-bit weights, Adam; GB of 2^30 bytes)")
+    typer.echo(zero2_table(total, gpus) + "\n")
+    typer.echo("ZeRO-3, as DeepSpeed estimates it (16-bit weights, Adam; GB of 2^30 bytes)")
+    typer.echo(zero3_table(total, largest, gpus))
+
+
+def _count(config: RunConfig) -> tuple[int, int]:
+    if config.model is None:
+        raise ConfigError(Problem("model", "there is none", "Add a section `model` with a `type`."))
+    import torch
+
+    from plait.cli.files import import_from_here
+    from plait.models import build_model
+    from plait.plan import count_params
+
+    import_from_here()
+    try:
+        with torch.device("meta"):
+            return count_params(build_model(config.model, trust_code=config.trust_code))
+    except (RuntimeError, NotImplementedError) as error:
+        raise ModelError(
+            f"the model cannot be built on the meta device, where it costs no memory: {error}. Give its number of "
+            "parameters to plait.plan.states.estimate_zero3_model_states_mem_needs_all_cold instead"
+        ) from error

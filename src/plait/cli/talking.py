@@ -31,7 +31,7 @@ def _opening(
     *,
     trust_code: bool,
 ) -> Any:
-    from plait.cli.speaking import DTYPES, Opening
+    from plait.cli.generate import DTYPES, Opening
 
     if dtype not in ("auto", *DTYPES):
         raise typer.BadParameter(f"--dtype {dtype}: choose auto, {', '.join(DTYPES)}")
@@ -121,7 +121,7 @@ def chat(
     """Talk to a trained model in the terminal."""
     if (model is None) == (path is None):
         raise typer.BadParameter("name one model: `plait chat MODEL` or `plait chat --path MODEL`")
-    from plait.cli.chat import chat as run
+    from plait.cli.generate import chat as run
     from plait.generate import Sampling
 
     sampling = Sampling(tokens, temperature, top_k, top_p, repetition_penalty, tuple(stop or ()), seed)
@@ -150,7 +150,7 @@ def serve(
     """Answer over HTTP in the words of OpenAI's API, with a web page to try it."""
     from plait.generate import Limits  # isort: skip  # first: without its extra nothing else is loaded
 
-    from plait.cli.serve import serve as run
+    from plait.cli.generate import serve as run
 
     limits = Limits(
         body_bytes=max_body,

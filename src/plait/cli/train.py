@@ -2,29 +2,108 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from plait.cli.running import train_with
+import typer
+
 from plait.config import (
     OWN_HOOK,
     AccuracyConfig,
     EarlyStopConfig,
     MetricPart,
     Parsed,
+    ProfileConfig,
+    check,
     check_complete,
     check_graphs,
     describe,
     listed,
+    missing_paths,
+    missing_starts,
+    origin_of,
     parse,
     resolve_batch,
     resolve_layout,
     show,
     whole_number,
 )
-from plait.errors import ConfigError, Problem
-from plait.launch import Machines, gpu_count, launched_rank, launched_size, run_here, run_share
+from plait.errors import ConfigError, Problem, TrainingError
+from plait.launch import (
+    LEAK_REMEDY,
+    Machines,
+    become_smaller,
+    gpu_count,
+    growth_text,
+    launched_rank,
+    launched_size,
+    run_here,
+    run_ranks,
+    run_share,
+)
 from plait.monitor import report_progress
+from plait.spec import Phase
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from plait.profile import Report
+    from plait.trainer import Runner
+
+# What all commands that train have in common: smaller micro-batches where memory is short, and how they end.
+
+
+def train_with(runner: Runner, words: Sequence[str]) -> None:
+    """Train; `words` are the command that this process was started with, without the name of the program.
+
+    A run that somebody stopped says how to go on, and ends the process with 128 and the signal: a script that looks
+    at the exit code must not take it for a finished one.
+    """
+    with _smaller_if_full(runner, words):
+        runner.train()
+    leave_if_stopped(runner)
+
+
+def leave_if_stopped(runner: Runner) -> None:
+    """End a process whose run a signal has stopped. Every rank must ask."""
+    from plait.trainer import STOPPED
+
+    # The ranks wait for each other here: some launchers end the others as soon as one has left with such a code.
+    if not runner.stopping() or (code := STOPPED.get(str(runner.stop_reason))) is None:
+        return
+    if runner.config.checkpoint.last and runner.world.is_main:
+        typer.echo("go on with the same command and `checkpoint.resume=auto`")
+    runner.enter(Phase.LEFT)
+    sys.exit(code)
+
+
+@contextmanager
+def _smaller_if_full(runner: Runner, words: Sequence[str]) -> Iterator[None]:
+    """Where memory is short in a step of a run of one process, start again with smaller micro-batches.
+
+    A launcher, where there is one, does the same for its ranks.
+    """
+    from torch import OutOfMemoryError
+
+    try:
+        yield
+        return
+    except OutOfMemoryError as error:
+        phase = runner.world.heartbeat.phase
+        # Without a launcher nobody reads the phases of a step, so it does not tell them: all of it is idle time.
+        if launched_size() is not None or not (phase.has_batches or phase is Phase.IDLE):
+            raise
+        if (steps := runner.step_memory.growth) is not None:
+            error.add_note(f"plait: {growth_text(steps)}. {LEAK_REMEDY}.")
+            raise
+        ranks, reason = runner.world.ranks, str(error).partition(".")[0]
+    runner.close()
+    command = [sys.executable, "-m", "plait", *words]
+    become_smaller(command, attempt=ranks.attempt, split=ranks.split, why=reason)
 
 
 def train(
@@ -143,7 +222,7 @@ def _check(parsed: Parsed, ranks: int) -> None:
     check_graphs(config, ranks=ranks, accumulation=batch.accumulation)
     if layout.pp > 1:
         # Late: it brings torch, which the launcher otherwise does without.
-        from plait.parallel import check_pipeline
+        from plait.distributed import check_pipeline
 
         check_pipeline(pipeline, layout.pp, batch.accumulation)
 
@@ -199,9 +278,137 @@ def _written(value: object) -> str:
 
 
 def _run(config: str, overrides: Sequence[str]) -> None:
-    from plait.cli.here import import_from_here
-    from plait.runner import Runner
+    from plait.cli.files import import_from_here
+    from plait.trainer import Runner
 
     import_from_here()
     with Runner.from_config(config, overrides) as runner:
         train_with(runner, ["train", config, *overrides])
+
+
+# `plait sft`, `plait reward`, `plait dpo`, `plait ppo` and `plait grpo`.
+
+
+def run_phase(phase: str, config: str, overrides: Sequence[str], *, nproc: str, dry_run: bool) -> None:
+    """Check everything that can be checked, then start the ranks, or be one of them."""
+    parsed = parse(config, [*overrides, f"phase={phase}"])
+    count = _count(nproc)
+    _check_phase(parsed, launched_size() or count)
+    if dry_run:
+        _show(parsed)
+        return
+    _look_for_files(parsed)
+    if count > 1:
+        command = [sys.executable, "-m", "plait", phase, config, *overrides]
+        sys.exit(run_here(command, count))
+    else:
+        report_progress(parsed.config.log, launched_rank(), "loading PyTorch")
+        _run_phase(parsed, [phase, config, *overrides])
+
+
+def _check_phase(parsed: Parsed, ranks: int) -> None:
+    config = parsed.config
+    check(config, has_val=True, require_length=True, origins=parsed.origins)
+    if config.model is None:
+        raise ConfigError(Problem("model", "there is none", "Add a section `model` with a `type`."))
+    layout = resolve_layout(config.strategy, size=ranks, local_size=ranks)
+    resolve_batch(config.batch, layout.data_parallel, micro_batches=config.strategy.pipeline.micro_batches)
+
+
+def _look_for_files(parsed: Parsed) -> None:
+    """Not for a dry run: what other phases are to make need not be there yet."""
+    if missing := [*missing_paths(parsed.config), *missing_starts(parsed.config)]:
+        raise ConfigError([replace(each, origin=origin_of(each.path, parsed.origins)) for each in missing])
+
+
+def _run_phase(parsed: Parsed, words: Sequence[str]) -> None:
+    from plait.cli.files import import_from_here
+    from plait.posttrain import make_runner
+
+    import_from_here()
+    with make_runner(parsed) as runner:
+        train_with(runner, words)
+
+
+# `plait profile`.
+
+
+_WIDTH = 132
+"""Of the tables where no terminal says how wide it is."""
+
+
+def profile(config: str, overrides: Sequence[str], *, steps: int | None, nproc: str, out: str | None) -> None:
+    """Run a few steps, record them, and show where their time and memory went; nothing is saved."""
+    # torch's tracer otherwise writes lines of its own between the tables. It reads this when it is loaded.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    given = parse(config, overrides).config
+    folder = out or (given.profile or ProfileConfig()).folder or f"{given.work_dir.rstrip('/')}-profile"
+    words = [*overrides, f"work_dir={folder}", f"profile.folder={folder}", *_without_saving(given)]
+    if steps is not None:
+        words.append(f"profile.steps={steps}")
+    wanted = parse(config, words).config.profile
+    assert wanted is not None
+    last = wanted.start + wanted.steps - 1
+    if given.train.max_steps is not None and given.train.max_steps < last:
+        words.append(f"train.max_steps={last}")
+    count = _count(nproc)
+    _check(parse(config, words), launched_size() or count)
+    if count > 1:
+        command = [sys.executable, "-m", "plait", "profile", config, *overrides]
+        command += ["--out", folder, *([] if steps is None else ["--steps", str(steps)])]
+        sys.exit(run_ranks(command, count))
+    _run_profile(config, words, wanted)
+
+
+def _without_saving(given: Any) -> list[str]:
+    words = ["checkpoint.last=false"]
+    if given.checkpoint.every is not None:
+        words.append("checkpoint.every=null")
+    return words
+
+
+def _run_profile(config: str, words: Sequence[str], wanted: ProfileConfig) -> None:
+    from plait.cli.files import import_from_here
+    from plait.profile import Profile
+    from plait.trainer import Runner
+
+    import_from_here()
+    hook = Profile(wanted, then_stop=True)
+    with Runner.from_config(config, [*words, "profile=null"], hooks=[hook]) as runner:
+        runner.train()
+        leave_if_stopped(runner)
+        if runner.world.is_main:
+            if hook.report is None:
+                raise TrainingError(hook.too_short(runner.step))
+            _show_profile(hook.report, str(wanted.folder))
+
+
+def _show_profile(report: Report, folder: str) -> None:
+    from rich.console import Console
+
+    from plait.profile import grids, headline
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH)
+    axes = ", ".join(f"{axis} {size}" for axis, size in report.layout.items()) or "one process"
+    console.print(f"\n[bold]{report.title}[/] on {len(report.ranks)} × {report.device_name}: {axes}")
+    for what, value, note in headline(report):
+        console.print(f"  {what:<13}{value}{f'  ({note})' if note else ''}", markup=False)
+    for grid in grids(report):
+        _print(console, grid)
+    console.print(f"\n{folder}: profile.html, step.svg, profile.json, {', '.join(report.traces)}", markup=False)
+
+
+def _print(console: Console, grid: Any) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for index, head in enumerate(grid.heads):
+        table.add_column(head, justify="right" if index else "left", no_wrap=True)
+    for number, row in enumerate(grid.rows):
+        table.add_row(*row, style="bold" if grid.last_is_sum and number == len(grid.rows) - 1 else None)
+    console.print(f"\n[bold]{grid.title}[/]")
+    console.print(table)
+    if grid.note:
+        console.print(grid.note, style="dim", markup=False)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from plait.cli.columns import as_columns, wide_console
-from plait.cli.here import import_from_here
+from plait.cli.files import import_from_here
 from plait.config import RunConfig, counted, parse, read, show, split_override
 from plait.errors import ConfigError, Problem
 from plait.plan import Candidate

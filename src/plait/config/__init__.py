@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from plait.config.base import PathText as PathText
     from plait.config.base import PositiveInt as PositiveInt
     from plait.config.base import Section as Section
-    from plait.config.batch import ResolvedBatch as ResolvedBatch
-    from plait.config.batch import resolve_batch as resolve_batch
-    from plait.config.complete import check_complete as check_complete
     from plait.config.data import OWN_DATA as OWN_DATA
     from plait.config.data import SMALLEST_BPE as SMALLEST_BPE
     from plait.config.data import Cifar10Data as Cifar10Data
@@ -54,33 +51,18 @@ if TYPE_CHECKING:
     from plait.config.data import leaves as leaves
     from plait.config.data import texts as texts
     from plait.config.data import unit_of as unit_of
-    from plait.config.depth import LAYER_KEYS as LAYER_KEYS
-    from plait.config.depth import depth_of as depth_of
-    from plait.config.depth import with_depth as with_depth
     from plait.config.draft import origin_of as origin_of
-    from plait.config.encoding import as_utf8 as as_utf8
-    from plait.config.encoding import half_character as half_character
-    from plait.config.engine import ENGINES as ENGINES
-    from plait.config.engine import GOVERNED as GOVERNED
-    from plait.config.engine import EnginePart as EnginePart
-    from plait.config.engine import EngineTraits as EngineTraits
-    from plait.config.engine import as_native as as_native
-    from plait.config.engine import check_library as check_library
-    from plait.config.engine import in_deepspeed_words as in_deepspeed_words
-    from plait.config.engine import told as told
+    from plait.config.draft import own_words as own_words
+    from plait.config.engines import ENGINES as ENGINES
+    from plait.config.engines import GOVERNED as GOVERNED
+    from plait.config.engines import EnginePart as EnginePart
+    from plait.config.engines import EngineTraits as EngineTraits
+    from plait.config.engines import as_native as as_native
+    from plait.config.engines import check_library as check_library
+    from plait.config.engines import in_deepspeed_words as in_deepspeed_words
+    from plait.config.engines import told as told
     from plait.config.explain import explain_section as explain_section
-    from plait.config.files import is_below as is_below
-    from plait.config.files import parse_json as parse_json
-    from plait.config.files import read_json_object as read_json_object
-    from plait.config.files import read_lines as read_lines
-    from plait.config.files import read_name as read_name
-    from plait.config.files import weight_map as weight_map
-    from plait.config.graphs import check_graphs as check_graphs
-    from plait.config.graphs import may_record as may_record
-    from plait.config.graphs import with_graphs_decided as with_graphs_decided
-    from plait.config.layout import Layout as Layout
-    from plait.config.layout import least_ranks as least_ranks
-    from plait.config.layout import resolve_layout as resolve_layout
+    from plait.config.model import LAYER_KEYS as LAYER_KEYS
     from plait.config.model import OWN_MODEL as OWN_MODEL
     from plait.config.model import GptConfig as GptConfig
     from plait.config.model import HFConfig as HFConfig
@@ -90,7 +72,8 @@ if TYPE_CHECKING:
     from plait.config.model import ModelPart as ModelPart
     from plait.config.model import MoeConfig as MoeConfig
     from plait.config.model import ResNetConfig as ResNetConfig
-    from plait.config.offload import OffloadConfig as OffloadConfig
+    from plait.config.model import depth_of as depth_of
+    from plait.config.model import with_depth as with_depth
     from plait.config.online import ONLINE as ONLINE
     from plait.config.online import GrpoConfig as GrpoConfig
     from plait.config.online import PpoConfig as PpoConfig
@@ -107,8 +90,8 @@ if TYPE_CHECKING:
     from plait.config.optim import OptimConfig as OptimConfig
     from plait.config.optim import OptimPart as OptimPart
     from plait.config.optim import SGDConfig as SGDConfig
-    from plait.config.override import split_override as split_override
     from plait.config.parse import Parsed as Parsed
+    from plait.config.parse import check_complete as check_complete
     from plait.config.parse import parse as parse
     from plait.config.parse import parse_sections as parse_sections
     from plait.config.parse import parse_stored as parse_stored
@@ -119,7 +102,6 @@ if TYPE_CHECKING:
     from plait.config.paths import missing_paths as missing_paths
     from plait.config.paths import missing_starts as missing_starts
     from plait.config.paths import starts_of as starts_of
-    from plait.config.plan import PlanConfig as PlanConfig
     from plait.config.posttrain import PHASES as PHASES
     from plait.config.posttrain import DpoConfig as DpoConfig
     from plait.config.posttrain import ExampleData as ExampleData
@@ -135,15 +117,26 @@ if TYPE_CHECKING:
     from plait.config.precision import Fp8Config as Fp8Config
     from plait.config.precision import PrecisionConfig as PrecisionConfig
     from plait.config.precision import ScalerConfig as ScalerConfig
-    from plait.config.profile import ProfileConfig as ProfileConfig
     from plait.config.read import ENDINGS as ENDINGS
+    from plait.config.read import as_utf8 as as_utf8
+    from plait.config.read import half_character as half_character
+    from plait.config.read import is_below as is_below
+    from plait.config.read import parse_json as parse_json
     from plait.config.read import parse_text as parse_text
     from plait.config.read import read as read
+    from plait.config.read import read_json_object as read_json_object
+    from plait.config.read import read_lines as read_lines
+    from plait.config.read import read_name as read_name
+    from plait.config.read import split_override as split_override
     from plait.config.read import text_of as text_of
+    from plait.config.read import weight_map as weight_map
     from plait.config.rules import check as check
     from plait.config.rules import violations as violations
-    from plait.config.rules.engine import unsupported as unsupported
+    from plait.config.rules.engines import unsupported as unsupported
     from plait.config.rules.posttrain import no_examples as no_examples
+    from plait.config.rules.strategy import check_graphs as check_graphs
+    from plait.config.rules.strategy import may_record as may_record
+    from plait.config.rules.strategy import with_graphs_decided as with_graphs_decided
     from plait.config.run import RunConfig as RunConfig
     from plait.config.schedule import ConstantConfig as ConstantConfig
     from plait.config.schedule import CosineConfig as CosineConfig
@@ -167,7 +160,9 @@ if TYPE_CHECKING:
     from plait.config.strategy import SHORTHANDS as SHORTHANDS
     from plait.config.strategy import CompileConfig as CompileConfig
     from plait.config.strategy import ContextConfig as ContextConfig
+    from plait.config.strategy import Layout as Layout
     from plait.config.strategy import LayoutConfig as LayoutConfig
+    from plait.config.strategy import OffloadConfig as OffloadConfig
     from plait.config.strategy import PipelineConfig as PipelineConfig
     from plait.config.strategy import PipelineSchedulePart as PipelineSchedulePart
     from plait.config.strategy import RecomputeConfig as RecomputeConfig
@@ -177,6 +172,14 @@ if TYPE_CHECKING:
     from plait.config.strategy import TensorPlanPart as TensorPlanPart
     from plait.config.strategy import TilesConfig as TilesConfig
     from plait.config.strategy import WrapConfig as WrapConfig
+    from plait.config.strategy import least_ranks as least_ranks
+    from plait.config.strategy import resolve_layout as resolve_layout
+    from plait.config.text import choose as choose
+    from plait.config.text import counted as counted
+    from plait.config.text import listed as listed
+    from plait.config.text import nearest as nearest
+    from plait.config.text import show as show
+    from plait.config.text import whole_number as whole_number
     from plait.config.train import OWN_HOOK as OWN_HOOK
     from plait.config.train import AccuracyConfig as AccuracyConfig
     from plait.config.train import BatchConfig as BatchConfig
@@ -191,11 +194,14 @@ if TYPE_CHECKING:
     from plait.config.train import LogConfig as LogConfig
     from plait.config.train import MetricConfig as MetricConfig
     from plait.config.train import MetricPart as MetricPart
+    from plait.config.train import PlanConfig as PlanConfig
+    from plait.config.train import ProfileConfig as ProfileConfig
+    from plait.config.train import ResolvedBatch as ResolvedBatch
     from plait.config.train import RollbackConfig as RollbackConfig
     from plait.config.train import SinkPart as SinkPart
     from plait.config.train import StorageConfig as StorageConfig
     from plait.config.train import TrainConfig as TrainConfig
-    from plait.config.tree import own_words as own_words
+    from plait.config.train import resolve_batch as resolve_batch
     from plait.config.trust import StoredName as StoredName
     from plait.config.trust import code_keys as code_keys
     from plait.config.trust import entry_points_of as entry_points_of
@@ -204,12 +210,6 @@ if TYPE_CHECKING:
     from plait.config.trust import load_plugin as load_plugin
     from plait.config.trust import plugin_kinds as plugin_kinds
     from plait.config.trust import transformers_code as transformers_code
-    from plait.config.words import choose as choose
-    from plait.config.words import counted as counted
-    from plait.config.words import listed as listed
-    from plait.config.words import nearest as nearest
-    from plait.config.words import show as show
-    from plait.config.words import whole_number as whole_number
 else:
     from plait.lazy import attach_names
 
@@ -247,8 +247,6 @@ else:
                 "refuse_unknown_keywords",
             ],
             "base": ["Many", "NonNegativeInt", "PathText", "PositiveInt", "Section"],
-            "batch": ["ResolvedBatch", "resolve_batch"],
-            "complete": ["check_complete"],
             "data": [
                 "Cifar10Data",
                 "DataConfig",
@@ -265,10 +263,8 @@ else:
                 "texts",
                 "unit_of",
             ],
-            "depth": ["LAYER_KEYS", "depth_of", "with_depth"],
-            "draft": ["origin_of"],
-            "encoding": ["as_utf8", "half_character"],
-            "engine": [
+            "draft": ["origin_of", "own_words"],
+            "engines": [
                 "ENGINES",
                 "EnginePart",
                 "EngineTraits",
@@ -279,21 +275,20 @@ else:
                 "told",
             ],
             "explain": ["explain_section"],
-            "files": ["is_below", "parse_json", "read_json_object", "read_lines", "read_name", "weight_map"],
-            "graphs": ["check_graphs", "may_record", "with_graphs_decided"],
-            "layout": ["Layout", "least_ranks", "resolve_layout"],
             "model": [
                 "GptConfig",
                 "HFConfig",
                 "ImportedModel",
+                "LAYER_KEYS",
                 "LlamaConfig",
                 "ModelConfig",
                 "ModelPart",
                 "MoeConfig",
                 "OWN_MODEL",
                 "ResNetConfig",
+                "depth_of",
+                "with_depth",
             ],
-            "offload": ["OffloadConfig"],
             "online": ["GrpoConfig", "ONLINE", "PpoConfig", "RolloutConfig", "VllmConfig"],
             "optim": [
                 "AdafactorConfig",
@@ -308,11 +303,9 @@ else:
                 "OptimPart",
                 "SGDConfig",
             ],
-            "override": ["split_override"],
-            "parse": ["Parsed", "parse", "parse_sections", "parse_stored"],
+            "parse": ["Parsed", "check_complete", "parse", "parse_sections", "parse_stored"],
             "part": ["Imported", "Kind", "Part", "choose_type"],
             "paths": ["missing_paths", "missing_starts", "starts_of"],
-            "plan": ["PlanConfig"],
             "posttrain": [
                 "DpoConfig",
                 "ExampleData",
@@ -328,11 +321,25 @@ else:
                 "split_shares",
             ],
             "precision": ["Fp8Config", "PrecisionConfig", "ScalerConfig"],
-            "profile": ["ProfileConfig"],
-            "read": ["ENDINGS", "parse_text", "read", "text_of"],
+            "read": [
+                "ENDINGS",
+                "as_utf8",
+                "half_character",
+                "is_below",
+                "parse_json",
+                "parse_text",
+                "read",
+                "read_json_object",
+                "read_lines",
+                "read_name",
+                "split_override",
+                "text_of",
+                "weight_map",
+            ],
             "rules": ["check", "violations"],
-            "rules.engine": ["unsupported"],
+            "rules.engines": ["unsupported"],
             "rules.posttrain": ["no_examples"],
+            "rules.strategy": ["check_graphs", "may_record", "with_graphs_decided"],
             "run": ["RunConfig"],
             "schedule": [
                 "ConstantConfig",
@@ -355,7 +362,9 @@ else:
             "strategy": [
                 "CompileConfig",
                 "ContextConfig",
+                "Layout",
                 "LayoutConfig",
+                "OffloadConfig",
                 "PipelineConfig",
                 "PipelineSchedulePart",
                 "RecomputeConfig",
@@ -366,7 +375,10 @@ else:
                 "TensorPlanPart",
                 "TilesConfig",
                 "WrapConfig",
+                "least_ranks",
+                "resolve_layout",
             ],
+            "text": ["choose", "counted", "listed", "nearest", "show", "whole_number"],
             "train": [
                 "AccuracyConfig",
                 "BatchConfig",
@@ -382,12 +394,15 @@ else:
                 "MetricConfig",
                 "MetricPart",
                 "OWN_HOOK",
+                "PlanConfig",
+                "ProfileConfig",
+                "ResolvedBatch",
                 "RollbackConfig",
                 "SinkPart",
                 "StorageConfig",
                 "TrainConfig",
+                "resolve_batch",
             ],
-            "tree": ["own_words"],
             "trust": [
                 "StoredName",
                 "code_keys",
@@ -398,6 +413,5 @@ else:
                 "plugin_kinds",
                 "transformers_code",
             ],
-            "words": ["choose", "counted", "listed", "nearest", "show", "whole_number"],
         },
     )

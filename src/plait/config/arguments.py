@@ -15,14 +15,21 @@ from plait.config.model import ModelConfig
 from plait.config.online import GrpoConfig, PpoConfig, RolloutConfig
 from plait.config.optim import OptimConfig
 from plait.config.parse import parse_sections
-from plait.config.plan import PlanConfig
 from plait.config.posttrain import DpoConfig, LoraConfig, Phase, PosttrainConfig, RewardConfig, SftConfig
 from plait.config.precision import PrecisionConfig
-from plait.config.profile import ProfileConfig
 from plait.config.schedule import ScheduleConfig
 from plait.config.strategy import StrategyConfig
-from plait.config.train import BatchConfig, CheckpointConfig, HookConfig, LogConfig, MetricConfig, TrainConfig
-from plait.config.words import choose, nearest, show
+from plait.config.text import choose, nearest, show
+from plait.config.train import (
+    BatchConfig,
+    CheckpointConfig,
+    HookConfig,
+    LogConfig,
+    MetricConfig,
+    PlanConfig,
+    ProfileConfig,
+    TrainConfig,
+)
 from plait.errors import ConfigError, Problem
 
 Keys: TypeAlias = Mapping[str, Any]

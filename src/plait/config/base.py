@@ -21,8 +21,8 @@ from pydantic import (
     model_validator,
 )
 
+from plait.config.text import show
 from plait.config.trust import keep_origin
-from plait.config.words import show
 from plait.errors import ConfigError
 
 T = TypeVar("T")

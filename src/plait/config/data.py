@@ -34,7 +34,7 @@ class _Loading(Section):
     """What makes a batch of a list of samples. Absent: they are stacked."""
 
 
-class _Text(_Loading):
+class _TextSection(_Loading):
     tokenizer: PathText | None = None
     """A `tokenizer.json`. Absent: a byte-level BPE is trained on the text itself."""
     vocab_size: Annotated[Size, Field(ge=SMALLEST_BPE)] = 4096
@@ -52,7 +52,7 @@ class _Text(_Loading):
 class TokensData(_Loading):
     """A token memmap that was written before."""
 
-    builds = "plait.data.build:token_file"
+    builds = "plait.data.sources:token_file"
 
     type: Literal["tokens"] = "tokens"
     path: PathText
@@ -62,10 +62,10 @@ class TokensData(_Loading):
     val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
 
 
-class TextData(_Text):
+class TextData(_TextSection):
     """Plain text files, packed into sequences."""
 
-    builds = "plait.data.build:packed_text"
+    builds = "plait.data.sources:packed_text"
 
     type: Literal["text"] = "text"
     path: PathText
@@ -74,10 +74,10 @@ class TextData(_Text):
     """Only the first files, in the order of their names, that together are no larger."""
 
 
-class JsonlData(_Text):
+class JsonlData(_TextSection):
     """One JSON object a line: whole texts, or prompts with completions (only those are trained on)."""
 
-    builds = "plait.data.build:packed_text"
+    builds = "plait.data.sources:packed_text"
 
     type: Literal["jsonl"] = "jsonl"
     path: PathText
@@ -97,7 +97,7 @@ class JsonlData(_Text):
 class ImageFolderData(_Loading):
     """`path/class_name/*.png|jpg`."""
 
-    builds = "plait.data.build:image_folder"
+    builds = "plait.data.sources:image_folder"
 
     type: Literal["image_folder"] = "image_folder"
     path: PathText
@@ -109,7 +109,7 @@ class ImageFolderData(_Loading):
 class Cifar10Data(_Loading):
     """CIFAR-10 in its published binary or Python form."""
 
-    builds = "plait.data.build:cifar10"
+    builds = "plait.data.sources:cifar10"
 
     type: Literal["cifar10"] = "cifar10"
     path: PathText
@@ -147,7 +147,7 @@ DataSource = Annotated[
 class MixtureData(_Loading):
     """Several sources at once, each with its share of every epoch."""
 
-    builds = "plait.data.build:mixture"
+    builds = "plait.data.sources:mixture"
 
     type: Literal["mixture"] = "mixture"
     sources: Annotated[Many[DataSource], Field(min_length=2)]

@@ -42,7 +42,7 @@ MOST_REPEATED = 10_000
 """Values that aliases (`*name`) may add to those that are written: more than any description has."""
 
 
-class Loader(yaml.SafeLoader):
+class YamlLoader(yaml.SafeLoader):
     """Reads Plait's YAML."""
 
     yaml_implicit_resolvers = _resolvers()
@@ -90,7 +90,7 @@ def _represent_text(dumper: Dumper, text: str) -> ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-def _mapping(loader: Loader, node: MappingNode) -> dict[Any, Any]:
+def _mapping(loader: YamlLoader, node: MappingNode) -> dict[Any, Any]:
     seen = set()
     for key, _ in node.value:
         name = key.value if isinstance(key, ScalarNode) else None
@@ -101,30 +101,30 @@ def _mapping(loader: Loader, node: MappingNode) -> dict[Any, Any]:
     return loader.construct_mapping(node, deep=True)
 
 
-def _float(loader: Loader, node: ScalarNode) -> float:
+def _float(loader: YamlLoader, node: ScalarNode) -> float:
     text = loader.construct_scalar(node).replace("_", "").lower()
     return float(text.replace(".inf", "inf").replace(".nan", "nan"))
 
 
-def _sequence(loader: Loader, node: SequenceNode) -> list[Any]:
+def _sequence(loader: YamlLoader, node: SequenceNode) -> list[Any]:
     return loader.construct_sequence(node, deep=True)
 
 
 # Built at once rather than in PyYAML's two steps: a node that contains itself is then an error.
-Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
-Loader.add_constructor("tag:yaml.org,2002:seq", _sequence)
-Loader.add_constructor("tag:yaml.org,2002:float", _float)
+YamlLoader.add_constructor("tag:yaml.org,2002:map", _mapping)
+YamlLoader.add_constructor("tag:yaml.org,2002:seq", _sequence)
+YamlLoader.add_constructor("tag:yaml.org,2002:float", _float)
 Dumper.add_representer(str, _represent_text)
 
 
 def load(text: str) -> Any:
     """The one document in `text`."""
-    return yaml.load(text, Loader)  # noqa: S506  # ours is made from SafeLoader
+    return yaml.load(text, YamlLoader)  # noqa: S506  # ours is made from SafeLoader
 
 
 def scalar(text: str) -> Any:
     """`text` as an unquoted YAML scalar, whatever characters it has: `3e-4` is a number, `*.txt` is text."""
-    loader = Loader("")
+    loader = YamlLoader("")
     tag = str(loader.resolve(ScalarNode, text, (True, False)))  # type: ignore[no-untyped-call]
     plain = tag.rpartition(":")[2] in ("null", "bool", "int", "float")
     return loader.construct_object(ScalarNode(tag, text)) if plain else text

@@ -38,7 +38,7 @@ class _Implemented(_Own):
 
 
 class _Adam(_Own):
-    builds = "plait.optim.build:adam"
+    builds = "plait.optim.optimizers:adam"
 
     implementation: Literal["auto", "one-pass", "fused", "foreach", "loop"] = "auto"
     """`one-pass`: Plait's kernel, which rounds the new weights too; `fused`: torch's. `auto`: the first of these that
@@ -85,7 +85,7 @@ class AdamW8bitConfig(_Own):
 class SGDConfig(_Implemented):
     """Stochastic gradient descent, with momentum if asked."""
 
-    builds = "plait.optim.build:sgd"
+    builds = "plait.optim.optimizers:sgd"
 
     type: Literal["SGD"] = "SGD"
     lr: PositiveFloat = 0.1
@@ -101,7 +101,7 @@ class SGDConfig(_Implemented):
 class AdagradConfig(_Implemented):
     """Adagrad."""
 
-    builds = "plait.optim.build:adagrad"
+    builds = "plait.optim.optimizers:adagrad"
 
     type: Literal["Adagrad"] = "Adagrad"
     lr: PositiveFloat = 1e-2

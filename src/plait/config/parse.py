@@ -9,16 +9,51 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from plait.config.base import Section
+from plait.config.data import SMALLEST_BPE, MixtureData
 from plait.config.draft import Draft, origin_of
+from plait.config.engines import check_library
 from plait.config.explain import explain
-from plait.config.fit import fitted
-from plait.config.override import split_override
+from plait.config.model import GptConfig, LlamaConfig
 from plait.config.part import lost_objects
-from plait.config.read import read
+from plait.config.paths import missing_paths
+from plait.config.read import read, split_override
+from plait.config.rules import check
 from plait.config.run import RunConfig
 from plait.config.show import rows
 from plait.config.trust import KEY, STORED_IN, StoredName, refusal
-from plait.errors import ConfigError
+from plait.errors import ConfigError, Problem
+
+# Defaults that follow another section: what was not written must not stand against what was.
+
+
+def fitted(config: RunConfig) -> RunConfig:
+    """The same run; sequences and trained vocabularies whose size was not written are no larger than the model's."""
+    model = config.model
+    if not isinstance(model, (GptConfig, LlamaConfig)):
+        return config
+    bounds = {"seq_len": model.seq_len, "vocab_size": max(model.vocab_size, SMALLEST_BPE)}
+    roles = {role: getattr(config, role) for role in ("data", "val_data", "test_data")}
+    changed = {role: found for role, data in roles.items() if (found := _within(data, bounds)) is not data}
+    return _with(config, changed) if changed else config
+
+
+def _within(data: Any, bounds: dict[str, int]) -> Any:
+    if isinstance(data, MixtureData):
+        sources = tuple(_within(source, bounds) for source in data.sources)
+        unchanged = all(new is old for new, old in zip(sources, data.sources, strict=True))
+        return data if unchanged else _with(data, {"sources": sources})
+    own = {} if data is None else {name: getattr(data, name, 0) for name in bounds if name not in data.model_fields_set}
+    smaller = {name: bounds[name] for name, size in own.items() if size > bounds[name]}
+    return _with(data, smaller) if smaller else data
+
+
+def _with(section: Any, changes: dict[str, Any]) -> Any:
+    """A copy with other values, in which nothing counts as written that did not before."""
+    assert isinstance(section, Section)
+    made = section.model_copy(update=changes)
+    made.__pydantic_fields_set__ &= section.model_fields_set
+    return made
 
 
 @dataclass(frozen=True)
@@ -111,3 +146,18 @@ def _finished(draft: Draft, stored_in: str | None = None) -> Parsed:
         raise ConfigError(draft.problems)
     defaults = {path: "default" for path, _ in rows(config)}
     return Parsed(config, {**defaults, **draft.origins})
+
+
+# Whether a run description has all that a run needs, found out before a process starts.
+
+
+def check_complete(parsed: Parsed, *, require_length: bool) -> None:
+    """Refuse a run that breaks a rule, lacks its model or its data, or names files or an engine that are not there."""
+    config = parsed.config
+    check(config, has_val=config.val_data is not None, require_length=require_length, origins=parsed.origins)
+    absent = [role for role in ("model", "data") if getattr(config, role) is None]
+    problems = [Problem(role, "there is none", f"Add a section `{role}` with a `type`.") for role in absent]
+    problems += [replace(each, origin=origin_of(each.path, parsed.origins)) for each in missing_paths(config)]
+    if problems:
+        raise ConfigError(problems)
+    check_library(config.strategy.engine)

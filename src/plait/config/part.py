@@ -17,8 +17,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator, field_validator
 
 from plait.config.base import RefusedError, Section, Shorthand, Target
+from plait.config.text import choose, show
 from plait.config.trust import STORED_IN, StoredName, entry_points_of
-from plait.config.words import choose, show
 from plait.errors import Problem
 
 Kind = Literal[

@@ -18,7 +18,7 @@ from plait.config.data import (
 )
 from plait.config.model import HFConfig
 from plait.config.run import RunConfig
-from plait.config.words import nearest
+from plait.config.text import nearest
 from plait.errors import Problem
 
 

@@ -2,14 +2,47 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PurePath
 from typing import Any
 
-from plait.config.encoding import as_utf8, half_character
-from plait.config.words import listed, nearest, show
-from plait.errors import ConfigError, Problem
+from plait.config.text import listed, nearest, show
+from plait.errors import ConfigError, PlaitError, Problem
+
+# Texts in other encodings than UTF-8: which one it may be, and how it becomes UTF-8.
+
+
+_MARKS = (b"\xff\xfe", b"\xfe\xff")
+"""How a text in UTF-16 begins."""
+
+
+def as_utf8(data: bytes) -> str:
+    """What to do with bytes that are not UTF-8, as a part of a sentence. GBK and UTF-16 are recognised."""
+    if data.startswith(_MARKS):
+        return _recoded("UTF-16", "UTF-16")
+    try:
+        data.decode("gb18030")  # GBK, and all that it left out
+    except UnicodeDecodeError:
+        return "save it as UTF-8"
+    return _recoded("GBK", "GB18030")
+
+
+def _recoded(name: str, word: str) -> str:
+    return f"save it as UTF-8; if it is {name}, `iconv -f {word} -t UTF-8 OLD > NEW` does that"
+
+
+def half_character(text: str) -> str | None:
+    """What is wrong with a text that no file can hold: JSON and a command line may bring half of a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = ord(text[error.start])
+        byte = " (or a byte that is no UTF-8)" if 0xDC80 <= found <= 0xDCFF else ""  # Python's way to keep such a byte
+        return f"half of a character{byte}: \\u{found:04x} without what belongs to it"
+    return None
+
 
 _JSON = (".json", ".jsonc", ".json5")
 _YAML = (".yaml", ".yml")
@@ -171,3 +204,132 @@ def _syntax(path: Path, text: str, line: int, column: int, message: str, remedy:
     gutter = " " * len(str(line))
     picture = f"{line} | {shown}\n      {gutter} | {' ' * (column - 1 - start)}^"
     return ConfigError(Problem(f"{path}:{line}:{column}", message, f"{remedy}\n      {picture}" if remedy else picture))
+
+
+# Files that somebody else wrote: each is read as a whole, or refused by its name.
+
+
+def parse_json(text: str | bytes, *, half_characters: bool = False) -> Any:
+    """The value in `text`. Raises `ValueError` for all that cannot be read or would not survive its readers.
+
+    Python's own parser ends in a `RecursionError` where brackets are nested deeply, it keeps the last of two values
+    for one key and forgets the other, and it takes halves of characters, which no file and no terminal can be given;
+    these are let through with `half_characters`.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_without_repeats)
+    except RecursionError:
+        raise ValueError(f"lists and objects are nested more than {DEEPEST} deep") from None
+    if depth_of(value) > DEEPEST:
+        raise ValueError(f"lists and objects are nested more than {DEEPEST} deep")
+    # Written as `\\u…` is the only way by which half of a character comes in.
+    escaped = "\\u" in text if isinstance(text, str) else b"\\u" in text
+    if not half_characters and escaped and (wrong := half_character(json.dumps(value, ensure_ascii=False))):
+        raise ValueError(wrong)
+    return value
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice in an object")
+    return found
+
+
+def read_json_object(path: Path, error: Callable[[str], PlaitError], remedy: str = "copy it again") -> dict[str, Any]:
+    """The JSON object in a file; anything else is an `error` that names the file."""
+    try:
+        found = parse_json(path.read_bytes())
+    except OSError as reason:
+        raise error(f"{path} cannot be read: {reason.strerror}") from None
+    except ValueError as reason:
+        raise error(f"{path} is not JSON ({reason}); {remedy}") from None
+    if not isinstance(found, dict):
+        raise error(f"{path} holds a {type(found).__name__}, expected a JSON object; {remedy}")
+    return found
+
+
+def read_lines(path: Path, error: Callable[[str], PlaitError]) -> list[str]:
+    """The lines of a text file; what cannot be read, or is not UTF-8, is an `error` that names the file."""
+    try:
+        return path.read_text(encoding="utf-8-sig").splitlines()
+    except OSError as reason:
+        raise error(f"{path} cannot be read: {reason.strerror}") from None
+    except UnicodeDecodeError as reason:
+        raise error(f"{path} is not UTF-8 text (byte {reason.start}): {as_utf8(reason.object)}") from None
+
+
+def read_name(path: Path, error: Callable[[str], PlaitError]) -> str:
+    """The name in a file such as `latest`: of something that lies beside it, or below."""
+    name = "\n".join(read_lines(path, error)).strip()
+    if not name or not name.isprintable() or not is_below(name):
+        raise error(f"{path} holds {name[:80]!r}, expected the name of what lies beside it")
+    return name
+
+
+def is_below(name: str) -> bool:
+    """Whether a relative path stays within the folder that it is relative to; links are not looked at."""
+    parts = PurePath(name).parts
+    short = len(name) <= 1000 and all(len(part.encode(errors="replace")) <= 255 for part in parts)
+    return bool(parts) and short and "\0" not in name and not PurePath(name).is_absolute() and ".." not in parts
+
+
+def weight_map(index: Path, error: Callable[[str], PlaitError]) -> dict[str, str]:
+    """From `model.safetensors.index.json`: the names of tensors, and of the files beside it that hold them."""
+    places = read_json_object(index, error).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise error(f"{index} has no `weight_map` from names to files; copy it again")
+    if wrong := [file for file in places.values() if not is_below(file)]:
+        raise error(f"{index} names the file {wrong[0]!r}, which is not in its folder; get the model elsewhere")
+    return places
+
+
+# Overrides: `strategy.zero=3`, as they stand on a command line.
+
+
+_FORM = "Write `section.key=value`, for example `strategy.zero=3`, `optim.betas=[0.9, 0.95]` or `hooks.0.decay=0.9`."
+
+
+def split_override(text: str) -> tuple[tuple[str, ...], Any]:
+    """The keys on the way to a value, and the value, read as YAML.
+
+    A value that opens with a bracket or a quote is YAML to its end; any other is one plain scalar, so that
+    `data.path=*.txt` and `x=a: b` are the text they look like.
+    """
+    path, equals, value = text.partition("=")
+    path, value = path.strip(), value.strip()
+    if not equals:
+        raise _malformed(text, "there is no `=` in it")
+    if path.startswith("-"):
+        raise _malformed(text, "it starts with a dash", f"Write `{text.lstrip('-')}`, without dashes.")
+    keys = tuple(path.split("."))
+    if not all(key and key == key.strip() for key in keys):
+        raise _malformed(text, "a key before the `=` is empty" if path else "there is no key before the `=`")
+    if not value:
+        raise _malformed(text, "there is no value", f"Write `{path}=null` for none, `{path}=''` for empty text.")
+    return keys, _value(text, value)
+
+
+def _value(text: str, value: str) -> Any:
+    import yaml
+
+    from plait.config import dialect
+
+    try:
+        found = dialect.load(value) if value[0] in "[{\"'" else dialect.scalar(value)
+        if wrong := half_character("\n".join(texts_in(found))):
+            raise _malformed(ascii(text)[1:-1], f"its value has {wrong}", "Write the character itself.")
+        return found
+    except RecursionError:
+        raise _malformed(
+            text, "its value is nested too deeply to be read", "Nothing that is set goes so deep."
+        ) from None
+    except yaml.YAMLError as error:
+        reason = getattr(error, "problem", None) or "not YAML"
+        remedy = 'Close every bracket, and quote text that has other signs than letters: `names=["layers.*"]`.'
+        raise _malformed(text, f"its value cannot be read ({reason})", remedy) from None
+
+
+def _malformed(text: str, reason: str, remedy: str = _FORM) -> ConfigError:
+    return ConfigError(Problem(text, f"not an override: {reason}", remedy, "override"))

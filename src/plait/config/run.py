@@ -12,13 +12,20 @@ from plait.config.data import DataConfig
 from plait.config.model import ModelConfig
 from plait.config.online import GrpoConfig, PpoConfig, RolloutConfig
 from plait.config.optim import AdamWConfig, OptimConfig
-from plait.config.plan import PlanConfig
 from plait.config.posttrain import DpoConfig, LoraConfig, Phase, PosttrainConfig, RewardConfig, SftConfig
 from plait.config.precision import PrecisionConfig
-from plait.config.profile import ProfileConfig
 from plait.config.schedule import ScheduleConfig
 from plait.config.strategy import StrategyConfig
-from plait.config.train import BatchConfig, CheckpointConfig, HookConfig, LogConfig, MetricConfig, TrainConfig
+from plait.config.train import (
+    BatchConfig,
+    CheckpointConfig,
+    HookConfig,
+    LogConfig,
+    MetricConfig,
+    PlanConfig,
+    ProfileConfig,
+    TrainConfig,
+)
 
 
 class RunConfig(Shorthand):

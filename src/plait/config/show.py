@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from plait.config import tree
+from plait.config import draft
 from plait.config.base import Section
 from plait.config.rules import violations
 from plait.config.run import RunConfig
@@ -30,7 +30,7 @@ def rows(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _settings(section: Section) -> list[tuple[str, Any]]:
     """The keys and values of a section; its `type`, which says what the others mean, first."""
-    return sorted(tree.settings(section).items(), key=lambda setting: setting[0] != "type")
+    return sorted(draft.settings_of_section(section).items(), key=lambda setting: setting[0] != "type")
 
 
 def describe(parsed: Parsed) -> list[tuple[str, Any, str]]:

@@ -2,15 +2,76 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
+from math import prod
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, PositiveFloat, Tag
 
-from plait.config.base import Many, NonNegativeInt, PositiveInt, RefusedError, Section, Shorthand
-from plait.config.engine import EngineChoice, EnginePart, PluginWord, engine_stage, usual_stage, with_file_read
-from plait.config.offload import OffloadConfig
+from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, RefusedError, Section, Shorthand
+from plait.config.engines import EngineChoice, EnginePart, PluginWord, engine_stage, usual_stage, with_file_read
 from plait.config.part import OWN_TAG, PART_TAG, Part, mapping_or_part, word_or_part
-from plait.config.words import choose
+from plait.config.text import choose, counted
+from plait.errors import ConfigError, Problem
+
+# `strategy.offload`: memory beyond the device.
+
+
+Tier = Literal["none", "cpu", "nvme"]
+
+
+class OffloadConfig(Shorthand):
+    """What lives in host memory or in files rather than on the device. A word says where the optimizer does."""
+
+    optimizer: Tier = "none"
+    """Where the fp32 weights and the optimizer's state live."""
+    update: Literal["auto", "cpu", "device"] = "auto"
+    """Who computes the update: the CPU, or the device, which states visit in pieces. `auto`: a CUDA device does whose
+    link is faster than its share of the host's cores, or with 8-bit moments; not with `delayed` or `params`."""
+    params: Tier = "none"
+    """Where the weights live that compute, between their uses; goes with `zero: 3`."""
+    activations: Literal["none", "all"] | Many[str] = "none"
+    """What units save for the backward pass waits in host memory: of `all`, or of those that fit patterns of names."""
+    path: PathText | None = None
+    """Folder of the `nvme` tier, best on a local disk. Absent: `offload` in `work_dir`."""
+    budget_gib: PositiveFloat | None = None
+    """With `optimizer: nvme`: host memory of one rank for what passes through. Absent: as `bucket_mb` asks."""
+    bucket_mb: PositiveFloat = 256.0
+    """fp32 weights that are updated as one; while one bucket computes, others travel."""
+    ratio: Annotated[float, Field(ge=0.0, lt=1.0)] | Literal["auto"] = 0.0
+    """Share of the weights whose update stays on the device. `auto`: what the plan finds, with `plait train`."""
+    host_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """With `optimizer: nvme`: share of the weights whose state stays in host memory, beyond `budget_gib`."""
+    delayed: bool = False
+    """A step's update runs beside the next step, which still computes with the weights from before it."""
+    prefetch_params: NonNegativeInt = 50_000_000
+    """With `params`: weights of coming units that are read ahead, at most so many numbers; the next unit however large
+    it is, unless this is 0."""
+    live_params: PositiveInt = 1_000_000_000
+    """With `params`: at most so many numbers in memory at one time, beyond what the unit in use needs."""
+    persistent_params: NonNegativeInt = 100_000
+    """With `params`: weights of units with fewer numbers than this stay in memory."""
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        """A word is where the optimizer lives."""
+        return {"optimizer": value} if isinstance(value, str) else value
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is offloaded."""
+        return self.optimizer != "none"
+
+    @property
+    def share(self) -> float:
+        """`ratio` as a number; what `auto` will be is not known here, and counts as nothing."""
+        return 0.0 if self.ratio == "auto" else self.ratio
+
+    @property
+    def uses_files(self) -> bool:
+        """Whether anything lies in files."""
+        return "nvme" in (self.optimizer, self.params)
+
 
 ShardingWord = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
 
@@ -261,3 +322,74 @@ class StrategyConfig(Shorthand):
         if self.sharding is not None:
             return {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "_HYBRID_SHARD_ZERO2": 2}.get(self.sharding, 3)
         return self.zero or 0
+
+
+# How many ranks each mesh axis gets.
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of the mesh axes, outermost first; their product is the number of ranks."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    ep: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that see different samples."""
+        return self.dp_replicate * self.dp_shard * self.ep
+
+    @property
+    def replicas(self) -> int:
+        """Ranks whose gradients of one dense parameter are added up."""
+        return self.data_parallel * self.cp
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return prod(asdict(self).values())
+
+    def sizes(self) -> dict[str, int]:
+        """Axis → size, outermost first."""
+        return asdict(self)
+
+
+def least_ranks(strategy: StrategyConfig) -> int:
+    """As few ranks as the layout can have: the product of the axes that it fixes."""
+    return prod(size or 1 for size in strategy.layout.model_dump().values())
+
+
+def resolve_layout(strategy: StrategyConfig, *, size: int, local_size: int) -> Layout:
+    """Fill in the axes that are absent, and refuse sizes that do not multiply to the number of ranks."""
+    wanted = strategy.layout
+    replicate, shard = wanted.dp_replicate, wanted.dp_shard
+    others = {"pp": wanted.pp, "ep": wanted.ep, "cp": wanted.cp, "tp": wanted.tp}
+    model = prod(others.values())
+    left = max(size // model, 1)
+    if strategy.stage == 0:
+        shard = shard or 1
+    elif replicate is None and shard is None:
+        hybrid = strategy.sharding is not None and "HYBRID" in strategy.sharding
+        # FSDP's hybrid sharding means: shard inside a host, replicate between hosts.
+        shard = min(max(local_size // model, 1), left) if hybrid else left
+    if replicate is None:
+        assert shard is not None
+        replicate = max(left // shard, 1)
+    elif shard is None:
+        shard = max(left // replicate, 1)
+    layout = Layout(others["pp"], replicate, shard, others["ep"], others["cp"], others["tp"])
+    if layout.size != size:
+        axes = {axis: n for axis, n in layout.sizes().items() if n > 1 or axis.startswith("dp_")}
+        ranks = "there is 1 rank" if size == 1 else f"there are {size} ranks"
+        message = f"{' × '.join(axes)} = {' × '.join(map(str, axes.values()))} = {layout.size}, but {ranks}"
+        start = f"Start {counted(layout.size, 'process', 'processes')}"
+        remedy = f"{start}, or leave one of dp_replicate and dp_shard out: it takes the rest."
+        if size % model:
+            named = " × ".join(f"{axis} {n}" for axis, n in others.items() if n > 1)
+            remedy = f"Start a multiple of {model} processes for {named}, for example {size // model * model or model}."
+        raise ConfigError(Problem("strategy.layout", message, remedy))
+    return layout

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, PositiveFloat, Tag
+from pydantic import BeforeValidator, Discriminator, Field, PositiveFloat, Tag
 
-from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, Section, Size
+from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, Section, Shorthand, Size
 from plait.config.part import OWN_TAG, PART_TAG, Imported, Part, own_or_part, word_or_part
+from plait.config.text import listed
+from plait.errors import ConfigError, Problem
 
 
 class BatchConfig(Section):
@@ -147,7 +150,7 @@ class LogConfig(Section):
 class EmaConfig(Section):
     """An exponential moving average of the weights, used in validation and saved beside them."""
 
-    builds = "plait.runner.hooks.ema:Ema"
+    builds = "plait.trainer.hooks:Ema"
 
     type: Literal["ema"] = "ema"
     decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.999
@@ -157,7 +160,7 @@ class EmaConfig(Section):
 class EarlyStopConfig(Section):
     """Stop when a metric no longer gets better."""
 
-    builds = "plait.runner.hooks.early_stop:EarlyStop"
+    builds = "plait.trainer.hooks:EarlyStop"
 
     type: Literal["early_stop"] = "early_stop"
     metric: str = "loss"
@@ -170,7 +173,7 @@ class EarlyStopConfig(Section):
 class RollbackConfig(Section):
     """Where the loss leaps and stays up, go back to a checkpoint, and on with the data that come next."""
 
-    builds = "plait.runner.hooks.rollback:Rollback"
+    builds = "plait.trainer.hooks:Rollback"
 
     type: Literal["rollback"] = "rollback"
     metric: Literal["loss", "grad_norm"] = "loss"
@@ -193,7 +196,7 @@ class ImportedHook(Imported):
 
 
 class HookPart(Part):
-    """A hook of one's own: a class derived from `plait.runner.Hook`, or what makes one, called with further keys."""
+    """A hook of one's own: a class derived from `plait.trainer.Hook`, or what makes one, called with further keys."""
 
     kind = "hook"
     own = ("ema", "early_stop", "rollback", "import")
@@ -218,7 +221,7 @@ HookConfig = Annotated[
 class AccuracyConfig(Section):
     """Share of samples whose label is among the most likely classes; reported as `accuracy/top1`."""
 
-    builds = "plait.runner.metrics:accuracy"
+    builds = "plait.trainer.metrics:accuracy"
 
     type: Literal["accuracy"] = "accuracy"
     top: PositiveInt = 1
@@ -232,7 +235,7 @@ class AccuracyConfig(Section):
 
 
 class MetricPart(Part):
-    """A metric of one's own: a class derived from `plait.runner.Metric`, or what makes one, called with the further
+    """A metric of one's own: a class derived from `plait.trainer.Metric`, or what makes one, called with the further
     keys."""
 
     kind = "metric"
@@ -243,3 +246,128 @@ MetricConfig = Annotated[
     Annotated[AccuracyConfig, Tag(OWN_TAG)] | Annotated[MetricPart, Tag(PART_TAG)],
     Discriminator(own_or_part(MetricPart)),
 ]
+
+# `profile`: a few steps of a run, looked at closely.
+
+
+EARLIEST = 4
+"""The first step that can be recorded; those before it warm up, are counted, and let the profiler get ready."""
+
+
+class ProfileConfig(Section):
+    """Where the time and the memory of a step go, measured on a few steps of the run; see profile.md."""
+
+    builds = "plait.profile.hook:Profile"
+
+    start: Annotated[PositiveInt, Field(ge=EARLIEST)] = 10
+    """First step that is recorded, counted from where the run begins or resumes. The steps before it warm up."""
+    steps: PositiveInt = 3
+    """So many are recorded."""
+    folder: PathText | None = None
+    """For the page, the figures and a trace of each rank. Absent: `profile` in `work_dir`."""
+
+
+# `plan`: what is known before the start, and what follows from it.
+
+
+def _off(value: Any) -> Any:
+    """YAML reads `off` as false."""
+    return "off" if value is False else value
+
+
+class PlanConfig(Shorthand):
+    """Every run is planned first: one step on tensors without values, in a few seconds."""
+
+    gate: Annotated[Literal["refuse", "warn", "off"], BeforeValidator(_off)] = "refuse"
+    """What happens to a run that will not fit: it does not start, it starts with a warning, or nobody looks."""
+    hardware: PathText | None = None
+    """A machine that `plait doctor --measure` wrote down, or a preset. Absent: the machine at hand."""
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        """A word is the `gate`."""
+        return {"gate": value} if value is False or isinstance(value, str) else value
+
+
+# The batch sum: `total = micro × accumulation × data-parallel size`.
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedBatch:
+    """The three sizes of a batch, which agree with each other and with the data-parallel size."""
+
+    total: int
+    micro: int
+    accumulation: int
+
+    def split(self, parts: int) -> ResolvedBatch:
+        """The same batch in micro-batches that are at most the `parts`-th part as large.
+
+        Raises `ConfigError` where a sample would have to be split.
+        """
+        if self.micro < parts:
+            message = f"memory was short with micro-batches of {max(2 * self.micro // parts, 1)}, and none is smaller"
+            remedy = "Write `strategy.recompute: full`, a higher `strategy.zero`, or `strategy.offload`."
+            raise ConfigError(Problem("batch.micro", message, remedy))
+        own = self.micro * self.accumulation
+        micro = next(each for each in range(self.micro // parts, 0, -1) if own % each == 0)
+        return ResolvedBatch(self.total, micro, own // micro)
+
+
+def resolve_batch(batch: BatchConfig, data_parallel_size: int, *, micro_batches: int | None = None) -> ResolvedBatch:
+    """The three sizes from those given: two give the third; of one alone, or none, the others are 1 where free.
+
+    `micro_batches`, the pipeline's, is another word for the accumulation. Raises `ConfigError` where the sizes
+    contradict each other, or `total` cannot be cut evenly.
+    """
+    assert data_parallel_size >= 1
+    total, micro, accumulation = batch.total, batch.micro, batch.accumulation or micro_batches
+    if total is None:
+        micro, accumulation = micro or 1, accumulation or 1
+        return ResolvedBatch(micro * accumulation * data_parallel_size, micro, accumulation)
+    if micro is not None and accumulation is not None:
+        if total != micro * accumulation * data_parallel_size:
+            raise _contradiction(total, micro, accumulation, data_parallel_size)
+        return ResolvedBatch(total, micro, accumulation)
+    known = micro or accumulation or 1
+    other, left = divmod(total, known * data_parallel_size)
+    if left:
+        raise _uneven(total, micro, accumulation, data_parallel_size)
+    return ResolvedBatch(total, micro or other, accumulation or (other if micro else 1))
+
+
+def _contradiction(total: int, micro: int, accumulation: int, ranks: int) -> ConfigError:
+    product = micro * accumulation * ranks
+    message = (
+        f"{total} ≠ {micro} × {accumulation} × {ranks} = {product} (total ≠ micro × accumulation × data-parallel size)"
+    )
+    ways = [f"total: {product}"]
+    if total % (micro * ranks) == 0:
+        ways.append(f"accumulation: {total // (micro * ranks)}")
+    if total % (accumulation * ranks) == 0:
+        ways.append(f"micro: {total // (accumulation * ranks)}")
+    return _error(message, ways, "Leave one of the three out, or write")
+
+
+def _uneven(total: int, micro: int | None, accumulation: int | None, ranks: int) -> ConfigError:
+    """`total` is not a multiple of what is known of the right-hand side."""
+    known = (micro or accumulation or 1) * ranks
+    name, value = ("micro", micro) if micro else ("accumulation", accumulation)
+    factors = f"({value} × {ranks})" if value else f"{ranks}"
+    words = f"({name} × data-parallel size)" if value else "data-parallel size"
+    message = f"{total} ÷ {factors} = {total / known:g}, not a whole number (total ÷ {words})"
+    ways = [f"total: {each}" for each in (total // known * known, total // known * known + known) if each]
+    if value and total % ranks == 0:
+        ways += [f"{name}: {each}" for each in _nearest_divisors(total // ranks, value)]
+    return _error(message, ways, "Write")
+
+
+def _nearest_divisors(number: int, value: int) -> list[int]:
+    """The divisors of `number` next to `value`, below and above."""
+    below = next((each for each in range(min(value, number), 0, -1) if number % each == 0), None)
+    above = next((each for each in range(value, number + 1) if number % each == 0), None)
+    return [each for each in (below, above) if each]
+
+
+def _error(message: str, ways: list[str], verb: str) -> ConfigError:
+    return ConfigError(Problem("batch", message, f"{verb} {listed([f'`{way}`' for way in ways], 'or')}."))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationInfo, ValidatorFunctionWrapHandler
 
-from plait.config.words import nearest
+from plait.config.text import nearest
 from plait.errors import ConfigError, PlaitError, Problem
 
 if TYPE_CHECKING:

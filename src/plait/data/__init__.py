@@ -3,47 +3,45 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from plait.data.adopt import adopt as adopt
-    from plait.data.build import build_dataset as build_dataset
-    from plait.data.build import prepare as prepare
-    from plait.data.build import tokenizer_path as tokenizer_path
     from plait.data.collate import Collate as Collate
     from plait.data.collate import stack as stack
-    from plait.data.cut import cut as cut
-    from plait.data.jsonl import read_object as read_object
-    from plait.data.loader import Loader as Loader
+    from plait.data.loader import RankLoader as RankLoader
+    from plait.data.loader import WorkerEnds as WorkerEnds
     from plait.data.loader import is_stream as is_stream
     from plait.data.order import SampleOrder as SampleOrder
     from plait.data.order import mix as mix
     from plait.data.order import sample_seed as sample_seed
     from plait.data.packing import IGNORE as IGNORE
     from plait.data.packing import PackedTokens as PackedTokens
+    from plait.data.sources import build_dataset as build_dataset
+    from plait.data.sources import prepare as prepare
+    from plait.data.sources import tokenizer_path as tokenizer_path
+    from plait.data.steps import cut as cut
     from plait.data.text import find_files as find_files
     from plait.data.text import open_file as open_file
+    from plait.data.text import read_object as read_object
     from plait.data.tokenizer import END as END
     from plait.data.tokenizer import TextTokenizer as TextTokenizer
     from plait.data.tokenizer import load_tokenizer as load_tokenizer
     from plait.data.tokenizer import train_tokenizer as train_tokenizer
     from plait.data.tokens import TokenFile as TokenFile
     from plait.data.tokens import TokenWriter as TokenWriter
-    from plait.data.workers import WorkerEnds as WorkerEnds
+    from plait.data.wrap_loader import adopt as adopt
 else:
     from plait.lazy import attach_names
 
     attach_names(
         __name__,
         {
-            "adopt": ["adopt"],
-            "build": ["build_dataset", "prepare", "tokenizer_path"],
             "collate": ["Collate", "stack"],
-            "cut": ["cut"],
-            "jsonl": ["read_object"],
-            "loader": ["Loader", "is_stream"],
+            "loader": ["RankLoader", "WorkerEnds", "is_stream"],
             "order": ["SampleOrder", "mix", "sample_seed"],
             "packing": ["IGNORE", "PackedTokens"],
-            "text": ["find_files", "open_file"],
+            "sources": ["build_dataset", "prepare", "tokenizer_path"],
+            "steps": ["cut"],
+            "text": ["find_files", "open_file", "read_object"],
             "tokenizer": ["END", "TextTokenizer", "load_tokenizer", "train_tokenizer"],
             "tokens": ["TokenFile", "TokenWriter"],
-            "workers": ["WorkerEnds"],
+            "wrap_loader": ["adopt"],
         },
     )

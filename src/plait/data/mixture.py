@@ -16,12 +16,12 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from plait.data.fetch import tell_epoch
+from plait.data.loader import tell_epoch
 from plait.data.order import SampleOrder
 from plait.errors import DataError
 
 
-class Mixture(Dataset[Any]):
+class MixtureSource(Dataset[Any]):
     """`samples` an epoch, of each source as many as its weight says; see [Note: shares of an epoch]."""
 
     def __init__(

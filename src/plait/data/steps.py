@@ -4,14 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.data.cut import cut
 from plait.data.order import SampleOrder
 from plait.errors import DataError
+
+# How one global batch is cut over ranks and micro-batches. Pure arithmetic.
+
+
+Slice = tuple[int, int]
+Table = tuple[tuple[Slice, ...], ...]
+"""`table[rank][micro_index]` is the slice `[a, b)` of the global batch; `a == b` marks a filler."""
+
+
+def cut(n: int, *, ranks: int, accumulation: int, micro: int) -> Table:
+    """Cut a global batch of `n` samples, at most `ranks × accumulation × micro` of them.
+
+    A full batch: micro-batch `m` over all ranks is one run of `ranks × micro` samples, and within it
+    every rank has a run of `micro`. A short batch (the last of an epoch): the loads of two ranks differ
+    by at most one sample, and every rank gets as many micro-batches as the fullest one needs, empty ones
+    included, so that all ranks meet in the same collectives.
+    """
+    total = ranks * accumulation * micro
+    if not 1 <= n <= total:
+        raise DataError(
+            f"a batch of {n} samples cannot be cut: {ranks} ranks × {accumulation} micro-batches × {micro} "
+            f"samples take from 1 to {total}"
+        )
+    if n == total:
+        return tuple(
+            tuple(((m * ranks + r) * micro, (m * ranks + r + 1) * micro) for m in range(accumulation))
+            for r in range(ranks)
+        )
+    parts = micro_batches(n, ranks=ranks, micro=micro)
+    return tuple(tuple(spread(start, stop, parts)) for start, stop in spread(0, n, ranks))
+
+
+def micro_batches(n: int, *, ranks: int, micro: int) -> int:
+    """How many micro-batches the fullest rank needs when `n` samples are spread evenly."""
+    return max(1, -(-n // (ranks * micro)))
+
+
+def spread(start: int, stop: int, parts: int) -> list[Slice]:
+    """Cut `[start, stop)` into runs whose lengths differ by at most one, longer ones first."""
+    size, longer = divmod(stop - start, parts)
+    bounds = [start + size * part + min(part, longer) for part in range(parts + 1)]
+    return list(pairwise(bounds))
+
 
 CHUNK = 4096
 """Samples whose order is computed at once: enough to make numpy's overhead vanish, small enough that the
@@ -38,7 +81,7 @@ class BatchSizes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankShare:
     """One rank's place in every global batch."""
 
     rank: int
@@ -48,7 +91,7 @@ class Share:
     accumulation: int
 
     @classmethod
-    def of(cls, batch: BatchSizes, *, rank: int, ranks: int) -> Share:
+    def of(cls, batch: BatchSizes, *, rank: int, ranks: int) -> RankShare:
         """The share of `rank`; the sizes must agree with the number of ranks."""
         if not 0 <= rank < ranks:
             raise DataError(f"rank {rank} of {ranks}: ranks are counted from 0 to {ranks - 1}")
@@ -61,11 +104,11 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class StepSamples:
     """The samples of every step, computed where they are asked for: any step costs the same."""
 
     order: SampleOrder
-    share: Share
+    share: RankShare
     drop_last: bool
 
     def __len__(self) -> int:
@@ -99,5 +142,5 @@ class Steps:
         return [(ids[a:b], b - a) if b > a else (ids[:1], 0) for a, b in _slices(self.share, len(ids))]
 
 
-def _slices(share: Share, n: int) -> tuple[tuple[int, int], ...]:
+def _slices(share: RankShare, n: int) -> tuple[tuple[int, int], ...]:
     return cut(n, ranks=share.ranks, accumulation=share.accumulation, micro=share.micro)[share.rank]

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import json
 import os
 import sysconfig
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from plait.config import as_utf8
-from plait.data.tokenizer import END
+from plait.atomic_write import drafting
+from plait.config import JsonlData, TextData, as_utf8, parse_json
+from plait.data.tokenizer import END, TextTokenizer, load_tokenizer, train_tokenizer
+from plait.data.tokens import TokenWriter
 from plait.errors import DataError
 
 STDLIB = "stdlib"
@@ -127,3 +132,216 @@ def _stdlib() -> list[Path]:
     if not files:
         raise DataError(f"this Python has no sources of its standard library in {root}; give another path")
     return sorted(files)
+
+
+# One JSON object a line: whole texts, or prompts with completions.
+
+
+@dataclass(frozen=True, slots=True)
+class JsonlSource:
+    """JSON lines. Either `text_key`, or `prompt_key` and `completion_key`.
+
+    A prompt is given, not learned: only the completion is. The two are put together as they are, so a
+    separator, if there is to be one, belongs to one of them. Blank lines are skipped.
+    """
+
+    path: str
+    text_key: str | None = None
+    prompt_key: str | None = None
+    completion_key: str | None = None
+
+    def __post_init__(self) -> None:
+        pair = (self.prompt_key, self.completion_key)
+        if (None in pair) if self.text_key is None else (pair != (None, None)):
+            raise DataError(
+                f"{self.path}: text_key {self.text_key!r}, prompt_key {self.prompt_key!r}, completion_key "
+                f"{self.completion_key!r}: give either text_key, or prompt_key and completion_key"
+            )
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a part of each document is given and not learned."""
+        return self.prompt_key is not None
+
+    def fingerprint(self) -> str:
+        """A hash of everything that the documents are made of."""
+        keys = json.dumps([self.text_key, self.prompt_key, self.completion_key])
+        return f"{keys} {hash_files(find_files(self.path))}"
+
+    def documents(self) -> Iterator[Document]:
+        """The documents; a line that cannot be used is an error that names it."""
+        for path in find_files(self.path):
+            with open_file(path) as file:
+                for number, line in enumerate(file, start=1):
+                    if line.strip():
+                        where = f"{path}, line {number}"
+                        yield self._document(_parse(line, where), where)
+
+    def _document(self, record: dict[str, Any], where: str) -> Document:
+        if self.text_key is not None:
+            return "", _string(record, self.text_key, where)
+        assert self.prompt_key is not None
+        assert self.completion_key is not None
+        return _string(record, self.prompt_key, where), _string(record, self.completion_key, where)
+
+
+def read_object(line: bytes) -> dict[str, Any] | str:
+    """The JSON object of a line, or what is wrong with it."""
+    try:
+        record = parse_json(line)
+    except UnicodeDecodeError:
+        return f"not UTF-8 text: {as_utf8(line)}"
+    except ValueError as error:
+        return f"not JSON: {error}"
+    return record if isinstance(record, dict) else f"expected an object, found a {type(record).__name__}"
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    record = read_object(line)
+    if isinstance(record, str):
+        raise DataError(f"{where}: {record}")
+    return record
+
+
+def _string(record: dict[str, Any], key: str, where: str) -> str:
+    if key not in record:
+        raise DataError(f"{where}: no key {key!r}; it has {', '.join(map(repr, record)) or 'none'}")
+    value = record[key]
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {key!r} is of type {type(value).__name__}, expected a string")
+    return value
+
+
+# Folders that are made once and then only read, by any number of processes.
+
+
+def cache_root(setting: str | None) -> Path:
+    """The folder that was asked for, or `plait` in the user's cache folder."""
+    return Path(setting).expanduser() if setting is not None else Path.home() / ".cache" / "plait"
+
+
+def cached(root: Path, name: str, build: Callable[[Path], None]) -> Path:
+    """The folder `root/name`, filled by `build` if it does not exist yet.
+
+    It appears complete or not at all. Processes that build it at the same time do not disturb each other:
+    the first to finish wins, and since a name stands for its content, the others lose nothing. Raises `DataError`
+    where nothing can be written there.
+    """
+    entry = root / name
+    try:
+        if entry.is_dir():
+            return entry
+        with drafting(entry) as draft:
+            draft.mkdir()
+            build(draft)
+            draft.rename(entry)
+    except OSError as error:
+        if isinstance(error, PermissionError) or not entry.is_dir():
+            reason = error.strerror or str(error)
+            raise DataError(
+                f"tokens cannot be kept in {root}: {reason}; name another folder as `data.cache`"
+            ) from error
+    return entry
+
+
+# Text sources to token files, made once and kept in the cache.
+
+
+RECIPE = 1
+"""Counts changes in how a corpus is made: an older one in the cache is then not taken for a new one."""
+
+GROUP_CHARS = 4_000_000
+"""Text that is tokenized at once: enough for all cores, little enough for memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """A tokenized source: its token file and the tokenizer that made it."""
+
+    folder: Path
+
+    @property
+    def tokens(self) -> Path:
+        """The stem of the token file."""
+        return self.folder / "tokens"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The `tokenizer.json`."""
+        return self.folder / "tokenizer.json"
+
+
+def prepare_corpus(config: TextData | JsonlData, tokenizer: str | Path | None = None) -> Corpus:
+    """Tokenize a source, unless the cache has it.
+
+    `tokenizer` stands in where the config names none: validation text of another source must be cut by
+    the tokenizer of the training text. Without either, one is trained on the source itself.
+    """
+    source = _source(config)
+    given = config.tokenizer or tokenizer
+    if given is not None and not Path(given).is_file():
+        load_tokenizer(given)  # says what is wrong with it
+    how = f"trained {config.vocab_size}" if given is None else f"given {hash_files([Path(given)])}"
+    what = f"{RECIPE} {type(source).__name__} {source.fingerprint()} {how}"
+    name = f"{config.type}-{hashlib.sha256(what.encode()).hexdigest()[:32]}"
+
+    def build(folder: Path) -> None:
+        corpus = Corpus(folder)
+        if given is None:
+            made = train_tokenizer(chain.from_iterable(source.documents()), config.vocab_size)
+        else:
+            made = load_tokenizer(given)
+        made.save(corpus.tokenizer)
+        documents = _whole(source.documents(), made, config.path)
+        if write_documents(corpus.tokens, documents, made, masked=source.has_prompts) == 0:
+            raise DataError(f"{config.path} has no text in it; give a file or folder that has")
+        if not any(text for _, text in source.documents()):
+            what = "completion" if source.has_prompts else "text"
+            raise DataError(f"{config.path}: every {what} is empty, so there is nothing to learn")
+
+    return Corpus(cached(cache_root(config.cache), name, build))
+
+
+def write_documents(path: Path, documents: Iterable[Document], tokenizer: TextTokenizer, *, masked: bool) -> int:
+    """Tokenize documents into a token file, each with the end token behind it; how many there were."""
+    writer = TokenWriter(path, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.digest, masked=masked)
+    with writer:
+        for group in _groups(documents):
+            given = tokenizer.encode_many([prompt for prompt, _ in group])
+            learned = tokenizer.encode_many([text for _, text in group])
+            for prompt, text in zip(given, learned, strict=True):
+                writer.add(
+                    [*prompt, *text, tokenizer.end],
+                    [0] * len(prompt) + [1] * (len(text) + 1) if masked else None,
+                )
+    return writer.documents
+
+
+def _whole(documents: Iterable[Document], tokenizer: TextTokenizer, path: str) -> Iterator[Document]:
+    """The documents; one with a character that would vanish between two tokens is an error."""
+    for number, document in enumerate(documents, start=1):
+        for lost in filter(None, map(tokenizer.lost_in, document)):
+            raise DataError(
+                f"{path}, document {number}: the tokenizer has no token for {lost!r} and would leave it out; give one "
+                "that knows every byte, or one with a token for what is unknown"
+            )
+        yield document
+
+
+def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    group: list[Document] = []
+    size = 0
+    for document in documents:
+        group.append(document)
+        size += len(document[0]) + len(document[1])
+        if size >= GROUP_CHARS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _source(config: TextData | JsonlData) -> TextSource | JsonlSource:
+    if isinstance(config, TextData):
+        return TextSource(config.path, config.limit_mb)
+    return JsonlSource(config.path, config.text_key, config.prompt_key, config.completion_key)

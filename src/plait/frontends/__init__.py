@@ -3,19 +3,19 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from plait.frontends.absent import Absent as Absent
-    from plait.frontends.account import ABSENT as ABSENT
-    from plait.frontends.account import Account as Account
-    from plait.frontends.account import Answer as Answer
-    from plait.frontends.account import Entry as Entry
-    from plait.frontends.account import Translation as Translation
+    from plait.frontends.key_report import ABSENT as ABSENT
+    from plait.frontends.key_report import KeyEntry as KeyEntry
+    from plait.frontends.key_report import KeyOutcome as KeyOutcome
+    from plait.frontends.key_report import KeyReport as KeyReport
+    from plait.frontends.key_report import Translation as Translation
+    from plait.frontends.missing_names import Absent as Absent
 else:
     from plait.lazy import attach_names
 
     attach_names(
         __name__,
         {
-            "absent": ["Absent"],
-            "account": ["ABSENT", "Account", "Answer", "Entry", "Translation"],
+            "key_report": ["ABSENT", "KeyEntry", "KeyOutcome", "KeyReport", "Translation"],
+            "missing_names": ["Absent"],
         },
     )

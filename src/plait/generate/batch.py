@@ -3,17 +3,118 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from plait.generate.choose import choose
-from plait.generate.decoder import Decoder
-from plait.generate.graph import Recorded
+from plait.generate.decoder import Decoder, GrowingDecoder
 from plait.generate.options import Completion, Sampling
-from plait.ops import Book, Chance, note
+from plait.kernels import (
+    CounterRNG,
+    TokenRecords,
+    bits_of,
+    draw,
+    greedy,
+    logprob_of,
+    place_of,
+    record,
+    record_tokens,
+    weights_of,
+    with_seed,
+)
+
+# Choosing the next token of every row, on the device, without waiting for it.
+#
+# Drawing from the whole vocabulary, which rollouts do, has a short way in `ops.draw`; see [Note: whole numbers in
+# pieces] there. What cuts words off or penalises them goes the long way here, with whole numbers too: sums of them do
+# not depend on the order, a chance below the sum always meets a token that has some weight, and deterministic runs,
+# which refuse to add up floating-point numbers on a GPU, may draw.
+
+
+def choose(
+    logits: Tensor, chance: CounterRNG | Tensor | None, sampling: Sampling, seen: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The next token of each row, and its log-probability under the model itself, from logits (rows, vocabulary).
+
+    `chance` is what decides, or its numbers (rows); the temperature 0 needs none. `seen` (rows, vocabulary) marks the
+    tokens that a repetition penalty is for.
+    """
+    if seen is None and (chance is None or sampling.temperature == 0.0):
+        return greedy(logits)
+    if seen is None and chance is not None and sampling.draws_from_all:
+        return draw(logits, sampling.temperature, chance)
+    scores = logits if seen is None else _penalised(logits.float(), seen, sampling.repetition_penalty)
+    if chance is None or sampling.temperature == 0.0:
+        token = scores.argmax(-1)
+    else:
+        token = _draw(scores, bits_of(chance), sampling)
+    return token, logprob_of(logits, token)
+
+
+def _draw(scores: Tensor, bits: Tensor, sampling: Sampling) -> Tensor:
+    order: Tensor | None = None
+    share = sampling.top_p if sampling.top_p is not None and sampling.top_p < 1.0 else None
+    # A temperature changes no order, and fp32 neither: both are for what is left.
+    if sampling.top_k is not None and sampling.top_k < scores.shape[1]:
+        scores, order = scores.topk(sampling.top_k)
+    elif share is not None:
+        scores, order = scores.sort(descending=True, stable=True)
+    weights = weights_of(scores, sampling.temperature)
+    ladder, total = weights.cumsum(-1), None
+    if share is not None:
+        # The likeliest has nothing before it, and stays. What goes is at the end, so the ladder is right without it.
+        kept = (ladder - weights).double() < share * ladder[:, -1:].double()
+        total = (weights * kept).sum(-1, keepdim=True)
+    place = place_of(ladder, bits, total)
+    return place if order is None else order.gather(1, place[:, None]).squeeze(1)
+
+
+def _penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(seen, lowered, logits)
+
+
+# One step recorded as a CUDA graph and repeated.
+#
+# A small model writes a token in less time than Python needs to ask for its kernels. Recorded, they are asked for at
+# once. What is recorded must read and write the same tensors each time; `Answers.take` and `CachedDecoder.step` do.
+
+
+WARM_UP = 1
+"""Steps done before recording: libraries set themselves up in the first one. They count like any other."""
+
+
+class RecordedStep:
+    """A step, done as it is at first, and repeated from a recording afterwards."""
+
+    def __init__(self, step: Callable[[], None], *, on: bool, is_warm: Callable[[], bool] = lambda: False) -> None:
+        """`is_warm` says whether a step like this was done before: then it is recorded at once."""
+        self._step, self._on, self._is_warm = step, on, is_warm
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._left: int | None = None
+
+    def __call__(self) -> None:
+        """Do the step."""
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        if self._left is None:
+            self._left = 0 if self._is_warm() else WARM_UP
+        if not self._on or self._left > 0:
+            self._left -= 1
+            self._step()
+            return
+        # Recording does nothing yet; the replay is this step.
+        self._graph = record(self._step)
+        self._graph.replay()
+
+    def forget(self) -> None:
+        """The tensors are others now: record anew."""
+        self._graph = self._left = None
+
 
 CHECK_EVERY = 16
 """Tokens between two looks at which rows are done; each look waits for the device."""
@@ -70,7 +171,7 @@ class Answers:
     def note(self, token: Tensor, logprob: Tensor) -> None:
         """Write each row's next token down. Changes tensors in place only."""
         state = (self.token, self.tokens, self.logprobs, self.counts, self.limits, self.done, self.stopped)
-        note(token, logprob, Book(*state, self._stops))
+        record_tokens(token, logprob, TokenRecords(*state, self._stops))
 
     def go_on(self, decoder: Decoder) -> None:
         """One step: what the model says to the last tokens, and the choice of the next."""
@@ -81,8 +182,8 @@ class Answers:
         else:
             self.take(decoder.step(self.token))
 
-    def _chance(self) -> Chance:
-        return Chance(self.keys, self.counts, self._sampling.seed)
+    def _chance(self) -> CounterRNG:
+        return CounterRNG(self.keys, self.counts, self._sampling.seed)
 
     def keep(self, rows: Tensor) -> Answers:
         """These rows alone."""
@@ -150,7 +251,7 @@ def answering(
         live.take(decoder.begin(prompts, limits))
         recorded = graphs and decoder.capturable
         way = replace(sampling, seed=0)  # every seed goes the same way
-        step = Recorded(lambda: live.go_on(decoder), on=recorded, is_warm=lambda: decoder.is_warm(way))
+        step = RecordedStep(lambda: live.go_on(decoder), on=recorded, is_warm=lambda: decoder.is_warm(way))
         for length in count(1):
             # Ranks that go together must look at the same moments, however long their own rows are.
             if length % check_every == 0 or (agree is None and length >= longest):
@@ -173,3 +274,202 @@ def answering(
     finally:
         decoder.close()
     return [finished[number] for number in range(len(prompts))]
+
+
+# Continuous batching: rows join and leave a batch between two tokens, each with a sampling of its own.
+#
+# A row gets the tokens that it would get alone. Its decoder keeps rows apart, and what decides a draw depends on its
+# own seed and key only; see [Note: a row's chance is its own] in `ops.chance`. A seed is folded into the key, so rows
+# of different seeds are drawn together; rows that differ in temperature, cut or penalty are chosen group by group.
+
+
+class Token(NamedTuple):
+    """The next token of a row."""
+
+    id: int
+    logprob: float
+    """Under the model itself: temperature 1, nothing cut off, nothing penalised."""
+    top: list[tuple[int, float]]
+    """The likeliest tokens and their log-probabilities, as many as the row asked for."""
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationRow:
+    """One prompt and how it is answered. When its answer ends is for the caller to say."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    room: int
+    """New tokens at most."""
+    key: int = 0
+    """Decides, together with the seed, what is drawn."""
+    top: int = 0
+    """Alternatives that are reported with each token."""
+
+
+class ContinuousBatch:
+    """The rows that a decoder works on. One decoder serves one batch at a time."""
+
+    def __init__(self, decoder: Decoder, device: torch.device, *, graphs: bool = True) -> None:
+        self.rows: list[GenerationRow] = []
+        self._decoder, self._device = decoder, device
+        self._keys = self._counts = self._token = torch.zeros(0, dtype=torch.int64, device=device)
+        self._logprob = torch.zeros(0, device=device)
+        self._seen: Tensor | None = None
+        self._top: tuple[Tensor, Tensor] | None = None
+        self._groups: list[tuple[Sampling, Tensor | None]] = []
+        record = graphs and decoder.capturable
+        self._step = RecordedStep(self._go_on, on=record, is_warm=lambda: decoder.is_warm(self._way()))
+
+    def takes(self, rows: Sequence[GenerationRow]) -> bool:
+        """Whether these rows may join now; if not, they may when the batch is empty, in the worst case one by one."""
+        if self.rows and not isinstance(self._decoder, GrowingDecoder):
+            return False
+        lengths = {len(row.prompt) for row in (*self.rows, *rows)}
+        return self._decoder.mixes_lengths or len(lengths) == 1
+
+    @torch.no_grad()
+    def add(self, rows: Sequence[GenerationRow]) -> list[Token]:
+        """Read the prompts of further rows; returns the first token of each."""
+        assert self.takes(rows), "ask `takes` first"
+        prompts, rooms = [row.prompt for row in rows], [row.room for row in rows]
+        if self.rows:
+            assert isinstance(self._decoder, GrowingDecoder)
+            logits = self._decoder.add(prompts, rooms)
+        else:
+            logits = self._decoder.begin(prompts, rooms)
+        new = ContinuousBatch(self._decoder, self._device, graphs=False)
+        new._begin(rows, logits)
+        new._choose(logits)
+        first = new._tokens()
+        self._join(new, logits.shape[1])
+        return first
+
+    @torch.no_grad()
+    def step(self) -> list[Token]:
+        """The next token of every row."""
+        self._step()
+        return self._tokens()
+
+    @torch.no_grad()
+    def keep(self, numbers: Sequence[int]) -> None:
+        """Let go of all rows but these."""
+        if len(numbers) == len(self.rows):
+            return
+        if not numbers:
+            self.close()
+            return
+        kept = torch.tensor(numbers, device=self._device)
+        self._decoder.keep(kept)
+        self.rows = [self.rows[number] for number in numbers]
+        for name in ("_keys", "_counts", "_token", "_logprob"):
+            setattr(self, name, getattr(self, name)[kept])
+        self._seen = None if self._seen is None else self._seen[kept]
+        self._regroup()
+
+    def close(self) -> None:
+        """Let go of all rows, and leave the model as it was."""
+        self._decoder.close()
+        self._step.forget()
+        self.rows, self._seen, self._top, self._groups = [], None, None, []
+        self._keys, self._counts, self._token = self._keys[:0], self._counts[:0], self._token[:0]
+        self._logprob = self._logprob[:0]
+
+    def _begin(self, rows: Sequence[GenerationRow], logits: Tensor) -> None:
+        self.rows = list(rows)
+        self._keys = torch.tensor([with_seed(row.key, row.sampling.seed) for row in rows], device=self._device)
+        self._counts, self._token = torch.zeros_like(self._keys), torch.zeros_like(self._keys)
+        self._logprob = torch.zeros(len(rows), device=self._device)
+        if any(row.sampling.repetition_penalty != 1.0 for row in rows):
+            self._seen = torch.zeros_like(logits, dtype=torch.bool)
+            for seen, row in zip(self._seen, rows, strict=True):
+                seen[torch.tensor(row.prompt, device=self._device)] = True
+        self._regroup()
+
+    def _join(self, new: ContinuousBatch, vocabulary: int) -> None:
+        if self._seen is not None or new._seen is not None:
+            # Rows without a penalty never look at what they have seen.
+            seen = [
+                torch.zeros(len(each.rows), vocabulary, dtype=torch.bool, device=self._device)
+                if each._seen is None
+                else each._seen
+                for each in (self, new)
+            ]
+            self._seen = torch.cat(seen)
+        for name in ("_keys", "_counts", "_token", "_logprob"):
+            setattr(self, name, torch.cat([getattr(self, name), getattr(new, name)]))
+        self.rows += new.rows
+        self._regroup()
+
+    def _regroup(self) -> None:
+        """Find which rows are chosen together, and give the results a place that no step changes."""
+        groups: dict[Sampling, list[int]] = {}
+        for number, row in enumerate(self.rows):
+            groups.setdefault(_way(row.sampling), []).append(number)
+        alone = len(groups) == 1
+        self._groups = [
+            (way, None if alone else torch.tensor(numbers, device=self._device)) for way, numbers in groups.items()
+        ]
+        most = max(row.top for row in self.rows)
+        if most:
+            values = torch.zeros(len(self.rows), most, device=self._device)
+            self._top = values, torch.zeros_like(values, dtype=torch.int64)
+        else:
+            self._top = None
+        self._step.forget()
+
+    def _way(self) -> tuple[object, ...]:
+        return (*(way for way, _ in self._groups), self._top is not None)
+
+    def _go_on(self) -> None:
+        """One step. Changes tensors in place only, so that a graph may repeat it."""
+        if len(self._groups) == 1 and self._top is None:
+            way = self._groups[0][0]
+            if way.is_greedy:
+                self._note(None, *self._decoder.likeliest(self._token))
+                self._counts.add_(1)
+                return
+            if way.draws_from_all:
+                self._note(None, *self._decoder.draw(self._token, way.temperature, self._chance(None)))
+                self._counts.add_(1)
+                return
+        self._choose(self._decoder.step(self._token))
+
+    def _choose(self, logits: Tensor) -> None:
+        for way, rows in self._groups:
+            seen = self._seen if way.repetition_penalty != 1.0 else None
+            part = logits if rows is None else logits[rows]
+            if seen is not None and rows is not None:
+                seen = seen[rows]
+            self._note(rows, *choose(part, self._chance(rows), way, seen))
+        if self._seen is not None:
+            self._seen.scatter_(1, self._token[:, None], True)
+        if self._top is not None:
+            values, ids = logits.float().log_softmax(-1).topk(min(self._top[0].shape[1], logits.shape[1]))
+            self._top[0][:, : values.shape[1]] = values
+            self._top[1][:, : ids.shape[1]] = ids
+        self._counts.add_(1)
+
+    def _chance(self, rows: Tensor | None) -> CounterRNG:
+        keys, counts = (each if rows is None else each[rows] for each in (self._keys, self._counts))
+        return CounterRNG(keys, counts, 0)
+
+    def _note(self, rows: Tensor | None, token: Tensor, logprob: Tensor) -> None:
+        if rows is None:
+            self._token.copy_(token)
+            self._logprob.copy_(logprob)
+        else:
+            self._token[rows], self._logprob[rows] = token, logprob.float()
+
+    def _tokens(self) -> list[Token]:
+        ids, logprobs = self._token.tolist(), self._logprob.tolist()
+        tops: list[list[tuple[int, float]]] = [[] for _ in ids]
+        if self._top is not None:
+            found = zip(self.rows, self._top[1].tolist(), self._top[0].tolist(), strict=True)
+            tops = [list(zip(names, values, strict=True))[: row.top] for row, names, values in found]
+        return [Token(*each) for each in zip(ids, logprobs, tops, strict=True)]
+
+
+def _way(sampling: Sampling) -> Sampling:
+    """What of a sampling decides how a token is chosen."""
+    return replace(sampling, max_new_tokens=1, stop=(), seed=0)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.ops import Chance, draw, greedy
-from plait.world import is_sharded
+from plait.distributed import is_sharded
+from plait.kernels import CounterRNG, draw, greedy
 
 Call = Callable[..., Any]
 """A model, or what calls it."""
@@ -39,7 +39,7 @@ class Decoder(ABC):
         """Like `step`, but returns the likeliest tokens that come next, and their log-probabilities in fp32."""
         return greedy(self.step(tokens))
 
-    def draw(self, tokens: Tensor, temperature: float, chance: Chance) -> tuple[Tensor, Tensor]:
+    def draw(self, tokens: Tensor, temperature: float, chance: CounterRNG) -> tuple[Tensor, Tensor]:
         """Like `step`, but draws the tokens that come next from all; returns them and their log-probabilities.
 
         `temperature` is above 0. The log-probabilities, in fp32, are those of temperature 1.

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from plait.errors import GenerateError
-from plait.generate.batch import CHECK_EVERY, Agree, Decode, answering
+from plait.generate.batch import CHECK_EVERY, Agree, ContinuousBatch, Decode, GenerationRow, answering
 from plait.generate.cached import CachedDecoder
-from plait.generate.continuous import ContinuousBatch, Row
 from plait.generate.decoder import Call, Decoder, PlainDecoder
 from plait.generate.hf import TransformersDecoder, accepts
 from plait.generate.options import Completion, Sampling, check_prompts
@@ -107,10 +106,10 @@ class Generator:
             finally:
                 batch.close()
 
-    def row(self, prompt: Sequence[int], sampling: Sampling, *, key: int = 0, top: int = 0) -> Row:
+    def row(self, prompt: Sequence[int], sampling: Sampling, *, key: int = 0, top: int = 0) -> GenerationRow:
         """A prompt that was checked, as a row for `continuous`."""
         self._check([prompt], sampling)
-        return Row(prompt, sampling, self._rooms([prompt], sampling)[0], key, top)
+        return GenerationRow(prompt, sampling, self._rooms([prompt], sampling)[0], key, top)
 
     def _rooms(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[int]:
         """New tokens that each prompt has room for."""

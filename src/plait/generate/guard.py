@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from plait.distributed import is_sharded
+from plait.engine import ManualEngine
 from plait.errors import GenerateError, RolloutMismatchError
 from plait.generate.decoder import filled_up, padded
 from plait.generate.options import Completion
-from plait.strategy import ManualEngine
-from plait.world import is_sharded
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """Mean difference of log-probabilities that rounding explains, by the format that is computed in."""

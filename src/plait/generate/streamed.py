@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from plait.config import RunConfig
-from plait.parallel import WeightStream, find_units, materialize, stream_weights
-from plait.strategy import build_module
+from plait.distributed import WeightStream, find_wrap_units, materialize, stream_weights
+from plait.engine import build_module
 
 
 def build_streamed(
@@ -21,7 +21,7 @@ def build_streamed(
     No more than one block's weights beyond those are ever in memory, neither while it is built.
     """
     module, initializer = build_module(config, None)
-    units = find_units(module, config.strategy.wrap)
+    units = find_wrap_units(module, config.strategy.wrap)
     stream = stream_weights(module, units, device=device, tier=tier, folder=folder)
     if initializer is not None:
         materialize.initialize_buffers(module, initializer, seed=config.seed, device=device)

@@ -28,12 +28,12 @@ import torch
 import torch.distributed as dist
 
 from plait.config import ModelConfig, VllmConfig
+from plait.distributed import World, export_ranks, open_group_of_one, restore_rng_state, rng_state
 from plait.errors import GenerateError, MissingExtraError
 from plait.generate.batch import Decode, end_of_text
 from plait.generate.options import Completion, Sampling
-from plait.generate.renamed import Weights, in_names_of_transformers, with_own_head
+from plait.generate.weight_names import Weights, in_names_of_transformers, with_own_head
 from plait.models import to_transformers
-from plait.world import World, export_ranks, open_group_of_one, restore_rng_state, rng_state
 
 BLOCK = 128
 """Tokens of the largest block in which vLLM hands out its cache."""

@@ -12,14 +12,14 @@ from dataclasses import replace
 
 from plait.errors import WorldError
 from plait.launch.job import Job
-from plait.launch.options import Options
+from plait.launch.options import LaunchOptions
 
 VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Otherwise ranks that start again meet the addresses of the dead ones in the store, and wait for them."""
 _RESTARTS = 100
 
 
-def is_elastic(options: Options) -> bool:
+def is_elastic(options: LaunchOptions) -> bool:
     """Whether anything was said that only the elastic agent can do."""
     return (
         options.elastic_training
@@ -30,21 +30,21 @@ def is_elastic(options: Options) -> bool:
     )
 
 
-def uses_torchs_agent(options: Options) -> bool:
+def uses_torchs_agent(options: LaunchOptions) -> bool:
     """Whether hosts find each other through torch's rendezvous, rather than being started from here."""
     by_hand = ":" in (options.nnodes or "") and options.hostfile is None
     named = any((options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id, options.rdzv_conf))
     return options.standalone or named or by_hand
 
 
-def restarts(options: Options) -> int:
+def restarts(options: LaunchOptions) -> int:
     """So many new beginnings are allowed."""
     if options.max_restarts is not None:
         return options.max_restarts
     return _RESTARTS if options.elastic_training or ":" in (options.nnodes or "") else 0
 
 
-def range_of_nodes(options: Options, there: int) -> tuple[int, int]:
+def range_of_nodes(options: LaunchOptions, there: int) -> tuple[int, int]:
     """The least and the most hosts; `there` are in the hostfile."""
     if options.nnodes is not None:
         found = re.fullmatch(r"(\d+)(?::(\d+))?", options.nnodes)
@@ -60,7 +60,7 @@ def range_of_nodes(options: Options, there: int) -> tuple[int, int]:
     return least, most
 
 
-def elastic_job(job: Job, options: Options) -> Job:
+def elastic_job(job: Job, options: LaunchOptions) -> Job:
     """The same job with torch's agent between the host and its ranks."""
     _check(job, options)
     least, most = range_of_nodes(options, len(job.nodes))
@@ -93,7 +93,7 @@ def elastic_job(job: Job, options: Options) -> Job:
     )
 
 
-def _check(job: Job, options: Options) -> None:
+def _check(job: Job, options: LaunchOptions) -> None:
     uneven = {len(node.slots) for node in job.nodes}
     if len(uneven) > 1:
         raise WorldError(

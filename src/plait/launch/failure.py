@@ -26,7 +26,7 @@ _YOUNG_S = 60.0
 """A folder so young may be one whose launcher has not locked it yet."""
 
 
-def tell(error: PlaitError) -> None:
+def report_failure(error: PlaitError) -> None:
     """Pass the error on in plain words, or print it."""
     rank = whole_number(os.environ.get("RANK", "")) or 0
     folder = os.environ.get(FOLDER_VARIABLE)

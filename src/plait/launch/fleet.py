@@ -1,9 +1,10 @@
-"""Several hosts at once: one connection to each, over which `plait.launch.node` is told what to do and tells back."""
+"""Several hosts at once: one connection to each, over which `plait.launch.agent` is told what to do and tells back."""
 
 from __future__ import annotations
 
 import json
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -13,15 +14,72 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
-from plait.launch.console import Console
+from plait.launch.diagnosis import TOLD, conclude, wants_stacks
 from plait.launch.job import Job
 from plait.launch.local import Signals, follow_the_launcher
-from plait.launch.news import take
-from plait.launch.outcome import LEAVE_S, Outcome, never
-from plait.launch.patience import GRACE_S, SAY_S, STACK_S, STUCK_S
-from plait.launch.postmortem import TOLD, conclude, wants_stacks
-from plait.launch.records import Record, causes, exit_code, new_records, note_end
+from plait.launch.messages import take
+from plait.launch.records import (
+    GRACE_S,
+    LEAVE_S,
+    SAY_S,
+    STACK_S,
+    STUCK_S,
+    LaunchOutcome,
+    RankRecord,
+    causes,
+    exit_code,
+    never,
+    new_records,
+    record_end,
+)
 from plait.launch.watch import Watch
+
+# One console for many ranks: whole lines, each with who said it.
+
+
+_LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
+_LONGEST = 1 << 16
+"""A line may be so long before it is shown in parts."""
+
+
+class Console:
+    """Shows what ranks of several hosts print, and keeps the last lines of each in its record."""
+
+    def __init__(self, records: Sequence[RankRecord]) -> None:
+        self._rests: dict[tuple[int, str], bytes] = {}
+        self._records = {record.place.rank: record for record in records}
+
+    def write(self, record: RankRecord, stream: str, data: bytes) -> None:
+        """A rank printed something. Shown as far as lines are complete; `\\r`, as bars have it, ends one too."""
+        key = (record.place.rank, stream)
+        *lines, rest = _LINE_END.split(self._rests.pop(key, b"") + data)
+        if len(rest) > _LONGEST:
+            lines, rest = [*lines, rest + b"\n"], b""
+        for line in lines:
+            self._show(record, stream, line)
+        if rest:
+            self._rests[key] = rest
+
+    def other(self, host: str, line: bytes) -> None:
+        """The connection to a host said something, not a rank."""
+        _put("err", f"{host}: ".encode() + line)
+
+    def flush(self) -> None:
+        """Show what has no line end yet, and will get none."""
+        for (rank, stream), rest in self._rests.items():
+            self._show(self._records[rank], stream, rest + b"\n")
+        self._rests.clear()
+
+    def _show(self, record: RankRecord, stream: str, line: bytes) -> None:
+        record.tail.append(line.decode(errors="replace").rstrip("\r\n"))
+        _put(stream, f"{record.place.host}[{record.place.rank}]: ".encode() + line)
+
+
+def _put(stream: str, line: bytes) -> None:
+    target = sys.stdout if stream == "out" else sys.stderr
+    target.buffer.write(line)
+    target.flush()
+
 
 BEAT_S = 5.0
 """How often hosts hear that the launcher is still there."""
@@ -37,7 +95,7 @@ def run_fleet(
     patience: float | None,
     grace: float | None = None,
     join: Callable[[], bool] = never,
-) -> Outcome:
+) -> LaunchOutcome:
     """Run a job to its end, one command a host, and say why if that was a bad one.
 
     `patience` is how many seconds ranks may take to leave after the first Ctrl-C; None: as long as they like. `grace`
@@ -53,11 +111,11 @@ def run_fleet(
         fleet.close()
         signal.signal(signal.SIGTSTP, suspended)
     if signals.interrupts > 1:
-        return Outcome(128 + signal.SIGINT, fleet.records, interrupted=True)
+        return LaunchOutcome(128 + signal.SIGINT, fleet.records, interrupted=True)
     if not signals.waited and not fleet.reform:
         fleet.conclude()
     code, interrupted = signals.code(fleet.exit_code()), signals.waited > 0.0
-    return Outcome(code, fleet.records, hung=fleet.hung, interrupted=interrupted, reform=fleet.reform)
+    return LaunchOutcome(code, fleet.records, hung=fleet.hung, interrupted=interrupted, reform=fleet.reform)
 
 
 class Fleet:
@@ -76,7 +134,7 @@ class Fleet:
         places = [place for node in range(len(job.nodes)) for place in job.started_on(node)]
         self.records = new_records(job, places)
         self._by_rank = {record.place.rank: record for record in self.records}
-        self._news: _News = queue.Queue()
+        self._news: _FleetMessages = queue.Queue()
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._console = Console(self.records)
         self._errors: list[str] = []
@@ -174,7 +232,7 @@ class Fleet:
         else:
             self._of_rank(self._by_rank[news["rank"]], news)
 
-    def _of_rank(self, record: Record, news: dict[str, Any]) -> None:
+    def _of_rank(self, record: RankRecord, news: dict[str, Any]) -> None:
         for stream in ("out", "err"):
             if stream in news:
                 self._console.write(record, stream, news[stream].encode("latin-1"))
@@ -189,7 +247,7 @@ class Fleet:
                 continue
             if node.error:
                 record.message = node.error
-                note_end(record, TOLD, by_us=False)
+                record_end(record, TOLD, by_us=False)
             else:
                 record.lost, record.ended = True, time.time()
         if (
@@ -260,7 +318,7 @@ class _Connection:
         )
         self.is_open = True
 
-    def talk(self, job: Job, news: _News) -> None:
+    def talk(self, job: Job, news: _FleetMessages) -> None:
         """Hand it the job, and put what it says into `news`."""
         assert self._process is not None
         assert self._process.stdout is not None
@@ -269,7 +327,7 @@ class _Connection:
         aside.start()
         threading.Thread(target=self._talk, args=(job, self._process.stdout, news, aside), daemon=True).start()
 
-    def _talk(self, job: Job, pipe: IO[bytes], news: _News, aside: threading.Thread) -> None:
+    def _talk(self, job: Job, pipe: IO[bytes], news: _FleetMessages, aside: threading.Thread) -> None:
         assert self._process is not None
         self._write(job.to_json().encode() + b"\n")
         for line in pipe:
@@ -281,7 +339,7 @@ class _Connection:
         aside.join(1.0)  # ssh's own complaint stands above what we make of it
         news.put((self, {"closed": code}))
 
-    def _listen(self, pipe: IO[bytes], news: _News) -> None:
+    def _listen(self, pipe: IO[bytes], news: _FleetMessages) -> None:
         for line in pipe:
             news.put((self, {"said": line}))
 
@@ -316,4 +374,4 @@ class _Connection:
             self._process.wait()
 
 
-_News = queue.Queue[tuple[_Connection, dict[str, Any]]]
+_FleetMessages = queue.Queue[tuple[_Connection, dict[str, Any]]]

@@ -3,12 +3,60 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from plait.errors import WorldError
-from plait.launch.binding import cores_of
+
+# Cores for ranks, so that they do not push each other from core to core.
+
+
+def available_cores() -> tuple[int, ...]:
+    """The cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def cpu_count() -> int:
+    """How many processors this process may use."""
+    return len(available_cores())
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """`1,3-5,7` → (1, 3, 4, 5, 7)."""
+    cores: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if found is None or (found[2] is not None and int(found[2]) < int(found[1])):
+            raise WorldError(f"--bind_core_list {text!r}: {part!r} is no core or range of cores; write `1,3-5,7`")
+        cores.extend(range(int(found[1]), int(found[2] or found[1]) + 1))
+    if len(set(cores)) < len(cores):
+        raise WorldError(f"--bind_core_list {text!r} names a core twice")
+    return tuple(cores)
+
+
+def cores_of(local_rank: int, local_size: int, cores: tuple[int, ...], available: tuple[int, ...]) -> tuple[int, ...]:
+    """The share of one rank: equally many for each, neighbours together. Cores that are left over stay idle."""
+    absent = [core for core in cores if core not in available]
+    if absent:
+        raise WorldError(f"--bind_core_list: core {absent[0]} cannot be used here; {_ranges(available)} can")
+    share = len(cores) // local_size
+    if share == 0:
+        raise WorldError(
+            f"{local_size} ranks cannot be bound to {len(cores)} cores; start fewer, or leave --bind_cores_to_rank out"
+        )
+    return cores[local_rank * share : (local_rank + 1) * share]
+
+
+def _ranges(cores: tuple[int, ...]) -> str:
+    return f"{cores[0]}-{cores[-1]}" if cores == tuple(range(cores[0], cores[-1] + 1)) else ",".join(map(str, cores))
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +68,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """Where one rank runs."""
 
     rank: int
@@ -74,25 +122,25 @@ class Job:
         """How many ranks there are."""
         return sum(len(node.slots) for node in self.nodes)
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[RankPlace]:
         """Every rank's place, rank 0 first."""
-        places: list[Place] = []
+        places: list[RankPlace] = []
         for index, node in enumerate(self.nodes):
             for local_rank, slot in enumerate(node.slots):
-                places.append(Place(len(places), node.host, index, local_rank, len(node.slots), slot))
+                places.append(RankPlace(len(places), node.host, index, local_rank, len(node.slots), slot))
         return places
 
-    def started_on(self, node: int) -> list[Place]:
+    def started_on(self, node: int) -> list[RankPlace]:
         """What has to be started on one host."""
         places = [place for place in self.places() if place.node == node]
         return places[:1] if self.once_per_node else places
 
-    def argv(self, place: Place) -> list[str]:
+    def argv(self, place: RankPlace) -> list[str]:
         """The command line of a rank."""
         flag = [f"--local_rank={place.local_rank}"] if self.local_rank_flag else []
         return [*self.program, *flag, *self.arguments]
 
-    def variables(self, place: Place, present: Mapping[str, str]) -> dict[str, str]:
+    def variables(self, place: RankPlace, present: Mapping[str, str]) -> dict[str, str]:
         """What a rank's environment gets on top of `present`, the environment of its host."""
         found = dict(self.environment)
         if self.devices and (visible := _visible(place, self.nodes[place.node].slots, {**present, **found})):
@@ -115,13 +163,13 @@ class Job:
             }
         return found
 
-    def cores_for(self, place: Place, available: tuple[int, ...]) -> tuple[int, ...] | None:
+    def cores_for(self, place: RankPlace, available: tuple[int, ...]) -> tuple[int, ...] | None:
         """The cores that a rank is bound to; None where it may roam."""
         if not self.bind_cores:
             return None
         return cores_of(place.local_rank, place.local_size, self.cores or available, available)
 
-    def log_file(self, place: Place) -> str | None:
+    def log_file(self, place: RankPlace) -> str | None:
         """Where a rank's output goes, if not to the console."""
         return None if self.log_dir is None else f"{self.log_dir}/{self.log_prefix}rank{place.rank}.log"
 
@@ -141,7 +189,7 @@ class Job:
         return cls(nodes=nodes, **lists, **found)
 
 
-def _visible(place: Place, slots: tuple[int, ...], present: Mapping[str, str]) -> str | None:
+def _visible(place: RankPlace, slots: tuple[int, ...], present: Mapping[str, str]) -> str | None:
     """The GPUs of a host's slots. Slots count within what CUDA_VISIBLE_DEVICES already allows there."""
     allowed = present.get("CUDA_VISIBLE_DEVICES")
     if allowed is None:
@@ -155,3 +203,26 @@ def _visible(place: Place, slots: tuple[int, ...], present: Mapping[str, str]) -
             "GPUs there; choose fewer slots, or unset it"
         )
     return ",".join(names[slot] for slot in slots)
+
+
+# Where a program is on this host: what a shell over ssh has on its path is less than what a terminal has.
+
+
+def find_program(name: str, *, path: str | None = None, folder: str | None = None) -> str | None:
+    """The path of a program; None where there is none.
+
+    A bare name is looked for on `path` (absent: this process's), then beside this Python, where `plait` itself and
+    other commands of its environment are. A name with a slash counts from `folder`.
+    """
+    if "/" in name:
+        found = Path(folder or os.curdir, name)
+        return name if found.is_file() and os.access(found, os.X_OK) else None
+    return shutil.which(name, path=path) or shutil.which(name, path=str(Path(sys.executable).parent))
+
+
+def absent(name: str) -> str:
+    """What to say of a program that is not there."""
+    return (
+        f"there is no program {name!r}, neither on the path nor beside {sys.executable}; give its whole path, install "
+        "it there, or leave out --no_python if it is a Python script"
+    )

@@ -4,29 +4,98 @@ from __future__ import annotations
 
 import ctypes
 import os
+import selectors
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, cast
 
 from plait.config import whole_number
 from plait.errors import WorldError
-from plait.launch.binding import available_cores, cpu_count
+from plait.launch.diagnosis import conclude, wants_stacks
 from plait.launch.failure import Messages
-from plait.launch.job import Job, Node, Place
-from plait.launch.outcome import LEAVE_S, Outcome, never
-from plait.launch.patience import GRACE_S, SAY_S, STACK_S, STUCK_S
-from plait.launch.ports import free_port
-from plait.launch.postmortem import conclude, wants_stacks
-from plait.launch.program import absent, find_program
-from plait.launch.records import Record, causes, exit_code, new_records, note_end
-from plait.launch.relay import Relay
+from plait.launch.job import Job, Node, RankPlace, absent, available_cores, cpu_count, find_program
+from plait.launch.network import free_port
+from plait.launch.observer import Observer
+from plait.launch.records import (
+    GRACE_S,
+    LEAVE_S,
+    SAY_S,
+    STACK_S,
+    STUCK_S,
+    LaunchOutcome,
+    RankRecord,
+    causes,
+    exit_code,
+    never,
+    new_records,
+    record_end,
+)
 from plait.launch.watch import Watch
-from plait.launch.witness import Witness
+
+# What ranks of this host print, passed on as it comes, and the last lines of each kept.
+
+
+_CHUNK = 1 << 16
+
+
+class Relay:
+    """Reads only when it is asked to `pump`: there is no thread, so that ranks can be started again at any time."""
+
+    def __init__(self) -> None:
+        self._waiting = selectors.DefaultSelector()
+        self._rests: dict[int, bytes] = {}
+
+    def open(self, outputs: Iterable[tuple[RankRecord, str, IO[bytes]]]) -> None:
+        """Begin with these pipes: whose, `out` or `err`, and the pipe."""
+        for record, name, pipe in outputs:
+            os.set_blocking(pipe.fileno(), False)
+            self._waiting.register(pipe, selectors.EVENT_READ, (record, name))
+
+    def pump(self, seconds: float) -> bool:
+        """Pass on what comes within that time; returns early, and true, once something has."""
+        if not self._waiting.get_map():
+            time.sleep(seconds)
+            return False
+        ready = self._waiting.select(seconds)
+        for key, _ in ready:
+            record, name = key.data
+            data = os.read(key.fd, _CHUNK)
+            if not data:
+                self._end(key)
+                continue
+            _put(name, data)
+            *lines, self._rests[key.fd] = (self._rests.get(key.fd, b"") + data).split(b"\n")
+            record.tail.extend(line.decode(errors="replace") for line in lines)
+        return bool(ready)
+
+    def close(self) -> None:
+        """Pass on what is left. A worker that outlives its rank may hold a pipe open: that is not waited for."""
+        while self.pump(0.0):
+            pass
+        for key in list(self._waiting.get_map().values()):
+            self._end(key)
+        self._waiting.close()
+
+    def _end(self, key: selectors.SelectorKey) -> None:
+        pipe = cast(IO[bytes], self._waiting.unregister(key.fileobj).fileobj)
+        pipe.close()
+        if rest := self._rests.pop(key.fd, b""):
+            key.data[0].tail.append(rest.decode(errors="replace"))
+
+
+def _put(name: str, data: bytes) -> None:
+    target = sys.stdout if name == "out" else sys.stderr
+    with suppress(OSError, ValueError):  # nobody listens any more: the ranks go on all the same
+        target.flush()
+        target.buffer.write(data)
+        target.buffer.flush()
+
 
 _POLL_S = 0.05
 
@@ -63,7 +132,7 @@ def run_ranks(command: Sequence[str], count: int) -> int:
 
 def run_job(
     job: Job, node: int, *, patience: float | None, grace: float = GRACE_S, join: Callable[[], bool] = never
-) -> Outcome:
+) -> LaunchOutcome:
     """Run this host's ranks of a job to their end, and say why if that was a bad one.
 
     `patience` is how many seconds ranks may take to leave after the first Ctrl-C; None: as long as they like. `grace`
@@ -78,13 +147,13 @@ def run_job(
             hung, reform = _wait(group, signals, patience, grace, join)
             relay.close()
             if signals.interrupts > 1:
-                return Outcome(128 + signal.SIGINT, group.records, interrupted=True)
+                return LaunchOutcome(128 + signal.SIGINT, group.records, interrupted=True)
             if not signals.waited and not reform:
                 # Said last, so that it stands below whatever the ranks themselves printed.
                 several = len(job.nodes) > 1
                 conclude(group.records, hung=hung, log_dir=job.log_dir, several_hosts=several)
             code = signals.code(exit_code(group.records, hung=hung))
-            return Outcome(code, group.records, hung=hung, interrupted=signals.waited > 0.0, reform=reform)
+            return LaunchOutcome(code, group.records, hung=hung, interrupted=signals.waited > 0.0, reform=reform)
 
 
 def _wait(
@@ -132,7 +201,7 @@ class LocalRanks:
         node: int,
         *,
         messages: Messages,
-        places: Sequence[Place] | None = None,
+        places: Sequence[RankPlace] | None = None,
         more: dict[str, str] | None = None,
         capture: bool = True,
         stdin: bool = True,
@@ -140,7 +209,7 @@ class LocalRanks:
     ) -> None:
         self.job = job
         self.records = new_records(job, job.started_on(node) if places is None else places)
-        self.witness = Witness(self.records, messages.folder)
+        self.witness = Observer(self.records, messages.folder)
         self.pause = pause
         self._more = {**messages.environment, **(more or {})}
         self._capture = capture
@@ -165,7 +234,7 @@ class LocalRanks:
             record.pid, record.started = process.pid, time.time()
         self.witness.begin()
 
-    def _environment(self, place: Place, bound: tuple[int, ...] | None) -> dict[str, str]:
+    def _environment(self, place: RankPlace, bound: tuple[int, ...] | None) -> dict[str, str]:
         threads = len(bound) if bound else max(cpu_count() // place.local_size, 1)
         present = {"OMP_NUM_THREADS": str(threads), **os.environ}
         if bound:
@@ -173,7 +242,7 @@ class LocalRanks:
         return {**present, **self.job.variables(place, present), **self._more}
 
     def _start(
-        self, record: Record, environment: dict[str, str], cores: tuple[int, ...] | None
+        self, record: RankRecord, environment: dict[str, str], cores: tuple[int, ...] | None
     ) -> subprocess.Popen[bytes]:
         """Start a rank in a process group of its own.
 
@@ -207,7 +276,7 @@ class LocalRanks:
             if log is not None:
                 log.close()
 
-    def _log(self, record: Record) -> IO[bytes] | None:
+    def _log(self, record: RankRecord) -> IO[bytes] | None:
         if record.log is None:
             return None
         path = Path(self.job.folder or ".", record.log)
@@ -215,7 +284,7 @@ class LocalRanks:
         record.log = str(path.absolute())
         return path.open("wb")
 
-    def outputs(self) -> list[tuple[Record, str, IO[bytes]]]:
+    def outputs(self) -> list[tuple[RankRecord, str, IO[bytes]]]:
         """The pipes of captured ranks: whose, `out` or `err`, and the pipe."""
         pairs = zip(self.records, self._processes, strict=True)
         found = [(record, name, pipe) for record, p in pairs for name, pipe in (("out", p.stdout), ("err", p.stderr))]
@@ -230,7 +299,7 @@ class LocalRanks:
             if code is None:
                 self.witness.follow(record)
                 continue
-            note_end(record, code, by_us=self._told and code != 0)
+            record_end(record, code, by_us=self._told and code != 0)
             self.witness.look(record)
             if code:
                 _sweep(process.pid)  # its data workers

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from plait.errors import WorldError
 
@@ -74,3 +78,87 @@ def interface_variables(address: str, present: Mapping[str, str]) -> dict[str, s
 
 def _datagrams(address: str) -> socket.socket:
     return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
+
+
+# Ports that ranks meet at: one that is free, or who holds the one that is not.
+
+
+DEFAULT_PORT = 29500
+"""The one that torchrun and DeepSpeed take."""
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """A TCP port that nobody listens on."""
+    with _socket(address) as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def port_is_free(port: int) -> bool:
+    """Whether rank 0, which listens on all addresses of its host, could take it."""
+    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):  # noqa: S104  # as torch will; let go at once
+        try:
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind((address, port))
+                probe.listen(1)
+        except OSError as error:
+            if error.errno in _TAKEN:
+                return False
+    return True
+
+
+_TAKEN = {errno.EADDRINUSE, errno.EACCES}
+
+
+def check_port(port: int, *, asked_by: str = "--master_port") -> int:
+    """The port, if it is free here; otherwise an error that names who has it, and who asked for it."""
+    if not 0 < port < 1 << 16:
+        raise WorldError(f"{asked_by} {port}: a port is a number from 1 to 65535")
+    if port_is_free(port):
+        return port
+    raise WorldError(
+        f"{asked_by} {port} is in use: {port_holder(port)} has it; end that, or leave {asked_by} out "
+        "and a free port is taken"
+    )
+
+
+def port_holder(port: int) -> str:
+    """Who listens on a port of this host, as well as this user may know."""
+    inodes = {inode for table in ("tcp", "tcp6") for inode in _listening(table, port)}
+    for process in Path("/proc").glob("[0-9]*"):
+        if inodes & _sockets(process):
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            return f"process {process.name} ({' '.join(command.split())[:80]})"
+    return "a process of another user" if inodes else "a process that cannot be seen from here"
+
+
+def _sockets(process: Path) -> set[str]:
+    """Inodes of the sockets that a process holds; none of another user's."""
+    found = set()
+    with suppress(OSError):
+        for fd in (process / "fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                found.update(_SOCKET.findall(str(fd.readlink())))
+    return found
+
+
+_SOCKET = re.compile(r"socket:\[(\d+)\]")
+
+
+def _listening(table: str, port: int) -> list[str]:
+    """Inodes of the sockets that listen on a port, from the kernel's table."""
+    try:
+        lines = Path("/proc/net", table).read_text(encoding="utf-8").splitlines()[1:]
+    except OSError:
+        return []
+    rows = [line.split() for line in lines]
+    listen = "0A"
+    return [row[9] for row in rows if row[3] == listen and int(row[1].rpartition(":")[2], 16) == port]
+
+
+def _socket(address: str) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)

@@ -14,10 +14,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from plait.launch.job import Job
+from plait.launch.job import Job, absent
 from plait.launch.network import is_this_host
-from plait.launch.probe import MARK, Facts, Question
-from plait.launch.program import absent
+from plait.launch.probe import MARK, HostFacts, ProbeRequest
 
 Reach = Callable[[int, Sequence[str]], list[str]]
 """(which host, words) → the command that runs these words there."""
@@ -28,7 +27,7 @@ _LITTLE = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class PreflightFinding:
     """Something that is not as it should be."""
 
     host: str
@@ -42,7 +41,7 @@ class HostCheck:
     """What one host answered, or why it did not."""
 
     host: str
-    facts: Facts | None
+    facts: HostFacts | None
     failure: str = ""
     skew: float = 0.0
     """Seconds by which its clock is surely ahead of ours, or behind; 0 while it could be right."""
@@ -53,7 +52,7 @@ class Preflight:
     """What a look at all hosts has shown."""
 
     checks: tuple[HostCheck, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[PreflightFinding, ...]
     job: Job
     """With the address and the port that rank 0 can have."""
 
@@ -66,7 +65,7 @@ class Preflight:
 def preflight(job: Job, reach: Reach, *, code: str | None, fixed_port: str | None) -> Preflight:
     """Ask all hosts at the same time, and compare what they say. `fixed_port`: the flag that named the port."""
     with _marker(job) as marker, ThreadPoolExecutor(min(len(job.nodes), 64)) as pool:
-        question = Question(job.folder, code, job.arguments, marker, job.address or None, program=job.program[0])
+        question = ProbeRequest(job.folder, code, job.arguments, marker, job.address or None, program=job.program[0])
 
         def ask(node: int) -> HostCheck:
             mine = replace(question, port=job.port if node == 0 else None)
@@ -100,7 +99,7 @@ def _marker(job: Job) -> Iterator[str | None]:
             path.unlink()
 
 
-def _ask(host: str, command: Sequence[str], question: Question) -> HostCheck:
+def _ask(host: str, command: Sequence[str], question: ProbeRequest) -> HostCheck:
     before = time.time()
     try:
         said = subprocess.run(
@@ -118,7 +117,7 @@ def _ask(host: str, command: Sequence[str], question: Question) -> HostCheck:
     line = next((line for line in said.stdout.splitlines() if line.startswith(MARK)), None)
     if line is None:
         return HostCheck(host, None, _failure(said.stderr.strip() or said.stdout.strip(), said.returncode))
-    facts = Facts(**json.loads(line.removeprefix(MARK)))
+    facts = HostFacts(**json.loads(line.removeprefix(MARK)))
     return HostCheck(host, facts, skew=min(facts.clock - before, 0.0) + max(facts.clock - after, 0.0))
 
 
@@ -134,8 +133,10 @@ def _failure(said: str, code: int) -> str:
     )
 
 
-def _reached(checks: Sequence[HostCheck]) -> list[Finding]:
-    return [Finding(check.host, check.failure, _remedy(check.failure)) for check in checks if check.facts is None]
+def _reached(checks: Sequence[HostCheck]) -> list[PreflightFinding]:
+    return [
+        PreflightFinding(check.host, check.failure, _remedy(check.failure)) for check in checks if check.facts is None
+    ]
 
 
 _KEY_CHANGED = "REMOTE HOST IDENTIFICATION HAS CHANGED"
@@ -181,7 +182,7 @@ _ALIKE = {
 }
 
 
-def _alike(checks: Sequence[HostCheck]) -> list[Finding]:
+def _alike(checks: Sequence[HostCheck]) -> list[PreflightFinding]:
     """Versions and code that differ from those of the first host."""
     there = [(check.host, check.facts) for check in checks if check.facts is not None]
     findings = []
@@ -193,12 +194,14 @@ def _alike(checks: Sequence[HostCheck]) -> list[Finding]:
                 mine, theirs = (value.rpartition(".")[0] for value in (mine, theirs))
             if mine != theirs:
                 findings.append(
-                    Finding(host, f"{name} is {mine or 'absent'}, on {first_host} {theirs or 'absent'}", remedy)
+                    PreflightFinding(
+                        host, f"{name} is {mine or 'absent'}, on {first_host} {theirs or 'absent'}", remedy
+                    )
                 )
     return findings
 
 
-def _equipped(checks: Sequence[HostCheck], job: Job) -> list[Finding]:
+def _equipped(checks: Sequence[HostCheck], job: Job) -> list[PreflightFinding]:
     """No such program, too few GPUs, too little memory, a clock that is wrong."""
     findings = []
     with_gpus = any(check.facts is not None and check.facts.gpus for check in checks)
@@ -208,43 +211,49 @@ def _equipped(checks: Sequence[HostCheck], job: Job) -> list[Finding]:
             continue
         if facts.program is None:
             what, _, remedy = absent(job.program[0]).partition("; ")
-            findings.append(Finding(check.host, what, remedy))
+            findings.append(PreflightFinding(check.host, what, remedy))
         if with_gpus and facts.gpus <= max(node.slots):
             what = f"slot {max(node.slots)} is used, but there are {facts.gpus} GPUs"
-            findings.append(Finding(check.host, what, "correct its slots in the hostfile, or use --exclude"))
+            findings.append(PreflightFinding(check.host, what, "correct its slots in the hostfile, or use --exclude"))
         if facts.gpu_memory is not None and facts.gpu_memory < _LITTLE:
             what = f"a GPU has only {facts.gpu_memory >> 20} MiB free"
-            findings.append(Finding(check.host, what, "nvidia-smi there shows who has the rest", fatal=False))
+            findings.append(PreflightFinding(check.host, what, "nvidia-smi there shows who has the rest", fatal=False))
         if facts.memory < ranks * _LITTLE:
             what = f"only {facts.memory >> 20} MiB of memory are free for {ranks} ranks"
-            findings.append(Finding(check.host, what, "end what holds it, or use fewer slots", fatal=False))
+            findings.append(PreflightFinding(check.host, what, "end what holds it, or use fewer slots", fatal=False))
         if abs(check.skew) > _SKEW_S:
             what = f"its clock is {abs(check.skew):.0f} s {'ahead' if check.skew > 0 else 'behind'}"
-            findings.append(Finding(check.host, what, "set it with NTP: logs and timeouts go by it", fatal=False))
+            findings.append(
+                PreflightFinding(check.host, what, "set it with NTP: logs and timeouts go by it", fatal=False)
+            )
     return findings
 
 
-def _port(first: HostCheck, job: Job, fixed: str | None) -> list[Finding]:
+def _port(first: HostCheck, job: Job, fixed: str | None) -> list[PreflightFinding]:
     """Rank 0 must be able to listen, and the others must know where."""
     findings = []
     if first.facts is not None and not first.facts.port_free and fixed:
         what = f"{fixed} {job.port} is in use: {first.facts.port_holder} has it"
-        findings.append(Finding(first.host, what, f"end that, or leave {fixed} out and a free port is taken"))
+        findings.append(PreflightFinding(first.host, what, f"end that, or leave {fixed} out and a free port is taken"))
     if first.facts is not None and not job.address:
-        findings.append(Finding(first.host, "its address is not known", "name it with --master_addr"))
+        findings.append(PreflightFinding(first.host, "its address is not known", "name it with --master_addr"))
     return findings
 
 
-def _ways(checks: Sequence[HostCheck], job: Job) -> list[Finding]:
+def _ways(checks: Sequence[HostCheck], job: Job) -> list[PreflightFinding]:
     """Hosts without a way to rank 0."""
     findings = []
     for check in checks:
         if check.facts is not None and check.facts.interface is None:
             what = f"no network interface leads to {job.address}, where rank 0 is"
-            findings.append(Finding(check.host, what, "name an address that all hosts reach with --master_addr"))
+            findings.append(
+                PreflightFinding(check.host, what, "name an address that all hosts reach with --master_addr")
+            )
         elif check.facts is not None and check.facts.interface == "lo" and not _local_only(job):
             what = f"{job.address}, where rank 0 is, is the loopback address there"
-            findings.append(Finding(check.host, what, "name an address that all hosts reach with --master_addr"))
+            findings.append(
+                PreflightFinding(check.host, what, "name an address that all hosts reach with --master_addr")
+            )
     return findings
 
 

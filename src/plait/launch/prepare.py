@@ -3,31 +3,82 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from plait.config import whole_number
+from plait.config import read_lines, whole_number
 from plait.errors import WorldError
-from plait.launch import forward, slurm
-from plait.launch.binding import cpu_count, parse_cores
+from plait.launch import remote
 from plait.launch.elastic import is_elastic, range_of_nodes
-from plait.launch.flags import DEFAULT_HOSTFILE, is_own_launcher
+from plait.launch.environment import check_address, with_variables
 from plait.launch.hostfile import MOST_SLOTS, Pool, choose, limit, read_hostfile
-from plait.launch.job import Job, Node
+from plait.launch.job import Job, Node, cpu_count, parse_cores
 from plait.launch.local import gpu_count
-from plait.launch.mpi import FAMILIES
-from plait.launch.network import is_this_host, resolve, source_address
-from plait.launch.options import Options
-from plait.launch.ports import DEFAULT_PORT, check_port, free_port
+from plait.launch.network import DEFAULT_PORT, check_port, free_port, is_this_host, resolve, source_address
+from plait.launch.options import DEFAULT_HOSTFILE, LaunchOptions, is_own_launcher
+from plait.launch.remote import FAMILIES
 from plait.launch.setup import Setup, all_here
-from plait.launch.variables import check_address, with_variables
+from plait.spec import FOLDER_VARIABLE
+
+# Which variables go along to other hosts. Only those named here do; nothing is passed by accident.
 
 
-def prepare(options: Options, words: Sequence[str]) -> Setup:
+PREFIXES = ("NCCL_", "PYTHON", "TORCH_", "PYTORCH_", "GLOO_", "UCX_", "MV2_", "FI_", "OMP_", "MLFLOW", "PLAIT_")
+"""Variables whose names begin so are forwarded."""
+
+_NOT = {"PYTHONHOME", "PYTHONSTARTUP", FOLDER_VARIABLE}
+"""They describe this host or this process, not the run."""
+
+ENV_FILES = (".deepspeed_env", ".plait_env")
+"""Looked for at home and in the current folder; later ones win."""
+
+
+def forwarded(present: Mapping[str, str], *, home: Path, folder: Path) -> dict[str, str]:
+    """What every rank on every host gets: variables with a known prefix, then those of the files.
+
+    `DS_ENV_FILE` names the file instead, by its name or its path.
+    """
+    found = {name: value for name, value in present.items() if name.startswith(PREFIXES) and name not in _NOT}
+    names = (present["DS_ENV_FILE"],) if "DS_ENV_FILE" in present else ENV_FILES
+    read = set()
+    for name in names:
+        for base in (home, folder):
+            path = (base / name).absolute()  # an absolute name stays as it is
+            if path.is_file() and path not in read:
+                read.add(path)
+                found |= read_env_file(path)
+    if "DS_ENV_FILE" in present and not read:
+        raise WorldError(f"DS_ENV_FILE={present['DS_ENV_FILE']}: there is no such file in {home} or {folder}")
+    return found
+
+
+def forwarded_here(present: Mapping[str, str] | None = None) -> dict[str, str]:
+    """`forwarded`, from this process's environment, home and current folder."""
+    return forwarded(os.environ if present is None else present, home=Path.home(), folder=Path.cwd())
+
+
+def read_env_file(path: Path) -> dict[str, str]:
+    """Lines of `NAME=value`; `export` before it and quotes around the value are allowed, `#` begins a comment."""
+    found = {}
+    for number, line in enumerate(read_lines(path, WorldError), start=1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        match = re.fullmatch(r"(?:export\s+)?([A-Za-z_]\w*)\s*=\s*(.*)", text)
+        if match is None:
+            raise WorldError(f"{path}:{number}: cannot read {text!r}; write `NAME=value`")
+        value = match[2]
+        quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+        found[match[1]] = value[1:-1] if quoted else value
+    return found
+
+
+def prepare(options: LaunchOptions, words: Sequence[str]) -> Setup:
     """Decide everything that can be decided without asking another host."""
     options = with_variables(options)
     own = is_own_launcher(options.launcher)
@@ -53,11 +104,11 @@ def prepare(options: Options, words: Sequence[str]) -> Setup:
     else:
         job = replace(job, address=options.master_addr or _address(nodes), port=options.master_port or DEFAULT_PORT)
     if launcher != "local":
-        job = replace(job, folder=os.getcwd(), environment=forward.here())
+        job = replace(job, folder=os.getcwd(), environment=forwarded_here())
     return Setup(options, launcher, job, words=tuple(words))
 
 
-def _pool(options: Options) -> Pool | None:
+def _pool(options: LaunchOptions) -> Pool | None:
     if options.hostfile is not None:
         return read_hostfile(Path(options.hostfile))
     if Path(DEFAULT_HOSTFILE).is_file():
@@ -65,7 +116,7 @@ def _pool(options: Options) -> Pool | None:
     return {"localhost": tuple(range(_ranks_a_host(options) or gpu_count() or 1))} if options.force_multi else None
 
 
-def _chosen(pool: Pool, options: Options) -> Pool:
+def _chosen(pool: Pool, options: LaunchOptions) -> Pool:
     if options.include or options.exclude:
         return choose(pool, include=options.include, exclude=options.exclude)
     hosts = options.num_nodes
@@ -78,7 +129,7 @@ def _nodes(pool: Pool) -> tuple[Node, ...]:
     return tuple(Node(host, slots) for host, slots in pool.items())
 
 
-def _ranks_a_host(options: Options) -> int | None:
+def _ranks_a_host(options: LaunchOptions) -> int | None:
     """As the flags say; None where they do not."""
     count = _count(options)
     if count is not None and count > MOST_SLOTS:
@@ -86,7 +137,7 @@ def _ranks_a_host(options: Options) -> int | None:
     return count
 
 
-def _count(options: Options) -> int | None:
+def _count(options: LaunchOptions) -> int | None:
     text = options.nproc_per_node
     if text is None:
         return options.num_gpus
@@ -102,7 +153,7 @@ def _count(options: Options) -> int | None:
     return count or cpu_count()
 
 
-def _without_hostfile(options: Options, words: Sequence[str]) -> Setup:
+def _without_hostfile(options: LaunchOptions, words: Sequence[str]) -> Setup:
     """This host alone, or one of several that are each started by hand, as with torchrun."""
     own = is_own_launcher(options.launcher)
     if not own and options.launcher not in (None, "local", *FAMILIES):
@@ -136,7 +187,7 @@ def _without_hostfile(options: Options, words: Sequence[str]) -> Setup:
     return Setup(options, "local", replace(job, address=options.master_addr, port=port), node, tuple(words))
 
 
-def _local_slots(options: Options) -> tuple[int, ...]:
+def _local_slots(options: LaunchOptions) -> tuple[int, ...]:
     count = _ranks_a_host(options)
     if count is None:
         count = max(gpu_count(), 1)
@@ -144,25 +195,25 @@ def _local_slots(options: Options) -> tuple[int, ...]:
     return pool["localhost"]
 
 
-def _on_slurm(options: Options, words: Sequence[str]) -> Setup:
+def _on_slurm(options: LaunchOptions, words: Sequence[str]) -> Setup:
     if options.hostfile is not None:
         raise WorldError(f"--hostfile {options.hostfile}: with Slurm, hosts come from Slurm; leave it out")
-    if not slurm.in_allocation():
+    if not remote.in_allocation():
         job = _job(options, (Node("localhost", (0,)),), devices=False)
-        return Setup(options, "slurm", replace(job, environment=forward.here()), words=tuple(words))
-    pool = slurm.allocation(_ranks_a_host(options))
+        return Setup(options, "slurm", replace(job, environment=forwarded_here()), words=tuple(words))
+    pool = remote.allocation(_ranks_a_host(options))
     nodes = _nodes(choose(pool, include=options.include, exclude=options.exclude))
     job = _job(options, nodes[: options.num_nodes], devices=False)
     address = options.master_addr or nodes[0].host
     return Setup(
         options,
         "slurm",
-        replace(job, address=address, port=options.master_port or slurm.job_port(), environment=forward.here()),
+        replace(job, address=address, port=options.master_port or remote.job_port(), environment=forwarded_here()),
         words=tuple(words),
     )
 
 
-def _meeting_here(job: Job, options: Options) -> Job:
+def _meeting_here(job: Job, options: LaunchOptions) -> Job:
     """With a place for ranks of one host to meet."""
     check_address(options.master_addr)
     fixed = options.master_port
@@ -182,7 +233,7 @@ def _address(nodes: Sequence[Node]) -> str:
         return ""  # a name of ssh's own configuration: the host is asked
 
 
-def _job(options: Options, nodes: tuple[Node, ...], *, devices: bool) -> Job:
+def _job(options: LaunchOptions, nodes: tuple[Node, ...], *, devices: bool) -> Job:
     if options.no_python:
         program: tuple[str, ...] = (options.script,)
     else:

@@ -19,9 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from plait.launch.network import route_to
-from plait.launch.ports import free_port, port_holder, port_is_free
-from plait.launch.program import find_program
+from plait.launch.job import find_program
+from plait.launch.network import free_port, port_holder, port_is_free, route_to
 
 MARK = "PLAIT-FACTS "
 """Begins the line with the facts, among whatever a login shell prints."""
@@ -29,7 +28,7 @@ _MOST_FILES = 5000
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ProbeRequest:
     """What the launcher wants to know."""
 
     folder: str | None = None
@@ -48,7 +47,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class HostFacts:
     """What a host answers."""
 
     python: str
@@ -73,14 +72,14 @@ class Facts:
     clock: float
 
 
-def answer(question: Question) -> Facts:
+def answer(question: ProbeRequest) -> HostFacts:
     """What this host has, as the question asks."""
     import psutil
 
     gpus = gpu_memory()
     taken = question.port is not None and not port_is_free(question.port)
     connection = os.environ.get("SSH_CONNECTION", "").split()
-    return Facts(
+    return HostFacts(
         python=platform.python_version(),
         torch=_version("torch"),
         cuda=torch_cuda(),
@@ -202,7 +201,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def main() -> None:
     """Answer the question on stdin."""
-    facts = answer(Question(**json.loads(sys.stdin.readline())))
+    facts = answer(ProbeRequest(**json.loads(sys.stdin.readline())))
     print(MARK + json.dumps(asdict(facts)), flush=True)
 
 

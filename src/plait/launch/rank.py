@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from plait.config import whole_number
 from plait.errors import PlaitError, WorldError
+from plait.launch.agent import attend_here
 from plait.launch.job import Job
-from plait.launch.node import attend_here
 
 # rank, size
 _NAMES = (
@@ -33,7 +33,7 @@ def rank_words(job: Job) -> list[str]:
 
 def host_words(job: Job, node: int) -> list[str]:
     """The command that starts all ranks of one host of a job, where a launcher starts one command for each."""
-    return [sys.executable, "-m", "plait.launch.node", "--job", job.to_json(), "--node", str(node)]
+    return [sys.executable, "-m", "plait.launch.agent", "--job", job.to_json(), "--node", str(node)]
 
 
 def launched_rank() -> int:

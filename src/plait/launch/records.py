@@ -6,11 +6,69 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from plait.launch.evidence import Evidence
-from plait.launch.job import Job, Place
-from plait.spec import Phase
+from plait.launch.job import Job, RankPlace
+from plait.spec import Beat, Phase
+
+# What is known of a rank besides how it ended. Plain data, which travels from its host to the launcher.
+
+
+@dataclass(slots=True)
+class FailureRecord:
+    """Gathered on the rank's host, while it runs and once more when it has ended."""
+
+    beat: Beat | None = None
+    """The last heartbeat; None for a script that does not use Plait."""
+    at: float = 0.0
+    """When it was read, by the clock of the rank's host."""
+    state: str = ""
+    """As the kernel has it: `T` stopped by a signal, `D` waiting inside of the kernel. When it was last seen to run."""
+    stacks: str = ""
+    """Of all its threads, if they were asked for or it crashed."""
+    memory: int = 0
+    """Bytes of host memory when it was last seen."""
+    memory_peak: int = 0
+    growth: tuple[float, int] = (0.0, 0)
+    """Over how many seconds before that it grew by how many bytes."""
+    oom_kills: int = 0
+    """So many processes did the kernel kill for want of memory just when this one ended."""
+    recent_oom_kills: int = 0
+    """So many in the half minute before; a data worker may have been one of them."""
+    oom_of_group: bool = False
+    """Those are of its own control group; else of the whole host, and nobody knows who they were."""
+    headroom: int | None = None
+    """Bytes of host memory that it could still take when it was last seen to run; None: nobody knows."""
+    gpu_steps: tuple[int, int, int] | None = None
+    """From which step to which the GPU memory between steps grew by how many bytes; None: it did not."""
+    host_steps: tuple[int, int, int] | None = None
+    """The same of host memory."""
+    limit: int | None = None
+    """Bytes of host memory that the rank and its neighbours may have together."""
+
+    @property
+    def grew_into_the_limit(self) -> bool:
+        """Whether it was itself about to take the last of the memory when it was last seen."""
+        _, grown = self.growth
+        return self.headroom is not None and grown > 0 and self.headroom < max(grown, self.memory // 20)
+
+    @property
+    def waiting_s(self) -> float:
+        """How long it has been waiting in a collective; 0 where it is not."""
+        return max(self.at - self.beat.called, 0.0) if self.beat is not None and self.beat.pending else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> FailureRecord:
+        """What `to_json` wrote."""
+        beat = None if found["beat"] is None else Beat.from_json(found["beat"])
+        pairs = {name: tuple(found[name]) for name in ("growth", "gpu_steps", "host_steps") if found[name] is not None}
+        return cls(**{**found, "beat": beat, **pairs})
+
 
 _KEPT_LINES = 60
 STOPPED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -18,10 +76,10 @@ STOPPED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 @dataclass(slots=True)
-class Record:
+class RankRecord:
     """One rank, from before its start to after its end."""
 
-    place: Place
+    place: RankPlace
     pid: int | None = None
     """On its own host; None before it has started."""
     started: float | None = None
@@ -39,7 +97,7 @@ class Record:
     """The last lines it printed."""
     message: str = ""
     """What it left for the launcher to say."""
-    evidence: Evidence = field(default_factory=Evidence)
+    evidence: FailureRecord = field(default_factory=FailureRecord)
 
     @property
     def running(self) -> bool:
@@ -58,22 +116,22 @@ class Record:
         return self.lost or (bool(self.exit_code) and not self.ended_by_us and not self.stopped)
 
 
-def new_records(job: Job, places: Iterable[Place]) -> list[Record]:
+def new_records(job: Job, places: Iterable[RankPlace]) -> list[RankRecord]:
     """Records of ranks that have not started yet."""
-    return [Record(place, log=job.log_file(place)) for place in places]
+    return [RankRecord(place, log=job.log_file(place)) for place in places]
 
 
-def note_end(record: Record, code: int, *, by_us: bool) -> None:
+def record_end(record: RankRecord, code: int, *, by_us: bool) -> None:
     """Write down that a rank has ended; `by_us`: it was told to."""
     record.exit_code, record.ended, record.ended_by_us = code, time.time(), by_us
 
 
-def causes(records: Sequence[Record]) -> list[Record]:
+def causes(records: Sequence[RankRecord]) -> list[RankRecord]:
     """The ranks that failed of themselves, the first one first. The others are victims."""
     return sorted((record for record in records if record.failed), key=lambda record: record.ended or 0.0)
 
 
-def exit_code(records: Sequence[Record], *, hung: bool = False) -> int:
+def exit_code(records: Sequence[RankRecord], *, hung: bool = False) -> int:
     """That of the worst rank, as a shell has it: 128 and the signal where there was one.
 
     Ranks that `hung` say nothing with theirs: how they were ended is the launcher's doing.
@@ -101,3 +159,42 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+# How one attempt at a job went.
+
+
+LEAVE_S = 60.0
+"""How long ranks may take to save and leave when they are to start again with others."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOutcome:
+    """All ranks are gone, one way or another."""
+
+    code: int
+    """The exit code for a shell."""
+    records: Sequence[RankRecord]
+    hung: bool = False
+    interrupted: bool = False
+    """The user ended it."""
+    reform: bool = False
+    """The ranks were asked to leave because others can join them now."""
+
+
+def never() -> bool:
+    """Nobody wants to join."""
+    return False
+
+
+# How long ranks are waited for once something has gone wrong.
+
+
+SAY_S = 2.0
+"""The other ranks may go on so long once one has failed: they may have something to say about it."""
+GRACE_S = 10.0
+"""They may take so long to leave after SIGTERM. A step cannot be finished without the one that is gone."""
+STUCK_S = 2.0
+"""The same where the run hangs: nobody listens who waits in a collective."""
+STACK_S = 0.5
+"""Ranks may take so long to write down their stacks."""

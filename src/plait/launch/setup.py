@@ -11,21 +11,17 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from plait.errors import ConfigError, Problem
-from plait.launch import slurm
-from plait.launch.command import Command, run_command
-from plait.launch.desk import Desk
+from plait.launch import remote
+from plait.launch.controller import Command, Controller, run_command
 from plait.launch.elastic import elastic_job, is_elastic, range_of_nodes, restarts, uses_torchs_agent
 from plait.launch.fleet import run_fleet
 from plait.launch.job import Job, Node
 from plait.launch.local import run_job
-from plait.launch.mpi import FAMILIES
-from plait.launch.network import is_this_host, resolve
-from plait.launch.options import Options
-from plait.launch.outcome import Outcome
-from plait.launch.pdsh import pdsh_end
-from plait.launch.ports import free_port
-from plait.launch.reform import GRACE_S, Crew, run_again_and_again
-from plait.launch.ssh import Ssh, node_words, options_and_first, shell_line
+from plait.launch.membership import GRACE_S, Membership, run_again_and_again
+from plait.launch.network import free_port, is_this_host, resolve
+from plait.launch.options import LaunchOptions
+from plait.launch.records import LaunchOutcome
+from plait.launch.remote import FAMILIES, Ssh, node_words, options_and_first, pdsh_end, shell_line
 from plait.plugins import call, find
 
 
@@ -42,12 +38,12 @@ class Starter(Protocol):
 
 STARTERS: Mapping[str, str] = MappingProxyType(
     {
-        "pdsh": "plait.launch.pdsh:pdsh_command",
-        "slurm": "plait.launch.slurm:srun_command",
-        "openmpi": "plait.launch.mpi:openmpi_command",
-        "mpich": "plait.launch.mpi:mpich_command",
-        "mvapich": "plait.launch.mpi:mvapich_command",
-        "impi": "plait.launch.mpi:impi_command",
+        "pdsh": "plait.launch.remote:pdsh_command",
+        "slurm": "plait.launch.remote:srun_command",
+        "openmpi": "plait.launch.remote:openmpi_command",
+        "mpich": "plait.launch.remote:mpich_command",
+        "mvapich": "plait.launch.remote:mvapich_command",
+        "impi": "plait.launch.remote:impi_command",
     }
 )
 """Plait's own launchers by their words; they come in as those of users do. `local` and `ssh` start ranks themselves."""
@@ -79,7 +75,7 @@ def find_starter(name: str, **given: Any) -> Starter:
 class Setup:
     """A launch that is ready to go."""
 
-    options: Options
+    options: LaunchOptions
     launcher: str
     job: Job
     node: int = 0
@@ -110,8 +106,8 @@ class Setup:
         if self.launcher == "ssh":
             reached = [self.reach(node, node_words(node)) for node in range(len(job.nodes))]
             return [Command(tuple(argv), stdin=job.to_json()) for argv in reached]
-        if self.launcher == "slurm" and not slurm.in_allocation():
-            return [slurm.sbatch_command(options, self.words, job.environment)]
+        if self.launcher == "slurm" and not remote.in_allocation():
+            return [remote.sbatch_command(options, self.words, job.environment)]
         return [self._starter()(job, options.launcher_args)]
 
     def _starter(self) -> Starter:
@@ -134,9 +130,9 @@ class Setup:
             if self.launcher == "ssh":
                 argvs = [command.argv for command in self.commands()]
                 return run_fleet(self.final_job(), argvs, patience=patience).code
-            if self.launcher == "slurm" and not slurm.in_allocation():
+            if self.launcher == "slurm" and not remote.in_allocation():
                 return run_command(self.commands()[0], patience=patience)  # submits, and is done
-            with Desk(self.job) as desk:
+            with Controller(self.job) as desk:
                 told = replace(self, job=desk.job)
                 ends = []
                 if self.launcher == "pdsh":
@@ -149,9 +145,9 @@ def run_elastic(setup: Setup) -> int:
     options, patience = setup.options, setup.options.stop_grace
     least, most = range_of_nodes(options, len(setup.job.nodes))
     index = {node.host: number for number, node in enumerate(setup.job.nodes)}
-    crew = Crew(setup.job, least, most, lambda host, words: setup.reach(index[host], words))
+    crew = Membership(setup.job, least, most, lambda host, words: setup.reach(index[host], words))
 
-    def once(job: Job, join: Callable[[], bool]) -> Outcome:
+    def once(job: Job, join: Callable[[], bool]) -> LaunchOutcome:
         again = replace(setup, job=_meeting_place(setup, job))
         if setup.launcher == "local":
             return run_job(again.job, setup.node, patience=patience, grace=GRACE_S, join=join)
@@ -194,12 +190,12 @@ def _pid_note(wanted: bool) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def all_here(nodes: Sequence[Node], options: Options) -> bool:
+def all_here(nodes: Sequence[Node], options: LaunchOptions) -> bool:
     """Whether every host is this one, and ssh is not asked for all the same."""
     return not options.force_multi and all(is_this_host(node.host) for node in nodes)
 
 
-def code_folder(options: Options) -> str | None:
+def code_folder(options: LaunchOptions) -> str | None:
     """The folder whose code hosts must share: the script's, or for a module or another program the current one."""
     if not options.script:
         return None

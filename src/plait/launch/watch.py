@@ -6,7 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from plait.launch.records import Record
+from plait.launch.records import RankRecord
 from plait.spec import Phase
 
 EVERY_S = 1.0
@@ -27,7 +27,7 @@ _HINTS = {
 class Watch:
     """Over the records of all ranks, whose evidence somebody keeps up to date."""
 
-    def __init__(self, records: Sequence[Record], *, window: int = 40, share: float = 0.75) -> None:
+    def __init__(self, records: Sequence[RankRecord], *, window: int = 40, share: float = 0.75) -> None:
         self._records = records
         self._window, self._share = window, share
         self._late: deque[tuple[int, Phase] | None] = deque(maxlen=window)

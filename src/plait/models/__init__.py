@@ -8,30 +8,30 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from plait.models.build import build_model as build_model
-    from plait.models.build import preset as preset
     from plait.models.common import attention as attention
     from plait.models.common.attention import Attention as Attention
     from plait.models.common.attention import attend as attend
-    from plait.models.common.exchange import Made as Made
-    from plait.models.common.head import LMHead as LMHead
-    from plait.models.common.loss import cross_entropy as cross_entropy
+    from plait.models.common.attention import rotary_table as rotary_table
+    from plait.models.common.attention import rotate_both as rotate_both
+    from plait.models.common.losses import LMHead as LMHead
+    from plait.models.common.losses import cross_entropy as cross_entropy
     from plait.models.common.protocol import IGNORE_INDEX as IGNORE_INDEX
-    from plait.models.common.rope import rotary_table as rotary_table
-    from plait.models.common.rope import rotate_both as rotate_both
-    from plait.models.fp8_head import use_fp8_head as use_fp8_head
+    from plait.models.common.weights import Made as Made
     from plait.models.fused import FusedAttention as FusedAttention
     from plait.models.fused import FusedLlamaBlock as FusedLlamaBlock
     from plait.models.fused import FusedRMSNorm as FusedRMSNorm
     from plait.models.fused import FusedSwiGLU as FusedSwiGLU
     from plait.models.fused import fuse as fuse
     from plait.models.fused import rotate_together as rotate_together
+    from plait.models.fused import use_fp8_head as use_fp8_head
     from plait.models.hf import load_pretrained as load_pretrained
-    from plait.models.llama.block import LlamaBlock as LlamaBlock
-    from plait.models.llama.block import SwiGLU as SwiGLU
-    from plait.models.llama.model import Llama as Llama
+    from plait.models.llama import Llama as Llama
+    from plait.models.llama import LlamaBlock as LlamaBlock
+    from plait.models.llama import SwiGLU as SwiGLU
     from plait.models.portable import from_transformers as from_transformers
     from plait.models.portable import to_transformers as to_transformers
+    from plait.models.registry import build_model as build_model
+    from plait.models.registry import preset as preset
 else:
     from plait.lazy import attach_names
 
@@ -39,18 +39,22 @@ else:
         __name__,
         {
             ".": ["common.attention"],
-            "build": ["build_model", "preset"],
-            "common.attention": ["Attention", "attend"],
-            "common.exchange": ["Made"],
-            "common.head": ["LMHead"],
-            "common.loss": ["cross_entropy"],
+            "common.attention": ["Attention", "attend", "rotary_table", "rotate_both"],
+            "common.losses": ["LMHead", "cross_entropy"],
             "common.protocol": ["IGNORE_INDEX"],
-            "common.rope": ["rotary_table", "rotate_both"],
-            "fp8_head": ["use_fp8_head"],
-            "fused": ["FusedAttention", "FusedLlamaBlock", "FusedRMSNorm", "FusedSwiGLU", "fuse", "rotate_together"],
+            "common.weights": ["Made"],
+            "fused": [
+                "FusedAttention",
+                "FusedLlamaBlock",
+                "FusedRMSNorm",
+                "FusedSwiGLU",
+                "fuse",
+                "rotate_together",
+                "use_fp8_head",
+            ],
             "hf": ["load_pretrained"],
-            "llama.block": ["LlamaBlock", "SwiGLU"],
-            "llama.model": ["Llama"],
+            "llama": ["Llama", "LlamaBlock", "SwiGLU"],
             "portable": ["from_transformers", "to_transformers"],
+            "registry": ["build_model", "preset"],
         },
     )

@@ -12,11 +12,12 @@ from typing import ClassVar, cast
 
 from torch import Tensor, nn
 
-from plait.models.common.attention import Attention, Shared
-from plait.models.common.rope import Rotary
-from plait.models.hf.fused import fuse_transformers
-from plait.models.llama.block import LlamaBlock, SwiGLU
-from plait.ops import add_rms_norm, rms_norm, rms_norm_beside, rotate
+from plait.errors import ModelError
+from plait.kernels import MULTIPLE, add_rms_norm, rms_norm, rms_norm_beside, rotate
+from plait.models.common.attention import Attention, Rotary, Shared
+from plait.models.common.losses import Fp8Head, LMHead
+from plait.models.hf import CausalLM, fuse_transformers, head_of
+from plait.models.llama import LlamaBlock, SwiGLU
 from plait.precision import feed_forward, through_all
 
 _EPS = 1.1920929e-07
@@ -96,3 +97,39 @@ def _along_one_dim(norm: nn.RMSNorm) -> bool:
 def rotate_together(rotary: Rotary, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """The twin of `rope.rotate_both` in one operation."""
     return rotate(q, k, rotary.cos.squeeze(1), rotary.sin.squeeze(1))
+
+
+# Telling a language model's head to compute its backward products in 8 bits; see [Note: a head in 8 bits].
+
+
+def use_fp8_head(model: nn.Module, *, emulated: bool, traced: bool = False) -> None:
+    """Have the head of `model`, Plait's own or a `transformers` decoder's, compute its gradients from 8-bit numbers.
+
+    `traced`: the whole model will be compiled, where a `transformers` head makes logits. Such a model is refused; so is
+    one whose head never goes straight to the loss, and one whose features are no multiple of 16.
+    """
+    found = [module for module in model.modules() if isinstance(module, LMHead | CausalLM)]
+    if not found:
+        raise _refusal(model, "has no head that goes from hidden states straight to the loss")
+    for module in found:
+        if isinstance(module, LMHead):
+            features = module.features
+        else:
+            head = head_of(module)
+            if head is None or not module.tiles_loss:
+                raise _refusal(model, "does more with its logits than hand them on")
+            if traced:
+                raise _refusal(
+                    model, "makes all logits where it is compiled as a whole (strategy.compile.scope: model)"
+                )
+            features = head.in_features
+        if features % MULTIPLE:
+            raise _refusal(model, f"has {features} features, and 8-bit products take multiples of {MULTIPLE}")
+        module.fp8_head = Fp8Head(emulated)
+
+
+def _refusal(model: nn.Module, reason: str) -> ModelError:
+    return ModelError(
+        f"precision.fp8.head: {type(model).__name__} {reason}. It is for Plait's language models and for decoders of "
+        "`transformers`; leave it out"
+    )

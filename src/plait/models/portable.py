@@ -10,7 +10,7 @@ import torch
 
 from plait.config import GptConfig, HFConfig, LlamaConfig, ModelConfig, MoeConfig
 from plait.errors import ModelError
-from plait.models.common.exchange import Made, by_translation
+from plait.models.common.weights import Made, by_translation
 
 
 class Portable(NamedTuple):
@@ -39,19 +39,19 @@ def to_transformers(config: ModelConfig, *, trust_code: bool = False) -> Portabl
     """The counterpart of a model in `transformers`; a `ModelError` where there is none."""
     match config:
         case GptConfig():
-            from plait.models.gpt import weights as gpt
+            from plait.models import gpt as gpt
 
             return Portable(gpt.describe(config), gpt.to_transformers(config))
         case MoeConfig():  # before the Llama that it extends
-            from plait.models.moe import weights as moe
+            from plait.models import moe as moe
 
             return Portable(moe.describe(config), moe.to_transformers(config))
         case LlamaConfig():
-            from plait.models.llama import weights as llama
+            from plait.models import llama as llama
 
             return Portable(llama.describe(config), llama.to_transformers(config))
         case HFConfig():
-            from plait.models.hf.describe import describe
+            from plait.models.hf import describe
 
             return Portable(
                 describe(config, trust_code=trust_code), None, None if config.path is None else Path(config.path)
@@ -65,9 +65,9 @@ def to_transformers(config: ModelConfig, *, trust_code: bool = False) -> Portabl
 
 def from_transformers(family: str, description: Mapping[str, Any] | None, shapes: Mapping[str, torch.Size]) -> Adopted:
     """Our `family` for a `transformers` model: its `config.json`, if there is one, and the shapes of its tensors."""
-    from plait.models.gpt import weights as gpt
-    from plait.models.llama import weights as llama
-    from plait.models.moe import weights as moe
+    from plait.models import gpt as gpt
+    from plait.models import llama as llama
+    from plait.models import moe as moe
 
     config: GptConfig | LlamaConfig | None = None
     unused: tuple[str, ...]

@@ -3,50 +3,46 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from plait.monitor import page as page
-    from plait.monitor.build import build_monitor as build_monitor
-    from plait.monitor.build import report_progress as report_progress
+    from plait.monitor import report as report
     from plait.monitor.console import spelled as spelled
-    from plait.monitor.fanout import Monitor as Monitor
+    from plait.monitor.files import JsonlSink as JsonlSink
+    from plait.monitor.files import events_path as events_path
+    from plait.monitor.files import read_events as read_events
+    from plait.monitor.format import clock as clock
+    from plait.monitor.format import compact as compact
+    from plait.monitor.format import duration as duration
+    from plait.monitor.format import scalars as scalars
+    from plait.monitor.format import size as size
     from plait.monitor.history import History as History
     from plait.monitor.history import history as history
-    from plait.monitor.html import write_report as write_report
-    from plait.monitor.jsonl import JsonlSink as JsonlSink
-    from plait.monitor.jsonl import events_path as events_path
-    from plait.monitor.jsonl import read_events as read_events
-    from plait.monitor.page import card as card
-    from plait.monitor.page import document as document
-    from plait.monitor.page import footer as footer
-    from plait.monitor.page import text as text
-    from plait.monitor.scalars import scalars as scalars
+    from plait.monitor.report import card as card
+    from plait.monitor.report import document as document
+    from plait.monitor.report import footer as footer
+    from plait.monitor.report import text as text
+    from plait.monitor.report import write_report as write_report
+    from plait.monitor.sinks import Monitor as Monitor
+    from plait.monitor.sinks import build_monitor as build_monitor
+    from plait.monitor.sinks import report_progress as report_progress
     from plait.monitor.svg import Scale as Scale
     from plait.monitor.svg import axes as axes
     from plait.monitor.svg import image as image
     from plait.monitor.svg import ticks as ticks
-    from plait.monitor.tensorboard import TensorBoardSink as TensorBoardSink
-    from plait.monitor.units import clock as clock
-    from plait.monitor.units import compact as compact
-    from plait.monitor.units import duration as duration
-    from plait.monitor.units import size as size
-    from plait.monitor.wandb import WandbSink as WandbSink
+    from plait.monitor.trackers import TensorBoardSink as TensorBoardSink
+    from plait.monitor.trackers import WandbSink as WandbSink
 else:
     from plait.lazy import attach_names
 
     attach_names(
         __name__,
         {
-            ".": ["page"],
-            "build": ["build_monitor", "report_progress"],
+            ".": ["report"],
             "console": ["spelled"],
-            "fanout": ["Monitor"],
+            "files": ["JsonlSink", "events_path", "read_events"],
+            "format": ["clock", "compact", "duration", "scalars", "size"],
             "history": ["History", "history"],
-            "html": ["write_report"],
-            "jsonl": ["JsonlSink", "events_path", "read_events"],
-            "page": ["card", "document", "footer", "text"],
-            "scalars": ["scalars"],
+            "report": ["card", "document", "footer", "text", "write_report"],
+            "sinks": ["Monitor", "build_monitor", "report_progress"],
             "svg": ["Scale", "axes", "image", "ticks"],
-            "tensorboard": ["TensorBoardSink"],
-            "units": ["clock", "compact", "duration", "size"],
-            "wandb": ["WandbSink"],
+            "trackers": ["TensorBoardSink", "WandbSink"],
         },
     )

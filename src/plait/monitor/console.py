@@ -2,16 +2,132 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TextIO
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from plait.config import counted
-from plait.monitor.line import event_line, level, prefix
-from plait.monitor.table import Table, pairs, plain, tables
-from plait.monitor.units import clock, number
+from plait.monitor.format import Table, clock, compact, decimal, duration, number, pairs, plain, size, tables
 from plait.spec import Event, EventKind
 
 if TYPE_CHECKING:
-    from plait.monitor.bar import Bar
+    from plait.monitor.progress import Bar
+
+# The classic log line: `07/03 13:04:17 - plait - INFO - Epoch(train)  [1][ 10/196]  lr: 3.3333e-04  …`.
+
+
+EVALUATIONS = {EventKind.VALIDATE: "val", EventKind.TEST: "test"}
+
+
+def event_line(event: Event, *, by_epoch: bool = True, max_epochs: int | None = None) -> str | None:
+    """The line of an event, or None for a kind that is shown in another form.
+
+    `by_epoch` and `max_epochs` tell an evaluation how the run counts; a TRAIN event says it itself.
+    """
+    if event.kind is EventKind.TRAIN:
+        text = train_text(event)
+    elif event.kind in EVALUATIONS:
+        text = evaluation_text(event, by_epoch=by_epoch, max_epochs=max_epochs)
+    elif event.kind is EventKind.SAVE:
+        text = save_text(event)
+    elif event.kind is EventKind.MESSAGE:
+        text = str(event.data.get("text", ""))
+    else:
+        return None
+    return prefix(event) + text
+
+
+def prefix(event: Event) -> str:
+    """Date, time, name and level: `07/03 13:04:17 - plait - INFO - `."""
+    stamp = datetime.fromtimestamp(event.time).strftime("%m/%d %H:%M:%S")
+    return f"{stamp} - plait - {level(event).upper()} - "
+
+
+def level(event: Event) -> str:
+    """`info`, `warning` or `error`; only a message is ever more than information."""
+    return str(event.data.get("level", "info")) if event.kind is EventKind.MESSAGE else "info"
+
+
+def train_text(event: Event) -> str:
+    """What a TRAIN event measured, in the order in which it is read: rate, time, memory, loss."""
+    data = event.data
+    if data.get("by_epoch", True):
+        epoch = _epoch(event.epoch, data.get("max_epochs"))
+        place = f"Epoch(train){epoch}{_count(data.get('step_in_epoch', event.step), data.get('steps_per_epoch'))}"
+    else:
+        place = f"Iter(train) {_count(event.step, data.get('max_steps'))}"
+    return "  ".join([place, *_train_parts(data)])
+
+
+def _train_parts(data: Any) -> Iterator[str]:
+    forms: dict[str, tuple[str, Callable[[float], str]]] = {
+        "lr": ("lr", lambda v: f"{v:.4e}"),
+        "eta": ("eta", clock),
+        "time": ("time", lambda v: f"{v:.4f}"),
+        "data_time": ("data_time", lambda v: f"{v:.4f}"),
+        "memory": ("memory", lambda v: f"{v:.0f}"),
+        "loss": ("loss", decimal),
+        "grad_norm": ("grad_norm", decimal),
+        "reward": ("reward", decimal),
+        "accuracy": ("accuracy", decimal),
+        "kl": ("kl", decimal),
+        "tokens_per_s": ("tokens/s", compact),
+        "mfu": ("mfu", lambda v: f"{v:.1%}"),
+        "loss_scale": ("loss_scale", lambda v: f"{v:g}"),
+    }
+    for key, (label, form) in forms.items():
+        if (value := number(data.get(key))) is not None:
+            yield f"{label}: {form(value)}"
+    if skipped := data.get("skipped"):
+        yield f"skipped: {skipped}"
+
+
+def evaluation_text(event: Event, *, by_epoch: bool = True, max_epochs: int | None = None) -> str:
+    """The metrics of a VALIDATE or TEST event. A test has no epoch: it is made once, at the end."""
+    data, word = event.data, EVALUATIONS[event.kind]
+    count = _count(data.get("batches", 0), data.get("batches", 0))
+    if not data.get("by_epoch", by_epoch):
+        place = f"Iter({word}) {count}"
+    elif event.kind is EventKind.TEST:
+        place = f"Epoch({word})  {count}"
+    else:
+        place = f"Epoch({word}){_epoch(event.epoch, data.get('max_epochs', max_epochs))}{count}"
+    parts = [f"{key}: {_metric(value)}" for key, value in data.get("metrics", {}).items()]
+    if (seconds := number(data.get("time"))) is not None:
+        parts.append(f"time: {seconds:.4f}")
+    return "  ".join([place, *parts])
+
+
+def save_text(event: Event) -> str:
+    """Where a checkpoint went, how large it is and how long it took."""
+    data = event.data
+    cost = []
+    if (count := number(data.get("bytes"))) is not None:
+        cost.append(size(count))
+    if (seconds := number(data.get("seconds"))) is not None:
+        cost.append(duration(seconds))
+    text = " in ".join(cost)
+    blocked = number(data.get("blocked"))
+    if seconds is not None and blocked is not None and blocked < seconds:
+        text += f"; training waited {duration(blocked)}"
+    return f"Saved {data.get('path', 'a checkpoint')}" + (f"  ({text})" if text else "")
+
+
+def _epoch(epoch: int, max_epochs: int | None) -> str:
+    # One space before the last epoch's number, so that the brackets of all epochs end in one column.
+    return f"[{epoch}]".rjust((len(str(max_epochs)) if max_epochs else 2) + 3)
+
+
+def _count(step: int, total: int | None) -> str:
+    return f"[{step:>{len(str(total))}}/{total}]" if total is not None else f"[{step}]"
+
+
+def _metric(value: Any) -> str:
+    if isinstance(value, int):
+        return str(value)
+    found = number(value)
+    return str(value) if found is None else decimal(found)
+
 
 Mode = Literal["bar", "plain"]
 
@@ -31,7 +147,7 @@ class ConsoleSink:
     def __init__(self, mode: Mode, stream: TextIO) -> None:
         self._screen: _Plain | Bar
         if mode == "bar":
-            from plait.monitor.bar import Bar
+            from plait.monitor.progress import Bar
 
             self._screen = Bar(stream)
         else:

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from plait.monitor.scalars import scalars
-from plait.monitor.units import number
+from plait.monitor.format import number, scalars
 from plait.spec import Event, EventKind
 
 Point = tuple[int, float]

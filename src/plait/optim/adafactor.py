@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from plait.distributed import local_part
 from plait.optim.base import OwnOptimizer, with_gradient
-from plait.optim.shards import Rows, rows_of, sum_over_shards
-from plait.world import local_part
+from plait.optim.whole_params import Rows, rows_of, sum_over_shards
 
 if TYPE_CHECKING:
     from plait.config import AdafactorConfig
-    from plait.optim.build import ToUpdate
+    from plait.optim.optimizers import ToUpdate
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from plait.ops import (
+from plait.kernels import (
     AdamNumbers,
     Levels,
     Packed,
@@ -31,7 +31,7 @@ from plait.optim.base import OwnOptimizer, with_gradient
 
 if TYPE_CHECKING:
     from plait.config import AdamW8bitConfig
-    from plait.optim.build import ToUpdate
+    from plait.optim.optimizers import ToUpdate
 
 MIN_WIDTH = 64
 """Parameters with shorter rows (biases, norms) keep fp32 moments: scales would take up what is saved."""

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from plait.config import OptimConfig, OptimPart
+from plait.plugins import load
 
 MakeState = Callable[[Tensor], Any]
 """From a parameter to one of its states, zero."""
@@ -68,3 +85,59 @@ class OwnOptimizer(Optimizer):
 def with_gradient(group: dict[str, Any]) -> list[Tensor]:
     """The parameters of a group that have a gradient this time."""
     return [parameter for parameter in group["params"] if parameter.grad is not None]
+
+
+# What an optimizer may be given of a parameter that is spread over ranks, by what it says of itself.
+#
+# [Note: what an optimizer says of itself] Two optional attributes of its class (or of the function that makes it):
+#
+# - `elementwise = True`: each number is updated by itself, with the numbers of its group. It gets this rank's part of
+#   each parameter, as a plain tensor, and works on parts as on wholes: the fastest. In a run description
+#   `optim.elementwise` says it of a class that does not.
+# - `takes_dtensors = True`: it looks at whole parameters, and sums over ranks itself; it gets the DTensors. So do
+# Plait's
+#   own LAMB, Adafactor and Muon.
+#
+# One that says nothing gets whole parameters, as plain tensors: each on the rank that it is shared out to; see
+# `optim.shared_out`. That is right for whatever treats parameters one by one, and `optim.trial` finds out whether it
+# does. Two optional methods, `eval()` and `train()`, change the weights into those to use and back; Plait calls them.
+#
+# Of torch's own it is known here what they are.
+
+
+Sees = Literal["parts", "dtensors", "wholes"]
+"""Of a parameter that is spread over ranks: this rank's part, the DTensor, or all of it on one rank."""
+
+_TORCH = (Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
+
+
+def what_it_sees(config: OptimConfig) -> Sees:
+    """What the optimizer that a section describes is given."""
+    if not isinstance(config, OptimPart):
+        return "parts" if config.elementwise else "dtensors"
+    if config.elementwise is not None:
+        return "parts" if config.elementwise else "wholes"
+    return declared(load(config, "optim"))
+
+
+def declared(made: Any) -> Sees:
+    """The same of a class, a function that makes one, or an optimizer."""
+    elementwise = getattr(made, "elementwise", None)
+    if elementwise is not None:
+        return "parts" if elementwise else "wholes"
+    if getattr(made, "takes_dtensors", False):
+        return "dtensors"
+    kind = made if isinstance(made, type) else type(made)
+    return "parts" if issubclass(kind, Optimizer) and kind_of(kind) in _TORCH else "wholes"
+
+
+def kind_of(kind: type[Optimizer]) -> type[Optimizer]:
+    """The class whose step it is: another one may only have other defaults."""
+    step = inspect.unwrap(kind.step)
+    return next((each for each in _TORCH if inspect.unwrap(each.step) is step), kind)
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Whether its step is torch's or Plait's: all that such a one keeps from step to step is tensors."""
+    own = isinstance(optimizer, OwnOptimizer) or type(optimizer).__module__.startswith(("torch.optim.", "plait.optim."))
+    return own or kind_of(type(optimizer)) in _TORCH

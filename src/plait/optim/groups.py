@@ -53,7 +53,7 @@ class GroupSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ViewGroup:
+class OptimizerGroup:
     """A group of parameters as the optimizer sees them.
 
     For an elementwise optimizer a view is a plain tensor, this rank's shard, perhaps empty; for the others it is the

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from plait.distributed import local_part
 from plait.optim.base import OwnOptimizer, with_gradient
 from plait.optim.clip import each_norm
-from plait.optim.shards import by_sharding, sum_over_shards
+from plait.optim.whole_params import by_sharding, sum_over_shards
 from plait.torch_internals import (
     foreach_add_,
     foreach_addcmul_,
@@ -21,11 +22,10 @@ from plait.torch_internals import (
     foreach_mul_,
     foreach_sqrt,
 )
-from plait.world import local_part
 
 if TYPE_CHECKING:
     from plait.config import LambConfig
-    from plait.optim.build import ToUpdate
+    from plait.optim.optimizers import ToUpdate
 
 
 class Lamb(OwnOptimizer):

@@ -11,7 +11,7 @@ from plait.torch_internals import foreach_add_, foreach_lerp, foreach_lerp_, for
 
 if TYPE_CHECKING:
     from plait.config import LionConfig
-    from plait.optim.build import ToUpdate
+    from plait.optim.optimizers import ToUpdate
 
 
 class Lion(OwnOptimizer):

@@ -11,16 +11,15 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
+from plait.distributed import local_part
 from plait.errors import ModelError
 from plait.optim.base import OwnOptimizer, with_gradient
-from plait.optim.exchange import map_whole
-from plait.optim.shards import rows_of
+from plait.optim.whole_params import map_whole, rows_of
 from plait.torch_internals import foreach_lerp, foreach_lerp_, foreach_mul_
-from plait.world import local_part
 
 if TYPE_CHECKING:
     from plait.config import MuonConfig
-    from plait.optim.build import ToUpdate
+    from plait.optim.optimizers import ToUpdate
 
 # The quintic that pulls singular values towards one fastest; they end between about 0.7 and 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -125,7 +125,7 @@ class Curves(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ScheduleSpan:
     """What a schedule is made from, besides its section."""
 
     base_lr: float
@@ -155,40 +155,40 @@ def build_schedule(
         steps = steps_per_epoch
     run = None if total_steps is None else -(-total_steps // steps)
     if isinstance(config, SchedulePart):
-        return build_part(config, Span(base_lr, run), optimizer, steps)
-    found: Curves = build(config, "schedule", Span(base_lr, run))
+        return build_part(config, ScheduleSpan(base_lr, run), optimizer, steps)
+    found: Curves = build(config, "schedule", ScheduleSpan(base_lr, run))
     return Schedule(base_lr, found.rate, found.cycle, steps)
 
 
-def constant(span: Span, config: ConstantConfig) -> Curves:
+def constant(span: ScheduleSpan, config: ConstantConfig) -> Curves:
     """`ConstantLR`; without a total no length is needed: the factor stays."""
     length = None if config.total is None else max(0, config.total - config.warmup)
     return _after_warmup(span, config, curves.constant(config.factor, length))
 
 
-def linear(span: Span, config: LinearConfig) -> Curves:
+def linear(span: ScheduleSpan, config: LinearConfig) -> Curves:
     """`LinearLR`."""
     return _after_warmup(
         span, config, curves.linear(config.start_factor, config.end_factor, _length(config, span.units))
     )
 
 
-def cosine(span: Span, config: CosineConfig) -> Curves:
+def cosine(span: ScheduleSpan, config: CosineConfig) -> Curves:
     """`CosineAnnealingLR`."""
     return _after_warmup(span, config, curves.cosine(config.min_factor, _length(config, span.units)))
 
 
-def polynomial(span: Span, config: PolynomialConfig) -> Curves:
+def polynomial(span: ScheduleSpan, config: PolynomialConfig) -> Curves:
     """`PolynomialLR`."""
     return _after_warmup(span, config, curves.polynomial(config.power, config.min_factor, _length(config, span.units)))
 
 
-def cosine_restart(span: Span, config: CosineRestartConfig) -> Curves:
+def cosine_restart(span: ScheduleSpan, config: CosineRestartConfig) -> Curves:
     """`CosineAnnealingWarmRestarts`."""
     return _after_warmup(span, config, curves.cosine_restarts(config.first, config.multiply, config.min_factor))
 
 
-def multi_step(span: Span, config: MultiStepConfig) -> Curves:
+def multi_step(span: ScheduleSpan, config: MultiStepConfig) -> Curves:
     """`MultiStepLR`."""
     if any(milestone < config.warmup for milestone in config.milestones):
         raise _problem(
@@ -199,12 +199,12 @@ def multi_step(span: Span, config: MultiStepConfig) -> Curves:
     return _after_warmup(span, config, curves.multi_step([m - config.warmup for m in config.milestones], config.gamma))
 
 
-def exponential(span: Span, config: ExponentialConfig) -> Curves:
+def exponential(span: ScheduleSpan, config: ExponentialConfig) -> Curves:
     """`ExponentialLR`."""
     return _after_warmup(span, config, curves.exponential(config.gamma))
 
 
-def wsd(span: Span, config: WSDConfig) -> Curves:
+def wsd(span: ScheduleSpan, config: WSDConfig) -> Curves:
     """`WSD`."""
     length = _length(config, span.units)
     if config.decay > length:
@@ -214,28 +214,28 @@ def wsd(span: Span, config: WSDConfig) -> Curves:
     return _after_warmup(span, config, curves.stable_decay(length, config.decay, config.shape, config.min_factor))
 
 
-def deepspeed_warmup(span: Span, config: WarmupConfig) -> Curves:
+def deepspeed_warmup(span: ScheduleSpan, config: WarmupConfig) -> Curves:
     """`WarmupLR`."""
     return Curves(deepspeed_curves.warmup(config, span.base_lr))
 
 
-def deepspeed_warmup_decay(span: Span, config: WarmupDecayConfig) -> Curves:
+def deepspeed_warmup_decay(span: ScheduleSpan, config: WarmupDecayConfig) -> Curves:
     """`WarmupDecayLR`."""
     return Curves(deepspeed_curves.warmup_decay(config, span.base_lr, _deepspeed_total(config, span.units)))
 
 
-def deepspeed_warmup_cosine(span: Span, config: WarmupCosineConfig) -> Curves:
+def deepspeed_warmup_cosine(span: ScheduleSpan, config: WarmupCosineConfig) -> Curves:
     """`WarmupCosineLR`."""
     return Curves(deepspeed_curves.warmup_cosine(config, span.base_lr, _deepspeed_total(config, span.units)))
 
 
-def deepspeed_one_cycle(span: Span, config: OneCycleConfig) -> Curves:
+def deepspeed_one_cycle(span: ScheduleSpan, config: OneCycleConfig) -> Curves:
     """`OneCycle`."""
     cycle = deepspeed_curves.one_cycle_momentum(config) if config.cycle_momentum else None
     return Curves(deepspeed_curves.one_cycle(config), cycle)
 
 
-def deepspeed_range_test(span: Span, config: LRRangeTestConfig) -> Curves:
+def deepspeed_range_test(span: ScheduleSpan, config: LRRangeTestConfig) -> Curves:
     """`LRRangeTest`."""
     return Curves(deepspeed_curves.range_test(config))
 
@@ -252,7 +252,7 @@ _Warmed = (
 )
 
 
-def _after_warmup(span: Span, config: _Warmed, proper: curves.Factor) -> Curves:
+def _after_warmup(span: ScheduleSpan, config: _Warmed, proper: curves.Factor) -> Curves:
     base_lr, warmup, start = span.base_lr, config.warmup, config.warmup_start_factor
     if warmup == 0:
         return Curves(lambda unit: base_lr * proper(unit))
@@ -265,7 +265,7 @@ def _after_warmup(span: Span, config: _Warmed, proper: curves.Factor) -> Curves:
 # ---- of one's own
 
 
-def build_part(config: SchedulePart, span: Span, optimizer: Optimizer | None, steps: int) -> Schedule:
+def build_part(config: SchedulePart, span: ScheduleSpan, optimizer: Optimizer | None, steps: int) -> Schedule:
     """A schedule of somebody's own.
 
     [Note: what a schedule of one's own is] A function of the step, counted from 0, whose value is the factor of each

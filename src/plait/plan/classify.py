@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.distributed import StreamedGradients, is_sharded, replaced
+from plait.engine import NativeEngine, OffloadedParams
 from plait.optim import leaves
-from plait.parallel import StreamedGradients
-from plait.plan.recorder import Recorder
+from plait.plan.recorder import MemoryRecorder
 from plait.spec import Phase
-from plait.strategy import NativeEngine, OffloadedViews
 from plait.torch_internals import (
     fsdp_gathered_memory,
     fsdp_group,
@@ -23,7 +23,6 @@ from plait.torch_internals import (
     local_tensor,
     storage_key,
 )
-from plait.world import is_sharded, replaced
 
 PARTS = (
     "parameters",
@@ -47,7 +46,7 @@ class Owners:
         self._buffers = list(engine.model.buffers())
         self._gathering = list(_gathering(engine))
 
-    def share_out(self, recorder: Recorder) -> dict[str, int]:
+    def share_out(self, recorder: MemoryRecorder) -> dict[str, int]:
         """Bytes in use now, by whose they are."""
         owners: dict[int, str] = {}
         with torch.no_grad(), replaced(recorder, "paused", True):  # a view that is made to look is no part of the step
@@ -89,13 +88,13 @@ class Owners:
                 yield "gradients", engine.views.gradient_of(name)
         for each in self._gathering:
             yield from _gathered(each)
-        if isinstance(engine.views, OffloadedViews):
+        if isinstance(engine.views, OffloadedParams):
             yield "optimizer", engine.views.store.stand_in
         if isinstance(engine.gradients, StreamedGradients):
             yield from (("gradients", tensor) for tensor in engine.gradients.sums.values())
 
 
-def classify(recorder: Recorder, engine: NativeEngine) -> dict[str, int]:
+def classify(recorder: MemoryRecorder, engine: NativeEngine) -> dict[str, int]:
     """Bytes in use now, by whose they are."""
     return Owners(engine).share_out(recorder)
 

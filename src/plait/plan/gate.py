@@ -3,24 +3,181 @@
 from __future__ import annotations
 
 import copy
+import os
+import pickle
+import select
+import signal
+import sys
 import time
-from dataclasses import replace
-from typing import Any
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from plait.config import RunConfig, unit_of
+from plait.distributed import attributes_of, give_attributes, restore_rng_state, rng_state
 from plait.errors import ConfigError, PlaitError, Problem, in_one_line
-from plait.parallel import attributes_of, give_attributes
-from plait.plan.expectation import Forecast
+from plait.launch import signal_name
 from plait.plan.hardware import Hardware, find_hardware, hardware_here
-from plait.plan.ladder import Ladder
 from plait.plan.plan import Plan, make_plan
 from plait.plan.rankplan import Known
+from plait.plan.remedies import RemedySearch
+from plait.plan.search import search
 from plait.plan.shares import SHARE, with_ratio
-from plait.plan.ways import search
 from plait.torch_internals import tree_map_only
+
+# Doing something in a child, so that this process stays as it was.
+#
+# A plan loads much that training does not need, and leaves caches behind. In a copy of the process it costs nothing
+# lasting, and whatever goes wrong there is no harm to the run.
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    """An error on its way out of the child. Errors with arguments of their own cannot be pickled as they are."""
+
+    kind: type[PlaitError] | None
+    text: str
+    fields: dict[str, Any]
+
+    @classmethod
+    def of(cls, error: BaseException) -> _Raised:
+        if isinstance(error, PlaitError):
+            return cls(type(error), str(error), vars(error))
+        return cls(None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}", {})
+
+    def reason(self) -> str:
+        """Raises what somebody has to change in the run; anything else is a reason, with the way to where it arose."""
+        if self.kind is None:
+            return self.text
+        error = self.kind.__new__(self.kind, self.text)
+        error.__dict__.update(self.fields)
+        raise error
+
+
+def in_a_child(work: Callable[[], T], *, seconds: float) -> T | str:
+    """What `work` returns, from a forked child; a reason where none comes. Without fork, it is done here.
+
+    A `PlaitError` is raised here as well. Any other exception is a reason, with its traceback.
+    """
+    if not hasattr(os, "fork") or sys.platform == "darwin":
+        return work()
+    reading, writing = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        _answer(work, writing)
+    os.close(writing)
+    data: bytes | None = None
+    try:
+        data = _read(reading, seconds)
+    finally:
+        os.close(reading)
+        if data != b"":
+            os.kill(child, signal.SIGKILL)  # it has answered, or never will
+        _, status = os.waitpid(child, 0)
+    if data is None:
+        return f"it took more than {seconds:.0f} s"
+    if not data:
+        return _how_it_ended(os.waitstatus_to_exitcode(status))
+    # From our own child, through a pipe that nobody else holds.
+    answer = pickle.loads(data)  # noqa: S301  # from a child of this process
+    return answer.reason() if isinstance(answer, _Raised) else answer
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"it ended with exit code {code} and without an answer"
+    why = ", as the kernel does where memory is short" if code == -signal.SIGKILL else ""
+    return f"it was ended by {signal_name(-code)}{why}"
+
+
+def _answer(work: Callable[[], object], writing: int) -> None:
+    """Work, write down the result, and end without a trace: nothing of the parent's must run here."""
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+        try:
+            data = pickle.dumps(work())
+        except BaseException as error:
+            data = pickle.dumps(_Raised.of(error))
+        with os.fdopen(writing, "wb") as stream:
+            stream.write(data)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _read(reading: int, seconds: float) -> bytes | None:
+    end = time.monotonic() + seconds
+    parts: list[bytes] = []
+    while True:
+        ready, _, _ = select.select([reading], [], [], max(0.0, end - time.monotonic()))
+        if not ready:
+            return None
+        part = os.read(reading, 65536)
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+
+
+# What a run expects of itself.
+#
+# Nothing else of the plan is loaded here: that takes longer than loading torch, and happens in a child.
+
+
+_PATIENCE_S = 180.0
+"""How long a run waits for its plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunForecast:
+    """What a run expects of itself. Plain values: it travels between ranks."""
+
+    peak_gib: float
+    """What the device's own account will say: tensors on a GPU, the whole process on a CPU."""
+    needed_gib: float
+    memory_gib: float
+    seconds: float | None
+    """Of a step; None where the machine's speed is not known."""
+    took: float
+    refusal: ConfigError | None = None
+    """Why the run should not start."""
+
+
+def forecast(
+    config: RunConfig,
+    *,
+    ranks: int,
+    local_ranks: int,
+    model: Any = None,
+    loss_function: Any = None,
+    example: Any = None,
+) -> RunForecast | str:
+    """Plan this run on the machine at hand; a reason where that cannot be.
+
+    `example` is one micro-batch, where the data are no section that tells its shapes. This process stays as it was.
+    """
+
+    def look() -> RunForecast | str:
+
+        return look_ahead(config, ranks, local_ranks, model, loss_function, example)
+
+    found = in_a_child(look, seconds=_PATIENCE_S)
+    if isinstance(found, str) and "fork-based multiprocessing" in found:
+        # A process that has gone backward before cannot do so in a copy; then it is done here, and put right after.
+        here = torch.device("cpu")
+        state = rng_state(here)
+        found = look()
+        restore_rng_state(state, here)
+    return found
 
 
 def best_settings(config: RunConfig, ranks: int) -> tuple[list[str], str] | str:
@@ -47,7 +204,7 @@ def best_ratio(config: RunConfig, ranks: int) -> list[str] | str:
 
 def look_ahead(
     config: RunConfig, ranks: int, local_ranks: int, model: Any, loss_function: Any, example: Any
-) -> Forecast | str:
+) -> RunForecast | str:
     """Plan a run here and now; see `expectation.forecast`, which leaves the process as it was."""
     start = time.perf_counter()
     try:
@@ -58,11 +215,11 @@ def look_ahead(
         options = {key: value for key, value in options.items() if value is not None}
         simulated: Known = {}
         plan = make_plan(config, machine, ranks=ranks, detailed=False, known=simulated, **options)
-        ladder = Ladder(config, machine, ranks, known=simulated, options=options)
+        ladder = RemedySearch(config, machine, ranks, known=simulated, options=options)
         refusal = None if plan.fits else _refusal(config, plan, ladder)
         known = machine.kind == "cuda" or bool(machine.measured)
         peak = plan.fullest.account.peak[1] / 2**30
-        return Forecast(
+        return RunForecast(
             peak if machine.kind == "cuda" else plan.needed_gib,
             plan.needed_gib,
             machine.memory_gib,
@@ -111,7 +268,7 @@ def _blank(example: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), example)
 
 
-def _refusal(config: RunConfig, plan: Plan, ladder: Ladder) -> ConfigError:
+def _refusal(config: RunConfig, plan: Plan, ladder: RemedySearch) -> ConfigError:
     machine = ladder.hardware
     phase, _ = plan.fullest.account.peak
     if plan.needed_gib > machine.memory_gib:

@@ -21,13 +21,38 @@ import torch
 from torch import nn
 
 from plait.errors import ConfigError, WorldError
+from plait.kernels import AdamNumbers, ThreadPool, adam_step, copy_gbps, host_empty
 from plait.launch import cpu_count, run_ranks
-from plait.ops import copy_gbps, host_empty
-from plait.plan.hardware import Hardware, Link, hardware_here, with_cores
-from plait.plan.measure_update import measure_update
-from plait.plan.presets import PRESETS
-from plait.plan.work import starts_kernel
+from plait.plan.hardware import PRESETS, Hardware, Interconnect, hardware_here, with_cores
+from plait.plan.timing import starts_kernel
 from plait.torch_internals import TorchDispatchMode
+
+# How fast this host updates offloaded weights.
+
+
+_NUMBERS = 1 << 24
+"""More than caches hold."""
+_BYTES = 2 + 2 * 12 + 2
+"""Of each: a 16-bit gradient read, weight and moments read and written, a 16-bit weight written."""
+
+
+def measure_update(cores: int, seconds: float) -> float:
+    """GB/s that AdamW reads and writes on the host with so many threads, the best of a few runs."""
+    weight, mean, square = (torch.zeros(_NUMBERS) for _ in range(3))
+    grad, narrow = (torch.ones(_NUMBERS, dtype=torch.bfloat16) for _ in range(2))
+    crew = ThreadPool(cores)
+    best, count, end = float("inf"), 0, 0.0
+    try:
+        while count < 3 or time.perf_counter() < end:
+            count += 1
+            start = time.perf_counter()
+            adam_step(AdamNumbers(count, lr=1e-3), [weight], [grad], [mean], [square], [narrow], crew=crew)
+            best = min(best, time.perf_counter() - start)
+            end = end or start + seconds
+    finally:
+        crew.close()
+    return _NUMBERS * _BYTES / best / 1e9
+
 
 _SECONDS = 0.3
 """How long a rate is measured."""
@@ -37,14 +62,14 @@ _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredMachine:
     """A machine, and the figures behind it as a reader wants them."""
 
     hardware: Hardware
     rows: tuple[tuple[str, str], ...]
 
 
-def measure_hardware(*, folder: str | Path = ".") -> Measured:
+def measure_hardware(*, folder: str | Path = ".") -> MeasuredMachine:
     """Measure arithmetic, memory, the host, the disk under `folder`, and collectives between ranks.
 
     These are one for each GPU, or two on a CPU; between fewer than two there is nothing to measure.
@@ -86,7 +111,7 @@ def measure_hardware(*, folder: str | Path = ".") -> Measured:
         launch_us=round(launch, 2),
         context_gib=round(context, 3),
     )
-    return Measured(hardware, tuple(rows))
+    return MeasuredMachine(hardware, tuple(rows))
 
 
 def _rounded(rates: dict[str, float]) -> dict[str, float]:
@@ -184,12 +209,12 @@ def _launch_us(device: torch.device) -> float:
     def step() -> None:
         model(batch).sum().backward()
 
-    with _Operations() as seen:  # type: ignore[no-untyped-call]
+    with _CountLaunches() as seen:  # type: ignore[no-untyped-call]
         step()
     return _best_time(step, device) * 1e6 / int(seen.count)
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _CountLaunches(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations that start something on the device."""
 
     count = 0
@@ -240,7 +265,7 @@ def _context_gib(device: torch.device, base: Hardware) -> float:
     return max(used, base.context_gib) if base.per_host > 1 else used
 
 
-def _collectives(device: torch.device, base: Hardware) -> tuple[Link, str]:
+def _collectives(device: torch.device, base: Hardware) -> tuple[Interconnect, str]:
     """The link between ranks of this host, and a sentence about it."""
     ranks = base.per_host if device.type == "cuda" else 2
     if ranks < 2:
@@ -251,5 +276,5 @@ def _collectives(device: torch.device, base: Hardware) -> tuple[Link, str]:
         if code != 0 or not out.exists():
             return base.link, f"{base.link.gbps:g} GB/s, {base.link.kind} (measuring failed with exit code {code})"
         found = json.loads(out.read_text(encoding="utf-8"))
-    link = Link(base.link.kind, round(found["gbps"], 3), round(found["latency_us"], 1))
+    link = Interconnect(base.link.kind, round(found["gbps"], 3), round(found["latency_us"], 1))
     return link, f"{link.gbps:.2f} GB/s, {link.latency_us:.0f} µs between {ranks} ranks"

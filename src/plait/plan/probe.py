@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from plait.config import RunConfig
-from plait.world import World, open_world
+from plait.distributed import World, open_world
 
 
 def probe(kind: Literal["cpu", "cuda"], out: Path) -> None:

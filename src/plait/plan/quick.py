@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from plait.config import (
     BatchConfig,
@@ -26,18 +26,175 @@ from plait.config import (
     with_graphs_decided,
 )
 from plait.errors import PlaitError, in_one_line
-from plait.parallel import state_bytes
-from plait.plan.account import Account
+from plait.optim import host_need, room_bytes, state_bytes
 from plait.plan.hardware import Hardware
-from plait.plan.quick_memory import device_gib, host_gib
-from plait.plan.quick_time import seconds_of
-from plait.plan.rankplan import plan_rank
+from plait.plan.ledger import CUDA_PROCESS_GIB, Away, Ledger, device_updates, host_work, mode_of
+from plait.plan.rankplan import layers_of, plan_rank
 from plait.plan.shares import best_share
-from plait.plan.shorten import layers_of
 from plait.plan.simulate import MakeExample
 
 if TYPE_CHECKING:
-    from plait.plan.ways import Found
+    from plait.plan.search import Found
+
+# The memory of a way to spread a run, from one micro-batch of it where nothing is spread: the quick account's.
+
+
+GIB = 2**30
+_UNITS = 8
+"""Of weights that come and go unit by unit, and of gradients that leave at once, about one part in so many is there."""
+
+
+class Weights(NamedTuple):
+    """Bytes of one pipeline stage's weights and gradients, where nothing is shared out."""
+
+    computed: float
+    """In the format that computes."""
+    kept: float
+    """In fp32 beside those, for the update; of fp32 runs these are the same tensors."""
+    gradients: float
+    numbers: float
+    """How many there are."""
+
+
+def weights_of(sample: Ledger, config: RunConfig, layout: Layout) -> Weights:
+    """The weights in a sample."""
+    parts, pp = sample.under("part"), layout.pp
+    whole, gradients = parts.get("parameters", 0.0) / pp, parts.get("gradients", 0.0) / pp
+    narrow = config.precision.compute in ("bf16", "fp16")
+    computed = whole / 3 if narrow and config.precision.master else whole
+    return Weights(computed, whole - computed, gradients, computed / (2 if narrow else 4))
+
+
+def shards_of(config: RunConfig, layout: Layout) -> int:
+    """Into how many parts the states are cut."""
+    return layout.dp_shard * layout.cp if config.strategy.stage else 1
+
+
+def device_gib(
+    sample: Ledger, config: RunConfig, hardware: Hardware, layout: Layout, batch: ResolvedBatch, share: float
+) -> float:
+    """Memory that a device needs where `share` of an offloaded optimizer stays there."""
+    offload, parts = config.strategy.offload, sample.under("part")
+    shards, weights = shards_of(config, layout), weights_of(sample, config, layout)
+    here = share if offload.on else 1.0
+    memory = (weights.kept + parts.get("optimizer", 0.0) / layout.pp) / shards * here
+    memory += _computing(weights, config, shards)
+    streams = batch.accumulation == 1 and _streams(config, layout)
+    memory += _gradients(weights, config.strategy.stage, shards, max(here, 1 / _UNITS) if streams else None)
+    under_way = min(layout.pp, batch.accumulation)
+    moving = sum(parts.get(part, 0.0) for part in ("temporaries", "communication", "kernel workspaces"))
+    # With few samples the highest moment may be the update, when no activation is left: the forward pass tells too.
+    forward = sample.numbers.get("peak.forward", 0.0) - parts.get("parameters", 0.0) - parts.get("optimizer", 0.0)
+    activations = max(parts.get("activations", 0.0), forward - moving)
+    memory += activations * under_way / layout.pp + moving
+    if offload.on and device_updates(config, hardware, layout):
+        memory += room_bytes(weights.numbers / shards * (1.0 - here), state_bytes(config))
+    return memory * 1.03 / GIB + hardware.context_gib
+
+
+def _computing(weights: Weights, config: RunConfig, shards: int) -> float:
+    """The weights that compute: whole below stage 3, else this rank's part of them and the units in use."""
+    offload, updated = config.strategy.offload, weights.kept == 0  # whether the update works on these very tensors
+    if offload.params != "none":
+        return weights.computed / _UNITS
+    if config.strategy.stage == 0:
+        return weights.computed
+    if config.strategy.stage < 3:
+        return weights.computed / (shards if updated and not offload.on else 1)
+    return weights.computed / _UNITS + (weights.computed / shards if updated or offload.on else 0.0)
+
+
+def _gradients(weights: Weights, stage: int, shards: int, left: float | None) -> float:
+    """Of those that leave during the backward pass, a part is `left`; None: they stay until the step."""
+    if left is not None:
+        return weights.gradients / shards * left
+    gathered = weights.computed / _UNITS if stage == 2 and weights.kept else 0.0
+    return weights.gradients / (shards if stage >= 2 else 1) + gathered
+
+
+def _streams(config: RunConfig, layout: Layout) -> bool:
+    """Whether gradients leave the device during the backward pass."""
+    sharded = config.strategy.stage > 0 or layout.replicas == 1
+    return config.strategy.offload.on and sharded and layout.pp == 1
+
+
+def host_gib(sample: Ledger, config: RunConfig, hardware: Hardware, layout: Layout, share: float) -> float:
+    """Memory that the ranks of one host take of it; 0 where a device is the host."""
+    if hardware.kind == "cpu":
+        return 0.0
+    need = 0.0
+    if config.strategy.offload.on:
+        offload = config.strategy.offload.model_copy(update={"ratio": share})
+        strategy = config.strategy.model_copy(update={"offload": offload})
+        numbers = weights_of(sample, config, layout).numbers / shards_of(config, layout)
+        need = host_need(config.model_copy(update={"strategy": strategy}), int(numbers)) / GIB
+    return (CUDA_PROCESS_GIB + need) * min(layout.size, hardware.per_host)
+
+
+# The time of a way to spread a run, from one micro-batch of it where nothing is spread: the quick account's.
+
+
+def seconds_of(
+    sample: Ledger,
+    config: RunConfig,
+    hardware: Hardware,
+    layout: Layout,
+    batch: ResolvedBatch,
+    share: float,
+    state: float,
+    bubble: float,
+) -> float:
+    """How long a step takes where `share` of an offloaded optimizer stays on the device.
+
+    `state`: bytes that the optimizer keeps for each number; `bubble`: the idle share of the pipeline.
+    """
+    pp, shards, offload = layout.pp, shards_of(config, layout), config.strategy.offload
+    weights = weights_of(sample, config, layout)
+    here = share if offload.on else 1.0
+    forward, backward = (sample.total("compute", phase) / pp for phase in ("forward", "backward"))
+    compute = batch.accumulation * (forward + backward) + sample.total("compute", "step") / pp / shards * here
+    waited = batch.accumulation * sample.total("waited") / pp
+    host = batch.accumulation * (sample.total("host", "forward") + sample.total("host", "backward")) / pp
+    sent = _data_parallel_bytes(weights, config.strategy.stage, layout, batch.accumulation)
+    link = hardware.link_between(layout.replicas, layout.tp)
+    # Activations that wait on the host travel with each micro-batch.
+    carried = max(sample.numbers.get(f"link.{way}.each", 0.0) for way in ("in", "out")) * batch.accumulation / pp
+    seconds = max(compute + waited, host, sent / (link.gbps * 1e9), carried)
+    if offload.params != "none" and hardware.kind == "cuda":
+        seconds = max(seconds, _fetching(weights.computed / shards, config, hardware, layout, batch.accumulation))
+    seconds /= 1.0 - bubble
+    if not offload.on:
+        return seconds
+    numbers = weights.numbers / shards
+    in_files = numbers * (1.0 - here - offload.host_ratio) if offload.optimizer == "nvme" else 0.0
+    on_host = numbers * (1.0 - here) - in_files
+    wide = batch.accumulation > 1 or layout.replicas > 1 or config.strategy.stage == 3
+    back = 0.0 if offload.params != "none" else on_host + in_files
+    away = Away(on_host, in_files, back)
+    work = host_work(away, config, hardware, layout, state=state, wide=wide)
+    leaving = weights.computed / shards * (1.0 - here) * (2 if wide else 1) / (hardware.pcie_gbps * 1e9)
+    seconds += max(0.0, leaving - backward) if hardware.kind == "cuda" and offload.optimizer == "cpu" else 0.0
+    return seconds + work.shows(mode_of(config, layout, hardware.kind), forward=forward, step=seconds)
+
+
+def _fetching(own: float, config: RunConfig, hardware: Hardware, layout: Layout, micro_batches: int) -> float:
+    """Weights that live on the host or in files come twice with each micro-batch: forward, and back."""
+    moved = 2.0 * micro_batches * own
+    seconds = moved / (hardware.pcie_gbps * 1e9)
+    if config.strategy.offload.params == "nvme":
+        seconds = max(seconds, moved * min(layout.size, hardware.per_host) / (hardware.disk_gbps * 1e9))
+    return seconds
+
+
+def _data_parallel_bytes(weights: Weights, stage: int, layout: Layout, micro_batches: int) -> float:
+    """Bytes that a rank sends to bring parameters and gradients together, about."""
+    ranks = layout.replicas
+    part = (ranks - 1) / ranks
+    if stage == 0:
+        return 2 * part * weights.gradients
+    gathers = 2 * micro_batches if stage == 3 else 1
+    scatters = 1 if stage == 1 else micro_batches
+    return part * (weights.computed * gathers + weights.gradients * scatters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +217,7 @@ class Seen:
     """Samples of the smallest micro-batch of all ways."""
     largest: int
     """And of the largest."""
-    samples: dict[Any, Account | str] = field(default_factory=dict)
+    samples: dict[Any, Ledger | str] = field(default_factory=dict)
     """By how a layer is shared and recomputed, and by the size of a micro-batch."""
     bubbles: dict[Any, float] = field(default_factory=dict)
     """By schedule, stages and micro-batches."""
@@ -69,7 +226,7 @@ class Seen:
         """The idle share of a pipeline; 0 where there is none."""
         if layout.pp == 1:
             return 0.0
-        from plait.parallel import theoretical_bubble
+        from plait.distributed import theoretical_bubble
 
         pipeline = config.strategy.pipeline
         key = pipeline.schedule, layout.pp, batch.accumulation, pipeline.stages_per_rank
@@ -126,7 +283,7 @@ def _look(config: RunConfig, hardware: Hardware, ranks: int, seen: Seen, **optio
     strategy = config.strategy
     layout, batch = _cut(config, hardware, ranks)
     if layout.pp > 1:
-        from plait.parallel import check_pipeline
+        from plait.distributed import check_pipeline
 
         check_pipeline(strategy.pipeline, layout.pp, batch.accumulation)
         if layout.pp > (layers_of(config) or layout.pp):
@@ -135,7 +292,7 @@ def _look(config: RunConfig, hardware: Hardware, ranks: int, seen: Seen, **optio
     config = with_graphs_decided(config, ranks=ranks, accumulation=batch.accumulation, described=described)
     key = (layout.tp, layout.cp, layout.ep, strategy.recompute.mode, strategy.compile.enabled, config.strategy.graphs)
 
-    def sampled(micro: int) -> Account | str:
+    def sampled(micro: int) -> Ledger | str:
         if (*key, micro) not in seen.samples:
             seen.samples[*key, micro] = _sample(config, hardware, layout, micro, **options)
         return seen.samples[*key, micro]
@@ -156,7 +313,7 @@ def _look(config: RunConfig, hardware: Hardware, ranks: int, seen: Seen, **optio
     return _from_sample(sample, config, hardware, layout, batch, seen.bubble(config, layout, batch))
 
 
-def _sample(config: RunConfig, hardware: Hardware, layout: Layout, micro: int, **options: Any) -> Account | str:
+def _sample(config: RunConfig, hardware: Hardware, layout: Layout, micro: int, **options: Any) -> Ledger | str:
     """One micro-batch a step on as many ranks as share a layer: no pipeline, nothing sharded, no state away."""
     sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp": 1, "dp_replicate": None, "dp_shard": None}
     strategy = config.strategy.model_copy(
@@ -177,7 +334,7 @@ def _sample(config: RunConfig, hardware: Hardware, layout: Layout, micro: int, *
 
 
 def _from_sample(
-    sample: Account, config: RunConfig, hardware: Hardware, layout: Layout, batch: ResolvedBatch, bubble: float
+    sample: Ledger, config: RunConfig, hardware: Hardware, layout: Layout, batch: ResolvedBatch, bubble: float
 ) -> Quick:
     state = state_bytes(config) if config.strategy.offload.on else 0.0
 

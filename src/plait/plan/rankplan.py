@@ -3,16 +3,197 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import lcm
 from typing import Any
 
-from plait.config import RunConfig
-from plait.plan.account import Account
-from plait.plan.example import example_of
+import torch
+
+from plait.config import (
+    OWN_MODEL,
+    BatchConfig,
+    HFConfig,
+    MoeConfig,
+    RunConfig,
+    depth_of,
+    resolve_batch,
+    resolve_layout,
+    with_depth,
+)
+from plait.models import build_model
 from plait.plan.hardware import Hardware
-from plait.plan.patience import Patience
-from plait.plan.shorten import Lengths, lengths_of, shortened
-from plait.plan.simulate import MakeExample, Simulated, simulate
+from plait.plan.ledger import Ledger
+from plait.plan.simulate import MakeExample, Simulated, TimeBudget, example_of, simulate
+
+# The same run with fewer layers and micro-batches; see [Note: a few layers stand for all].
+
+
+_MOST_GROUPS = 4
+"""Groups of layers that the longest of the short models has."""
+_SPARE_MICRO_BATCHES = 2
+"""Micro-batches beyond those that a pipeline has under way: one that begins, one that ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shorter:
+    """A run of which each rank has few layers, and how it differs from the whole."""
+
+    config: RunConfig
+    layers: int
+    """Of the rank that is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How long a run is, for the ranks of one pipeline stage."""
+
+    layers: int
+    """Layers of the rank."""
+    period: int
+    """Layers come in groups of so many that are alike."""
+    head: int
+    """Layers before the first of these groups, which are of other kinds."""
+    micro_batches: int
+    least_micro_batches: int
+    """With so many, memory is as full as it gets."""
+
+    @property
+    def is_short(self) -> bool:
+        """Whether nothing is gained by leaving layers out."""
+        return self.layers <= self.head + 5 * self.period
+
+    @property
+    def groups(self) -> int:
+        """How many groups there are."""
+        return (self.layers - self.head) // self.period
+
+    @property
+    def repeats(self) -> bool:
+        """Whether there are micro-batches that do as others do."""
+        return self.micro_batches > self.least_micro_batches
+
+
+def layers_of(config: RunConfig) -> int | None:
+    """How many layers the described model has; None where that cannot be told, or changed."""
+    return None if isinstance(config.model, OWN_MODEL) else depth_of(config.model)
+
+
+def lengths_of(config: RunConfig, ranks: int, per_host: int, stage: int) -> Lengths | None:
+    """How long the run is on the ranks of a pipeline stage; None where it cannot be made shorter."""
+    layers = layers_of(config)
+    strategy = config.strategy
+    if layers is None or strategy.recompute.mode == "auto":
+        return None
+    layout = resolve_layout(strategy, size=ranks, local_size=per_host)
+    batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=strategy.pipeline.micro_batches)
+    period = every = strategy.recompute.every if strategy.recompute.mode == "every" else 1
+    head = 0
+    if isinstance(config.model, HFConfig):
+        found = _rhythm(config, layers, every)
+        if found is None:
+            return None
+        head, period = found
+    elif isinstance(config.model, MoeConfig):
+        period = lcm(period, config.model.moe_every)
+    least = 3
+    if layout.pp > 1:
+        if period > 1 or head or strategy.pipeline.split == "time":
+            return None
+        counts = _stage_layers(config, layout.pp)
+        if strategy.pipeline.schedule not in ("1f1b", "gpipe") or min(counts) < 1:
+            return None
+        layers = counts[stage]
+        least = (
+            batch.accumulation if strategy.pipeline.schedule == "gpipe" else layout.pp - stage + _SPARE_MICRO_BATCHES
+        )
+    elif (layers - head) % period:
+        return None
+    return Lengths(layers, period, head, batch.accumulation, min(least, batch.accumulation))
+
+
+def shortened(config: RunConfig, ranks: int, per_host: int, stage: int, groups: int, lengths: Lengths) -> Shorter:
+    """With `groups` groups of layers on the ranks of this stage, and as few micro-batches as will do."""
+    layers = lengths.head + groups * lengths.period
+    strategy = config.strategy
+    layout = resolve_layout(strategy, size=ranks, local_size=per_host)
+    changes: dict[str, Any] = {}
+    whole = layers
+    if layout.pp > 1:
+        counts = [layers if each == stage else 1 for each in range(layout.pp)]
+        whole = sum(counts)
+        firsts = [sum(counts[: each + 1]) for each in range(layout.pp - 1)]
+        names = _layer_names(_with_layers(config, whole))
+        pipeline = strategy.pipeline.model_copy(
+            update={"split": tuple(names[first] for first in firsts), "micro_batches": lengths.least_micro_batches}
+        )
+        changes["strategy"] = strategy.model_copy(update={"pipeline": pipeline})
+    batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=strategy.pipeline.micro_batches)
+    changes["batch"] = BatchConfig(micro=batch.micro, accumulation=lengths.least_micro_batches)
+    return Shorter(_with_layers(config, whole).model_copy(update=changes), layers)
+
+
+def _with_layers(config: RunConfig, layers: int) -> RunConfig:
+    assert config.model is not None
+    return config.model_copy(update={"model": with_depth(config.model, layers)})
+
+
+def _rhythm(config: RunConfig, layers: int, every: int) -> tuple[int, int] | None:
+    """How many layers of a `transformers` model come before those that repeat, and after how many these repeat.
+
+    A model may have dense layers before its mixtures of experts, or another kind of attention in every fourth layer.
+    None where its layers cannot be told apart, or where a shorter model has other ones.
+    """
+    kinds = _kinds(config, layers)
+    if kinds is None:
+        return None
+    marked = [(kind, index % every) for index, kind in enumerate(kinds)]
+    found = []
+    for period in range(every, max(layers // 2, every) + 1, every):
+        unlike = [index for index in range(period, layers) if marked[index] != marked[index - period]]
+        head = unlike[-1] - period + 1 if unlike else 0
+        head += (layers - head) % period
+        found.append((head, period))
+    head, period = min(found, key=lambda each: each[0] + _MOST_GROUPS * each[1])
+    shorter = head + _MOST_GROUPS * period
+    if shorter < layers and _kinds(_with_layers(config, shorter), shorter) != kinds[:shorter]:
+        return None
+    return head, period
+
+
+def _kinds(config: RunConfig, layers: int) -> list[object] | None:
+    """What each layer of a described `transformers` model is made of; None where it has not so many."""
+    assert config.model is not None
+    with torch.device("meta"):
+        model: Any = build_model(config.model)
+    blocks = [module for module in model.modules() if isinstance(module, model.block_classes)]
+    if len(blocks) != layers:
+        return None
+    text = model.config.get_text_config()
+    types = [getattr(text, key, None) or [None] * layers for key in ("layer_types", "mlp_layer_types")]
+    made_of = [tuple((name, param.shape, param.dtype) for name, param in each.named_parameters()) for each in blocks]
+    return list(zip(made_of, *types, strict=False))
+
+
+def _layer_names(config: RunConfig) -> list[str]:
+    from plait.distributed import outline_of
+
+    assert config.model is not None
+    with torch.device("meta"):
+        return list(outline_of(build_model(config.model, trust_code=config.trust_code)).layers)
+
+
+def _stage_layers(config: RunConfig, stages: int) -> list[int]:
+    """How many layers each pipeline stage gets."""
+    from plait.distributed import plan_stages
+
+    assert config.model is not None
+    pipeline = config.strategy.pipeline
+    with torch.device("meta"):
+        model = build_model(config.model, trust_code=config.trust_code)
+    plan = plan_stages(model, ranks=stages, schedule=pipeline.schedule, split=pipeline.split)
+    return [end - start for start, end in pairwise(plan.bounds)]
+
 
 _SPARE = 0.03
 """The allocator keeps at least this share of the peak beyond need."""
@@ -41,7 +222,7 @@ def plan_rank(
     detailed: bool = False,
     exact: bool = False,
     known: Known | None = None,
-    patience: Patience | None = None,
+    patience: TimeBudget | None = None,
 ) -> Simulated:
     """Simulate `rank`, which has the pipeline stage `stage`.
 
@@ -146,14 +327,14 @@ def _between(shares: dict[str, float], at: Callable[..., Simulated]) -> Simulate
             numbers[name] = numbers.get(name, 0.0) + share * (everything.get(name, 0.0) - base)
         # A few tensors are read by way of as much memory as many.
         numbers["host_reading"] = max(numbers.get("host_reading", 0.0), everything.get("host_reading", 0.0))
-    return replace(nothing, account=Account(numbers).settled())
+    return replace(nothing, account=Ledger(numbers).settled())
 
 
-def _completed(account: Account, sample: Account) -> Account:
+def _completed(account: Ledger, sample: Ledger) -> Ledger:
     """What does not grow by the same amount with each layer: the build, one module at a time, and the allocator's."""
     numbers = dict(account.numbers)
     numbers["peak.build"] = max(numbers["peak.build"], sample.numbers["peak.build"])
     # What the allocator keeps beyond need is a few pieces of the largest sizes, however many layers there are.
     spare = max(sample.numbers["reserved"] - sample.peak[1], _SPARE * account.peak[1])
     numbers["reserved"] = account.peak[1] + spare
-    return Account(numbers).settled()
+    return Ledger(numbers).settled()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from plait.plan.allocator import CachingAllocator
-from plait.plan.kernels import body_of, hidden_bytes
+from plait.distributed import replaced
+from plait.plan.timing import body_of, hidden_bytes
 from plait.spec import Phase
 from plait.torch_internals import (
     FakeTensorMode,
@@ -25,7 +26,113 @@ from plait.torch_internals import (
     storage_key,
     tree_leaves,
 )
-from plait.world import replaced
+
+# torch's caching allocator, without memory: what it asks the device for, given what it is asked for.
+#
+# It keeps freed blocks for later and cuts large ones up, so the device gives more than is in use. How much more depends
+# on sizes and order alone, so it can be played. The rules are those of torch's CUDA allocator with its usual settings.
+
+
+_MIB = 2**20
+_UNIT = 512
+_SMALL = _MIB
+"""Up to this size a block comes from a segment that many share."""
+_SMALL_SEGMENT = 2 * _MIB
+_LARGE_SEGMENT = 20 * _MIB
+_OWN_SEGMENT = 10 * _MIB
+"""From this size on, a new block gets a segment of its own."""
+
+
+@dataclass(slots=True, eq=False)
+class SegmentBlock:
+    """A part of a segment."""
+
+    segment: int
+    start: int
+    size: int
+    pool: _Pool
+    before: SegmentBlock | None = None
+    after: SegmentBlock | None = None
+    used: bool = False
+
+
+class _Pool:
+    """The free blocks of one kind, smallest first."""
+
+    def __init__(self, *, small: bool) -> None:
+        self.small = small
+        self.free: list[tuple[int, int, int, SegmentBlock]] = []
+
+    def add(self, block: SegmentBlock) -> None:
+        insort(self.free, (block.size, block.segment, block.start, block), key=lambda entry: entry[:3])
+
+    def remove(self, block: SegmentBlock) -> None:
+        del self.free[bisect_left(self.free, (block.size, block.segment, block.start), key=lambda entry: entry[:3])]
+
+    def take(self, size: int) -> SegmentBlock | None:
+        place = bisect_left(self.free, (size, -1, -1), key=lambda entry: entry[:3])
+        return self.free.pop(place)[3] if place < len(self.free) else None
+
+
+class CachingAllocator:
+    """Gives out blocks; `reserved` is what the device would have given to it."""
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self._small, self._large = _Pool(small=True), _Pool(small=False)
+        self._segments = self._used = 0
+
+    def allocate(self, size: int) -> SegmentBlock:
+        """A block of at least `size` bytes."""
+        size = max(_UNIT, -(-size // _UNIT) * _UNIT)
+        pool = self._small if size <= _SMALL else self._large
+        block = pool.take(size) or self._new_segment(pool, size)
+        left = block.size - size
+        if left >= _UNIT if pool.small else left > _SMALL:
+            rest = SegmentBlock(block.segment, block.start + size, left, pool, before=block, after=block.after)
+            if block.after is not None:
+                block.after.before = rest
+            block.after, block.size = rest, size
+            pool.add(rest)
+        block.used = True
+        self._used += block.size
+        return block
+
+    def free(self, block: SegmentBlock) -> None:
+        """Take a block back, and join it with its free neighbours."""
+        block.used = False
+        self._used -= block.size
+        pool = block.pool
+        before, after = block.before, block.after
+        if before is not None and not before.used:
+            pool.remove(before)
+            block.start, block.size, block.before = before.start, block.size + before.size, before.before
+            if block.before is not None:
+                block.before.after = block
+        if after is not None and not after.used:
+            pool.remove(after)
+            block.size, block.after = block.size + after.size, after.after
+            if block.after is not None:
+                block.after.before = block
+        pool.add(block)
+
+    def stretch(self, size: int) -> None:
+        """Have so many bytes free, in pieces of any size."""
+        missing = size - (self.reserved - self._used)
+        if missing > 0:
+            self._large.add(self._new_segment(self._large, max(missing, _OWN_SEGMENT)))
+
+    def _new_segment(self, pool: _Pool, size: int) -> SegmentBlock:
+        if pool.small:
+            size = _SMALL_SEGMENT
+        elif size < _OWN_SEGMENT:
+            size = _LARGE_SEGMENT
+        else:
+            size = -(-size // (2 * _MIB)) * 2 * _MIB
+        self._segments += 1
+        self.reserved += size
+        return SegmentBlock(self._segments, 0, size, pool)
+
 
 _NOTABLE = 1.02
 """A peak that is not higher than the one before by this factor is not looked at again."""
@@ -42,7 +149,7 @@ class Watcher(Protocol):
 
 
 @dataclass(slots=True)
-class Piece:
+class LiveMemory:
     """One piece of memory that is in use."""
 
     size: int
@@ -64,7 +171,7 @@ class Peak:
     """What the allocator had asked the device for by then."""
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps account of all memory on one device. To be entered inside the fake world it watches."""
 
     def __init__(
@@ -80,7 +187,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.backward_operations = 0
         """So many there were in the backward pass of the latest step."""
         self.operations = 0
-        self.pieces: dict[int, Piece] = {}
+        self.pieces: dict[int, LiveMemory] = {}
         self.at_height: Callable[[int], None] | None = None
         """Is called with the bytes in use whenever they rise above `height`, which is raised by that and a little."""
         self.height = 0
@@ -96,7 +203,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._mode: FakeTensorMode | None = None
 
     @contextmanager
-    def recording(self) -> Iterator[Recorder]:
+    def recording(self) -> Iterator[MemoryRecorder]:
         """Record until the block ends."""
         self._mode = active_fake_mode()
         assert self._mode is not None, "a recorder is entered inside a fake world"
@@ -153,9 +260,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._raise(self.peaks[phase], phase, size, kernel=False)
 
     @contextmanager
-    def aside(self, *watchers: Watcher, phase: Phase | None = None) -> Iterator[Recorder]:
+    def aside(self, *watchers: Watcher, phase: Phase | None = None) -> Iterator[MemoryRecorder]:
         """Another one that begins at nothing, and alone sees what happens until the block ends."""
-        other = Recorder(self._device, watchers=watchers)
+        other = MemoryRecorder(self._device, watchers=watchers)
         other.phase = phase or Phase.IDLE
         self.paused = True
         try:
@@ -227,17 +334,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if piece.size != self._rounded(storage.nbytes()):
                 self._resized(storage)
             return
-        piece = Piece(self._rounded(storage.nbytes()), phase, sent)
+        piece = LiveMemory(self._rounded(storage.nbytes()), phase, sent)
         piece.alive = weakref.ref(storage, lambda _: self._free(key))
         self.pieces[key] = piece
         self._take(piece)
 
-    def _take(self, piece: Piece) -> None:
+    def _take(self, piece: LiveMemory) -> None:
         self.in_use += piece.size
         if self._allocator is not None and piece.size:
             piece.block = self._allocator.allocate(piece.size)
 
-    def _give(self, piece: Piece) -> None:
+    def _give(self, piece: LiveMemory) -> None:
         self.in_use -= piece.size
         if piece.block is not None:
             assert self._allocator is not None

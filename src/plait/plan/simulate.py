@@ -6,31 +6,280 @@ the second is what every later step is like. Of the first, only the update is ke
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from plait.config import Layout, RunConfig, resolve_batch
-from plait.parallel import Offload, activations_on_host
-from plait.plan.account import EACH, Account
-from plait.plan.allocator import CachingAllocator
+from plait.checkpoint import BLOCK, STRIP, WRITERS, Kept, in_a_row, kept, need, workers
+from plait.config import (
+    OWN_MODEL,
+    AdamW8bitConfig,
+    Cifar10Data,
+    ImageFolderData,
+    JsonlData,
+    Layout,
+    RunConfig,
+    TextData,
+    TokensData,
+    leaves,
+    resolve_batch,
+)
+from plait.distributed import activations_on_host, fake_world, local_part, replaced
+from plait.engine import Length, NativeEngine, OffloadedParams, Preparation, described_loss, prepare_native
+from plait.errors import ConfigError, Problem
+from plait.kernels import PASSING
+from plait.optim import Offload
 from plait.plan.classify import Owners
-from plait.plan.example import example_of
-from plait.plan.fused import compiled_units
+from plait.plan.compiled import compiled_units
 from plait.plan.hardware import Hardware
-from plait.plan.hosted import Away, host_work, mode_of, with_update
-from plait.plan.keeping import Keeping, completed
-from plait.plan.kernels import MATMUL_WORKSPACE, kernels_of_cuda
-from plait.plan.patience import Patience
-from plait.plan.recorder import Peak, Recorder
-from plait.plan.timing import Timing
-from plait.spec import Phase
-from plait.strategy import Length, NativeEngine, OffloadedViews, Preparation, described_loss, prepare_native
-from plait.world import fake_world
+from plait.plan.ledger import EACH, Away, Ledger, host_work, mode_of, with_update
+from plait.plan.recorder import END, CachingAllocator, MemoryRecorder, Peak
+from plait.plan.timing import MATMUL_WORKSPACE, Timing, kernels_of_cuda
+from plait.spec import Entry, Later, Phase
+from plait.torch_internals import in_backward_pass
+
+# What saving and loading take, by the code that does both, on tensors without values.
+#
+# [Note: files that a plan does not write] The engine brings the model up to date as after loading, makes room for the
+# optimizer's state, and collects its state for a save: that is the code which runs, and the recorder sees it. What lies
+# between memory and files cannot run without files. It is reckoned from the same tensors by `plait.checkpoint.need`,
+# from which those who write and read have their numbers. What an offloaded optimizer has on the host is reckoned from
+# its buckets: a plan makes no states there.
+
+
+COPY = "checkpoint copy"
+"""Whose the memory is that a save in the background copies the state to; it is kept for the next."""
+_SINCE_A_SAVE = (Phase.FORWARD, Phase.BACKWARD, END, Phase.REDUCE, Phase.STEP, Phase.SAVE, Phase.IDLE)
+"""Peaks of a run that has saved before."""
+
+
+class _Away(NamedTuple):
+    """Optimizer state that lives off the device."""
+
+    entries: list[Kept]
+    """As a checkpoint has it."""
+    held: float = 0.0
+    """Bytes of host memory that it has between steps."""
+    largest: float = 0.0
+    """Bytes of the largest that a checkpoint has in another form: it is made to be saved, and read to be loaded."""
+    in_files: frozenset[str] = frozenset()
+    """Entries of weights that a plan has no memory for: in a run they are that of files, all in one row."""
+
+
+class SimulatedCheckpoints:
+    """The checkpoints of a simulated run: loaded once it is built, saved once it has trained.
+
+    Whoever saves means to go on from it one day, and is taken to load.
+    """
+
+    def __init__(self, engine: NativeEngine, recorder: MemoryRecorder, config: RunConfig, *, cores: int) -> None:
+        """`cores`: of the host."""
+        self._engine, self._recorder = engine, recorder
+        self._settings, self._optim = config.checkpoint, config.optim
+        self._cores, self._local_ranks = cores, engine.world.ranks.local_size
+        self._ranks = engine.world.size // engine.world.layout.pp
+        self.saves = self._settings.last or self._settings.every is not None or self._settings.best is not None
+        self.loads = self.saves or self._settings.resume is not None
+
+    def load(self) -> None:
+        """Bring the model up to date with weights that were loaded; the optimizer's state is added by `save`."""
+        if self.loads:
+            self._recorder.enter(Phase.LOAD)
+            self._engine.state_loaded()
+            self._recorder.enter(Phase.IDLE)
+
+    def save(self) -> dict[str, float]:
+        """Collect what a checkpoint has, and make room for it as for loading; returns what an account has of both.
+
+        The engine cannot train any more: its optimizer has lost its state.
+        """
+        engine, recorder, away = self._engine, self._recorder, self._away()
+        if self.saves:
+            recorder.enter(Phase.SAVE)
+        with torch.no_grad():
+            with replaced(recorder, "paused", not self.saves):
+                tensors = engine.state_entries()
+                entries = {name: _kept(entry, self._ranks) for name, entry in tensors.items()}
+            entries |= {name: entries[name]._replace(in_a_row=True) for name in away.in_files}
+            numbers = {"state": sum(each.bytes for each in (*entries.values(), *away.entries))}
+            if not self.loads:
+                return numbers
+            frozen = {f"model.{name}" for name in engine.frozen()} if self._settings.trainable_only else set()
+            written = [entry for name, entry in entries.items() if name not in frozen] + away.entries
+            host = {"cores": self._cores, "ranks": self._local_ranks}
+            needed = need(written, **host, background=self._settings.async_save)
+            separate = engine.world.device.type != "cpu"  # otherwise the recorder sees the host
+            at_once = workers(WRITERS, **host)
+            lates = [entries[name].bytes for name, entry in tensors.items() if isinstance(entry, Later)]
+            largest = max([*lates, away.largest])
+            # See [Note: a few rows at a time] in `spec.later`; a block may have to be put together from two strips.
+            wide = (min(largest, STRIP) + 2 * BLOCK * (largest > STRIP) + PASSING) * at_once if largest else 0.0
+            if self.saves:
+                loose = [each for name, each in tensors.items() if not entries[name].in_a_row]
+                _copy_in_rows((each for each in loose if isinstance(each, Tensor)), engine.world.device.type, at_once)
+                numbers |= {"written": needed.written, "host_copy": needed.copied}
+                numbers["host_saving"] = needed.writing + wide
+            numbers["loaded"] = self._make_room(tensors)
+        there = 0.0 if separate else away.held
+        return numbers | {"host_reading": needed.reading, "host_loading": wide + away.held - there}
+
+    def _make_room(self, tensors: dict[str, Entry]) -> float:
+        """What room for an optimizer's state takes on the device; the one that is there, in `tensors`, is given up."""
+        shapes = {
+            name.removeprefix("optim."): (tensor.shape, tensor.dtype)
+            for name, tensor in tensors.items()
+            if name.startswith("optim.")
+        }
+        tensors.clear()
+        self._engine.updater.optimizer.state.clear()
+        with replaced(self._recorder, "trail", None):
+            before = self._recorder.in_use
+            self._engine.allocate_optimizer_state(shapes)
+            return self._recorder.in_use - before
+
+    def _away(self) -> _Away:
+        views = self._engine.views
+        if not isinstance(views, OffloadedParams):
+            return _Away([])
+        narrow = views.store.options.state_bytes
+        wide = 8.0 if isinstance(self._optim, AdamW8bitConfig) else narrow  # moments in 8 bits are saved in fp32
+        entries, on_host, largest, in_files = [], 0, 0, set()
+        for bucket in views.store.buckets:
+            if bucket.span.home != "device":
+                on_host += bucket.numel if bucket.span.home == "cpu" else 0
+                for index, master, _ in bucket.items():
+                    entries.append(Kept(master.numel() * wide, kept(views.params[index], self._ranks).holders))
+                    largest = max(largest, master.numel())
+            if bucket.span.home == "nvme":
+                in_files |= {f"model.{views.names[index]}" for index in bucket.span.indices}
+        made = largest * 4.0 if wide > narrow else 0.0  # one moment, in fp32
+        return _Away(entries, on_host * narrow, made, frozenset(in_files))
+
+
+def _copy_in_rows(tensors: Iterable[Tensor], device: str, writers: int) -> None:
+    """Copy tensors as each thread that writes does."""
+    under_way: deque[Tensor] = deque(maxlen=writers)
+    for tensor in tensors:
+        local = local_part(tensor)
+        if local.device.type == device:
+            under_way.append(in_a_row(local))
+
+
+def _kept(entry: Entry, ranks: int) -> Kept:
+    """What a checkpoint holds of an entry, in the form that it has there."""
+    if isinstance(entry, Tensor):
+        return kept(entry, ranks)
+    size = local_part(entry.like.detach()).numel() * entry.dtype.itemsize
+    return kept(entry.like, ranks)._replace(bytes=size, on_device=False, in_a_row=True)
+
+
+def completed(numbers: dict[str, float], *, one_memory: bool) -> dict[str, float]:
+    """With what loading makes for the optimizer; in `one_memory` with what others have on the host, too."""
+    found = dict(numbers)
+    loaded = {"optimizer": found.pop("loaded", 0.0)}
+    more = _beside(found) if one_memory else {}
+    more[Phase.LOAD] = {**loaded, **more.get(Phase.LOAD, {})}
+    detailed = any(key.startswith("at.") for key in found)
+    for name, parts in more.items():
+        for part, size in parts.items():
+            if size and f"peak.{name}" in found:
+                found[f"peak.{name}"] += size
+                if detailed:
+                    found[f"at.{name}.{part}"] = found.get(f"at.{name}.{part}", 0.0) + size
+    return found
+
+
+def _beside(numbers: dict[str, float]) -> dict[str, dict[str, float]]:
+    """What a device of its own would have beside it, by peak and whose it is; taken out of `numbers`."""
+    copy, saving, reading, loading = (
+        numbers.pop(f"host_{key}", 0.0) for key in ("copy", "saving", "reading", "loading")
+    )
+    found = {str(name): {COPY: copy} for name in _SINCE_A_SAVE}
+    found[Phase.SAVE]["optimizer"] = saving
+    return {**found, Phase.LOAD: {"temporaries": reading + loading}}
+
+
+# A micro-batch of the right shapes, for a run whose data nobody has to read.
+
+
+def example_of(config: RunConfig, micro: int) -> Any:
+    """What the model is called with, for `micro` samples of `config.data`; without data, tokens where the model says
+    how many it takes. To be called in a fake world: nothing in it has values."""
+    data = next((source for _, source in leaves("data", config.data)), None)
+    if config.data is not None and config.data.collate is not None:
+        message = "a function of its own makes batches of them, so the shapes of a micro-batch are not known"
+        raise ConfigError(Problem("data.collate", message, "Start the run; a plan needs batches that are stacked."))
+    if isinstance(data, TextData | JsonlData | TokensData):
+        return _token_example(micro, data.seq_len, documents=data.document_mask)
+    if isinstance(data, ImageFolderData | Cifar10Data):
+        size = data.size if isinstance(data, ImageFolderData) else 32
+        return torch.zeros(micro, 3, size, size), torch.zeros(micro, dtype=torch.int64)
+    length = None if isinstance(config.model, OWN_MODEL) else getattr(config.model, "seq_len", None)
+    if data is None and isinstance(length, int):
+        return _token_example(micro, length, documents=False)
+    kind = "there are none" if data is None else f"data of type {data.type!r}"
+    message = f"{kind}, so the shapes of a micro-batch are not known without reading one"
+    raise ConfigError(Problem("data", message, "Start the run: it plans itself, with its first micro-batch."))
+
+
+def _token_example(micro: int, length: int, *, documents: bool) -> dict[str, torch.Tensor]:
+    keys = ("input_ids", "labels", "positions", "document_ids") if documents else ("input_ids", "labels")
+    return {key: torch.zeros(micro, length, dtype=torch.int64) for key in keys}
+
+
+# A limit of time for a search, which also ends a simulation that is under way.
+#
+# What counts is what this process computes, not what a clock on the wall says: on a host that others keep busy a search
+# takes longer, and finds the same.
+
+
+SEARCH_S = 40.0
+"""How long a search for what makes a run fit may compute beyond the plan itself."""
+
+
+class TimeUpError(Exception):
+    """The time is up. Nobody meets it: whoever gives patience catches it, and says what was left out."""
+
+
+class TimeBudget:
+    """So many CPU seconds from now on; a recorder's watcher, so that an operation soon after them is the last.
+
+    Not one of a backward pass: autograd's threads do not survive it. What comes after the pass is as good.
+    """
+
+    def __init__(self, seconds: float = SEARCH_S, clock: Callable[[], float] = time.process_time) -> None:
+        self.seconds = seconds
+        self._clock = clock
+        self._start = clock()
+
+    @property
+    def over(self) -> bool:
+        """Whether the time is up."""
+        return self._passed() >= self.seconds
+
+    @property
+    def half_over(self) -> bool:
+        """Whether half of it is."""
+        return self._passed() >= self.seconds / 2
+
+    def again(self, seconds: float) -> TimeBudget:
+        """Other seconds from now on, by the same clock."""
+        return TimeBudget(seconds, self._clock)
+
+    def saw(self, *_operation: Any) -> None:
+        """Go on, or not."""
+        if not in_backward_pass() and self.over:
+            raise TimeUpError
+
+    def _passed(self) -> float:
+        return self._clock() - self._start
+
 
 _REORDERED = 0.15
 """Inductor orders a backward pass that recomputes in its own way; measured, that takes up to this share more of what a
@@ -47,7 +296,7 @@ MakeExample = Callable[[RunConfig, int], Any]
 class Simulated:
     """What one rank's step takes."""
 
-    account: Account
+    account: Ledger
     flops_per_token: float | None
     """Of the model's own account, where it gives one."""
     trail: list[tuple[Phase, int]] = field(default_factory=list)
@@ -69,7 +318,7 @@ def simulate(
     make_example: MakeExample = example_of,
     received: Any = None,
     detailed: bool = False,
-    patience: Patience | None = None,
+    patience: TimeBudget | None = None,
 ) -> Simulated:
     """Run `rank` of `ranks` through two steps, as long as there is `patience`; `detailed` adds whose the memory is.
 
@@ -94,7 +343,7 @@ def simulate(
         config = with_update(config, hardware, world.layout)
         timing = Timing(hardware, config, world.layout)
         watchers = (timing,) if patience is None else (timing, patience)
-        recorder = Recorder(hardware.kind, allocator=CachingAllocator() if on_cuda else None, watchers=watchers)
+        recorder = MemoryRecorder(hardware.kind, allocator=CachingAllocator() if on_cuda else None, watchers=watchers)
         recorder.trail = [] if detailed else None
         mode = config.strategy.recompute.mode
         stack.enter_context(compiled_units(recorder, timing, notes.append))
@@ -119,7 +368,7 @@ def simulate(
             engine.pipeline.transport.foretold = received
         stack.enter_context(recorder.deaf_to_questions())
         parts: dict[str, dict[str, int]] = {}
-        keeping = Keeping(engine, recorder, config, cores=hardware.host_cores)
+        keeping = SimulatedCheckpoints(engine, recorder, config, cores=hardware.host_cores)
         if detailed:
             _look_at_peaks(recorder, engine, parts)
         keeping.load()
@@ -150,7 +399,7 @@ def simulate(
         kept = keeping.save()
         numbers = _numbers(recorder, timing, engine, _tokens(example) * batch.accumulation) | kept
         numbers["micro_batches"] = batch.accumulation
-        if isinstance(engine.views, OffloadedViews):
+        if isinstance(engine.views, OffloadedParams):
             numbers |= _update(engine.views.store, config, hardware, world.layout)
         if config.strategy.offload.params == "nvme":
             on_link = numbers.get(f"link.in.{EACH}", 0.0) * hardware.pcie_gbps
@@ -163,7 +412,7 @@ def simulate(
         numbers = completed(numbers, one_memory=not on_cuda)
         del workspace
         return Simulated(
-            Account(numbers).settled(),
+            Ledger(numbers).settled(),
             _flops_per_token(engine, example),
             _in_order(recorder.trail or [], numbers),
             engine.pipeline.transport.handed_on if engine.pipeline is not None else None,
@@ -171,12 +420,12 @@ def simulate(
         )
 
 
-def _numbers(recorder: Recorder, timing: Timing, engine: NativeEngine, tokens: int) -> dict[str, float]:
+def _numbers(recorder: MemoryRecorder, timing: Timing, engine: NativeEngine, tokens: int) -> dict[str, float]:
     numbers: dict[str, float] = dict(timing.numbers)
     numbers |= {f"peak.{phase}": peak.bytes for phase, peak in recorder.peaks.items()}
     numbers["peak.backward.end"] = recorder.end.bytes
     numbers["reserved"] = max(peak.reserved for peak in (*recorder.peaks.values(), recorder.end))
-    if isinstance(engine.views, OffloadedViews):
+    if isinstance(engine.views, OffloadedParams):
         store = engine.views.store
         numbers["host_built"] = store.built_bytes()
         numbers["host_rooms"] = store.room_bytes()
@@ -201,7 +450,7 @@ def _update(store: Offload, config: RunConfig, hardware: Hardware, layout: Layou
     return work.to_dict(mode_of(config, layout, hardware.kind))
 
 
-def _look_at_peaks(recorder: Recorder, engine: NativeEngine, found: dict[str, dict[str, int]]) -> None:
+def _look_at_peaks(recorder: MemoryRecorder, engine: NativeEngine, found: dict[str, dict[str, int]]) -> None:
     """Whose the memory is at each of the peaks yet to come, filled in when they come, and at that of the build."""
     owners = Owners(engine)
 

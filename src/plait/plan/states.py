@@ -155,7 +155,7 @@ def _place(offload: bool) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class StatesAccount:
+class StatesEstimate:
     """Bytes that each parameter costs, and what they come to. By default 16-bit training with Adam: 2 + 2 + 12."""
 
     params: int
@@ -182,7 +182,7 @@ class StatesAccount:
         return (*found, ("total", self.bytes_per_param, self.total / 1e9))
 
 
-def account_of(config: RunConfig, params: int) -> StatesAccount:
+def account_of(config: RunConfig, params: int) -> StatesEstimate:
     """What the states of this run's parameters come to on one device, by its `precision` and `optim`.
 
     Gradients are counted as Plait keeps them: in the format in which they are summed, beside fp32 weights; otherwise
@@ -195,7 +195,7 @@ def account_of(config: RunConfig, params: int) -> StatesAccount:
     if isinstance(optim, AdamW8bitConfig):
         each = 1 + 4 / 256  # a code, and a share of a block's scale
     gradients = weights if not precision.master or precision.reduce in ("bf16", "fp16") else 4
-    return StatesAccount(params, weights, gradients, separate + optim.moments * each)
+    return StatesEstimate(params, weights, gradients, separate + optim.moments * each)
 
 
 def least_gib(config: RunConfig, params: int, layout: Layout) -> float:

@@ -9,21 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from plait.data import Collate, Loader
+from plait.data import Collate, RankLoader
+from plait.distributed import is_sharded, on_main
 from plait.errors import TrainingError
 from plait.posttrain.data.datasets import PairRows
 from plait.posttrain.data.prepare import PhaseData
-from plait.posttrain.data.template import CHAT_TEMPLATE, OfTokenizer, tokenizer_folder
-from plait.posttrain.data.tokenizer import NAME, SETTINGS
-from plait.posttrain.lora.adapter import has_transposed, read_adapter, save_adapter
-from plait.posttrain.lora.attach import AdapterSpec, lora_layers
-from plait.posttrain.parts import ValueHead
-from plait.runner import Hook
+from plait.posttrain.data.template import CHAT_TEMPLATE, NAME, SETTINGS, OfTokenizer, tokenizer_folder
+from plait.posttrain.lora import AdapterSpec, ValueHead, has_transposed, lora_layers, read_adapter, save_adapter
 from plait.spec import EventKind, MicroBatch, Phase
-from plait.world import is_sharded, on_main
+from plait.trainer import Hook
 
 if TYPE_CHECKING:
-    from plait.runner import Runner
+    from plait.trainer import Runner
 
 _MORE_SETTINGS = ("special_tokens_map.json", "added_tokens.json")
 
@@ -168,7 +165,7 @@ class ReferenceWords(Hook):
 
     def _ask(self, runner: Runner, rows: PairRows) -> None:
         world, collate = runner.world, self._collate
-        loader = Loader(
+        loader = RankLoader(
             _Numbered(rows),
             rank=world.data_rank,
             ranks=world.layout.data_parallel,

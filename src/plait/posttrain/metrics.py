@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from plait.monitor import Scale, axes, image
-from plait.runner import Hook, Metric
+from plait.trainer import Hook, Metric
 
 if TYPE_CHECKING:
-    from plait.runner import Runner
+    from plait.trainer import Runner
 
 BINS = 10
 MARGIN_BINS = 30

@@ -9,12 +9,12 @@ from typing import Any
 
 from plait.config import ONLINE, DpoConfig, HFConfig, Parsed, PosttrainConfig, RunConfig, parse
 from plait.errors import ConfigError, Problem
-from plait.posttrain.build import make_model
 from plait.posttrain.data.prepare import PhaseData, prepare_data
 from plait.posttrain.hooks import AdapterFiles, ReferenceWords, TellData
-from plait.posttrain.lora.attach import AdapterSpec
+from plait.posttrain.lora import AdapterSpec
 from plait.posttrain.metrics import CalibrationPlot, Preferences
-from plait.runner import GivenObjects, Hook, Metric, Runner
+from plait.posttrain.models import make_model
+from plait.trainer import GivenObjects, Hook, Metric, Runner
 
 
 class PhaseRunner(Runner):
@@ -48,7 +48,7 @@ def phase_runner(
 def make_runner(parsed: Parsed, *, hooks: Sequence[Hook] = ()) -> PhaseRunner:
     """The runner that a description's phase needs."""
     if parsed.config.phase in ONLINE:
-        from plait.posttrain.online.runner import OnlineRunner  # it is a PhaseRunner itself
+        from plait.posttrain.rl.trainer import OnlineRunner  # it is a PhaseRunner itself
 
         check_phase(parsed.config)
         return OnlineRunner(parsed, hooks=hooks)

@@ -4,28 +4,26 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from plait.prove.certificate import Certificate as Certificate
-    from plait.prove.certificate import Finding as Finding
-    from plait.prove.certificate import judge as judge
+    from plait.prove.certificate import ComparedQuantity as ComparedQuantity
+    from plait.prove.certificate import compare_findings as compare_findings
+    from plait.prove.compare import Rounding as Rounding
     from plait.prove.compare import compare as compare
-    from plait.prove.dropout import Switch as Switch
-    from plait.prove.job import Trace as Trace
+    from plait.prove.compare import rounding_of as rounding_of
+    from plait.prove.job import ProofTrace as ProofTrace
     from plait.prove.prove import prove as prove
+    from plait.prove.record import Switch as Switch
     from plait.prove.record import nudge_weights as nudge_weights
     from plait.prove.record import running_statistics as running_statistics
-    from plait.prove.tolerance import Rounding as Rounding
-    from plait.prove.tolerance import rounding_of as rounding_of
 else:
     from plait.lazy import attach_names
 
     attach_names(
         __name__,
         {
-            "certificate": ["Certificate", "Finding", "judge"],
-            "compare": ["compare"],
-            "dropout": ["Switch"],
-            "job": ["Trace"],
+            "certificate": ["Certificate", "ComparedQuantity", "compare_findings"],
+            "compare": ["Rounding", "compare", "rounding_of"],
+            "job": ["ProofTrace"],
             "prove": ["prove"],
-            "record": ["nudge_weights", "running_statistics"],
-            "tolerance": ["Rounding", "rounding_of"],
+            "record": ["Switch", "nudge_weights", "running_statistics"],
         },
     )

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from plait.prove.job import Deviation, Trace, plain
-from plait.prove.tolerance import Rounding
+from plait.config import counted
+from plait.monitor import card, document, footer, text
+from plait.prove.compare import Rounding
+from plait.prove.job import Deviation, ProofTrace, plain
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ComparedQuantity:
     """One quantity after one step, compared."""
 
     step: int
@@ -76,7 +79,7 @@ class Certificate:
     """Where the tolerances come from."""
     steps: list[dict[str, float | bool]]
     """Loss, gradient norm and number of targets of both runs, step by step."""
-    findings: list[Finding]
+    findings: list[ComparedQuantity]
     """Step by step; numbers first, then tensors in the order of the model."""
     checks: list[Check]
     notes: list[str]
@@ -87,17 +90,17 @@ class Certificate:
         return all(each.agrees for each in self.findings) and all(check.holds for check in self.checks)
 
     @property
-    def first(self) -> Finding | None:
+    def first(self) -> ComparedQuantity | None:
         """The first difference."""
         return next((each for each in self.findings if not each.agrees), None)
 
     @property
-    def first_tensor(self) -> Finding | None:
+    def first_tensor(self) -> ComparedQuantity | None:
         """The first tensor that differs: the first step at which one does, and there the first in the model."""
         return next((each for each in self.findings if each.is_tensor and not each.agrees), None)
 
     @property
-    def worst(self) -> Finding | None:
+    def worst(self) -> ComparedQuantity | None:
         """What came closest to its tolerance, or went furthest beyond."""
         compared = [each for each in self.findings if each.allowed > 0 and not each.is_noise]
         return max(compared, key=lambda each: each.deviation / each.allowed, default=None)
@@ -136,7 +139,9 @@ class Certificate:
         path.write_text(json.dumps(plain(data), indent=1) + "\n", encoding="utf-8")
 
 
-def judge(reference: Trace, nudged: Trace, candidate: Trace, rounding: Rounding) -> list[Finding]:
+def compare_findings(
+    reference: ProofTrace, nudged: ProofTrace, candidate: ProofTrace, rounding: Rounding
+) -> list[ComparedQuantity]:
     """Every comparison of the candidate with the reference, against what one rounding did to the reference."""
     findings = _starts(candidate.deviations[0], reference.names)
     for index in range(len(reference.loss)):
@@ -145,12 +150,12 @@ def judge(reference: Trace, nudged: Trace, candidate: Trace, rounding: Rounding)
             expected, twin, found = (getattr(trace, name)[index] for trace in (reference, nudged, candidate))
             allowed = rounding.allowed(_gap(twin, expected))
             detail = f"{found:.6g} instead of {expected:.6g}"
-            findings.append(Finding(step, name, _gap(found, expected), allowed, detail))
+            findings.append(ComparedQuantity(step, name, _gap(found, expected), allowed, detail))
         targets = candidate.targets[index], reference.targets[index]
         skipped = candidate.skipped[index], reference.skipped[index]
-        findings.append(Finding(step, "targets", _gap(*targets), 0.0, "{:g} instead of {:g}".format(*targets)))
+        findings.append(ComparedQuantity(step, "targets", _gap(*targets), 0.0, "{:g} instead of {:g}".format(*targets)))
         findings.append(
-            Finding(step, "skipped", float(skipped[0] != skipped[1]), 0.0, "{} instead of {}".format(*skipped))
+            ComparedQuantity(step, "skipped", float(skipped[0] != skipped[1]), 0.0, "{} instead of {}".format(*skipped))
         )
         sensitivity = nudged.deviations[step]
         found_here = candidate.deviations[step]
@@ -158,13 +163,13 @@ def judge(reference: Trace, nudged: Trace, candidate: Trace, rounding: Rounding)
             deviation = found_here[name]
             moved = sensitivity[name].value if name in sensitivity else 0.0
             allowed = 0.0 if deviation.problem else rounding.allowed(moved, deviation.stored * step)
-            findings.append(Finding(step, name, deviation.value, allowed, deviation.problem))
+            findings.append(ComparedQuantity(step, name, deviation.value, allowed, deviation.problem))
     return findings
 
 
-def _starts(deviations: dict[str, Deviation], names: Sequence[str]) -> list[Finding]:
+def _starts(deviations: dict[str, Deviation], names: Sequence[str]) -> list[ComparedQuantity]:
     ordered = in_model_order(deviations, names)
-    return [Finding(0, name, deviations[name].value, 0.0, deviations[name].problem) for name in ordered]
+    return [ComparedQuantity(0, name, deviations[name].value, 0.0, deviations[name].problem) for name in ordered]
 
 
 def in_model_order(found: dict[str, Deviation], names: Sequence[str]) -> list[str]:
@@ -184,3 +189,126 @@ def _gap(found: float, expected: float) -> float:
         return 0.0
     gap = abs(found - expected) / (abs(expected) or 1.0)
     return gap if math.isfinite(gap) else math.inf
+
+
+# The certificate as a page: one file, nothing outside it. Imports no torch.
+
+
+MAX_ROWS = 12
+"""Differences shown one by one; all of them are in the JSON file."""
+
+
+def write_page(certificate: Certificate, out: Path) -> None:
+    """Write the page to `out`."""
+    body = (
+        _header(certificate),
+        _facts(certificate),
+        card("Differences", _differences(certificate), note="the first ones"),
+        card("Steps", _steps(certificate)),
+        card("Layers", _layers(certificate), note="largest deviation, over all steps, beside what is allowed"),
+        card("Dropout", _checks(certificate)),
+        card("How it was measured", _notes(certificate)),
+        footer(time.time()),
+    )
+    out.write_text(document(f"Parity certificate: {certificate.facts['candidate']}", body), encoding="utf-8")
+
+
+def _header(certificate: Certificate) -> str:
+    word, kind = ("PASS", "good") if certificate.passed else ("FAIL", "bad")
+    lines = certificate.verdict().partition("  ")[2].splitlines()
+    rest = "".join(f"<p>{text(line.strip())}</p>" for line in lines[1:])
+    return (
+        f'<header><p class="eyebrow">Parity certificate</p><h1>{text(lines[0].partition(":")[0])}</h1>'
+        f'<p class="sub"><span class="pill {kind}">{word}</span></p>{rest}</header>'
+    )
+
+
+def _facts(certificate: Certificate) -> str:
+    compared = [each for each in certificate.findings if not each.is_noise]
+    worst = certificate.worst
+    shown: list[tuple[str, str, str]] = [
+        ("Steps", str(len(certificate.steps)), ""),
+        ("Tensors", str(len({each.name for each in compared if each.is_tensor})), "compared after each step"),
+        ("Outside of tolerance", str(sum(not each.agrees for each in compared)), f"of {len(compared)} comparisons"),
+    ]
+    if worst is not None:
+        share = worst.deviation / worst.allowed
+        shown.append(("Largest deviation", f"{share:.2g}", "times what is allowed"))
+    cells = "".join(
+        f'<div><dt>{text(label)}</dt><dd>{text(value)}</dd><dd class="note">{text(note)}</dd></div>'
+        for label, value, note in shown
+    )
+    return f'<dl class="facts">{cells}</dl>'
+
+
+def _differences(certificate: Certificate) -> str:
+    wrong = [each for each in certificate.findings if not each.agrees]
+    rows = [
+        [str(each.step), f"{each.name}: {each.detail}" if each.detail else each.name, *_numbers(each)]
+        for each in wrong[:MAX_ROWS]
+    ]
+    return _table(("Step", "What", "Deviation", "Allowed"), rows, numeric=2)
+
+
+def _steps(certificate: Certificate) -> str:
+    rows = [
+        [str(index + 1), *(f"{row[f'{name}_{side}']:.7g}" for name in _PAIRS for side in ("reference", "candidate"))]
+        for index, row in enumerate(certificate.steps)
+    ]
+    heads = [head for name in ("Loss", "Gradient norm", "Targets") for head in (name, "under the strategy")]
+    return _table(("Step", *heads), rows, numeric=1)
+
+
+_PAIRS = ("loss", "grad_norm", "targets")
+
+
+def _layers(certificate: Certificate) -> str:
+    rows = []
+    for (layer, kind), found in _groups(certificate.findings):
+        compared = [each for each in found if not each.is_noise]
+        noise = len({each.name for each in found}) - len({each.name for each in compared})
+        if compared:
+            worst = max(compared, key=lambda each: each.deviation / (each.allowed or 1.0))
+            bad = sum(not each.agrees for each in compared)
+            rows.append([layer, kind, *_numbers(worst), str(bad or "")])
+        if noise:
+            rows.append([layer, kind, "noise", counted(noise, "tensor"), ""])
+    return _table(("Layer", "What", "Deviation", "Allowed", "Outside"), rows, numeric=2)
+
+
+def _groups(findings: Sequence[ComparedQuantity]) -> Iterator[tuple[tuple[str, str], list[ComparedQuantity]]]:
+    groups: dict[tuple[str, str], list[ComparedQuantity]] = {}
+    for each in findings:
+        if each.is_tensor and each.step > 0:
+            kind = "weights" if each.name.startswith("model.") else each.name.rpartition(".")[2]
+            groups.setdefault((each.layer, kind), []).append(each)
+    yield from groups.items()
+
+
+def _checks(certificate: Certificate) -> str:
+    rows = [[check.name, "yes" if check.holds else "no", check.text] for check in certificate.checks]
+    return _table(("Rule", "Holds", "What was seen"), rows, numeric=3)
+
+
+def _notes(certificate: Certificate) -> str:
+    rows = {**certificate.facts, "tolerance": certificate.tolerance}
+    body = "".join(f"<tr><th>{text(label)}</th><td>{text(value)}</td></tr>" for label, value in rows.items())
+    notes = "".join(f"<p>{text(note)}</p>" for note in certificate.notes)
+    return f"<table><tbody>{body}</tbody></table>{notes}"
+
+
+def _numbers(finding: ComparedQuantity) -> list[str]:
+    return [f"{finding.deviation:.1e}", f"{finding.allowed:.1e}"]
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numeric: int) -> str:
+    """A table whose columns from `numeric` on are numbers; nothing where there are no rows."""
+    if not rows:
+        return ""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        marks = ['class="n"' if index >= numeric else "" for index in range(len(cells))]
+        return "<tr>" + "".join(f"<{tag} {m}>{text(c)}</{tag}>" for m, c in zip(marks, cells, strict=True)) + "</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    return f'<div class="scroll"><table><thead>{line(heads, "th")}</thead><tbody>{body}</tbody></table></div>'

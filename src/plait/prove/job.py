@@ -27,7 +27,7 @@ class Deviation(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ProofJob:
     """One run of a proof."""
 
     config: dict[str, Any]
@@ -44,13 +44,13 @@ class Job:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> Job:
+    def read(cls, path: Path) -> ProofJob:
         """What `write` left."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
 @dataclass(slots=True)
-class Trace:
+class ProofTrace:
     """What a run did, step by step."""
 
     device: str = ""
@@ -77,7 +77,7 @@ class Trace:
         path.write_text(json.dumps(plain(asdict(self))), encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> Trace:
+    def read(cls, path: Path) -> ProofTrace:
         """What `write` left."""
         found = json.loads(path.read_text(encoding="utf-8"))
         for key in ("loss", "grad_norm", "targets"):

@@ -11,10 +11,10 @@ from plait.config import parse_sections
 for name in (
     "torch._dynamo",  # the first optimizer loads it
     "torch.distributed.tensor",
-    "plait.runner",
+    "plait.trainer",
     "plait.models.llama",
     "plait.models.moe",
-    "plait.parallel.tensor",
+    "plait.distributed.tensor",
     "plait.testing",
 ):
     import_module(name)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from plait.config import SHORTHANDS, Section, least_ranks, parse_sections
 from plait.errors import ConfigError, Problem
-from plait.prove import Finding, Rounding, judge, rounding_of
+from plait.prove import ComparedQuantity, Rounding, compare_findings, rounding_of
 from plait.testing.ranks import RankFailedError, RankPool
-from plait.testing.runs import MODEL, Recorded, Tokens, record
+from plait.testing.runs import MODEL, RandomTokens, RecordedRun, record
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "tp2")
 """What a part is held against where nobody says."""
@@ -58,7 +58,7 @@ def assert_same_maths(
         pools = _Pools(stack, timeout_s)
         run = _Runs(given, steps, dtype, work, pools)
         rounding = run.rounding(tolerance)
-        twins: tuple[Recorded, Recorded] | None = None
+        twins: tuple[RecordedRun, RecordedRun] | None = None
         for strategy in strategies:
             name = _name(strategy)
             section, ranks = strategy_of(strategy)
@@ -121,7 +121,7 @@ def assert_same_after_resume(
         before, after = parts
         what = f"{_name(resumed[0])} on {resumed[1]} ranks, resumed from {_name(saved[0])} on {saved[1]} at step {at},"
         _compare_loaded(what, before.states[-1], after.states[0])
-        joined = Recorded(states=[*before.states, *after.states[1:]])
+        joined = RecordedRun(states=[*before.states, *after.states[1:]])
         for key in ("loss", "grad_norm", "targets", "skipped"):
             setattr(joined.trace, key, [*getattr(before.trace, key), *getattr(after.trace, key)])
         _compare(what, twins, joined, rounding)
@@ -180,7 +180,7 @@ class _Runs:
             "train": self.train,
         }
         if given.get("data") is None:
-            self._given["data"] = Tokens(TOTAL * steps)
+            self._given["data"] = RandomTokens(TOTAL * steps)
 
     def rounding(self, tolerance: float | None) -> Rounding:
         """How far two runs may be apart."""
@@ -188,7 +188,7 @@ class _Runs:
             return Rounding("a fixed tolerance", tolerance, roundings=1.0, margin=0.0)
         return rounding_of(parse_sections(precision=self._given["precision"]).config.precision, on_cpu=True)
 
-    def reference(self, rounding: Rounding) -> tuple[Recorded, Recorded]:
+    def reference(self, rounding: Rounding) -> tuple[RecordedRun, RecordedRun]:
         """The run on one process; and again, with weights that are off by one rounding."""
         nudge = rounding.epsilon if rounding.margin else 0.0
         try:
@@ -197,10 +197,10 @@ class _Runs:
         except RankFailedError as error:
             raise AssertionError(f"one process alone failed:\n{error.refusal or error}") from None
 
-    def on(self, ranks: int, folder: str, *, nudge: float = 0.0, **changes: Any) -> Recorded:
+    def on(self, ranks: int, folder: str, *, nudge: float = 0.0, **changes: Any) -> RecordedRun:
         """What happens on so many ranks."""
         given = {**self._given, **changes, "work_dir": str(self._work / folder)}
-        found: Recorded = self._pools[ranks].run(record, given, nudge)[0]
+        found: RecordedRun = self._pools[ranks].run(record, given, nudge)[0]
         return found
 
 
@@ -236,7 +236,7 @@ def _name(strategy: Strategy) -> str:
     return strategy if isinstance(strategy, str) else repr(dict(strategy))
 
 
-def _compare(what: str, twins: tuple[Recorded, Recorded], found: Recorded, rounding: Rounding) -> None:
+def _compare(what: str, twins: tuple[RecordedRun, RecordedRun], found: RecordedRun, rounding: Rounding) -> None:
     reference, nudged = twins
     if len(found.states) != len(reference.states):
         raise AssertionError(
@@ -244,7 +244,7 @@ def _compare(what: str, twins: tuple[Recorded, Recorded], found: Recorded, round
             "same on every rank?"
         )
     trace = found.against(reference)
-    findings = judge(reference.trace, nudged.against(reference), trace, rounding)
+    findings = compare_findings(reference.trace, nudged.against(reference), trace, rounding)
     wrong = next((finding for finding in findings if not finding.agrees), None)
     if wrong is not None:
         raise AssertionError(f"{what} differs from one process {_at(wrong)}{_values(wrong, reference, found)}")
@@ -256,13 +256,13 @@ def _compare(what: str, twins: tuple[Recorded, Recorded], found: Recorded, round
         )
 
 
-def _at(finding: Finding) -> str:
+def _at(finding: ComparedQuantity) -> str:
     when = f"after step {finding.step}" if finding.step else "before the first step"
     off = f"is off by {finding.deviation:.2e} of its size, allowed are {finding.allowed:.2e}"
     return f"{when}: {finding.name} {finding.detail if finding.detail and finding.is_tensor else off}"
 
 
-def _values(finding: Finding, reference: Recorded, found: Recorded) -> str:
+def _values(finding: ComparedQuantity, reference: RecordedRun, found: RecordedRun) -> str:
     if not finding.is_tensor:
         return f" ({finding.detail})"
     if finding.detail:

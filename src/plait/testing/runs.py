@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from plait.checkpoint import Entry
-from plait.prove import Switch, Trace, compare, nudge_weights, running_statistics
-from plait.runner import Hook, Runner
-from plait.strategy import StepResult
-from plait.world import is_sharded
+from plait.checkpoint import TensorEntry
+from plait.distributed import is_sharded
+from plait.engine import StepResult
+from plait.prove import ProofTrace, Switch, compare, nudge_weights, running_statistics
+from plait.trainer import Hook, Runner
 
 VOCAB, SEQ = 61, 12
 MODEL: dict[str, Any] = {
@@ -28,7 +28,7 @@ MODEL: dict[str, Any] = {
 }
 
 
-class Tokens(Dataset[dict[str, Tensor]]):
+class RandomTokens(Dataset[dict[str, Tensor]]):
     """Rows of random tokens, with very different numbers of targets: a mean of means would show."""
 
     def __init__(self, rows: int, seed: int = 0) -> None:
@@ -53,14 +53,14 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @dataclass
-class Recorded:
+class RecordedRun:
     """What a run did, step by step, with whole tensors on the host."""
 
-    trace: Trace = field(default_factory=Trace)
+    trace: ProofTrace = field(default_factory=ProofTrace)
     states: list[dict[str, Tensor]] = field(default_factory=list)
     """Weights, buffers, optimizer state and the tensors of hooks: before the first step, and after each."""
 
-    def against(self, reference: Recorded) -> Trace:
+    def against(self, reference: RecordedRun) -> ProofTrace:
         """This trace, with how far each tensor is from the reference's."""
         names = list(reference.states[-1])
         begun = [name for name in names if name in reference.states[0]]
@@ -80,7 +80,7 @@ class InMemory:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-        self.entries = {name: Entry(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        self.entries = {name: TensorEntry(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
     def read(self, name: str) -> Tensor:
         """One of them."""
@@ -95,14 +95,14 @@ class AtStep:
     now: InMemory
 
 
-class Recorder(Hook):
+class StepRecorder(Hook):
     """Writes down each step, after all other hooks."""
 
     name = "plait.testing"
     priority = 10_000
 
     def __init__(self, nudge: float) -> None:
-        self.recorded = Recorded()
+        self.recorded = RecordedRun()
         self._nudge = nudge
 
     def before_run(self, runner: Runner) -> None:
@@ -136,9 +136,9 @@ class Recorder(Hook):
         self.recorded.trace.names = list(found)
 
 
-def record(rank: int, size: int, given: dict[str, Any], nudge: float = 0.0) -> Recorded | None:
+def record(rank: int, size: int, given: dict[str, Any], nudge: float = 0.0) -> RecordedRun | None:
     """Train with the keywords of `Runner`; rank 0 returns what happened."""
-    recorder = Recorder(nudge)
+    recorder = StepRecorder(nudge)
     hooks = [*given.pop("hooks", ()), recorder]
     with Runner(hooks=hooks, **given) as runner:
         runner.train()

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from plait.tune.autotuning import Translated as Translated
     from plait.tune.autotuning import translate_autotuning as translate_autotuning
+    from plait.tune.config import Rank as Rank
     from plait.tune.config import TuneConfig as TuneConfig
     from plait.tune.config import make_tune_config as make_tune_config
-    from plait.tune.order import Rank as Rank
-    from plait.tune.order import rank_by_rule as rank_by_rule
+    from plait.tune.config import rank_by_rule as rank_by_rule
     from plait.tune.search import Tuned as Tuned
     from plait.tune.search import tune as tune
-    from plait.tune.trial import Outcome as Outcome
+    from plait.tune.trial import TrialOutcome as TrialOutcome
 else:
     from plait.lazy import attach_names
 
@@ -19,9 +19,8 @@ else:
         __name__,
         {
             "autotuning": ["Translated", "translate_autotuning"],
-            "config": ["TuneConfig", "make_tune_config"],
-            "order": ["Rank", "rank_by_rule"],
+            "config": ["Rank", "TuneConfig", "make_tune_config", "rank_by_rule"],
             "search": ["Tuned", "tune"],
-            "trial": ["Outcome"],
+            "trial": ["TrialOutcome"],
         },
     )

@@ -15,7 +15,7 @@ Fate = Literal["honoured", "mapped", "without meaning"]
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class AutotuningKey:
     """What became of one key."""
 
     key: str
@@ -34,7 +34,7 @@ class Translated:
     """The folder for results; None where the section names none."""
     fresh: bool
     """Whether earlier results in it are thrown away."""
-    account: tuple[Account, ...]
+    account: tuple[AutotuningKey, ...]
     """Every key of the section."""
 
 
@@ -72,7 +72,7 @@ def translate_autotuning(section: Mapping[str, Any], *, nproc: int = 1) -> Trans
     """
     settings: dict[str, Any] = {"nproc": nproc, "tuner": "grid", "trials": 50, "early_stop": 5}
     settings |= {"warmup": 2, "steps": 5, "micro_count": 3, "dimensions": _FAST}
-    account: list[Account] = []
+    account: list[AutotuningKey] = []
     problems: list[Problem] = []
     for key, value in section.items():
         path = f"autotuning.{key}"
@@ -111,11 +111,11 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("autotuning.min_train_micro_batch_size_per_gpu", message, remedy)
 
 
-def _translated(key: str, value: Any) -> tuple[dict[str, Any], Account]:
+def _translated(key: str, value: Any) -> tuple[dict[str, Any], AutotuningKey]:
     if key in _NO_MEANING:
-        return {}, Account(key, "without meaning", _NO_MEANING[key])
+        return {}, AutotuningKey(key, "without meaning", _NO_MEANING[key])
     if key in _HONOURED:
-        return {_HONOURED[key]: _whole(key, value)}, Account(key, "honoured", f"{_HONOURED[key]}: {value}")
+        return {_HONOURED[key]: _whole(key, value)}, AutotuningKey(key, "honoured", f"{_HONOURED[key]}: {value}")
     return _SPECIAL[key](value)
 
 
@@ -134,28 +134,30 @@ def _flag(key: str, value: Any) -> bool:
     return value
 
 
-def _enabled(value: Any) -> tuple[dict[str, Any], Account]:
-    return {}, Account("enabled", "honoured", "a search is made" if _flag("enabled", value) else "no search is made")
+def _enabled(value: Any) -> tuple[dict[str, Any], AutotuningKey]:
+    return {}, AutotuningKey(
+        "enabled", "honoured", "a search is made" if _flag("enabled", value) else "no search is made"
+    )
 
 
-def _fast(value: Any) -> tuple[dict[str, Any], Account]:
+def _fast(value: Any) -> tuple[dict[str, Any], AutotuningKey]:
     """Fast, DeepSpeed varies the stage and the micro-batch; otherwise all that it knows, as here all that we know."""
     if _flag("fast", value):
-        return {"dimensions": _FAST}, Account("fast", "mapped", f"dimensions: {', '.join(_FAST)}")
-    return {"dimensions": None}, Account("fast", "mapped", "dimensions: all that can pay on the machine")
+        return {"dimensions": _FAST}, AutotuningKey("fast", "mapped", f"dimensions: {', '.join(_FAST)}")
+    return {"dimensions": None}, AutotuningKey("fast", "mapped", "dimensions: all that can pay on the machine")
 
 
-def _metric(value: Any) -> tuple[dict[str, Any], Account]:
+def _metric(value: Any) -> tuple[dict[str, Any], AutotuningKey]:
     if value in _PARTS:
         message = f"{show(value)} is a part of a step, and trials are compared by whole steps"
         raise ConfigError(Problem("autotuning.metric", message, "Write throughput or latency."))
     word = _word("metric", value, _METRICS)
-    return {"metric": word}, Account("metric", "mapped", f"metric: {word}")
+    return {"metric": word}, AutotuningKey("metric", "mapped", f"metric: {word}")
 
 
-def _tuner(value: Any) -> tuple[dict[str, Any], Account]:
+def _tuner(value: Any) -> tuple[dict[str, Any], AutotuningKey]:
     word = _word("tuner_type", value, _TUNERS)
-    return {"tuner": word}, Account("tuner_type", "mapped", f"tuner: {word}")
+    return {"tuner": word}, AutotuningKey("tuner_type", "mapped", f"tuner: {word}")
 
 
 def _word(key: str, value: Any, words: Mapping[str, str]) -> str:
@@ -164,31 +166,31 @@ def _word(key: str, value: Any, words: Mapping[str, str]) -> str:
     return words[value]
 
 
-def _start_step(value: Any) -> tuple[dict[str, Any], Account]:
+def _start_step(value: Any) -> tuple[dict[str, Any], AutotuningKey]:
     """DeepSpeed measures from this step on, so those before it are the warm-up."""
     warmup = _whole("start_profile_step", value) - 1
-    return {"warmup": warmup}, Account("start_profile_step", "mapped", f"warmup: {warmup}")
+    return {"warmup": warmup}, AutotuningKey("start_profile_step", "mapped", f"warmup: {warmup}")
 
 
-def _mp_size(value: Any) -> tuple[dict[str, Any], Account]:
+def _mp_size(value: Any) -> tuple[dict[str, Any], AutotuningKey]:
     size = _whole("mp_size", value)
     if size == 1:
-        return {}, Account("mp_size", "honoured", "the model is not cut")
-    return {"space": {"strategy.layout.tp": [size]}}, Account("mp_size", "mapped", f"strategy.layout.tp: {size}")
+        return {}, AutotuningKey("mp_size", "honoured", "the model is not cut")
+    return {"space": {"strategy.layout.tp": [size]}}, AutotuningKey("mp_size", "mapped", f"strategy.layout.tp: {size}")
 
 
-def _overwrite(value: Any) -> tuple[dict[str, Any], Account]:
+def _overwrite(value: Any) -> tuple[dict[str, Any], AutotuningKey]:
     words = "earlier results are thrown away" if _flag("overwrite", value) else "an earlier search goes on"
-    return {}, Account("overwrite", "honoured", words)
+    return {}, AutotuningKey("overwrite", "honoured", words)
 
 
-def _results_dir(value: Any) -> tuple[dict[str, Any], Account]:
+def _results_dir(value: Any) -> tuple[dict[str, Any], AutotuningKey]:
     if not isinstance(value, str) or not value:
         raise ConfigError(Problem("autotuning.results_dir", f"{show(value)} is no folder", "Write a path."))
-    return {}, Account("results_dir", "honoured", f"out: {value}")
+    return {}, AutotuningKey("results_dir", "honoured", f"out: {value}")
 
 
-_SPECIAL: dict[str, Callable[[Any], tuple[dict[str, Any], Account]]] = {
+_SPECIAL: dict[str, Callable[[Any], tuple[dict[str, Any], AutotuningKey]]] = {
     "enabled": _enabled,
     "fast": _fast,
     "metric": _metric,

@@ -2,21 +2,212 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
+import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from plait.config import RunConfig, code_keys, counted, parse, to_yaml
+from plait.atomic_write import write_atomically
+from plait.config import (
+    Parsed,
+    RunConfig,
+    check,
+    check_complete,
+    code_keys,
+    counted,
+    parse,
+    parse_json,
+    read_json_object,
+    read_lines,
+    resolve_batch,
+    resolve_layout,
+    to_dict,
+    to_yaml,
+)
 from plait.errors import ConfigError, Problem, TrainingError, in_one_line
-from plait.ops import write_whole
 from plait.plan import Candidate, candidates
-from plait.tune.book import Book, Record
-from plait.tune.config import TuneConfig
-from plait.tune.legal import check_run, effective
-from plait.tune.order import Rank, in_order, rank_by_rule, space_of
-from plait.tune.trial import Outcome, run_trial
+from plait.tune.config import Rank, TuneConfig, in_order, rank_by_rule, space_of
+from plait.tune.trial import TrialOutcome, run_trial
+
+# What a search has found so far, in a folder that survives whatever happens to the tuner.
+#
+#     search.json      what was measured, and how: a later search must be the same to go on
+#     results.jsonl    one line for each candidate that is done with
+#     results.csv      the same as a table
+#     best.yaml        the run description with the best settings so far
+#     trials/KEY/      what each trial printed and logged
+#
+# Files are replaced as a whole, so that each of them is always complete.
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRecord:
+    """A candidate that is done with."""
+
+    settings: Mapping[str, Any]
+    outcome: TrialOutcome
+    value: float | None
+    """The metric, the larger the better; None where the trial gave none."""
+
+    @property
+    def key(self) -> str:
+        """The candidate's."""
+        return Candidate(self.settings).key
+
+    @property
+    def was_run(self) -> bool:
+        """Whether a process was started for it; what is refused by its settings alone has none."""
+        return self.outcome.seconds > 0
+
+
+class TrialRecords:
+    """The records of one search. Opening it reads what is there."""
+
+    def __init__(self, folder: Path, run: RunConfig, tune: TuneConfig, *, fresh: bool = False) -> None:
+        self.folder = folder
+        try:
+            if fresh and folder.exists():
+                _remove(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._identify(run, tune)
+        except OSError as error:
+            message = f"{str(folder)!r} cannot be written to: {error.strerror}"
+            raise ConfigError(Problem("--out", message, "Give another folder.")) from error
+        self._records = {each.key: each for each in _read(folder / "results.jsonl")}
+
+    @property
+    def records(self) -> tuple[TrialRecord, ...]:
+        """All of them, in the order in which they came."""
+        return tuple(self._records.values())
+
+    @property
+    def trials(self) -> tuple[TrialRecord, ...]:
+        """Those that were run."""
+        return tuple(each for each in self.records if each.was_run)
+
+    @property
+    def since_best(self) -> int:
+        """How many trials came after the best one; 0 while there is none."""
+        best, trials = self.best, self.trials
+        return 0 if best is None else len(trials) - 1 - trials.index(best)
+
+    def trial_folder(self, candidate: Candidate) -> Path:
+        """Where a trial keeps what is its own."""
+        return (self.folder / "trials" / candidate.key).resolve()
+
+    def find(self, candidate: Candidate) -> TrialRecord | None:
+        """The record of a candidate; None where it has none."""
+        return self._records.get(candidate.key)
+
+    def add(self, *records: TrialRecord) -> None:
+        """Take records in; they are on the disk when this returns."""
+        self._records |= {each.key: each for each in records}
+        lines = [
+            json.dumps({"settings": dict(r.settings), **asdict(r.outcome), "value": r.value}) for r in self.records
+        ]
+        write_atomically(self.folder / "results.jsonl", "".join(f"{line}\n" for line in lines))
+        write_atomically(self.folder / "results.csv", self._table())
+
+    @property
+    def best(self) -> TrialRecord | None:
+        """The record with the best value; of equal ones the first."""
+        measured = [each for each in self.records if each.value is not None]
+        return max(measured, key=lambda each: each.value or 0.0, default=None)
+
+    def _table(self) -> str:
+        names = list(dict.fromkeys(key for record in self.records for key in record.settings))
+        figures = [each.name for each in fields(TrialOutcome)]
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow([*names, *figures, "value"])
+        for record in self.records:
+            outcome = asdict(record.outcome)
+            cells = [*(record.settings.get(name, "") for name in names), *(outcome[name] for name in figures)]
+            writer.writerow(["" if cell is None else cell for cell in [*cells, record.value]])
+        return text.getvalue()
+
+    def _identify(self, run: RunConfig, tune: TuneConfig) -> None:
+        """Numbers of different runs, or measured in different ways, must not stand in one table."""
+        names = ("nproc", "steps", "warmup", "metric")
+        # Through JSON, as what it is compared with has been.
+        wanted = json.loads(json.dumps({"run": to_dict(run), **{name: getattr(tune, name) for name in names}}))
+        path = self.folder / "search.json"
+        if not path.exists():
+            write_atomically(path, json.dumps(wanted, indent=1))
+            return
+        found = read_json_object(path, _damaged)
+        if changed := [name for name in wanted if wanted[name] != found.get(name)]:
+            what = [f"another {n} ({found.get(n)}, now {wanted[n]})" if n != "run" else "another run" for n in changed]
+            remedy = "Give another folder with --out, or --fresh to throw these results away."
+            raise ConfigError(Problem("--out", f"{self.folder} has results of {' and '.join(what)}", remedy))
+
+
+def _read(path: Path) -> list[TrialRecord]:
+    if not path.exists():
+        return []
+    return [_record(line, f"{path}, line {number}") for number, line in enumerate(read_lines(path, _damaged), start=1)]
+
+
+def _record(line: str, where: str) -> TrialRecord:
+    try:
+        row = parse_json(line)
+        settings, value = row.pop("settings"), row.pop("value")
+        outcome = TrialOutcome(**row)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(f"{where} is no result of a search ({type(error).__name__}: {error})") from None
+    number = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    if not isinstance(settings, dict) or not number or not isinstance(outcome.seconds, int | float):
+        raise _damaged(f"{where} is no result of a search: {line[:80]!r}")
+    return TrialRecord(settings, outcome, value)
+
+
+def _damaged(reason: str) -> ConfigError:
+    return ConfigError(Problem("--out", reason, "Write --fresh to throw these results away, or give another folder."))
+
+
+def _remove(folder: Path) -> None:
+    """Only what a search has written; a folder may hold other things too."""
+    for name in ("search.json", "results.jsonl", "results.csv", "best.yaml"):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / "trials", ignore_errors=True)
+
+
+# Whether a set of settings makes a run, found out without starting one.
+
+
+def check_run(source: str, overrides: Sequence[str]) -> Parsed:
+    """The run to be tuned; a `ConfigError` where it cannot be one."""
+    parsed = parse(source, overrides)
+    check_complete(parsed, require_length=True)
+    return parsed
+
+
+def effective(source: str, overrides: Sequence[str], ranks: int) -> str:
+    """What the settings come to on `ranks` ranks, as text that is equal where two runs would be.
+
+    With one copy of the model, every ZeRO stage is the same. Raises `ConfigError` where they make no run.
+    """
+    config = parse(source, overrides).config
+    check(config, has_val=config.val_data is not None, require_length=True)
+    strategy = config.strategy
+    layout = resolve_layout(strategy, size=ranks, local_size=ranks)
+    batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=strategy.pipeline.micro_batches)
+    if layout.pp > 1:
+        from plait.distributed import check_pipeline
+
+        check_pipeline(strategy.pipeline, layout.pp, batch.accumulation)
+    data = config.model_dump(mode="json")
+    alone = layout.replicas == 1 and strategy.engine == "native"
+    data["strategy"] |= {"zero": 0 if alone else strategy.stage, "sharding": None, "layout": layout.sizes()}
+    data["batch"] = [batch.total, batch.micro, batch.accumulation]
+    return json.dumps(data, sort_keys=True)
+
 
 Say = Callable[[str], None]
 
@@ -25,10 +216,10 @@ Say = Callable[[str], None]
 class Tuned:
     """What a search has found."""
 
-    best: Record
+    best: TrialRecord
     best_path: Path
     """The run description with the best settings."""
-    records: tuple[Record, ...]
+    records: tuple[TrialRecord, ...]
     """All candidates that are done with, those of an earlier part of the search included."""
     why: str
     """What ended the search."""
@@ -52,7 +243,7 @@ def tune(
     """
     config = config or TuneConfig()
     run = check_run(source, overrides).config
-    book = Book(Path(out), run, config, fresh=fresh)
+    book = TrialRecords(Path(out), run, config, fresh=fresh)
     _refuse_code(book, config)
     found = _legal(candidates(run, space_of(run, config)), source, overrides, config, book)
     ordered = in_order(run, found, config, rank)
@@ -69,7 +260,7 @@ def tune(
     return Tuned(best, book.folder / "best.yaml", book.records, why)
 
 
-def _refuse_code(book: Book, config: TuneConfig) -> None:
+def _refuse_code(book: TrialRecords, config: TuneConfig) -> None:
     """Refuse results that would have other code run than this search: the best of them become the run's settings."""
     for record in book.records:
         if strange := [key for key in code_keys(record.settings) if key not in config.space]:
@@ -79,14 +270,14 @@ def _refuse_code(book: Book, config: TuneConfig) -> None:
 
 
 def _legal(
-    found: Sequence[Candidate], source: str, overrides: Sequence[str], config: TuneConfig, book: Book
+    found: Sequence[Candidate], source: str, overrides: Sequence[str], config: TuneConfig, book: TrialRecords
 ) -> list[Candidate]:
     """Candidates that make a run, one of each that would be the same; the others are recorded with their reason.
 
     A key of `space` that no candidate can have is an error: it is misspelt, or all its values are wrong.
     """
     kept: dict[str, Candidate] = {}
-    refused: list[Record] = []
+    refused: list[TrialRecord] = []
     possible: set[str] = set()
     for candidate in found:
         try:
@@ -95,7 +286,7 @@ def _legal(
         except ConfigError as error:
             if not candidate.settings:
                 raise  # the run as the user wrote it
-            refused.append(Record(candidate.settings, Outcome("refused", 0.0, in_one_line(error)), None))
+            refused.append(TrialRecord(candidate.settings, TrialOutcome("refused", 0.0, in_one_line(error)), None))
     why = {key: each.outcome.reason for each in reversed(refused) for key in each.settings}
     idle = [key for key in config.space if key in why and key not in possible]
     if idle:  # one alone may keep all others from every run
@@ -114,7 +305,7 @@ def _measure(
     overrides: Sequence[str],
     run: RunConfig,
     config: TuneConfig,
-    book: Book,
+    book: TrialRecords,
     say: Say,
 ) -> str:
     """Run what has no record yet; returns what ended it."""
@@ -134,7 +325,7 @@ def _measure(
         outcome = run_trial(source, changed, run, config, folder, limit_s=min(config.trial_seconds, left))
         if outcome.status == "timeout" and left < config.trial_seconds:
             return f"{config.minutes:g} minutes are over, and a trial was cut off"
-        record = Record(candidate.settings, outcome, outcome.value(config.metric))
+        record = TrialRecord(candidate.settings, outcome, outcome.value(config.metric))
         book.add(record)
         say(f"  {_told(outcome)}")
         if book.best is record:
@@ -142,7 +333,7 @@ def _measure(
     return "every setting was tried"
 
 
-def _told(outcome: Outcome) -> str:
+def _told(outcome: TrialOutcome) -> str:
     if outcome.status != "ok":
         return f"{outcome.status}: {outcome.reason}"
     rate = f"{outcome.samples_per_s:.2f} samples/s"
@@ -150,10 +341,10 @@ def _told(outcome: Outcome) -> str:
     return f"{tokens}{rate}, {outcome.step_time or 0:.4g} s a step, {outcome.memory_mib or 0:.0f} MiB"
 
 
-def _write_best(book: Book, source: str, overrides: Sequence[str], record: Record) -> None:
+def _write_best(book: TrialRecords, source: str, overrides: Sequence[str], record: TrialRecord) -> None:
     candidate, run = Candidate(record.settings), parse(source, overrides).config
     chosen = candidate.changes(run)
     text = to_yaml(parse(source, [*overrides, *candidate.overrides]).config)
     head = [f"# {Path(source).name}, with the best settings that `plait tune` measured: {_told(record.outcome)}"]
     head += [f"#   {each}" for each in chosen] or ["#   (as it was written)"]
-    write_whole(book.folder / "best.yaml", "\n".join([*head, "", text]))
+    write_atomically(book.folder / "best.yaml", "\n".join([*head, "", text]))

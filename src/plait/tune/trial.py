@@ -34,7 +34,7 @@ _NEVER = 10**9
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrialOutcome:
     """How a trial ended. The figures are averages after the warm-up, and there only where it ended well."""
 
     status: Status
@@ -58,7 +58,7 @@ class Outcome:
 
 def run_trial(
     source: str, overrides: Sequence[str], run: RunConfig, tune: TuneConfig, folder: Path, *, limit_s: float
-) -> Outcome:
+) -> TrialOutcome:
     """Train a few steps as `plait train` would, in a session of its own, all of which is gone when this returns.
 
     What the run prints stands in `folder/log.txt`. Whatever happens to it is an `Outcome`.
@@ -137,36 +137,36 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _outcome(code: int | None, folder: Path, tune: TuneConfig, seconds: float, limit_s: float) -> Outcome:
+def _outcome(code: int | None, folder: Path, tune: TuneConfig, seconds: float, limit_s: float) -> TrialOutcome:
     if code is None:
-        return Outcome("timeout", seconds, f"not over after {limit_s:.0f} s; it was {_last_phase(folder)}")
+        return TrialOutcome("timeout", seconds, f"not over after {limit_s:.0f} s; it was {_last_phase(folder)}")
     text = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
     if SMALLER in text:
-        return Outcome("oom", seconds, _reason(text, re.compile(SMALLER)))
+        return TrialOutcome("oom", seconds, _reason(text, re.compile(SMALLER)))
     if code == 0:
         return _figures(folder, tune, seconds)
     if _OUT_OF_MEMORY.search(text):
-        return Outcome("oom", seconds, _reason(text, _OUT_OF_MEMORY))
+        return TrialOutcome("oom", seconds, _reason(text, _OUT_OF_MEMORY))
     if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
         reason = "ended by SIGKILL, which is what the kernel does when host memory runs out"
-        return Outcome("oom", seconds, reason)
+        return TrialOutcome("oom", seconds, reason)
     if code == 2 and "plait: " in text:
-        return Outcome("refused", seconds, _own_words(text))
-    return Outcome("crashed", seconds, f"exit code {code}: {_reason(text)}")
+        return TrialOutcome("refused", seconds, _own_words(text))
+    return TrialOutcome("crashed", seconds, f"exit code {code}: {_reason(text)}")
 
 
-def _figures(folder: Path, tune: TuneConfig, seconds: float) -> Outcome:
+def _figures(folder: Path, tune: TuneConfig, seconds: float) -> TrialOutcome:
     told = [each for each in _events(folder) if each.kind is EventKind.TRAIN]
     data = [each.data for each in told if each.step > tune.warmup]
     if not data:
         reason = f"the data ended after {len(told)} steps, within the warm-up of {tune.warmup}"
-        return Outcome("crashed", seconds, reason)
+        return TrialOutcome("crashed", seconds, reason)
     spent = sum(each["time"] for each in data)
 
     def rate(name: str) -> float | None:
         return sum(each[name] * each["time"] for each in data) / spent if all(name in each for each in data) else None
 
-    return Outcome(
+    return TrialOutcome(
         "ok",
         seconds,
         tokens_per_s=rate("tokens_per_s"),

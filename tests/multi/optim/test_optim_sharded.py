@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from plait.config.optim import AdafactorConfig, LambConfig, MuonConfig, OptimConfig
-from plait.optim import ViewGroup, build_optimizer, grad_norm, split_groups
+from plait.optim import OptimizerGroup, build_optimizer, grad_norm, split_groups
 
 STEPS = 4
 CONFIGS: dict[str, OptimConfig] = {
@@ -48,7 +48,7 @@ def build_model() -> nn.Module:
 def build(config: OptimConfig, model: nn.Module) -> Optimizer:
     params = dict(model.named_parameters())
     groups = [
-        ViewGroup(spec.names, [params[name] for name in spec.names], spec.options)
+        OptimizerGroup(spec.names, [params[name] for name in spec.names], spec.options)
         for spec in split_groups(model, config)
     ]
     return build_optimizer(config, groups)

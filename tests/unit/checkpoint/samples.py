@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from plait.checkpoint.convert.source import Source
-from plait.checkpoint.manifest import NAME
+from plait.checkpoint.manifest import MANIFEST_NAME
 from plait.checkpoint.pieces import Piece
 from plait.checkpoint.save import _describe, _seal, _write, write_alone
 from plait.checkpoint.tensorfile import digest
@@ -111,7 +111,7 @@ def reseal(
     text: str | None = None,
 ) -> None:
     """Change the index or the manifest of a checkpoint, and write valid digests: what only ill intent does."""
-    index, about = json.loads((folder / "index.json").read_text()), json.loads((folder / NAME).read_text())
+    index, about = json.loads((folder / "index.json").read_text()), json.loads((folder / MANIFEST_NAME).read_text())
     if change is not None:
         change(index)
     content = (text or json.dumps(index)).encode()
@@ -121,7 +121,7 @@ def reseal(
         manifest(about)
     del about["digest"]
     own = digest(json.dumps(about, sort_keys=True).encode())
-    (folder / NAME).write_text(json.dumps({**about, "digest": own}))
+    (folder / MANIFEST_NAME).write_text(json.dumps({**about, "digest": own}))
 
 
 def two_ranks_tensors() -> dict[str, Tensor]:

@@ -27,8 +27,8 @@ from plait.checkpoint import (
     verify,
 )
 from plait.config import parse_sections
+from plait.distributed import World, open_world
 from plait.errors import CheckpointError
-from plait.world import World, open_world
 
 
 @pytest.fixture

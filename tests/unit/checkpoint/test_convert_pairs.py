@@ -26,8 +26,11 @@ from tests.unit.checkpoint.samples import (
 )
 from torch import Tensor
 
-from plait.checkpoint.convert import Description, Kind, averaged, cast, convert, open_source, part_for, translated
 from plait.checkpoint.convert.deepspeed import write_deepspeed
+from plait.checkpoint.convert.detect import open_source
+from plait.checkpoint.convert.huggingface import Description
+from plait.checkpoint.convert.sinks import Kind, convert, part_for
+from plait.checkpoint.convert.source import averaged, cast, translated
 from plait.errors import CheckpointError
 
 State = dict[str, Tensor]

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 
 from plait import Runner
 from plait.cli.main import main
-from plait.runner import Hook
-from plait.strategy import StepResult
+from plait.engine import StepResult
+from plait.trainer import Hook
 
 MODEL = {"type": "gpt", "vocab_size": 61, "dim": 16, "layers": 2, "heads": 2, "seq_len": 8}
 WAYS = {

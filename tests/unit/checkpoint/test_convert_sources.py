@@ -29,7 +29,7 @@ from tests.unit.checkpoint.samples import (
     write_torch_file,
 )
 
-from plait.checkpoint.convert import open_source
+from plait.checkpoint.convert.detect import open_source
 from plait.errors import CheckpointError
 
 ENGINE = {"engine": {"steps": STEPS, "skips_in_a_row": 0, "scaler": None}}

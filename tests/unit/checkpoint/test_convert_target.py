@@ -14,7 +14,10 @@ from tests.refusals import refused
 from tests.unit.checkpoint.samples import some_state, write_hf, write_plait
 from torch import Tensor
 
-from plait.checkpoint.convert import Description, Source, Watched, convert, open_source
+from plait.checkpoint.convert.detect import open_source
+from plait.checkpoint.convert.huggingface import Description
+from plait.checkpoint.convert.sinks import convert
+from plait.checkpoint.convert.source import Source, Watched
 from plait.errors import CheckpointError
 
 TARGETS = ["hf", "torch", "plait", "deepspeed"]
@@ -155,7 +158,7 @@ def test_a_target_that_cannot_be_made_is_an_error_in_plain_words(tmp_path: Path,
 
 
 def test_an_empty_checkpoint_is_nothing_to_convert(tmp_path: Path) -> None:
-    from plait.checkpoint.convert import part_for
+    from plait.checkpoint.convert.sinks import part_for
 
     write_plait(tmp_path / "from", {"rng.0.torch": torch.zeros(3)})
     with open_source(tmp_path / "from") as source, refused(CheckpointError, tmp_path / "from"):

@@ -16,7 +16,7 @@ from tests.refusals import refused
 from torch import Tensor
 
 from plait.checkpoint.convert.deepspeed import DeepSpeedSource, is_deepspeed
-from plait.checkpoint.convert.pickled import Inert, open_file
+from plait.checkpoint.convert.files import Inert, open_file
 from plait.errors import CheckpointError
 
 SHAPES = {

@@ -10,7 +10,7 @@ from tests.refusals import refused
 from torch import Tensor
 
 from plait.checkpoint.convert.deepspeed import DeepSpeedSource, write_deepspeed
-from plait.checkpoint.convert.source import Entry, Source
+from plait.checkpoint.convert.source import Source, TensorEntry
 from plait.errors import CheckpointError
 
 
@@ -20,7 +20,7 @@ class Held(Source):
     def __init__(self, tensors: dict[str, Tensor], *, steps: int | None = 9) -> None:
         self.path = Path("memory")
         self.tensors = tensors
-        self.entries = {name: Entry(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        self.entries = {name: TensorEntry(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         self.state = {} if steps is None else {"engine": {"steps": steps, "skips_in_a_row": 0, "scaler": None}}
         self.facts = {}
 
@@ -45,7 +45,7 @@ def test_what_is_written_is_read_back_exactly(tmp_path: Path) -> None:
     tensors = state()
     write_deepspeed(Held(tensors), tmp_path / "out")
     with DeepSpeedSource(tmp_path / "out") as source:
-        assert source.entries == {name: Entry(value.shape, value.dtype) for name, value in tensors.items()}
+        assert source.entries == {name: TensorEntry(value.shape, value.dtype) for name, value in tensors.items()}
         assert all(torch.equal(source.read(name), value) for name, value in tensors.items())
         assert source.state["engine"]["steps"] == 9
         assert source.facts["stage"] == "universal"
@@ -74,7 +74,7 @@ def test_weights_alone_are_step_0(tmp_path: Path) -> None:
     write_deepspeed(Held(weights, steps=None), tmp_path / "out")
     assert (tmp_path / "out" / "latest_universal").read_text() == "global_step0"
     with DeepSpeedSource(tmp_path / "out") as source:
-        assert source.entries == {name: Entry(value.shape, value.dtype) for name, value in weights.items()}
+        assert source.entries == {name: TensorEntry(value.shape, value.dtype) for name, value in weights.items()}
 
 
 def test_the_model_can_be_given_all_weights_as_the_docs_say(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from tests.refusals import refused
 from torch import Tensor
 
 from plait.checkpoint import CheckpointWriter, load_into, open_checkpoint, save_checkpoint
-from plait.checkpoint.convert import open_source
+from plait.checkpoint.convert.detect import open_source
 from plait.checkpoint.tensorfile import TensorFileWriter
 from plait.config import parse_sections
+from plait.distributed import World, open_world
 from plait.errors import CheckpointError
-from plait.spec.later import Entry, Later
-from plait.world import World, open_world
+from plait.spec.step import Entry, Later
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.refusals import refused
 
-from plait.checkpoint.convert import open_source
+from plait.checkpoint.convert.detect import open_source
 from plait.errors import CheckpointError
 
 ARGS: dict[str, Any] = {

@@ -12,9 +12,8 @@ from torch import Tensor
 from plait.checkpoint import Kept, kept, need, write_alone
 from plait.checkpoint.manifest import open_checkpoint
 from plait.checkpoint.need import READERS, WRITERS, workers
-from plait.checkpoint.pieces import Piece, held_pieces, share_out
+from plait.checkpoint.pieces import Piece, Staging, copy_bytes, held_pieces, share_out
 from plait.checkpoint.read import ROOM, PieceReader
-from plait.checkpoint.staging import Staging, copy_bytes
 from plait.checkpoint.tensorfile import BLOCK
 
 HOST = {"cores": 64, "ranks": 8}

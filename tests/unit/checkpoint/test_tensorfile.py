@@ -11,7 +11,7 @@ from safetensors import safe_open
 from tests.refusals import refused
 from torch import Tensor
 
-from plait.checkpoint.index import Stored
+from plait.checkpoint.manifest import StoredPiece
 from plait.checkpoint.read import DamagedError, PieceReader
 from plait.checkpoint.tensorfile import BLOCK, DTYPES, TensorFileWriter, read_slots
 
@@ -22,12 +22,12 @@ def some(dtype: torch.dtype, *shape: int) -> Tensor:
     return data.view(dtype).view(shape)
 
 
-def write(path: Path, tensors: dict[str, Tensor]) -> dict[str, Stored]:
+def write(path: Path, tensors: dict[str, Tensor]) -> dict[str, StoredPiece]:
     with TensorFileWriter(path, [(name, t.dtype, t.shape) for name, t in tensors.items()]) as file:
         order = random.sample(sorted(tensors), len(tensors))
         digests = {name: tuple(file.write(name, tensors[name])) for name in order}
         return {
-            name: Stored(path.name, file.slots[name].begin, (0,) * t.ndim, tuple(t.shape), digests[name])
+            name: StoredPiece(path.name, file.slots[name].begin, (0,) * t.ndim, tuple(t.shape), digests[name])
             for name, t in tensors.items()
         }
 

@@ -18,8 +18,8 @@ from plait.checkpoint import load_into, open_checkpoint
 from plait.checkpoint.convert.plait import PlaitSource
 from plait.checkpoint.load import verify
 from plait.config import parse
+from plait.distributed import World, open_world
 from plait.errors import CheckpointError
-from plait.world import World, open_world
 
 
 @pytest.fixture(scope="module")

@@ -78,7 +78,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Place, subprocess
     place = _make(tmp_path_factory.mktemp("trained"))
     (place.folder / "own_hook.py").write_text(
         "from pathlib import Path\n"
-        "from plait.runner import Hook\n"
+        "from plait.trainer import Hook\n"
         "class Note(Hook):\n"
         "    def after_run(self, runner):\n"
         "        Path('note.txt').write_text(f'{runner.step} steps')\n"

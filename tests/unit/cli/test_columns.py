@@ -6,7 +6,7 @@ from typing import Any
 
 from plait.cli.columns import as_columns
 from plait.config import RunConfig, parse
-from plait.plan.candidate import Candidate
+from plait.plan.search import Candidate
 
 RUN: dict[str, Any] = {
     "model": {"type": "gpt", "vocab_size": 64, "dim": 32, "layers": 2, "heads": 2, "seq_len": 16},

@@ -14,9 +14,7 @@ from tests.refusals import missing, refused
 
 from plait.cli.pipeline import _place, pipeline, sort_words
 from plait.errors import ConfigError
-from plait.posttrain.pipeline.check import make_steps
-from plait.posttrain.pipeline.describe import from_files
-from plait.posttrain.pipeline.run import run_steps
+from plait.posttrain.phases import from_files, make_steps, run_steps
 from plait.posttrain.run import phase_runner
 
 PHASE: dict[str, Any] = {

@@ -12,7 +12,7 @@ import pytest
 from tests.refusals import missing
 
 from plait.cli.main import main
-from plait.plan.patience import Patience
+from plait.plan.simulate import TimeBudget
 
 RUN = """
 model: {type: llama, vocab_size: 32, dim: 16, layers: 4, heads: 2, seq_len: 8}
@@ -92,8 +92,8 @@ def test_a_network_for_images_is_planned_for_a_gpu_without_one(
 def test_a_plan_that_does_not_fit_says_so_with_its_exit_code_and_shows_the_ladder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Patience, "over", False)  # however busy this machine is
-    monkeypatch.setattr(Patience, "half_over", False)
+    monkeypatch.setattr(TimeBudget, "over", False)  # however busy this machine is
+    monkeypatch.setattr(TimeBudget, "half_over", False)
     words = ("model.dim=4096", "model.layers=20", "strategy.zero=2", "strategy.recompute=full")
     assert planned(tmp_path, monkeypatch, *words, "--gpus", "8", "--gpu", "v100-16g") == 1
     said = capsys.readouterr().out
@@ -104,7 +104,7 @@ def test_a_plan_that_does_not_fit_says_so_with_its_exit_code_and_shows_the_ladde
 def test_a_search_for_what_fits_that_has_no_time_left_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Patience, "over", True)
+    monkeypatch.setattr(TimeBudget, "over", True)
     words = ("model.dim=4096", "model.layers=20", "strategy.zero=2", "strategy.recompute=full")
     assert planned(tmp_path, monkeypatch, *words, "--gpus", "8", "--gpu", "v100-16g") == 1
     said = capsys.readouterr().out

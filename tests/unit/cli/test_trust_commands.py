@@ -148,8 +148,7 @@ def test_code_of_a_tokenizer_is_not_run(
 ) -> None:
     from plait.config.posttrain import TemplateConfig
     from plait.errors import ConfigError
-    from plait.posttrain.data.template import make_template
-    from plait.posttrain.data.tokenizer import read_tokenizer
+    from plait.posttrain.data.template import make_template, read_tokenizer
 
     folder = Path(hf_folder(tmp_path / "theirs", marker))
     (folder / "config.json").unlink()
@@ -181,7 +180,7 @@ def test_names_in_a_checkpoint_are_shown_as_they_are(
 @pytest.mark.parametrize("trust_code", [False, True])
 def test_a_reward_model_of_a_run_is_code_of_others(marker: Path, tmp_path: Path, trust_code: bool) -> None:
     from plait.config.trust import StoredName
-    from plait.posttrain.online.cast import described_in
+    from plait.posttrain.rl.roles import described_in
 
     judge = checkpoint(tmp_path / "judge", model=evil(marker), phase="reward")
     run = parse({"phase": "ppo", "ppo": {"reward_model": judge}, "model": {"type": "gpt"}, "trust_code": trust_code})

@@ -8,11 +8,10 @@ import pytest
 from tests.refusals import missing
 
 from plait.config import parse, parse_sections
-from plait.config.draft import dotted
-from plait.config.foreign import _WORDS, plait_key
+from plait.config.draft import dotted, homes
+from plait.config.explain import _WORDS, plait_key
 from plait.config.run import RunConfig
-from plait.config.tree import homes
-from plait.config.words import counted, listed, nearest, show
+from plait.config.text import counted, listed, nearest, show
 from plait.errors import ConfigError
 
 

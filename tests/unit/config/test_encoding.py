@@ -7,8 +7,7 @@ import subprocess
 import pytest
 from tests.refusals import missing, refused
 
-from plait.config.encoding import as_utf8
-from plait.config.read import read
+from plait.config.read import as_utf8, read
 from plait.errors import ConfigError
 
 HAN = "春眠不觉晓，处处闻啼鸟。"

@@ -12,8 +12,8 @@ import pytest
 from tests.refusals import refused
 
 from plait.config import parse_sections, to_dict
-from plait.config.complete import check_complete
-from plait.config.engine import TESTED, as_native, check_library
+from plait.config.engines import TESTED, as_native, check_library
+from plait.config.parse import check_complete
 from plait.config.rules import violations
 from plait.errors import ConfigError, MissingExtraError, PlaitError, WorldError
 

@@ -15,25 +15,24 @@ from tests.refusals import refused
 
 import plait
 from plait import plugins
-from plait.checkpoint.convert import KINDS, open_source
-from plait.checkpoint.convert.detect import OPENERS
-from plait.checkpoint.convert.sinks import WRITERS
+from plait.checkpoint.convert.detect import OPENERS, open_source
+from plait.checkpoint.convert.sinks import KINDS, WRITERS
 from plait.config import ENGINES, EnginePart, Imported, SinkPart, load_code, parse, parse_sections
 from plait.config.base import Section
+from plait.config.draft import items, literals, open_part, sections
 from plait.config.online import RewardPart
 from plait.config.optim import AdamWConfig, OptimPart
 from plait.config.part import GivenName, Part
 from plait.config.run import RunConfig
 from plait.config.show import to_dict
 from plait.config.strategy import RecomputePart
-from plait.config.tree import items, literals, open_part, sections
 from plait.config.trust import entry_points_of
+from plait.distributed.recompute import POLICIES
 from plait.errors import ConfigError
-from plait.launch.flags import LAUNCHERS
+from plait.launch.options import LAUNCHERS
 from plait.launch.setup import STARTERS, find_starter
-from plait.monitor.build import _OWN as OWN_SINKS
-from plait.parallel.recompute import POLICIES
-from plait.posttrain.online.scoring import REWARDS
+from plait.monitor.sinks import _OWN as OWN_SINKS
+from plait.posttrain.rl.rewards import REWARDS
 
 
 def optim(value: Any) -> Any:

@@ -20,8 +20,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from plait.config.batch import ResolvedBatch
-from plait.data import Loader, adopt
+from plait.config.train import ResolvedBatch
+from plait.data import RankLoader, adopt
 from plait.errors import DataError
 
 data = TensorDataset(torch.arange(12))
@@ -67,7 +67,7 @@ def test_an_order_that_belongs_to_one_process_is_refused(loader: DataLoader[Any]
 
 def test_a_dataloader_without_shuffling_gives_the_same_batches_as_torch() -> None:
     ours = DataLoader(data, batch_size=5)
-    loader = Loader.from_dataloader(ours, rank=0, ranks=1, batch=ResolvedBatch(5, 5, 1), seed=0)
+    loader = RankLoader.from_dataloader(ours, rank=0, ranks=1, batch=ResolvedBatch(5, 5, 1), seed=0)
     for step, theirs in zip(loader.epoch(0), ours, strict=True):
         assert torch.equal(step[0].inputs[0], theirs[0])
 
@@ -76,7 +76,7 @@ def test_ready_made_batches_pass_through_unchanged() -> None:
     batches = [torch.full((4,), i) for i in range(3)]
     for options in ({"batch_size": None}, {"batch_size": 1, "collate_fn": lambda items: items[0]}):
         source = DataLoader(batches, **options)  # type: ignore[arg-type, call-overload]
-        loader = Loader.from_dataloader(source, rank=0, ranks=1, batch=ResolvedBatch(1, 1, 1), seed=0)
+        loader = RankLoader.from_dataloader(source, rank=0, ranks=1, batch=ResolvedBatch(1, 1, 1), seed=0)
         assert [step[0].inputs.tolist() for step in loader.epoch(0)] == [[i] * 4 for i in range(3)]
 
 
@@ -86,21 +86,23 @@ def test_an_iterable_dataset_stays_a_stream() -> None:
             return iter(range(3))
 
     source = DataLoader(Three(), batch_size=2)
-    loader = Loader.from_dataloader(source, rank=0, ranks=1, batch=ResolvedBatch(2, 2, 1), seed=0)
+    loader = RankLoader.from_dataloader(source, rank=0, ranks=1, batch=ResolvedBatch(2, 2, 1), seed=0)
     assert [step[0].inputs.tolist() for step in loader.epoch(0)] == [[0, 1], [2]]
 
 
 def test_two_sizes_that_disagree_are_both_named() -> None:
     with refused(DataError, "batch.micro", "2", "batch_size", "5"):
-        Loader.from_dataloader(DataLoader(data, batch_size=5), rank=0, ranks=1, batch=ResolvedBatch(2, 2, 1), seed=0)
+        RankLoader.from_dataloader(
+            DataLoader(data, batch_size=5), rank=0, ranks=1, batch=ResolvedBatch(2, 2, 1), seed=0
+        )
     with refused(DataError, "Loader.from_dataloader"):
-        Loader(DataLoader(data), rank=0, ranks=1, batch=ResolvedBatch(2, 2, 1), seed=0, shuffle=False)
+        RankLoader(DataLoader(data), rank=0, ranks=1, batch=ResolvedBatch(2, 2, 1), seed=0, shuffle=False)
 
 
 def test_micro_batches_that_are_split_have_the_samples_of_whole_ones() -> None:
     loader = DataLoader(data, batch_size=4, shuffle=True)
-    whole = Loader.from_dataloader(loader, rank=0, ranks=1, batch=ResolvedBatch(4, 4, 1), seed=5)
-    split = Loader.from_dataloader(loader, rank=0, ranks=1, batch=ResolvedBatch(4, 1, 4), seed=5, split=True)
+    whole = RankLoader.from_dataloader(loader, rank=0, ranks=1, batch=ResolvedBatch(4, 4, 1), seed=5)
+    split = RankLoader.from_dataloader(loader, rank=0, ranks=1, batch=ResolvedBatch(4, 1, 4), seed=5, split=True)
     for one, four in zip(whole.epoch(0), split.epoch(0), strict=True):
         assert len(four) == 4
         assert torch.equal(one[0].inputs[0], torch.cat([micro.inputs[0] for micro in four]))

@@ -12,10 +12,9 @@ import torch
 from PIL import Image
 from tests.refusals import refused
 
-from plait.config.batch import ResolvedBatch
-from plait.data import Loader
-from plait.data.cifar import MEAN, STD, Cifar10
-from plait.data.images import IMAGENET_MEAN, IMAGENET_STD, ImageFolder
+from plait.config.train import ResolvedBatch
+from plait.data import RankLoader
+from plait.data.images import IMAGENET_MEAN, IMAGENET_STD, MEAN, STD, Cifar10, ImageFolder
 from plait.errors import DataError
 
 
@@ -56,7 +55,7 @@ def test_augmentation_depends_on_seed_epoch_and_sample_alone(folder: Path, worke
         for rank in range(ranks):
             dataset = ImageFolder(folder, size=12, augment=True, seed=seed)
             batch = ResolvedBatch(ranks * micro, micro, 1)
-            loader = Loader(dataset, rank=rank, ranks=ranks, batch=batch, seed=0, shuffle=True, workers=workers)
+            loader = RankLoader(dataset, rank=rank, ranks=ranks, batch=batch, seed=0, shuffle=True, workers=workers)
             for part in (part for step in loader.epoch(epoch) for part in step if part.samples):
                 for image, label in zip(part.inputs["image"], part.inputs["label"], strict=True):
                     found.setdefault(int(label), []).append(image.numpy().tobytes())

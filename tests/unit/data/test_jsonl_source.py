@@ -13,8 +13,7 @@ from tests.refusals import refused
 
 from plait.config.data import JsonlData
 from plait.data import TokenFile, build_dataset, load_tokenizer
-from plait.data.corpus import prepare_corpus
-from plait.data.jsonl import JsonlSource
+from plait.data.text import JsonlSource, prepare_corpus
 from plait.errors import ConfigError, DataError
 
 MAKE_PROBLEMS = Path(__file__).resolve().parents[3] / "examples" / "gsm8k" / "make_problems.py"

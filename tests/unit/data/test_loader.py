@@ -14,8 +14,8 @@ from tests.refusals import refused
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from plait.config.batch import ResolvedBatch
-from plait.data import Loader
+from plait.config.train import ResolvedBatch
+from plait.data import RankLoader
 from plait.errors import DataError
 from plait.spec import MicroBatch
 
@@ -24,11 +24,11 @@ sizes = st.integers(1, 5)
 
 def loaders(
     dataset: Any, *, ranks: int = 1, micro: int = 2, accumulation: int = 1, seed: int = 5, **options: Any
-) -> list[Loader]:
+) -> list[RankLoader]:
     """The loader of each rank."""
     batch = ResolvedBatch(ranks * accumulation * micro, micro, accumulation)
     options = {"shuffle": True, **options}
-    return [Loader(dataset, rank=rank, ranks=ranks, batch=batch, seed=seed, **options) for rank in range(ranks)]
+    return [RankLoader(dataset, rank=rank, ranks=ranks, batch=batch, seed=seed, **options) for rank in range(ranks)]
 
 
 def real(step: list[MicroBatch]) -> list[int]:
@@ -216,7 +216,7 @@ def test_user_mistakes_are_named() -> None:
     with refused(DataError, "step 3", "3 steps"):
         loaders(Numbers(5))[0].sample_ids(0, 3)
     with refused(DataError, "batch.total 7", "2 ranks"):
-        Loader(Numbers(5), rank=0, ranks=2, batch=ResolvedBatch(7, 1, 1), seed=0, shuffle=False)
+        RankLoader(Numbers(5), rank=0, ranks=2, batch=ResolvedBatch(7, 1, 1), seed=0, shuffle=False)
     with refused(DataError, "2 samples", "Tensor", "collate"):
         next(loaders([torch.zeros(2), torch.zeros(3)])[0].epoch(0))
     with refused(DataError, "2 samples", "dict", "collate"):

@@ -15,10 +15,10 @@ from tests.refusals import refused
 
 from plait import Runner
 from plait.config import check, parse, parse_sections
-from plait.config.batch import ResolvedBatch
 from plait.config.paths import missing_paths
-from plait.data import Loader
-from plait.data.mixture import Mixture
+from plait.config.train import ResolvedBatch
+from plait.data import RankLoader
+from plait.data.mixture import MixtureSource
 from plait.errors import ConfigError, DataError
 
 sizes = st.lists(st.integers(1, 40), min_size=2, max_size=4)
@@ -28,7 +28,7 @@ def numbered(lengths: list[int]) -> list[list[tuple[int, int]]]:
     return [[(place, index) for index in range(length)] for place, length in enumerate(lengths)]
 
 
-def epochs(mixture: Mixture, count: int) -> list[list[Any]]:
+def epochs(mixture: MixtureSource, count: int) -> list[list[Any]]:
     found = []
     for epoch in range(count):
         mixture.set_epoch(epoch)
@@ -40,7 +40,7 @@ def epochs(mixture: Mixture, count: int) -> list[list[Any]]:
 def test_each_source_has_its_share_of_every_epoch(lengths: list[int], data: st.DataObject) -> None:
     weights = data.draw(st.lists(st.floats(0.1, 9.0), min_size=len(lengths), max_size=len(lengths)))
     samples = data.draw(st.integers(1, 200))
-    for epoch in epochs(Mixture(numbered(lengths), weights, samples, seed=3), 2):
+    for epoch in epochs(MixtureSource(numbered(lengths), weights, samples, seed=3), 2):
         seen = Counter(source for source, _ in epoch)
         assert len(epoch) == samples
         for source, weight in enumerate(weights):
@@ -51,7 +51,7 @@ def test_each_source_has_its_share_of_every_epoch(lengths: list[int], data: st.D
 def test_a_sample_comes_again_only_after_all_others_of_its_source(
     lengths: list[int], samples: int, shuffle: bool
 ) -> None:
-    found = epochs(Mixture(numbered(lengths), [1.0] * len(lengths), samples, seed=5, shuffle=shuffle), 4)
+    found = epochs(MixtureSource(numbered(lengths), [1.0] * len(lengths), samples, seed=5, shuffle=shuffle), 4)
     for source, length in enumerate(lengths):
         order = [index for epoch in found for place, index in epoch if place == source]
         for start in range(0, len(order) - length + 1, length):
@@ -61,7 +61,7 @@ def test_a_sample_comes_again_only_after_all_others_of_its_source(
 @given(sizes)
 def test_without_weights_an_epoch_has_every_sample_once(lengths: list[int]) -> None:
     sources = numbered(lengths)
-    for epoch in epochs(Mixture(sources, seed=1), 2):
+    for epoch in epochs(MixtureSource(sources, seed=1), 2):
         assert sorted(epoch) == sorted(sample for source in sources for sample in source)
 
 
@@ -73,10 +73,12 @@ def test_batches_do_not_depend_on_ranks_and_workers(workers: int) -> None:
         sources = [torch.arange(7), torch.arange(100, 140)]
         found: list[list[int]] = []
         for rank in range(ranks):
-            mixture = Mixture(sources, [1.0, 2.0], 24, seed=seed)
+            mixture = MixtureSource(sources, [1.0, 2.0], 24, seed=seed)
             batch = ResolvedBatch(8, 8 // ranks, 1)
             with_workers = workers if rank == 0 else 0
-            loader = Loader(mixture, rank=rank, ranks=ranks, batch=batch, seed=seed, shuffle=True, workers=with_workers)
+            loader = RankLoader(
+                mixture, rank=rank, ranks=ranks, batch=batch, seed=seed, shuffle=True, workers=with_workers
+            )
             own = [micro[0].inputs.tolist() for micro in loader.epoch(1, start)]
             loader.close()
             found = [a + b for a, b in zip(found, own, strict=True)] if found else own
@@ -88,7 +90,7 @@ def test_batches_do_not_depend_on_ranks_and_workers(workers: int) -> None:
 
 def test_a_stream_cannot_be_a_source() -> None:
     with refused(DataError, "list_iterator", "mixture", "stream"):
-        Mixture([[1, 2], iter([3])], seed=0)
+        MixtureSource([[1, 2], iter([3])], seed=0)
 
 
 # ---- as a section

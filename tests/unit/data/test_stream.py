@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.refusals import refused
 from torch.utils.data import IterableDataset
 
-from plait.config.batch import ResolvedBatch
-from plait.data import Loader, is_stream
+from plait.config.train import ResolvedBatch
+from plait.data import RankLoader, is_stream
 from plait.errors import DataError
 
 sizes = st.integers(1, 4)
@@ -33,10 +33,10 @@ class Count(IterableDataset[int]):
         return iter(range(100 * self._epoch, 100 * self._epoch + self._stop))
 
 
-def loaders(stream: Any, *, ranks: int = 1, micro: int = 2, accumulation: int = 1, **options: Any) -> list[Loader]:
+def loaders(stream: Any, *, ranks: int = 1, micro: int = 2, accumulation: int = 1, **options: Any) -> list[RankLoader]:
     batch = ResolvedBatch(ranks * accumulation * micro, micro, accumulation)
     options = {"shuffle": False, **options}
-    return [Loader(stream, rank=rank, ranks=ranks, batch=batch, seed=0, **options) for rank in range(ranks)]
+    return [RankLoader(stream, rank=rank, ranks=ranks, batch=batch, seed=0, **options) for rank in range(ranks)]
 
 
 def as_lists(steps: Any) -> list[list[tuple[list[int], int]]]:

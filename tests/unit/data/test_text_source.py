@@ -10,10 +10,7 @@ from tests.refusals import refused
 
 from plait.config.data import TextData
 from plait.data import TokenFile, build_dataset, load_tokenizer, train_tokenizer
-from plait.data.cache import cached
-from plait.data.corpus import prepare_corpus
-from plait.data.jsonl import JsonlSource
-from plait.data.text import TextSource
+from plait.data.text import JsonlSource, TextSource, cached, prepare_corpus
 from plait.errors import DataError
 
 

@@ -23,7 +23,7 @@ from plait.frontends.accelerate import (
     GradientAccumulationPlugin,
     ParallelismConfig,
 )
-from plait.frontends.accelerate.packing import pack, unpack
+from plait.frontends.accelerate.state_files import pack, unpack
 from plait.frontends.accelerate.utils import (
     DistributedDataParallelKwargs,
     DummyOptim,

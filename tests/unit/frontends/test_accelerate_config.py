@@ -13,10 +13,19 @@ from tests.refusals import refused
 
 from plait.config import parse_sections
 from plait.errors import ConfigError
-from plait.frontends.accelerate.config import READERS, as_overrides, is_accelerate, processes, translate
-from plait.frontends.accelerate.fsdp import READERS as FSDP
-from plait.frontends.accelerate.parts import DEEPSPEED, DYNAMO, MEGATRON, PARALLELISM
-from plait.frontends.account import Answer
+from plait.frontends.accelerate.config import (
+    DEEPSPEED,
+    DYNAMO,
+    MEGATRON,
+    PARALLELISM,
+    READERS,
+    as_overrides,
+    is_accelerate,
+    processes,
+    translate,
+)
+from plait.frontends.accelerate.config import FSDP_READERS as FSDP
+from plait.frontends.key_report import KeyOutcome
 
 SEEDS = """
 compute_environment: LOCAL_MACHINE
@@ -48,7 +57,7 @@ use_cpu: false
 """
 
 
-def answers(sections: Any) -> dict[str, Answer]:
+def answers(sections: Any) -> dict[str, KeyOutcome]:
     return {entry.key: entry.answer for entry in translate(sections).account.entries}
 
 
@@ -61,7 +70,7 @@ def test_the_fsdp_file_of_the_documents_is_taken_key_for_key(tmp_path: Path) -> 
         "precision": {"compute": "bf16"},
     }
     assert len(found.account.entries) == SEEDS.count(":") - 1  # `fsdp_config` is answered through its keys
-    assert not list(found.account.of(Answer.REFUSED))
+    assert not list(found.account.of(KeyOutcome.REFUSED))
     assert processes({"num_processes": 2}) == 2
     assert as_overrides(found.sections) == [
         'strategy.sharding="FULL_SHARD"',
@@ -154,7 +163,7 @@ def test_deepspeed_sections_get_the_answers_of_deepspeed_files(tmp_path: Path) -
     assert found.sections["strategy"]["zero"] == 3
     assert found.sections["batch"] == {"accumulation": 4}
     assert found.sections["train"] == {"clip_norm": 1.0}
-    assert answers(given)["deepspeed_config.zero_stage"] == Answer.HONOURED
+    assert answers(given)["deepspeed_config.zero_stage"] == KeyOutcome.HONOURED
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
     from_file = translate({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": str(file)}})
@@ -210,7 +219,7 @@ def test_a_mistake_is_an_error_with_a_suggestion(given: dict[str, Any], key: str
 )
 def test_what_cannot_be_had_is_refused_by_name(given: dict[str, Any]) -> None:
     account = translate(given).account
-    with refused(ConfigError, key=next(iter(account.of(Answer.REFUSED))).key):
+    with refused(ConfigError, key=next(iter(account.of(KeyOutcome.REFUSED))).key):
         account.raise_refusals()
 
 

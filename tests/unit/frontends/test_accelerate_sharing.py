@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from plait.frontends.accelerate.sharing import RecordedSampler, Share, ShareDataset, ShareSampler, SkippingSampler
+from plait.frontends.accelerate.loader import BatchShare, RecordedSampler, ShareDataset, ShareSampler, SkippingSampler
 
 theirs = pytest.importorskip("accelerate.data_loader")
 
@@ -23,7 +23,7 @@ def test_batches_are_shared_as_there(split: bool, even: bool, drop_last: bool) -
                 for rank in range(ranks):
                     whole = BatchSampler(range(count), size, drop_last)
                     expected = theirs.BatchSamplerShard(whole, ranks, rank, split, even)
-                    found = ShareSampler(whole, Share(rank, ranks, split, even))
+                    found = ShareSampler(whole, BatchShare(rank, ranks, split, even))
                     assert [list(batch) for batch in found] == [list(batch) for batch in expected]
                     assert len(found) == len(expected)
 
@@ -45,7 +45,7 @@ def test_streams_are_shared_as_there(split: bool, drop_last: bool) -> None:
     for count in (1, 3, 8, 13, 24):
         for rank in range(2):
             expected = theirs.IterableDatasetShard(Stream(count), 4, drop_last, 2, rank, split)
-            found = ShareDataset(Stream(count), Share(rank, 2, split), 4, drop_last=drop_last)
+            found = ShareDataset(Stream(count), BatchShare(rank, 2, split), 4, drop_last=drop_last)
             assert list(found) == list(expected)
             if not split:  # there, lengths are those without splitting
                 assert len(found) == len(expected)
@@ -55,7 +55,7 @@ def test_batches_of_any_length_are_repeated_whole() -> None:
     batches: Any = [[0, 1], [2], [3, 4, 5], [6], [7, 8]]
     for rank in range(2):
         expected = theirs.BatchSamplerShard(batches, 2, rank)
-        assert list(ShareSampler(batches, Share(rank, 2))) == list(expected)
+        assert list(ShareSampler(batches, BatchShare(rank, 2))) == list(expected)
 
 
 def test_a_pass_can_be_had_again_in_the_order_of_torch() -> None:

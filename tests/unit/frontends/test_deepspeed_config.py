@@ -14,8 +14,8 @@ from tests.refusals import missing, refused
 
 from plait.config import check, parse
 from plait.errors import ConfigError
-from plait.frontends.account import Answer, Translation
 from plait.frontends.deepspeed.config import KEYS, search, translate
+from plait.frontends.key_report import KeyOutcome, Translation
 
 
 def problems(config: Any, **options: Any) -> dict[str, str]:
@@ -25,7 +25,7 @@ def problems(config: Any, **options: Any) -> dict[str, str]:
     return {each.path: f"{each.message} {each.remedy}" for each in error.value.problems}
 
 
-def answers(translation: Translation) -> dict[str, Answer]:
+def answers(translation: Translation) -> dict[str, KeyOutcome]:
     return {entry.key: entry.answer for entry in translation.account.entries}
 
 
@@ -61,7 +61,7 @@ def test_a_whole_configuration_parses_and_breaks_no_rule() -> None:
         500,
         3,
     )
-    assert answers(found)["zero_optimization.reduce_bucket_size"] is Answer.UNNEEDED
+    assert answers(found)["zero_optimization.reduce_bucket_size"] is KeyOutcome.UNNEEDED
     found.account.raise_refusals()
 
 
@@ -375,19 +375,19 @@ def test_a_search_is_reached() -> None:
     found = search(config, nproc=2)
     assert found is not None
     assert (found.config.tuner, found.config.nproc) == ("random", 2)
-    assert answers(translate(config))["autotuning.tuner_type"] is Answer.MAPPED
+    assert answers(translate(config))["autotuning.tuner_type"] is KeyOutcome.MAPPED
     assert "autotuning.tunner" in problems({"autotuning": {"tunner": 1}})
     assert search({}) is None
 
 
 def test_comments_written_as_keys_are_no_typos() -> None:
     found = translate({"_comment": "mine", "//": "also", "comment": 1, "_read_the_docs": "there"})
-    assert all(answer is Answer.UNNEEDED for key, answer in answers(found).items() if key != "gradient_clipping")
+    assert all(answer is KeyOutcome.UNNEEDED for key, answer in answers(found).items() if key != "gradient_clipping")
 
 
 def test_the_account_counts_and_aligns_its_lines() -> None:
     account = translate({"train_batch_size": 4, "zero_allow_untested_optimizer": True, "gradient_clipping": 0}).account
-    assert not missing(account.summary(), 3, f"2 {Answer.HONOURED}", f"1 {Answer.UNNEEDED}")
+    assert not missing(account.summary(), 3, f"2 {KeyOutcome.HONOURED}", f"1 {KeyOutcome.UNNEEDED}")
     assert account.lines()[0].split() == ["honoured", "train_batch_size:", "4", "batch.total:", "4"]
 
 

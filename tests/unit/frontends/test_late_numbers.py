@@ -18,10 +18,10 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import plait.frontends.deepspeed as deepspeed
+from plait.engine import update
+from plait.engine.update import Arriving
 from plait.frontends.accelerate import Accelerator
 from plait.frontends.mmengine.logging import HistoryBuffer, MessageHub
-from plait.strategy.native import update
-from plait.strategy.native.late import Arriving
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
 

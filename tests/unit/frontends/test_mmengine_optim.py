@@ -18,14 +18,13 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
+from plait.distributed import Ranks
 from plait.errors import ConfigError, WorldError
-from plait.frontends.account import Answer
+from plait.frontends.key_report import KeyOutcome
 from plait.frontends.mmengine.optim import build_optim_wrapper
 from plait.frontends.mmengine.registry import STRATEGIES
-from plait.frontends.mmengine.runner.describe import finish, read_compile, read_wrapper
-from plait.frontends.mmengine.runner.environment import check_launcher, read_environment
-from plait.frontends.mmengine.strategy.table import Sheet
-from plait.world import Ranks
+from plait.frontends.mmengine.runner.core import check_launcher, finish, read_compile, read_environment, read_wrapper
+from plait.frontends.mmengine.strategy import Sheet
 
 
 class Net(nn.Module):
@@ -206,7 +205,7 @@ def test_the_environment_is_read_and_every_key_answered() -> None:
     assert read_environment(settings, sheet) == "fork"
     assert sheet.sections == {"backend": "gloo", "timeout_s": 120.0}
     assert len(sheet.account.entries) == 6
-    assert not list(sheet.account.of(Answer.REFUSED))
+    assert not list(sheet.account.of(KeyOutcome.REFUSED))
     with refused(ConfigError, "`dist_cfg`", key="env_cfg.dist_cgf"):
         read_environment({"dist_cgf": {}}, Sheet())
 

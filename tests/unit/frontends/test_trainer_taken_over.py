@@ -134,7 +134,7 @@ def test_code_in_the_state_of_a_schedule_is_not_executed(began: Any, tmp_path: P
 
 
 def test_code_in_the_state_of_a_scaler_is_not_executed(tmp_path: Path) -> None:
-    from plait.frontends.transformers.foreign import load_scale
+    from plait.frontends.transformers.trainer import load_scale
 
     torch.save({"scale": Harmful(tmp_path / "harmed")}, tmp_path / "scaler.pt")
     accelerator: Any = SimpleNamespace(engine=SimpleNamespace(scaler=object()))

@@ -20,13 +20,13 @@ from tests.unit.fuzz.mutate import bounded, damaged_json, draws, mutated, spoile
 from torch import Tensor
 
 from plait.checkpoint import load_into, open_checkpoint
-from plait.checkpoint.convert import open_source
+from plait.checkpoint.convert.detect import open_source
 from plait.checkpoint.convert.summary import parts, rows
 from plait.checkpoint.load import verify
 from plait.checkpoint.tensorfile import digest
 from plait.config import parse
+from plait.distributed import World, open_world
 from plait.errors import CheckpointError, PlaitError
-from plait.world import World, open_world
 
 FILES = ("manifest.json", "index.json", "rank-00000.safetensors", "rank-00001.safetensors")
 

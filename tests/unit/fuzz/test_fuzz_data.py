@@ -23,20 +23,20 @@ from plait.cli.files import read_file
 from plait.cli.generate import read_prompts
 from plait.cli.report import report
 from plait.config import parse
-from plait.data.build import build_dataset
+from plait.data.sources import build_dataset
 from plait.data.tokenizer import load_tokenizer, train_tokenizer
 from plait.data.tokens import TokenFile, TokenWriter
 from plait.errors import PlaitError
 from plait.frontends.mmengine.config import Config
-from plait.launch.forward import read_env_file
 from plait.launch.hostfile import read_hostfile
+from plait.launch.prepare import read_env_file
 from plait.plan.hardware import find_hardware
 from plait.posttrain.data.prepare import prepare_data
-from plait.posttrain.data.tokenizer import read_tokenizer
-from plait.posttrain.lora.adapter import read_adapter
-from plait.spec.beat import SIZE, read_beat
-from plait.tune.book import Book
+from plait.posttrain.data.template import read_tokenizer
+from plait.posttrain.lora import read_adapter
+from plait.spec.heartbeat import SIZE, read_beat
 from plait.tune.config import TuneConfig
+from plait.tune.search import TrialRecords
 
 LINES = [{"prompt": f"question {n}", "completion": f"answer {n}", "text": f"some text {n}"} for n in range(6)]
 PAIRS = [{"prompt": f"q{n}", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(6)]
@@ -194,14 +194,14 @@ def read_an_adapter(folder: Path) -> None:
 
 
 def write_search(folder: Path) -> None:
-    book = Book(folder, parse({}).config, TuneConfig())
+    book = TrialRecords(folder, parse({}).config, TuneConfig())
     assert not book.records
     row = {"settings": {"strategy.zero": 1}, "status": "ok", "seconds": 3.0, "reason": "", "tokens_per_s": 10.0}
     jsonl(folder / "results.jsonl", [{**row, "value": 10.0}])
 
 
 def read_search(folder: Path) -> None:
-    book = Book(folder, parse({}).config, TuneConfig())
+    book = TrialRecords(folder, parse({}).config, TuneConfig())
     assert book.since_best >= 0
     book.add(*book.records)
 

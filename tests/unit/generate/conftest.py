@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from plait.config.model import LlamaConfig
+from plait.generate.conversation import Conversation, Turn
 from plait.generate.generator import Generator
-from plait.generate.speaker import Speaker, Turn
 from plait.models import build_model
-from plait.posttrain.data.tokenizer import ChatTokenizer, trained_tokenizer
+from plait.posttrain.data.template import ChatTokenizer, trained_tokenizer
 
 TEXTS = ["the quick brown fox jumps over the lazy dog", "a plait is several strands, worked into one — naïve café"]
 
@@ -21,7 +21,7 @@ def tokenizer() -> ChatTokenizer:
 
 
 @pytest.fixture
-def speaker(tokenizer: ChatTokenizer, tmp_path: Path) -> Speaker:
+def speaker(tokenizer: ChatTokenizer, tmp_path: Path) -> Conversation:
     """An untrained model that never ends by itself, so that every answer is as long as asked for."""
     torch.manual_seed(1)
     config = LlamaConfig(vocab_size=tokenizer.vocab_size, dim=32, layers=1, heads=2, seq_len=256)
@@ -34,4 +34,4 @@ def speaker(tokenizer: ChatTokenizer, tmp_path: Path) -> Speaker:
         return tokenizer.encode("\n".join(f"{turn.role}: {turn.content}" for turn in turns) + "\nassistant:")
 
     generator = Generator(model, decode=tokenizer.decode)
-    return Speaker("tiny", generator, tokenizer, write_down, stop=())
+    return Conversation("tiny", generator, tokenizer, write_down, stop=())

@@ -15,12 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plait.config.model import HFConfig
 from plait.errors import GenerateError
 from plait.generate import Completion, Generator, Sampling, generate
-from plait.generate.batch import Answers
+from plait.generate.batch import Answers, choose
 from plait.generate.cached import CachedDecoder
-from plait.generate.choose import choose
 from plait.generate.perplexity import measure_perplexity
+from plait.kernels.decode.sampling import COUNTER_RNG_BITS, CounterRNG
 from plait.models import build_model, preset
-from plait.ops.chance import CHANCE_BITS, Chance
 
 VOCABULARY = 256
 HF: dict[str, dict[str, Any]] = {
@@ -191,13 +190,13 @@ def tensors_of(*owners: Any) -> list[torch.Tensor]:
 def test_draws_follow_the_distribution_that_was_asked_for() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])
     rows = 20000
-    chance = Chance(torch.arange(rows), torch.full((rows,), 4), 3).bits()
-    assert 0 <= chance.min() <= chance.max() < 2**CHANCE_BITS
-    assert abs(float(chance.double().mean()) / 2**CHANCE_BITS - 0.5) < 0.01
+    chance = CounterRNG(torch.arange(rows), torch.full((rows,), 4), 3).bits()
+    assert 0 <= chance.min() <= chance.max() < 2**COUNTER_RNG_BITS
+    assert abs(float(chance.double().mean()) / 2**COUNTER_RNG_BITS - 0.5) < 0.01
     assert len(set(chance.tolist())) > 0.99 * rows
-    other = Chance(torch.arange(rows), torch.full((rows,), 5), 3).bits()
+    other = CounterRNG(torch.arange(rows), torch.full((rows,), 5), 3).bits()
     assert abs(float(torch.corrcoef(torch.stack([chance, other]).double())[0, 1])) < 0.03
-    edges = torch.tensor([0, 2**CHANCE_BITS - 1])
+    edges = torch.tensor([0, 2**COUNTER_RNG_BITS - 1])
     assert choose(logits.expand(2, 5), edges, Sampling(), None)[0].tolist() == [0, 4]
     assert choose(logits.expand(2, 5), edges, Sampling(top_p=0.01), None)[0].tolist() == [0, 0]
     for way in (Sampling(), Sampling(top_k=2), Sampling(top_p=0.5)):

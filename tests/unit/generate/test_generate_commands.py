@@ -18,14 +18,14 @@ import pytest
 import torch
 from tests.refusals import missing
 
-from plait.cli import serve as serving
+from plait.cli import generate as serving
+from plait.cli.generate import Opening, open_speaker
 from plait.cli.main import main
-from plait.cli.speaking import Opening, open_speaker
+from plait.generate.conversation import AnswerPiece, Conversation, Turn
 from plait.generate.options import Sampling
 from plait.generate.serve import Limits, Server
-from plait.generate.speaker import Piece, Speaker, Turn
 from plait.models.llama import Llama
-from plait.posttrain.data.tokenizer import ChatTokenizer
+from plait.posttrain.data.template import ChatTokenizer
 from plait.posttrain.run import phase_runner
 
 SIZES: dict[str, Any] = {"dim": 32, "layers": 1, "heads": 2, "seq_len": 128}
@@ -221,7 +221,9 @@ def test_serve_ends_in_good_order_when_it_is_stopped_while_it_answers(hf_folder:
 def test_chat_shows_control_characters_of_the_model_and_does_not_send_them_to_the_terminal(
     hf_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Speaker, "tell", lambda *_: iter([Piece("a\x1b[2Jb\r\n", None), Piece("\x07\tc", "stop")]))
+    monkeypatch.setattr(
+        Conversation, "tell", lambda *_: iter([AnswerPiece("a\x1b[2Jb\r\n", None), AnswerPiece("\x07\tc", "stop")])
+    )
     assert call(monkeypatch, "chat", "--path", str(hf_folder), said="hi\n") == 0
     assert capsys.readouterr().out == "a\\x1b[2Jb\\r\n\\x07\tc\n"
 

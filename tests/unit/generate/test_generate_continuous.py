@@ -11,10 +11,10 @@ from tests.unit.generate.test_generate_batch import KINDS, make, some_prompts
 
 from plait.errors import ContextError
 from plait.generate import Generator, Sampling
-from plait.generate.continuous import ContinuousBatch, Row, Token
+from plait.generate.batch import ContinuousBatch, GenerationRow, Token
+from plait.generate.conversation import AnswerText, Conversation, Turn, cut
 from plait.generate.printable import printable
-from plait.generate.speaker import AnswerText, Speaker, Turn, cut
-from plait.ops.chance import Chance, with_seed
+from plait.kernels.decode.sampling import CounterRNG, with_seed
 
 SAMPLINGS = [
     Sampling(12, temperature=0.0),
@@ -32,7 +32,7 @@ def _fixed_inputs() -> None:
     torch.manual_seed(5)
 
 
-def written(batch: ContinuousBatch, rows: list[Row], joins: dict[int, list[int]]) -> list[list[Token]]:
+def written(batch: ContinuousBatch, rows: list[GenerationRow], joins: dict[int, list[int]]) -> list[list[Token]]:
     """The tokens of all rows; `joins` says before which step which of them join."""
     found: list[list[Token]] = [[] for _ in rows]
     live: list[int] = []
@@ -100,7 +100,7 @@ def test_a_model_that_is_not_told_where_rows_begin_gets_prompts_of_one_length_on
     model = make("transformers llama")
     generator = Generator(model)
     generator._decoder.mixes_lengths = False
-    rows = [Row([1] * length, Sampling(2), 2) for length in (3, 4, 3)]
+    rows = [GenerationRow([1] * length, Sampling(2), 2) for length in (3, 4, 3)]
     with generator.continuous() as batch:
         assert not batch.takes(rows)
         assert batch.takes([rows[0], rows[2]])
@@ -112,8 +112,8 @@ def test_seeds_share_a_batch_as_keys() -> None:
         for key in (0, 3, 2**40 + 9):
             folded = torch.tensor([with_seed(key, seed)] * 4)
             assert (
-                Chance(folded, counts, 0).bits().tolist()
-                == Chance(torch.tensor([key] * 4), counts, seed).bits().tolist()
+                CounterRNG(folded, counts, 0).bits().tolist()
+                == CounterRNG(torch.tensor([key] * 4), counts, seed).bits().tolist()
             )
 
 
@@ -121,7 +121,7 @@ TEXTS = ["naïve café — plait", "🙂🙃 strands 漢字 woven", "the quick\t
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_pieces_of_text_add_up_and_no_half_character_shows(speaker: Speaker, text: str) -> None:
+def test_pieces_of_text_add_up_and_no_half_character_shows(speaker: Conversation, text: str) -> None:
     tokens = speaker.tokenizer.encode(text)
     said = AnswerText(speaker.tokenizer.decode, (), ())
     pieces = [said.push(token) for token in tokens]
@@ -130,7 +130,7 @@ def test_pieces_of_text_add_up_and_no_half_character_shows(speaker: Speaker, tex
     assert len([piece for piece in pieces if piece]) > 3
 
 
-def test_bytes_that_are_no_characters_do_not_hold_an_answer_back(speaker: Speaker) -> None:
+def test_bytes_that_are_no_characters_do_not_hold_an_answer_back(speaker: Conversation) -> None:
     byte = next(token for token in range(speaker.tokenizer.vocab_size) if speaker.tokenizer.decode([token]) == "\ufffd")
     said = AnswerText(speaker.tokenizer.decode, (), ())
     pieces = [said.push(byte) for _ in range(500)]
@@ -142,7 +142,7 @@ def test_bytes_that_are_no_characters_do_not_hold_an_answer_back(speaker: Speake
 @pytest.mark.parametrize(
     "stop", [["brown"], ["own f", "quick b"], ["k brown fox j"], ["lazy dog!"], ["o", "ow"], ["🙂"]]
 )
-def test_a_stop_text_across_tokens_never_shows_in_part(speaker: Speaker, stop: list[str]) -> None:
+def test_a_stop_text_across_tokens_never_shows_in_part(speaker: Conversation, stop: list[str]) -> None:
     text = "the quick brown fox jumps over the lazy dog 🙂 and on"
     said = AnswerText(speaker.tokenizer.decode, (), stop)
     shown = ""
@@ -157,7 +157,7 @@ def test_a_stop_text_across_tokens_never_shows_in_part(speaker: Speaker, stop: l
     assert said.length == len(shown)
 
 
-def test_text_that_was_held_back_comes_when_the_answer_ends_without_the_stop_text(speaker: Speaker) -> None:
+def test_text_that_was_held_back_comes_when_the_answer_ends_without_the_stop_text(speaker: Conversation) -> None:
     tokenizer = speaker.tokenizer
     said = AnswerText(tokenizer.decode, (tokenizer.end,), ["brown fox"])
     shown = "".join(said.push(token) for token in [*tokenizer.encode("the quick brown"), tokenizer.end])
@@ -166,7 +166,7 @@ def test_text_that_was_held_back_comes_when_the_answer_ends_without_the_stop_tex
     assert shown + said.finish() == "the quick brown"
 
 
-def test_a_stop_text_that_is_a_special_token_ends_an_answer(speaker: Speaker) -> None:
+def test_a_stop_text_that_is_a_special_token_ends_an_answer(speaker: Conversation) -> None:
     """Decoding leaves such tokens out, so that their text is found nowhere."""
     end = speaker.tokenizer.end
     (text,) = [speaker.tokenizer.decode([end], keep_special=True)]
@@ -177,7 +177,7 @@ def test_a_stop_text_that_is_a_special_token_ends_an_answer(speaker: Speaker) ->
     assert said.stopped
 
 
-def test_a_stream_is_what_a_whole_answer_is(speaker: Speaker) -> None:
+def test_a_stream_is_what_a_whole_answer_is(speaker: Conversation) -> None:
     prompt = speaker.tokenizer.encode("the quick")
     for sampling in (Sampling(40, seed=3), Sampling(40, temperature=0.0), Sampling(40, seed=3, stop=("e", "qu"))):
         ((text, completion),) = speaker.write([prompt], sampling)
@@ -186,7 +186,7 @@ def test_a_stream_is_what_a_whole_answer_is(speaker: Speaker) -> None:
         assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [completion.finish_reason]
 
 
-def counting(speaker: Speaker) -> tuple[Speaker, list[int]]:
+def counting(speaker: Conversation) -> tuple[Conversation, list[int]]:
     """A speaker, and how many turns each of its calls wrote down."""
     calls: list[int] = []
 
@@ -195,11 +195,11 @@ def counting(speaker: Speaker) -> tuple[Speaker, list[int]]:
         calls.append(len(turns))
         return speaker.write_down(turns)
 
-    return Speaker("tiny", speaker.generator, speaker.tokenizer, write_down, ()), calls
+    return Conversation("tiny", speaker.generator, speaker.tokenizer, write_down, ()), calls
 
 
 @pytest.mark.parametrize("system", [True, False])
-def test_a_long_conversation_is_not_written_down_for_each_turn(speaker: Speaker, system: bool) -> None:
+def test_a_long_conversation_is_not_written_down_for_each_turn(speaker: Conversation, system: bool) -> None:
     counted, calls = counting(speaker)
     turns = [Turn("system", "be brief")] if system else []
     for number in range(2500):
@@ -216,7 +216,7 @@ def test_a_long_conversation_is_not_written_down_for_each_turn(speaker: Speaker,
     assert len(speaker.write_down(longer)) + 16 > context
 
 
-def test_a_last_turn_that_is_too_long_is_refused_with_its_length(speaker: Speaker) -> None:
+def test_a_last_turn_that_is_too_long_is_refused_with_its_length(speaker: Conversation) -> None:
     with pytest.raises(ContextError, match="256"):
         speaker.ask([Turn("user", "a"), Turn("assistant", "b"), Turn("user", "word " * 600)])
 

@@ -12,14 +12,12 @@ from torch import nn
 
 from plait.config.model import GptConfig, LlamaConfig, MoeConfig
 from plait.generate import Generator, Sampling, cached, generate
-from plait.generate.cached import CachedDecoder
-from plait.generate.choose import choose
-from plait.generate.graph import WARM_UP, Recorded
-from plait.generate.quick import QuickStep, takes_model
+from plait.generate.batch import WARM_UP, RecordedStep, choose
+from plait.generate.cached import CachedDecoder, QuickStep, takes_model
+from plait.kernels.decode.sampling import CounterRNG
+from plait.kernels.triton import interprets
 from plait.models import build_model
 from plait.models.fused import fuse
-from plait.ops.chance import Chance
-from plait.ops.triton import interprets
 
 VOCABULARY = 61
 SHAPE: dict[str, Any] = {"vocab_size": VOCABULARY, "dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "seq_len": 160}
@@ -49,7 +47,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> list[QuickStep]:
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr("plait.generate.quick.has_kernels", lambda _: True)
+    monkeypatch.setattr("plait.generate.cached.has_kernels", lambda _: True)
     monkeypatch.setattr(cached, "QuickStep", Counted)
     return made
 
@@ -167,8 +165,8 @@ def test_a_step_is_recorded_when_it_is_set_up(monkeypatch: pytest.MonkeyPatch, w
         def replay(self) -> None:
             done.append("repeated")
 
-    monkeypatch.setattr("plait.generate.graph.record", lambda _: Recording())
-    step = Recorded(lambda: done.append("done"), on=True, is_warm=lambda: warm)
+    monkeypatch.setattr("plait.generate.batch.record", lambda _: Recording())
+    step = RecordedStep(lambda: done.append("done"), on=True, is_warm=lambda: warm)
     for _ in range(2):
         done.clear()
         for _ in range(4):
@@ -205,7 +203,7 @@ def test_what_is_drawn_is_what_the_logits_give(always: list[QuickStep], temperat
             decoder.begin(prompts, [5] * 3)
         tokens = torch.randint(VOCABULARY, (3,))
         for _ in range(4):
-            chance = Chance(keys, counts, 7)
+            chance = CounterRNG(keys, counts, 7)
             found = decoders[0].draw(tokens, temperature, chance)
             logits = decoders[1].step(tokens)
             wanted = choose(logits, chance.bits(), Sampling(temperature=temperature), None)
@@ -233,7 +231,7 @@ def test_each_way_of_choosing_has_its_step(monkeypatch: pytest.MonkeyPatch, way:
             return usual(self, *args)
 
         monkeypatch.setattr(CachedDecoder, name, noted)
-    monkeypatch.setattr("plait.generate.quick.has_kernels", lambda _: True)
+    monkeypatch.setattr("plait.generate.cached.has_kernels", lambda _: True)
     monkeypatch.setattr(QuickStep, "__call__", lambda self, *args: taken.add("logits") or usual_call(self, *args))
     generate(make(), some_prompts(2), max_new_tokens=4, **way)
     assert taken == ({"step", "logits"} if steps == "step" else {steps})

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from plait.config import parse_sections
-from plait.generate import HybridEngine, Sampling, room
+from plait.distributed import open_world
+from plait.engine import Preparation, prepare_manual
+from plait.generate import HybridEngine, Sampling
+from plait.generate import hybrid as room
 from plait.models import build_model, preset
-from plait.strategy import Preparation, prepare_manual
-from plait.world import open_world
 
 
 def test_the_cache_takes_what_is_predicted() -> None:

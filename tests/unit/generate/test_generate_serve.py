@@ -20,9 +20,9 @@ from tests.refusals import missing, refused
 from tests.unit.generate.browser import Browser
 
 from plait.errors import GenerateError
+from plait.generate.conversation import Conversation, Turn, cut
 from plait.generate.options import Sampling
 from plait.generate.serve import Limits, Server
-from plait.generate.speaker import Speaker, Turn, cut
 
 TOKEN = "let-me-in"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -33,7 +33,7 @@ HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "ma
 
 @contextmanager
 def serving(
-    speaker: Speaker, *, log: Callable[[str], None] = lambda _line: None, token: str | None = TOKEN, **limits: Any
+    speaker: Conversation, *, log: Callable[[str], None] = lambda _line: None, token: str | None = TOKEN, **limits: Any
 ) -> Iterator[Server]:
     limited = Limits(**{"max_new_tokens": 64, "stop_s": 5.0, **limits})
     server = Server(speaker, port=0, token=token, limits=limited, log=log)
@@ -89,7 +89,7 @@ def metric(server: Server, name: str, **labels: str) -> float:
 class Gate:
     """Holds every step of the model until it is opened."""
 
-    def __init__(self, speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, speaker: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:
         decoder = type(speaker.generator._decoder)
         self.steps, self._open, step = 0, threading.Event(), decoder.draw
 
@@ -105,13 +105,13 @@ class Gate:
 
 
 @pytest.fixture
-def gate(speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+def gate(speaker: Conversation, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate(speaker, monkeypatch)
     yield gate
     gate.open()
 
 
-def test_answers_are_openais_whole_and_as_a_stream(speaker: Speaker) -> None:
+def test_answers_are_openais_whole_and_as_a_stream(speaker: Conversation) -> None:
     with serving(speaker) as server, asking(server) as client:
         whole = client.chat.completions.create(model="tiny", **HELLO)
         (choice,) = whole.choices
@@ -145,7 +145,7 @@ def test_answers_are_openais_whole_and_as_a_stream(speaker: Speaker) -> None:
         assert ask(server, "GET", "/health", headers={"Authorization": ""})[::2] == (200, b'{"status": "ok"}')
 
 
-def test_several_answers_come_together_whole_or_as_a_stream(speaker: Speaker) -> None:
+def test_several_answers_come_together_whole_or_as_a_stream(speaker: Conversation) -> None:
     wanted: dict[str, Any] = {"model": "tiny", "n": 3, **HELLO}
     with serving(speaker) as server, asking(server) as client:
         whole = [each.message.content for each in client.chat.completions.create(**wanted).choices]
@@ -158,7 +158,7 @@ def test_several_answers_come_together_whole_or_as_a_stream(speaker: Speaker) ->
         assert [text for text, _ in speaker.write([prompt] * 3, Sampling(8, seed=1))] == whole
 
 
-def test_what_a_client_sends_back_of_an_answer_is_understood(speaker: Speaker) -> None:
+def test_what_a_client_sends_back_of_an_answer_is_understood(speaker: Conversation) -> None:
     with serving(speaker) as server, asking(server) as client:
         first = client.chat.completions.create(model="tiny", **HELLO).choices[0].message
         parts = [{"type": "text", "text": "and"}, {"type": "text", "text": " then?"}]
@@ -180,7 +180,7 @@ def test_what_a_client_sends_back_of_an_answer_is_understood(speaker: Speaker) -
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_are_the_models_own(speaker: Speaker, stream: bool) -> None:
+def test_log_probabilities_are_the_models_own(speaker: Conversation, stream: bool) -> None:
     with serving(speaker) as server, asking(server) as client:
         wanted: dict[str, Any] = {"model": "tiny", "logprobs": True, "top_logprobs": 3, **HELLO}
         if stream:
@@ -209,7 +209,7 @@ def test_log_probabilities_are_the_models_own(speaker: Speaker, stream: bool) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_text_ends_an_answer_and_no_part_of_it_shows(speaker: Speaker, stream: bool) -> None:
+def test_a_stop_text_ends_an_answer_and_no_part_of_it_shows(speaker: Conversation, stream: bool) -> None:
     with serving(speaker) as server, asking(server) as client:
         wanted: dict[str, Any] = {"model": "tiny", "prompt": "the", "max_tokens": 40, "seed": 3}
         free = client.completions.create(logprobs=0, **wanted).choices[0]
@@ -230,7 +230,7 @@ def test_a_stop_text_ends_an_answer_and_no_part_of_it_shows(speaker: Speaker, st
             assert tokens == [token for token, begin in begins if begin < len(found)]
 
 
-def test_rows_of_a_batch_are_what_they_are_alone(speaker: Speaker, gate: Gate) -> None:
+def test_rows_of_a_batch_are_what_they_are_alone(speaker: Conversation, gate: Gate) -> None:
     """Requests come while others run, each with its own way of choosing."""
     ways: list[dict[str, Any]] = [
         {"temperature": 1, "seed": 5, "max_tokens": 30},
@@ -309,7 +309,7 @@ WRONG: list[tuple[str, Any, dict[str, str], int, str]] = [
 ]
 
 
-def test_what_is_wrong_is_named_in_json_and_the_server_goes_on(speaker: Speaker) -> None:
+def test_what_is_wrong_is_named_in_json_and_the_server_goes_on(speaker: Conversation) -> None:
     with serving(speaker, body_bytes=50_000, messages=32, batch_rows=4) as server:
         for path, body, headers, status, said in WRONG:
             found, sent, answer = ask(server, "POST", path, body, headers)
@@ -328,7 +328,7 @@ def test_what_is_wrong_is_named_in_json_and_the_server_goes_on(speaker: Speaker)
         assert json.loads(both[0][2])["choices"] == json.loads(both[1][2])["choices"]
 
 
-def test_a_body_without_a_length_is_bounded_too_while_it_is_sent(speaker: Speaker) -> None:
+def test_a_body_without_a_length_is_bounded_too_while_it_is_sent(speaker: Conversation) -> None:
     with serving(speaker, body_bytes=50_000) as server, socket.create_connection(server.address) as plain:
         plain.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n{HEADS}Transfer-Encoding: chunked\r\n\r\n".encode())
         chunk = b"4000\r\n" + b"[" * 0x4000 + b"\r\n"
@@ -340,7 +340,7 @@ def test_a_body_without_a_length_is_bounded_too_while_it_is_sent(speaker: Speake
         assert b"50000" in text
 
 
-def test_requests_that_come_before_the_answer_to_the_last_one_are_answered_in_order(speaker: Speaker) -> None:
+def test_requests_that_come_before_the_answer_to_the_last_one_are_answered_in_order(speaker: Conversation) -> None:
     with serving(speaker) as server, socket.create_connection(server.address) as plain:
         second = request_of({**HELLO, "max_tokens": 3})
         plain.sendall(request_of(HELLO) + second[:-20])
@@ -354,7 +354,7 @@ def test_requests_that_come_before_the_answer_to_the_last_one_are_answered_in_or
                 plain.sendall(second[-20:])
 
 
-def test_what_is_no_request_of_ours_is_answered_in_json_too(speaker: Speaker) -> None:
+def test_what_is_no_request_of_ours_is_answered_in_json_too(speaker: Conversation) -> None:
     with serving(speaker) as server:
         status, sent, body = ask(server, "DELETE", "/v1/models")
         assert (status, sent["Content-Type"]) == (405, "application/json")
@@ -366,7 +366,7 @@ def test_what_is_no_request_of_ours_is_answered_in_json_too(speaker: Speaker) ->
         assert ask(server, "GET", "/health")[0] == 200
 
 
-def test_what_goes_wrong_in_the_model_is_answered_too(speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_wrong_in_the_model_is_answered_too(speaker: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, lines = type(speaker.generator._decoder), list[str]()
     with serving(speaker, log=lines.append) as server:
         expected = json.loads(ask(server, "POST", CHAT, HELLO)[2])["choices"]
@@ -388,13 +388,13 @@ def test_what_goes_wrong_in_the_model_is_answered_too(speaker: Speaker, monkeypa
     assert any("out of something" in line for line in lines)
 
 
-def test_without_a_token_only_this_machine_may_ask(speaker: Speaker) -> None:
+def test_without_a_token_only_this_machine_may_ask(speaker: Conversation) -> None:
     with serving(speaker, token=None) as server:
         assert ask(server, "GET", "/v1/models", headers={"Authorization": "", "Host": "localhost:1"})[0] == 200
         assert ask(server, "GET", "/v1/models", headers={"Authorization": "", "Host": "elsewhere.example"})[0] == 403
 
 
-def test_two_hundred_clients_at_once_are_all_answered(speaker: Speaker) -> None:
+def test_two_hundred_clients_at_once_are_all_answered(speaker: Conversation) -> None:
     def one(server: Server, found: list[Any]) -> None:
         try:
             found.append(ask(server, "POST", CHAT, {**HELLO, "max_tokens": 2}))
@@ -419,7 +419,7 @@ def _answer(body: bytes) -> str:
     return content
 
 
-def test_those_who_would_wait_too_long_are_turned_away(speaker: Speaker, gate: Gate) -> None:
+def test_those_who_would_wait_too_long_are_turned_away(speaker: Conversation, gate: Gate) -> None:
     with serving(speaker, waiting=1, batch_rows=1) as server:
         found: list[Any] = []
         threads = [threading.Thread(target=lambda: found.append(ask(server, "POST", CHAT, HELLO))) for _ in range(2)]
@@ -437,7 +437,7 @@ def test_those_who_would_wait_too_long_are_turned_away(speaker: Speaker, gate: G
         assert [status for status, *_ in found] == [200, 200]
 
 
-def test_connections_beyond_the_limit_are_told_so(speaker: Speaker) -> None:
+def test_connections_beyond_the_limit_are_told_so(speaker: Conversation) -> None:
     with serving(speaker, connections=2) as server, ExitStack() as open_ones:
         for _ in range(2):
             open_ones.enter_context(socket.create_connection(server.address)).sendall(b"GET ")
@@ -448,7 +448,7 @@ def test_connections_beyond_the_limit_are_told_so(speaker: Speaker) -> None:
         until(lambda: ask(server, "GET", "/health")[0] == 200)
 
 
-def test_slow_clients_neither_block_the_others_nor_stay(speaker: Speaker) -> None:
+def test_slow_clients_neither_block_the_others_nor_stay(speaker: Conversation) -> None:
     """64 send half a header and 16 half a body, a byte at a time and without a token; nobody else notices."""
     with serving(speaker, header_s=1.0, body_s=1.0) as server, ExitStack() as stack:
         slow = [stack.enter_context(socket.create_connection(server.address)) for _ in range(80)]
@@ -479,7 +479,7 @@ def test_slow_clients_neither_block_the_others_nor_stay(speaker: Speaker) -> Non
         assert time.monotonic() - began < 45
 
 
-def test_a_request_has_a_time_waiting_included(speaker: Speaker, gate: Gate) -> None:
+def test_a_request_has_a_time_waiting_included(speaker: Conversation, gate: Gate) -> None:
     with serving(speaker, request_s=0.5, batch_rows=1) as server:
         found: list[Any] = []
         bodies = [{**HELLO, "stream": True}, HELLO]
@@ -496,7 +496,7 @@ def test_a_request_has_a_time_waiting_included(speaker: Speaker, gate: Gate) -> 
         until(lambda: server.app.scheduler.running == 0)
 
 
-def test_a_client_that_does_not_read_its_answer_is_cut_off(speaker: Speaker) -> None:
+def test_a_client_that_does_not_read_its_answer_is_cut_off(speaker: Conversation) -> None:
     long = {"prompt": "x", "max_tokens": 200, "logprobs": 20, "stream": True, "n": 16}
     with serving(speaker, request_s=4.0, max_new_tokens=200) as server, socket.socket() as deaf:
         server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # those that it accepts have the same
@@ -511,7 +511,9 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off(speaker: Speaker) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_row_and_its_place_in_line(speaker: Speaker, gate: Gate, stream: bool) -> None:
+def test_a_client_that_leaves_frees_its_row_and_its_place_in_line(
+    speaker: Conversation, gate: Gate, stream: bool
+) -> None:
     with serving(speaker, batch_rows=1) as server:
         scheduler = server.app.scheduler
         with socket.create_connection(server.address) as leaving, socket.create_connection(server.address) as waiting:
@@ -528,7 +530,7 @@ def test_a_client_that_leaves_frees_its_row_and_its_place_in_line(speaker: Speak
         assert ask(server, "POST", CHAT, HELLO)[0] == 200
 
 
-def test_twenty_thousand_turns_are_refused_at_once(speaker: Speaker) -> None:
+def test_twenty_thousand_turns_are_refused_at_once(speaker: Conversation) -> None:
     turns = [{"role": role, "content": "a word"} for _ in range(10_000) for role in ("user", "assistant")]
     body = json.dumps({**HELLO, "messages": [*turns, *HELLO["messages"]]}).encode()
     for most, kind in ((2048, "invalid_request_error"), (30_000, "context_length_exceeded")):
@@ -540,7 +542,7 @@ def test_twenty_thousand_turns_are_refused_at_once(speaker: Speaker) -> None:
             assert ask(server, "GET", "/health")[0] == 200
 
 
-def test_nothing_in_a_request_can_fake_or_steer_the_log(speaker: Speaker) -> None:
+def test_nothing_in_a_request_can_fake_or_steer_the_log(speaker: Conversation) -> None:
     lines: list[str] = []
     with serving(speaker, log=lines.append) as server:
         assert ask(server, "GET", "/%0d%0afake%20line%1b[2J%E2%80%AE?x=%0a")[0] == 404
@@ -552,7 +554,7 @@ def test_nothing_in_a_request_can_fake_or_steer_the_log(speaker: Speaker) -> Non
     assert all(line.isprintable() for line in lines)
 
 
-def test_metrics_are_prometheus_and_need_the_token(speaker: Speaker) -> None:
+def test_metrics_are_prometheus_and_need_the_token(speaker: Conversation) -> None:
     with serving(speaker) as server:
         assert ask(server, "GET", "/metrics", headers={"Authorization": ""})[0] == 401
         for _ in range(3):
@@ -570,7 +572,7 @@ def test_metrics_are_prometheus_and_need_the_token(speaker: Speaker) -> None:
         assert metric(server, "plait_requests_waiting") == metric(server, "plait_batch_rows") == 0
 
 
-def test_a_server_that_stops_lets_answers_end_and_tells_who_waits(speaker: Speaker, gate: Gate) -> None:
+def test_a_server_that_stops_lets_answers_end_and_tells_who_waits(speaker: Conversation, gate: Gate) -> None:
     found: dict[str, Any] = {}
     with serving(speaker, batch_rows=1) as server:
 
@@ -590,7 +592,7 @@ def test_a_server_that_stops_lets_answers_end_and_tells_who_waits(speaker: Speak
     assert events_of(found["running"][2])[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_answers_that_do_not_end_in_time_are_told_when_the_server_stops(speaker: Speaker, gate: Gate) -> None:
+def test_answers_that_do_not_end_in_time_are_told_when_the_server_stops(speaker: Conversation, gate: Gate) -> None:
     found: list[Any] = []
     with serving(speaker, stop_s=0.5) as server:
         bodies = [{**HELLO, "stream": True}, HELLO]
@@ -606,7 +608,7 @@ def test_answers_that_do_not_end_in_time_are_told_when_the_server_stops(speaker:
     assert all(b"stopped" in body for _, _, body in found)
 
 
-def test_a_long_conversation_loses_its_beginning_and_keeps_what_the_system_said(speaker: Speaker) -> None:
+def test_a_long_conversation_loses_its_beginning_and_keeps_what_the_system_said(speaker: Conversation) -> None:
     turns = [Turn("system", "be brief")]
     for number in range(40):
         turns += [Turn("user", f"question {number}"), Turn("assistant", "the quick brown fox")]
@@ -619,7 +621,7 @@ def test_a_long_conversation_loses_its_beginning_and_keeps_what_the_system_said(
 
 
 @pytest.mark.real("chromium")
-def test_the_page_talks_in_a_real_browser(speaker: Speaker, tmp_path: Path) -> None:
+def test_the_page_talks_in_a_real_browser(speaker: Conversation, tmp_path: Path) -> None:
     texts = "[...document.querySelectorAll('.turn')].map((box) => [box.className, box.textContent])"
     idle = "document.getElementById('send').textContent === 'Send'"
     browser = Browser(tmp_path)
@@ -650,7 +652,7 @@ def test_the_page_talks_in_a_real_browser(speaker: Speaker, tmp_path: Path) -> N
         browser.close()
 
 
-def test_a_conversation_that_does_not_fit_is_refused_and_not_cut(speaker: Speaker) -> None:
+def test_a_conversation_that_does_not_fit_is_refused_and_not_cut(speaker: Conversation) -> None:
     said = {"role": "user", "content": "the quick brown fox " * 20}, {"role": "assistant", "content": "yes"}
     talk = [{"role": "system", "content": "be short"}, *said, *said, {"role": "user", "content": "and then?"}]
     with serving(speaker) as server:
@@ -664,7 +666,7 @@ def test_a_conversation_that_does_not_fit_is_refused_and_not_cut(speaker: Speake
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_model_without_finite_numbers_says_so(speaker: Speaker, temperature: float) -> None:
+def test_a_model_without_finite_numbers_says_so(speaker: Conversation, temperature: float) -> None:
     with torch.no_grad():
         speaker.generator.model.head.weight.fill_(float("nan"))  # type: ignore[operator, union-attr]
     prompt, sampling = speaker.encode("hello"), Sampling(4, temperature)

@@ -14,11 +14,10 @@ import torch
 from tests.refusals import refused
 from tests.unit.generate.test_generate_serve import asking, serving
 
-from plait.cli.speaking import open_speaker
-from plait.generate.continuous import ContinuousBatch, Row, Token
-from plait.generate.speaker import Speaker
-from plait.generate.tools import ToolCall, ToolReader, read_calls
-from plait.posttrain.data.tokenizer import ChatTokenizer
+from plait.cli.generate import open_speaker
+from plait.generate.batch import ContinuousBatch, GenerationRow, Token
+from plait.generate.conversation import Conversation, ToolCall, ToolReader, read_calls
+from plait.posttrain.data.template import ChatTokenizer
 
 HERMES = (
     "{% if tools %}system: {% for tool in tools %}{{ tool | tojson }}{% endfor %}\n{% endif %}"
@@ -41,7 +40,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool
 ASKED: list[Any] = [{"role": "user", "content": "Rain in Köln?"}]
 
 
-def opened(tokenizer: ChatTokenizer, folder: Path, template: str) -> Speaker:
+def opened(tokenizer: ChatTokenizer, folder: Path, template: str) -> Conversation:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(2)
@@ -63,18 +62,18 @@ def opened(tokenizer: ChatTokenizer, folder: Path, template: str) -> Speaker:
 
 
 @pytest.fixture(scope="module")
-def hermes(tokenizer: ChatTokenizer, tmp_path_factory: pytest.TempPathFactory) -> Speaker:
+def hermes(tokenizer: ChatTokenizer, tmp_path_factory: pytest.TempPathFactory) -> Conversation:
     return opened(tokenizer, tmp_path_factory.mktemp("hermes"), HERMES)
 
 
 @pytest.fixture
-def says(hermes: Speaker, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def says(hermes: Conversation, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the model says next, in place of what it would choose."""
     script: list[str] = [""]
     left: list[int] = []
     add, step = ContinuousBatch.add, ContinuousBatch.step
 
-    def first(batch: ContinuousBatch, rows: Sequence[Row]) -> list[Token]:
+    def first(batch: ContinuousBatch, rows: Sequence[GenerationRow]) -> list[Token]:
         add(batch, rows)
         left[:] = [*hermes.tokenizer.encode(script[0]), hermes.tokenizer.end]
         return [Token(left.pop(0), -1.0, [])]
@@ -100,7 +99,7 @@ SAID: list[tuple[str, str, list[str]]] = [
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("said", "content", "cities"), SAID)
 def test_calls_are_read_from_the_answer(
-    hermes: Speaker, says: list[str], stream: bool, said: str, content: str, cities: list[str]
+    hermes: Conversation, says: list[str], stream: bool, said: str, content: str, cities: list[str]
 ) -> None:
     says[0] = said
     wanted: dict[str, Any] = {"model": hermes.name, "messages": ASKED, "tools": [WEATHER], "max_tokens": 512}
@@ -121,7 +120,7 @@ def test_calls_are_read_from_the_answer(
     assert reason == ("tool_calls" if cities else "stop")
 
 
-def test_tools_calls_and_their_results_reach_the_prompt(hermes: Speaker, says: list[str]) -> None:
+def test_tools_calls_and_their_results_reach_the_prompt(hermes: Conversation, says: list[str]) -> None:
     prompts: list[str] = []
     with_tools = hermes.write_with_tools
     assert with_tools is not None
@@ -179,7 +178,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_cannot_be_kept_is_refused_by_name(hermes: Speaker) -> None:
+def test_what_cannot_be_kept_is_refused_by_name(hermes: Conversation) -> None:
     with serving(hermes) as server, asking(server) as client:
         for wanted, named in WRONG:
             body: dict[str, Any] = {"messages": ASKED, "tools": [WEATHER], **wanted}

@@ -18,17 +18,16 @@ from typer.testing import CliRunner
 from plait.cli.main import app
 from plait.config import check, parse
 from plait.config.model import HFConfig
+from plait.distributed import open_world
 from plait.errors import ConfigError, MissingExtraError, ModelError
-from plait.generate.renamed import in_names_of_transformers, with_own_head
-from plait.generate.room import cache_bytes
+from plait.generate.hybrid import cache_bytes
 from plait.generate.vllm import load_vllm, seed_of, token_bytes
+from plait.generate.weight_names import in_names_of_transformers, with_own_head
 from plait.models import build_model
-from plait.models.common.exchange import Made
+from plait.models.common.weights import Made
 from plait.models.portable import to_transformers
-from plait.posttrain.lora.attach import AdapterSpec, attach
-from plait.posttrain.lora.layer import merge
-from plait.posttrain.online.merging import merged_weights
-from plait.world import open_world
+from plait.posttrain.lora import AdapterSpec, attach, merge
+from plait.posttrain.rl.trainer import merged_weights
 
 LLAMA = {"type": "llama", "vocab_size": 40, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "seq_len": 16}
 MODELS: dict[str, dict[str, Any]] = {

@@ -13,12 +13,12 @@ import pytest
 from tests.refusals import refused
 
 from plait.errors import WorldError
+from plait.launch.environment import meeting_place, unused_hosts
 from plait.launch.job import Job
 from plait.launch.options import parse_options
 from plait.launch.prepare import prepare
 from plait.launch.rank import which_rank
 from plait.launch.setup import Setup
-from plait.launch.variables import meeting_place, unused_hosts
 
 HOSTS = "203.0.113.1 slots=2\n203.0.113.2 slots=2\n"
 
@@ -51,7 +51,7 @@ def test_ssh_goes_to_every_host_with_the_job_on_stdin(place: Path) -> None:
     for node, command in enumerate(commands):
         assert command.argv[:3] == ("ssh", "-i", "key")
         assert " ".join(command.argv[-5:-1]) == f"-p 2222 -T 203.0.113.{node + 1}"
-        assert shlex.split(command.argv[-1])[-4:] == ["-m", "plait.launch.node", "--node", str(node)]
+        assert shlex.split(command.argv[-1])[-4:] == ["-m", "plait.launch.agent", "--node", str(node)]
         assert shlex.split(command.argv[-1])[:3] == ["cd", str(place), "&&"]
         assert command.stdin is not None
         job = Job.from_json(command.stdin)

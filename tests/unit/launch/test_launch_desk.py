@@ -7,13 +7,13 @@ import socket
 
 import pytest
 
-from plait.launch.desk import Desk
+from plait.launch.controller import Controller
 from plait.launch.job import Job, Node
 
 JOB = Job(("python", "t.py"), (Node("localhost", (0,)),))
 
 
-def say(desk: Desk, text: bytes) -> None:
+def say(desk: Controller, text: bytes) -> None:
     host, port, _ = desk.job.contact.split(":")
     with socket.create_connection((host, int(port))) as line:
         line.sendall(text)
@@ -35,7 +35,7 @@ def say(desk: Desk, text: bytes) -> None:
     ],
 )
 def test_a_stranger_who_says_anything_is_hung_up_on(text: bytes) -> None:
-    with Desk(JOB) as desk:
+    with Controller(JOB) as desk:
         say(desk, text)
         assert not desk.connected
         host, port, password = desk.job.contact.split(":")

@@ -13,13 +13,11 @@ import pytest
 from tests.refusals import refused
 
 from plait.errors import WorldError
-from plait.launch.binding import available_cores, cores_of, parse_cores
-from plait.launch.forward import forwarded, read_env_file
-from plait.launch.job import Job, Node
+from plait.launch.job import Job, Node, available_cores, cores_of, parse_cores
 from plait.launch.local import run_job
-from plait.launch.network import interface_of, is_this_host, route_to
-from plait.launch.ports import check_port, free_port, port_is_free
-from plait.launch.records import Record, exit_code, note_end
+from plait.launch.network import check_port, free_port, interface_of, is_this_host, port_is_free, route_to
+from plait.launch.prepare import forwarded, read_env_file
+from plait.launch.records import RankRecord, exit_code, record_end
 
 NODES = (Node("a", (0, 2)), Node("b", (1,)))
 
@@ -181,9 +179,9 @@ def test_this_host_is_known_by_its_addresses() -> None:
     ],
 )
 def test_the_exit_code_is_that_of_the_worst_cause(ends: list[tuple[int, bool]], expected: int) -> None:
-    records = [Record(place) for place in Job(("x",), (Node("a", tuple(range(len(ends)))),)).places()]
+    records = [RankRecord(place) for place in Job(("x",), (Node("a", tuple(range(len(ends)))),)).places()]
     for record, (code, by_us) in zip(records, ends, strict=True):
-        note_end(record, code, by_us=by_us)
+        record_end(record, code, by_us=by_us)
     assert exit_code(records) == expected
     assert exit_code(records, hung=True) == 1
 

@@ -17,7 +17,7 @@ from tests.refusals import refused
 from tests.unit.launch.processes import assert_gone
 
 from plait.errors import CheckpointError, ConfigError, Problem, WorldError
-from plait.launch import cpu_count, free_port, gpu_count, launched_size, run_ranks, tell
+from plait.launch import cpu_count, free_port, gpu_count, launched_size, report_failure, run_ranks
 from plait.launch.failure import Messages, merged
 
 PYTHON = sys.executable
@@ -193,7 +193,7 @@ def test_a_rank_that_somebody_else_started_speaks_for_itself(
         ("1", CheckpointError("damaged"), "plait: rank 1: damaged\n"),
     ):
         monkeypatch.setenv("RANK", rank)
-        tell(error)
+        report_failure(error)
         assert capsys.readouterr().err == expected
 
 
@@ -202,7 +202,7 @@ def test_messages_name_the_ranks_only_where_they_differ(monkeypatch: pytest.Monk
         monkeypatch.setenv("PLAIT_FAILURES", messages.environment["PLAIT_FAILURES"])
         for rank, text in ((0, "x"), (10, "y"), (2, "x")):
             monkeypatch.setenv("RANK", str(rank))
-            tell(CheckpointError(text))
+            report_failure(CheckpointError(text))
         assert merged(messages.raw()) == ["rank 0, 2: x", "rank 10: y"]
 
 
@@ -231,6 +231,6 @@ def test_an_error_is_told_whatever_the_environment_says(
 ) -> None:
     for text in ("x", "", "9" * 5000):
         monkeypatch.setenv("RANK", text)
-        tell(WorldError("RANK is wrong"))
+        report_failure(WorldError("RANK is wrong"))
         assert capsys.readouterr().err == "plait: RANK is wrong\n"
     assert 1 <= cpu_count() <= (os.cpu_count() or 1)

@@ -16,11 +16,11 @@ import pytest
 from tests.refusals import missing
 from tests.unit.launch.processes import assert_gone
 
-from plait.launch import node
+from plait.launch import agent as node
 from plait.launch.fleet import run_fleet
 from plait.launch.job import Job, Node
+from plait.launch.remote import node_words
 from plait.launch.setup import _pid_note
-from plait.launch.ssh import node_words
 
 SLEEPS = """
 import os, sys, time

@@ -9,8 +9,7 @@ import pytest
 from tests.refusals import missing, refused
 
 from plait.errors import WorldError
-from plait.launch.flags import flags
-from plait.launch.options import misplaced, parse_options, without
+from plait.launch.options import flags, misplaced, parse_options, without
 
 FIRST_FLAG = re.compile(r"plait launch (--?[A-Za-z][\w-]*)")
 DEEPSPEED = [

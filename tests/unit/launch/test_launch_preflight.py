@@ -18,20 +18,20 @@ from tests.refusals import missing
 from plait.launch import probe
 from plait.launch.job import Job, Node
 from plait.launch.options import parse_options
-from plait.launch.preflight import Finding, Preflight, preflight
-from plait.launch.probe import MARK, Facts, Question, answer, code_hash
+from plait.launch.preflight import Preflight, PreflightFinding, preflight
+from plait.launch.probe import MARK, HostFacts, ProbeRequest, answer, code_hash
 from plait.launch.setup import code_folder
 
 JOB = Job(("python", "t.py"), (Node("a", (0, 1)), Node("b", (0, 1))), address="127.0.0.1", port=29500)
 
 
 @pytest.fixture(scope="module")
-def here() -> Facts:
+def here() -> HostFacts:
     """What this machine says of itself."""
-    return answer(Question(address="127.0.0.1"))
+    return answer(ProbeRequest(address="127.0.0.1"))
 
 
-def look(facts: Sequence[Facts | str], *, job: Job = JOB, fixed_port: str | None = None) -> Preflight:
+def look(facts: Sequence[HostFacts | str], *, job: Job = JOB, fixed_port: str | None = None) -> Preflight:
     """At hosts that answer with these facts, or fail with these words."""
 
     def reach(node: int, _: Sequence[str]) -> list[str]:
@@ -43,22 +43,22 @@ def look(facts: Sequence[Facts | str], *, job: Job = JOB, fixed_port: str | None
     return preflight(job, reach, code=None, fixed_port=fixed_port)
 
 
-def with_clock(facts: Facts, **changes: Any) -> Facts:
+def with_clock(facts: HostFacts, **changes: Any) -> HostFacts:
     return replace(facts, **{"interface": "eth0", "clock": time.time() + 0.05, "memory": 8 << 30, **changes})
 
 
-def only(found: Preflight) -> Finding:
+def only(found: Preflight) -> PreflightFinding:
     (finding,) = found.findings
     return finding
 
 
-def test_hosts_that_are_alike_may_start(here: Facts) -> None:
+def test_hosts_that_are_alike_may_start(here: HostFacts) -> None:
     found = look([with_clock(here), with_clock(here)])
     assert found.good
     assert found.findings == ()
 
 
-def test_this_machine_answers(here: Facts) -> None:
+def test_this_machine_answers(here: HostFacts) -> None:
     assert here.python == ".".join(map(str, sys.version_info[:3]))
     assert here.torch is not None
     assert here.interface is not None
@@ -74,13 +74,15 @@ def test_this_machine_answers(here: Facts) -> None:
         ({"python": "3.9.1"}, ["python", "3.9"]),
     ],
 )
-def test_a_difference_is_an_error_that_names_the_host(here: Facts, changes: dict[str, Any], names: list[str]) -> None:
+def test_a_difference_is_an_error_that_names_the_host(
+    here: HostFacts, changes: dict[str, Any], names: list[str]
+) -> None:
     finding = only(look([with_clock(here), with_clock(here, **changes)]))
     assert (finding.host, finding.fatal) == ("b", True)
     assert not missing(finding.what, *names)
 
 
-def test_another_patch_release_of_python_is_no_difference(here: Facts) -> None:
+def test_another_patch_release_of_python_is_no_difference(here: HostFacts) -> None:
     other = here.python.rpartition(".")[0] + ".99"
     assert look([with_clock(here), with_clock(here, python=other)]).findings == ()
 
@@ -93,7 +95,7 @@ def test_another_patch_release_of_python_is_no_difference(here: Facts) -> None:
         ({"interface": "lo"}, ["loopback", "127.0.0.1"], True),
     ],
 )
-def test_what_a_host_lacks_is_said(here: Facts, changes: dict[str, Any], names: list[str], fatal: bool) -> None:
+def test_what_a_host_lacks_is_said(here: HostFacts, changes: dict[str, Any], names: list[str], fatal: bool) -> None:
     finding = only(look([with_clock(here), with_clock(here, **changes)]))
     assert finding.host == "b"
     assert not missing(finding.what, *names)
@@ -102,7 +104,7 @@ def test_what_a_host_lacks_is_said(here: Facts, changes: dict[str, Any], names: 
 
 
 @pytest.mark.parametrize(("off", "word"), [(-100, "behind"), (100, "ahead")])
-def test_a_clock_is_wrong_by_what_cannot_have_passed_while_it_was_asked(here: Facts, off: int, word: str) -> None:
+def test_a_clock_is_wrong_by_what_cannot_have_passed_while_it_was_asked(here: HostFacts, off: int, word: str) -> None:
     began = time.time()
     finding = only(look([with_clock(here), with_clock(here, clock=began + off)]))
     took = time.time() - began
@@ -113,7 +115,7 @@ def test_a_clock_is_wrong_by_what_cannot_have_passed_while_it_was_asked(here: Fa
     assert finding.remedy
 
 
-def test_slots_beyond_the_gpus_of_a_host_are_an_error(here: Facts) -> None:
+def test_slots_beyond_the_gpus_of_a_host_are_an_error(here: HostFacts) -> None:
     gpus = {"gpus": 2, "gpu_memory": 40 << 30}
     finding = only(look([with_clock(here, **gpus), with_clock(here, gpus=1, gpu_memory=40 << 30)]))
     assert not missing(finding.what, "slot 1", "1 GPU")
@@ -121,7 +123,7 @@ def test_slots_beyond_the_gpus_of_a_host_are_an_error(here: Facts) -> None:
     assert not missing(finding.what, "GPU", "10 MiB")
 
 
-def test_a_port_in_use_is_replaced_unless_it_was_fixed(here: Facts) -> None:
+def test_a_port_in_use_is_replaced_unless_it_was_fixed(here: HostFacts) -> None:
     taken = with_clock(here, port_free=False, port_holder="process 7 (x)", other_port=31234)
     found = look([taken, with_clock(here)])
     assert found.good
@@ -131,7 +133,7 @@ def test_a_port_in_use_is_replaced_unless_it_was_fixed(here: Facts) -> None:
     assert not missing(only(found).what, "--master_port 29500", "process 7 (x)")
 
 
-def test_a_host_whose_address_only_it_knows_is_asked(here: Facts) -> None:
+def test_a_host_whose_address_only_it_knows_is_asked(here: HostFacts) -> None:
     nameless = replace(JOB, address="")
     found = look([with_clock(here, reached_at="10.1.2.3"), with_clock(here)], job=nameless)
     assert found.job.address == "10.1.2.3"
@@ -148,7 +150,7 @@ def test_a_host_whose_address_only_it_knows_is_asked(here: Facts) -> None:
         ("something else", "--no_ssh_check"),
     ],
 )
-def test_a_host_that_does_not_answer_comes_with_a_remedy(here: Facts, words: str, remedy: str) -> None:
+def test_a_host_that_does_not_answer_comes_with_a_remedy(here: HostFacts, words: str, remedy: str) -> None:
     finding = only(look([with_clock(here), words]))
     assert (finding.host, finding.what) == ("b", words)
     assert remedy in finding.remedy
@@ -170,7 +172,7 @@ Host key verification failed."""
 SWITCHES_OFF = re.compile(r"keyscan|StrictHostKeyChecking|keygen[^`]*-R|--no_ssh_check|rm ")
 
 
-def test_a_host_key_that_changed_may_be_an_attack(here: Facts) -> None:
+def test_a_host_key_that_changed_may_be_an_attack(here: HostFacts) -> None:
     finding = only(look([with_clock(here), CHANGED]))
     for word in ("changed", "SHA256:kDQO7tVCqOT9k/6zaDZIBec9+9wHoO48Cfi1Ovr2bFE", "/home/me/.ssh/known_hosts:3"):
         assert word in finding.what
@@ -179,7 +181,7 @@ def test_a_host_key_that_changed_may_be_an_attack(here: Facts) -> None:
     assert not SWITCHES_OFF.search(finding.remedy)
 
 
-def test_a_host_key_that_is_not_known_is_compared_before_it_is_accepted(here: Facts) -> None:
+def test_a_host_key_that_is_not_known_is_compared_before_it_is_accepted(here: HostFacts) -> None:
     finding = only(look([with_clock(here), "Host key verification failed."]))
     assert "fingerprints" in finding.remedy
     assert not SWITCHES_OFF.search(finding.remedy)
@@ -248,6 +250,6 @@ def test_hosts_are_asked_about_the_arguments_of_the_program(tmp_path: Path) -> N
         return [sys.executable, "-c", f"import sys; open({str(note) + str(node)!r}, 'w').write(sys.stdin.readline())"]
 
     preflight(job, reach, code=str(tmp_path), fixed_port=False)
-    asked = [Question(**json.loads(Path(f"{note}{node}").read_text())) for node in range(2)]
+    asked = [ProbeRequest(**json.loads(Path(f"{note}{node}").read_text())) for node in range(2)]
     assert [tuple(each.words) for each in asked] == [job.arguments] * 2
     assert {each.code for each in asked} == {str(tmp_path)}

@@ -11,50 +11,48 @@ from typing import Any
 import pytest
 from tests.refusals import missing
 
-from plait.launch import reform
-from plait.launch.evidence import Evidence
+from plait.launch import membership
 from plait.launch.job import Job, Node
-from plait.launch.outcome import Outcome
-from plait.launch.records import Record, causes, exit_code, new_records, note_end
-from plait.launch.reform import Crew, run_again_and_again
-from plait.spec.beat import Beat
-from plait.spec.phase import Phase
+from plait.launch.membership import Membership, run_again_and_again
+from plait.launch.records import FailureRecord, LaunchOutcome, RankRecord, causes, exit_code, new_records, record_end
+from plait.spec.event import Phase
+from plait.spec.heartbeat import Beat
 
-Once = Callable[[Job, Callable[[], bool]], Outcome]
+Once = Callable[[Job, Callable[[], bool]], LaunchOutcome]
 
 
-def crew(*slots: int, least: int = 1, back: bool = False, **more: int) -> Crew:
+def crew(*slots: int, least: int = 1, back: bool = False, **more: int) -> Membership:
     nodes = tuple(Node(f"h{index}", tuple(range(count))) for index, count in enumerate(slots))
     words = [sys.executable, "-c", f"raise SystemExit({0 if back else 1})"]
-    return Crew(Job(("x",), nodes), least, more.get("most", len(slots)), lambda host, _: words)
+    return Membership(Job(("x",), nodes), least, more.get("most", len(slots)), lambda host, _: words)
 
 
-def records(job: Job, *, step: int, sizes: Sequence[int] = ()) -> list[Record]:
+def records(job: Job, *, step: int, sizes: Sequence[int] = ()) -> list[RankRecord]:
     found = new_records(job, job.places())
     for record in found:
         record.pid = 1
-        record.evidence = Evidence(Beat(1, 60.0, Phase.FORWARD, step, 0.0, sizes=tuple(sizes)))
+        record.evidence = FailureRecord(Beat(1, 60.0, Phase.FORWARD, step, 0.0, sizes=tuple(sizes)))
     return found
 
 
 def killed(slot: tuple[str, int], *, step: int = 3, sizes: Sequence[int] = (), by: int = signal.SIGKILL) -> Once:
     """An attempt in which the rank of one slot is killed, if it takes part, and all goes well if not."""
 
-    def once(job: Job, join: Callable[[], bool]) -> Outcome:
+    def once(job: Job, join: Callable[[], bool]) -> LaunchOutcome:
         found = records(job, step=step, sizes=sizes)
         bad = [record for record in found if (record.place.host, record.place.slot) == slot]
         for record in found:
-            note_end(record, -by if record in bad else 0, by_us=False)
-        return Outcome(128 + by if bad else 0, found)
+            record_end(record, -by if record in bad else 0, by_us=False)
+        return LaunchOutcome(128 + by if bad else 0, found)
 
     return once
 
 
-def attempts(crew: Crew, *outcomes: Once, restarts: int = 10) -> tuple[int, list[Job]]:
+def attempts(crew: Membership, *outcomes: Once, restarts: int = 10) -> tuple[int, list[Job]]:
     """The exit code, and the jobs that were attempted."""
     jobs: list[Job] = []
 
-    def once(job: Job, join: Callable[[], bool]) -> Outcome:
+    def once(job: Job, join: Callable[[], bool]) -> LaunchOutcome:
         jobs.append(job)
         return outcomes[min(len(jobs), len(outcomes)) - 1](job, join)
 
@@ -116,16 +114,16 @@ def test_there_are_no_more_new_beginnings_than_allowed(capsys: pytest.CaptureFix
 def full(*, phase: Phase = Phase.BACKWARD, sizes: Sequence[int] = (2, 4)) -> Once:
     """An attempt in which a GPU has too little memory until micro-batches are a fourth of what they were."""
 
-    def once(job: Job, join: Callable[[], bool]) -> Outcome:
+    def once(job: Job, join: Callable[[], bool]) -> LaunchOutcome:
         found, fits = records(job, step=0, sizes=sizes), job.environment["PLAIT_SPLIT"] == "4"
         for record in found:
             beat = record.evidence.beat
             assert beat is not None
-            record.evidence = Evidence(replace(beat, phase=phase))
+            record.evidence = FailureRecord(replace(beat, phase=phase))
             if not fits and record.place.rank == 1:
                 record.tail.append("torch.OutOfMemoryError: CUDA out of memory.")
-            note_end(record, int(not fits and record.place.rank == 1), by_us=False)
-        return Outcome(int(not fits), found)
+            record_end(record, int(not fits and record.place.rank == 1), by_us=False)
+        return LaunchOutcome(int(not fits), found)
 
     return once
 
@@ -145,13 +143,13 @@ def test_where_smaller_micro_batches_cannot_help_nothing_is_split(elsewhere: dic
 
 
 def lost(host: str) -> Once:
-    def once(job: Job, join: Callable[[], bool]) -> Outcome:
+    def once(job: Job, join: Callable[[], bool]) -> LaunchOutcome:
         found = records(job, step=1)
         for record in found:
             record.lost = record.place.host == host
             if not record.lost:
-                note_end(record, -signal.SIGTERM, by_us=True)
-        return Outcome(255 if any(record.lost for record in found) else 0, found)
+                record_end(record, -signal.SIGTERM, by_us=True)
+        return LaunchOutcome(255 if any(record.lost for record in found) else 0, found)
 
     return once
 
@@ -163,7 +161,7 @@ def test_a_lost_host_is_done_without() -> None:
 
 
 def test_too_few_hosts_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reform, "WAIT_S", 0.5)
+    monkeypatch.setattr(membership, "WAIT_S", 0.5)
     code, jobs = attempts(crew(1, 1, least=2), lost("h0"))
     assert (code, len(jobs)) == (255, 1)
     code, jobs = attempts(crew(1, 1, least=2, back=True), lost("h0"), killed(("h9", 9)))
@@ -171,10 +169,10 @@ def test_too_few_hosts_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_host_that_is_back_makes_the_ranks_leave_and_start_together() -> None:
-    def waits(job: Job, join: Callable[[], bool]) -> Outcome:
+    def waits(job: Job, join: Callable[[], bool]) -> LaunchOutcome:
         while not join():
             pass
-        return Outcome(0, records(job, step=5), reform=True)
+        return LaunchOutcome(0, records(job, step=5), reform=True)
 
     code, jobs = attempts(crew(1, 1, back=True), lost("h1"), waits, killed(("h9", 9)))
     assert code == 0
@@ -184,15 +182,15 @@ def test_a_host_that_is_back_makes_the_ranks_leave_and_start_together() -> None:
 def test_ranks_that_somebody_else_told_to_stop_have_not_failed_and_do_not_start_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def stopped(job: Job, join: Callable[[], bool]) -> Outcome:
+    def stopped(job: Job, join: Callable[[], bool]) -> LaunchOutcome:
         found = records(job, step=7)
         for record in found:
             beat = record.evidence.beat
             assert beat is not None
-            record.evidence = Evidence(replace(beat, phase=Phase.LEFT))
-            note_end(record, 143, by_us=False)
+            record.evidence = FailureRecord(replace(beat, phase=Phase.LEFT))
+            record_end(record, 143, by_us=False)
         assert not causes(found)
-        return Outcome(exit_code(found), found)
+        return LaunchOutcome(exit_code(found), found)
 
     code, jobs = attempts(crew(2, 2), stopped)
     assert (code, len(jobs)) == (143, 1)
@@ -200,7 +198,7 @@ def test_ranks_that_somebody_else_told_to_stop_have_not_failed_and_do_not_start_
 
 
 def test_a_user_who_interrupts_is_obeyed() -> None:
-    def interrupted(job: Job, join: Callable[[], bool]) -> Outcome:
-        return Outcome(130, records(job, step=1), interrupted=True)
+    def interrupted(job: Job, join: Callable[[], bool]) -> LaunchOutcome:
+        return LaunchOutcome(130, records(job, step=1), interrupted=True)
 
     assert attempts(crew(2), interrupted)[0] == 130

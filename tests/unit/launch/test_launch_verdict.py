@@ -17,34 +17,31 @@ from typing import Any
 import pytest
 from tests.refusals import missing
 
-from plait.launch.evidence import Evidence
-from plait.launch.hang import missing as missing_ranks
+from plait.launch.diagnosis import diagnose, exception_in, find, report
+from plait.launch.diagnosis import missing as missing_ranks
 from plait.launch.job import Job, Node
-from plait.launch.memory import StepMemory
-from plait.launch.postmortem import find, report
-from plait.launch.records import Record, new_records, note_end
-from plait.launch.verdict import exception_in, judge
+from plait.launch.observer import Observer, StepMemory
+from plait.launch.records import FailureRecord, RankRecord, new_records, record_end
 from plait.launch.watch import Watch
-from plait.launch.witness import Witness
-from plait.spec.beat import Beat
-from plait.spec.phase import Phase
+from plait.spec.event import Phase
+from plait.spec.heartbeat import Beat
 
 
-def ranks(count: int) -> list[Record]:
+def ranks(count: int) -> list[RankRecord]:
     job = Job(("x",), (Node("h", tuple(range(count))),))
     return new_records(job, job.places())
 
 
-def beat(record: Record, *, phase: Phase = Phase.REDUCE, waits_s: float | None = None, **more: Any) -> None:
+def beat(record: RankRecord, *, phase: Phase = Phase.REDUCE, waits_s: float | None = None, **more: Any) -> None:
     about = {"collective": "all_reduce of 8", "called": 1000.0 - (waits_s or 0.0), "pending": waits_s is not None}
-    record.evidence = Evidence(Beat(1, 100.0, phase, more.pop("step", 4), 999.0, **{**about, **more}), at=1000.0)
+    record.evidence = FailureRecord(Beat(1, 100.0, phase, more.pop("step", 4), 999.0, **{**about, **more}), at=1000.0)
 
 
-def ended(code: int, *lines: str, message: str = "", **evidence: Any) -> Record:
+def ended(code: int, *lines: str, message: str = "", **evidence: Any) -> RankRecord:
     (record,) = ranks(1)
-    note_end(record, code, by_us=False)
+    record_end(record, code, by_us=False)
     record.tail.extend(lines)
-    record.message, record.evidence = message, Evidence(**evidence)
+    record.message, record.evidence = message, FailureRecord(**evidence)
     return record
 
 
@@ -72,8 +69,8 @@ TRACE = ["Traceback (most recent call last):", '  File "t.py", line 3, in <modul
     ],
     ids=lambda value: value[0] if isinstance(value, list) and value else "",
 )
-def test_every_end_has_its_own_words(record: Record, names: list[str], remedy: list[str], victim: bool) -> None:
-    verdict = judge(record)
+def test_every_end_has_its_own_words(record: RankRecord, names: list[str], remedy: list[str], victim: bool) -> None:
+    verdict = diagnose(record)
     assert not missing(verdict.what, *names)
     assert not missing(verdict.remedy, *remedy)
     assert ("dmesg" in verdict.remedy) == ("dmesg" in remedy)
@@ -85,7 +82,7 @@ def test_a_kill_somewhere_on_the_host_counts_only_for_a_rank_that_was_taking_the
     beat = Beat(1, 100.0, Phase.FORWARD, 4, 999.0, sizes=(1, 2))
     grown: dict[str, Any] = {"beat": beat, "oom_kills": 1, "memory": 8 << 30, "growth": (3.0, 2 << 30)}
     for headroom, full in ((20 << 30, False), (None, False), (1 << 30, True)):
-        verdict = judge(ended(-9, **grown, headroom=headroom))
+        verdict = diagnose(ended(-9, **grown, headroom=headroom))
         assert verdict.full == full
         assert ("dmesg" in verdict.remedy) != full
 
@@ -98,8 +95,8 @@ def test_a_kill_somewhere_on_the_host_counts_only_for_a_rank_that_was_taking_the
         (ended(1, *TRACE, "MemoryError", host_steps=(2, 90, 3 << 30)), ["MemoryError"]),
     ],
 )
-def test_memory_that_grows_from_step_to_step_asks_for_no_smaller_batches(record: Record, names: list[str]) -> None:
-    verdict = judge(record)
+def test_memory_that_grows_from_step_to_step_asks_for_no_smaller_batches(record: RankRecord, names: list[str]) -> None:
+    verdict = diagnose(record)
     assert not verdict.full
     assert not missing(verdict.what, *names, "3.00 GiB", "step 2", "90")
     assert ".detach()" in verdict.remedy
@@ -158,7 +155,7 @@ def test_an_exception_is_known_by_the_stack_above_it_whatever_its_name(error: Ex
 def test_a_data_worker_that_ends_is_told_from_its_rank(signal_line: str, group: int, what: str, remedy: str) -> None:
     lines = [*TRACE, f"RuntimeError: DataLoader worker (pid 7) {signal_line}", "", *TRACE]
     kills = {"recent_oom_kills": int(group > 0), "oom_of_group": group == 1}
-    verdict = judge(ended(1, *lines, "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly", **kills))
+    verdict = diagnose(ended(1, *lines, "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly", **kills))
     assert not missing(verdict.what, "data worker", what)
     assert remedy in verdict.remedy
     assert ("dmesg" in verdict.remedy) == (remedy == "dmesg")
@@ -168,9 +165,9 @@ def test_a_data_worker_that_ends_is_told_from_its_rank(signal_line: str, group: 
 def test_the_first_that_is_nobodys_victim_is_to_blame() -> None:
     found = ranks(3)
     for record, code, line in ((found[0], 1, "RuntimeError: Connection reset by peer"), (found[2], -9, "")):
-        note_end(record, code, by_us=False)
+        record_end(record, code, by_us=False)
         record.tail.append(line)
-    note_end(found[1], -signal.SIGTERM, by_us=True)
+    record_end(found[1], -signal.SIGTERM, by_us=True)
     assert find(found, hung=False).records == (found[2],)
     page = report(found, hung=False, several_hosts=True)
     assert not missing(page.splitlines()[2], "rank 2 on h", "SIGKILL")
@@ -190,9 +187,9 @@ def test_whoever_does_not_wait_is_missing() -> None:
 def test_whoever_never_joined_is_missing_too() -> None:
     found = ranks(2)
     beat(found[0], phase=Phase.BUILD)
-    note_end(found[0], 1, by_us=False)
+    record_end(found[0], 1, by_us=False)
     found[0].tail.append("plait.errors.WorldError: rank 0 of 2 could not join the others: timed out (distributed)")
-    note_end(found[1], -signal.SIGTERM, by_us=True)
+    record_end(found[1], -signal.SIGTERM, by_us=True)
     page = report(found, hung=False, several_hosts=False)
     assert page.splitlines()[2].startswith("rank 1 ")
 
@@ -222,10 +219,10 @@ def test_a_rank_that_a_signal_has_stopped_is_to_blame_whatever_it_last_told(tmp_
         os.kill(sleeper.pid, signal.SIGSTOP)
         os.waitpid(sleeper.pid, os.WUNTRACED)
         found[1].pid = sleeper.pid
-        witness = Witness(found, tmp_path)
+        witness = Observer(found, tmp_path)
         witness.look(found[1])
         sleeper.kill()
-    note_end(found[1], -9, by_us=True)
+    record_end(found[1], -9, by_us=True)
     witness.look(found[1])
     page = report(found, hung=True, several_hosts=False)
     assert page.splitlines()[2].startswith("rank 1 ")
@@ -254,8 +251,8 @@ def test_a_crash_in_a_thread_of_a_library_shows_the_main_one() -> None:
 
 def test_a_rank_that_left_too_early_is_to_blame_for_those_who_time_out() -> None:
     found = ranks(2)
-    note_end(found[0], 0, by_us=False)
-    note_end(found[1], 1, by_us=False)
+    record_end(found[0], 0, by_us=False)
+    record_end(found[1], 1, by_us=False)
     found[1].tail.extend(["distributed", "RuntimeError: Connection closed by peer"])
     assert find(found, hung=False).records == (found[0],)
 

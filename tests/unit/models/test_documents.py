@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from plait.models.common.documents import BLOCK, document_blocks, document_mask, packing_mask
+from plait.models.common.attention import BLOCK, document_blocks, document_mask, packing_mask
 
 
 def packed(batch: int, tokens: int, longest: int) -> Tensor:

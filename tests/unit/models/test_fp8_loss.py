@@ -14,14 +14,13 @@ from torch.utils._pytree import tree_leaves
 
 from plait.config.model import HFConfig, LlamaConfig
 from plait.errors import ModelError
+from plait.kernels.fp8 import E5M2
+from plait.kernels.triton import interprets
 from plait.models import build_model, preset
-from plait.models.common.fp8_loss import WAITING, Fp8Head
-from plait.models.common.fp8_loss_kernel import SCALE, write_others
-from plait.models.common.loss import linear_cross_entropy
-from plait.models.fp8_head import use_fp8_head
-from plait.ops.fp8_cast import E5M2
-from plait.ops.triton import interprets
-from plait.plan.kernels import body_of
+from plait.models.common.loss_kernels import SCALE, write_others
+from plait.models.common.losses import WAITING, Fp8Head, linear_cross_entropy
+from plait.models.fused import use_fp8_head
+from plait.plan.timing import body_of
 
 DIM, WORDS, TOKENS = 48, 203, 333
 EMULATED = Fp8Head(emulated=True)

@@ -15,12 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from plait.config.model import HFConfig, LlamaConfig
 from plait.config.precision import Fp8Config
+from plait.kernels.fp8 import WEIGHT
 from plait.models import build_model
 from plait.models.fused import fuse
-from plait.ops.fp8_earlier import WEIGHT
 from plait.precision import apply_fp8, scale_by_earlier_steps
-from plait.precision.fp8 import Fp8Linear
-from plait.precision.together import spoken_for
+from plait.precision.fp8 import Fp8Linear, spoken_for
 
 SMALL: dict[str, Any] = {"vocab_size": 50, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 48}
 HF: dict[str, Any] = {

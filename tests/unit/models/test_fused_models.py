@@ -14,9 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from plait.config.model import HFConfig, LlamaConfig, MoeConfig
+from plait.kernels.linears import spoken_for
 from plait.models import build_model
 from plait.models.fused import fuse
-from plait.ops.linears import spoken_for
 
 SMALL: dict[str, Any] = {"vocab_size": 50, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 48}
 HF: dict[str, Any] = {

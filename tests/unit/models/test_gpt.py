@@ -7,7 +7,7 @@ import transformers
 from plait.config.model import GptConfig
 from plait.errors import ModelError
 from plait.models import build_model, preset
-from plait.models.gpt.weights import load_pretrained
+from plait.models.gpt import load_pretrained
 
 
 @pytest.mark.parametrize("body_only", [False, True])

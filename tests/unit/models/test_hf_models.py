@@ -8,8 +8,7 @@ from tests.refusals import refused
 from plait.config.model import HFConfig
 from plait.errors import ModelError
 from plait.models import build_model, preset
-from plait.models.hf import load_pretrained
-from plait.models.hf.presets import PRESETS
+from plait.models.hf import PRESETS, load_pretrained
 
 BERT = {
     "model_type": "bert",

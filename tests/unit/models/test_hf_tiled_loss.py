@@ -7,10 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.config.model import HFConfig
-from plait.models import build_model, preset
-from plait.models.common import loss as common
-from plait.models.hf import head
-from plait.models.hf.presets import PRESETS
+from plait.models import build_model, hf, preset
+from plait.models.common import losses as common
+from plait.models.hf import PRESETS
 
 TOKENS, VOCAB = (5, 60), 256
 
@@ -36,7 +35,7 @@ def grads_of(model, tokens, labels):
 
 
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(head, "PLAIN_BYTES", 0)
+    monkeypatch.setattr(hf, "PLAIN_BYTES", 0)
     monkeypatch.setattr(common, "PLAIN_BYTES", 0)
     monkeypatch.setattr(common.linear_cross_entropy, "__kwdefaults__", {"chunk_bytes": 40 * VOCAB * 4})
 

@@ -7,8 +7,7 @@ import transformers
 from plait.config.model import LlamaConfig
 from plait.models import build_model, preset
 from plait.models.common.attention import attend
-from plait.models.llama.block import ffn_dim
-from plait.models.llama.weights import load_pretrained
+from plait.models.llama import ffn_dim, load_pretrained
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from plait.models.common.loss import cross_entropy, linear_cross_entropy
+from plait.models.common.losses import cross_entropy, linear_cross_entropy
 
 
 def _inputs(dtype=torch.float32, tokens=(3, 67), dim=24, vocab=101):

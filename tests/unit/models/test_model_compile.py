@@ -9,9 +9,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from plait.models import build_model, preset
-from plait.models.common.attention import Shared
-from plait.models.common.loss import linear_cross_entropy
-from plait.models.common.rope import Rotary
+from plait.models.common.attention import Rotary, Shared
+from plait.models.common.losses import linear_cross_entropy
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +61,7 @@ def test_a_block_can_be_recomputed():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_sharded_in_bf16_equals_whole_in_bf16(tied, one_rank, monkeypatch):
-    monkeypatch.setattr("plait.models.common.loss.PLAIN_BYTES", 0)  # so the chunked loss is used
+    monkeypatch.setattr("plait.models.common.losses.PLAIN_BYTES", 0)  # so the chunked loss is used
     model = build_model(preset("llama", "tiny", tie_embeddings=tied))
     whole = build_model(model.config).to(torch.bfloat16)
     whole.load_state_dict(model.state_dict())

@@ -5,10 +5,8 @@ import torch
 from torch import nn
 
 from plait.models import build_model, preset
-from plait.models.common.attention import attend
-from plait.models.common.chunked_loss import loss_and_slopes
-from plait.models.common.documents import document_mask, packing_mask
-from plait.models.common.loss import linear_cross_entropy
+from plait.models.common.attention import attend, document_mask, packing_mask
+from plait.models.common.losses import linear_cross_entropy, loss_and_slopes
 
 pytestmark = [
     pytest.mark.gpu,

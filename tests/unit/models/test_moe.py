@@ -10,11 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from plait.config.model import MoeConfig
 from plait.models import build_model, preset
-from plait.models.common.attention import Shared
+from plait.models.common.attention import Rotary, Shared
 from plait.models.common.protocol import LanguageModel
-from plait.models.common.rope import Rotary
-from plait.models.llama.block import SwiGLU
-from plait.models.moe.block import Mixture
+from plait.models.llama import SwiGLU
+from plait.models.moe import MixtureOfExperts
 
 PENALIZED = {"balance_loss": 0.3, "z_loss": 0.2}
 KINDS = {
@@ -36,7 +35,7 @@ def tiny(**changes):
 
 
 def routers(model):
-    return [module.router for module in model.modules() if isinstance(module, Mixture)]
+    return [module.router for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
 
 def batch(rows=4, tokens=12):
@@ -124,8 +123,8 @@ def test_a_penalty_counts_as_often_as_its_row_has_targets():
 
 def test_every_nth_layer_is_a_mixture():
     model = build_model(preset("moe", "tiny", layers=5, moe_every=2))
-    assert [isinstance(block.ffn, Mixture) for block in model.blocks] == [False, True, False, True, False]
-    assert all(isinstance(block.ffn, (Mixture, SwiGLU)) for block in model.blocks)
+    assert [isinstance(block.ffn, MixtureOfExperts) for block in model.blocks] == [False, True, False, True, False]
+    assert all(isinstance(block.ffn, (MixtureOfExperts, SwiGLU)) for block in model.blocks)
 
 
 def test_shared_experts_are_as_wide_as_so_many_experts_and_see_every_token():

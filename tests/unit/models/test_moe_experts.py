@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from plait.models.moe.experts import Experts, can_be_grouped, grouped_linear, looped_linear
+from plait.models.moe import Experts, can_be_grouped, grouped_linear, looped_linear
 
 SIZES = [3, 0, 5, 1]  # of each group; one is empty
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

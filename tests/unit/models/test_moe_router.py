@@ -9,7 +9,7 @@ from plait.config import check, parse_sections
 from plait.config.model import MoeConfig
 from plait.errors import ConfigError, ModelError
 from plait.models import build_model, preset
-from plait.models.moe.router import Router
+from plait.models.moe import Router
 
 
 def router(**changes):

@@ -8,8 +8,7 @@ from tests.refusals import refused
 
 from plait.config.model import MoeConfig
 from plait.errors import ModelError
-from plait.models import build_model, preset
-from plait.models.moe import weights
+from plait.models import build_model, moe, preset
 from plait.models.portable import from_transformers, to_transformers
 
 
@@ -46,7 +45,7 @@ def assert_same_logits(model, hf):
 def test_logits_equal_those_of_transformers_with_its_weights(tied, options, saved, put):
     hf = mixtral(tie_word_embeddings=tied)
     model = build_model(config(tie_embeddings=tied))
-    assert weights.load_pretrained(model, saved(hf, **options), put(model)) == ()
+    assert moe.load_pretrained(model, saved(hf, **options), put(model)) == ()
     assert_same_logits(model, hf)
 
 
@@ -54,20 +53,20 @@ def test_stacks_are_read_as_transformers_holds_them_too(tmp_path, put):
     hf = mixtral()
     save_file({name: tensor.contiguous() for name, tensor in hf.state_dict().items()}, tmp_path / "model.safetensors")
     model = build_model(config())
-    assert weights.load_pretrained(model, tmp_path, put(model)) == ()
+    assert moe.load_pretrained(model, tmp_path, put(model)) == ()
     assert_same_logits(model, hf)
 
 
 def test_a_routers_bias_may_be_missing_and_is_named(saved, put):
     model = build_model(config(bias_rate=0.1))
-    missing = weights.load_pretrained(model, saved(mixtral()), put(model))
+    missing = moe.load_pretrained(model, saved(mixtral()), put(model))
     assert missing == ("blocks.0.ffn.router.bias", "blocks.1.ffn.router.bias")
 
 
 def test_another_number_of_experts_is_told_by_name(saved, put):
     model = build_model(config().model_copy(update={"experts": 4}))
     with refused(ModelError, "blocks.0.ffn.experts.gate.3", "block_sparse_moe.gate.weight", "(3, 48)", "(4, 48)"):
-        weights.load_pretrained(model, saved(mixtral()), put(model))
+        moe.load_pretrained(model, saved(mixtral()), put(model))
 
 
 def test_written_in_the_names_of_transformers_it_is_the_same_model(tmp_path):
@@ -93,7 +92,7 @@ def test_written_in_the_names_of_transformers_it_is_the_same_model(tmp_path):
 
 def test_the_description_of_a_preset_leads_back_to_it():
     made = preset("moe", "8x7b")
-    assert weights.from_description(weights.describe(made)) == made
+    assert moe.from_description(moe.describe(made)) == made
 
 
 @pytest.mark.parametrize(
@@ -108,4 +107,4 @@ def test_what_a_mixtral_does_not_compute_is_refused_by_name(changes):
 
 def test_a_sliding_window_is_refused():
     with refused(ModelError, "config.json", "sliding_window", "4096", "`model.type: hf`"):
-        weights.from_description({**weights.describe(config()), "sliding_window": 4096})
+        moe.from_description({**moe.describe(config()), "sliding_window": 4096})

@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from plait.models import build_model, preset
-from plait.models.resnet.weights import load_pretrained
+from plait.models.resnet import load_pretrained
 
 PARAMETERS = {18: 11_689_512, 34: 21_797_672, 50: 25_557_032, 101: 44_549_160, 152: 60_192_808}
 

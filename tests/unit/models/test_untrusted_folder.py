@@ -10,9 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from plait.checkpoint.convert import open_source
-from plait.config.depth import depth_of
-from plait.config.model import HFConfig
+from plait.checkpoint.convert.detect import open_source
+from plait.config.model import HFConfig, depth_of
 from plait.errors import CheckpointError, ConfigError, ModelError
 from plait.models import build_model
 from plait.models.common.weights import weight_files

@@ -49,10 +49,10 @@ def test_the_room_works_without_torch_and_pays_for_rich_only_on_a_terminal() -> 
     code = (
         "import importlib, pkgutil, sys, plait.monitor as room\n"
         "names = [m.name for m in pkgutil.iter_modules(room.__path__, 'plait.monitor.')]\n"
-        "[importlib.import_module(name) for name in names if name != 'plait.monitor.bar']\n"
+        "[importlib.import_module(name) for name in names if name != 'plait.monitor.progress']\n"
         "assert len(names) > 10\n"
         "print(sorted({'torch', 'rich', 'tensorboard', 'wandb'} & set(sys.modules)))\n"
-        "import plait.monitor.bar\n"
+        "import plait.monitor.progress\n"
         "print('torch' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -11,7 +11,7 @@ import pytest
 from tests.refusals import missing
 
 from plait.monitor.console import ConsoleSink, choose_mode
-from plait.monitor.table import Table, plain, tables
+from plait.monitor.format import Table, plain, tables
 from plait.spec.event import Event, EventKind
 
 SCRIPT = textwrap.dedent(

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from plait.monitor.csv_file import CsvSink
+from plait.monitor.files import CsvSink
 from plait.spec.event import Event, EventKind
 
 

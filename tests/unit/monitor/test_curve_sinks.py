@@ -10,8 +10,7 @@ import pytest
 from tests.refusals import refused
 
 from plait.errors import MissingExtraError
-from plait.monitor.tensorboard import TensorBoardSink
-from plait.monitor.wandb import WandbSink
+from plait.monitor.trackers import TensorBoardSink, WandbSink
 from plait.spec.event import EventKind
 
 

@@ -6,7 +6,7 @@ import pytest
 from tests.refusals import missing
 
 from plait.monitor.console import ConsoleSink
-from plait.monitor.fanout import Monitor
+from plait.monitor.sinks import Monitor
 from plait.spec.event import Event, EventKind
 
 

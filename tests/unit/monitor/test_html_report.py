@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from plait.monitor.html import write_report
-from plait.monitor.jsonl import JsonlSink
+from plait.monitor.files import JsonlSink
+from plait.monitor.report import write_report
 from plait.spec.event import Event, EventKind
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.refusals import refused
 
 from plait.errors import DataError
-from plait.monitor.jsonl import JsonlSink, read_events
+from plait.monitor.files import JsonlSink, read_events
 from plait.spec.event import Event, EventKind
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from plait.monitor.line import event_line
+from plait.monitor.console import event_line
 from plait.spec.event import Event, EventKind
 
 AT = datetime(2023, 7, 3, 13, 4, 17).timestamp()

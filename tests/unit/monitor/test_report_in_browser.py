@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from plait.monitor.html import write_report
+from plait.monitor.report import write_report
 
 PAYLOAD = "<script>document.title='RAN'</script><img src=x onerror=\"document.title='RAN'\">"
 

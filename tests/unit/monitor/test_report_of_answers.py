@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from plait.monitor.beside import MOST_EACH, MOST_STEPS, read_answers
-from plait.monitor.html import write_report
+from plait.monitor.report import MOST_EACH, MOST_STEPS, read_answers, write_report
 from plait.monitor.svg import image
 from plait.spec.event import Event, EventKind
 

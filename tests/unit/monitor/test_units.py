@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.monitor.units import clock, compact, duration, number, size
+from plait.monitor.format import clock, compact, duration, number, size
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from plait.config import parse_sections
-from plait.ops import blockwise
-from plait.ops.adam import AdamNumbers, adam_step_plain
-from plait.ops.adam8bit import adam8bit_step, adam8bit_step_plain
-from plait.ops.blockwise import Levels, Packed, make_levels, pack_into, unpack, zeros
+from plait.kernels import adam8bit
+from plait.kernels.adam import AdamNumbers, adam_step_plain
+from plait.kernels.adam8bit import (
+    Levels,
+    Packed,
+    adam8bit_step,
+    adam8bit_step_plain,
+    make_levels,
+    pack_into,
+    unpack,
+    zeros,
+)
 from plait.optim.adam8bit import AdamW8bit
 from plait.plan.states import account_of
 
@@ -45,7 +53,7 @@ def test_each_number_becomes_the_nearest_level_of_its_block(shape: tuple[int, ..
     tensor = wild(shape, signed=signed)
     found = unpack(packed(tensor, levels))
     for row, other in zip(tensor.flatten(1), found.flatten(1), strict=True):
-        for block, values in zip(row.split(blockwise.BLOCK), other.split(blockwise.BLOCK), strict=True):
+        for block, values in zip(row.split(adam8bit.BLOCK), other.split(adam8bit.BLOCK), strict=True):
             relative = block / block.abs().max()
             nearest = (levels.values[:-1] if signed else levels.values)[
                 (relative[:, None] - levels.values[: 255 if signed else 256]).abs().argmin(1)
@@ -79,7 +87,7 @@ def test_codes_do_not_depend_on_how_rows_are_shared() -> None:
 def test_a_step_is_that_of_adamw_with_the_moments_as_they_were_unpacked(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("plait.ops.adam8bit._PIECE", 2048)
+    monkeypatch.setattr("plait.kernels.adam8bit._PIECE", 2048)
     numbers = AdamNumbers(4, lr=1e-2, weight_decay=0.1)
     weight, grad = torch.randn(20, 300).to(dtype), torch.randn(20, 300)
     mean = packed(0.1 * torch.randn(20, 300), make_levels(CPU, signed=True))

@@ -19,7 +19,7 @@ from plait.config.optim import (
     SGDConfig,
 )
 from plait.errors import ConfigError
-from plait.optim import ViewGroup, build_optimizer, split_groups, supports_grad_scale
+from plait.optim import OptimizerGroup, build_optimizer, split_groups, supports_grad_scale
 
 ALL: list[OptimConfig] = [
     AdamWConfig(),
@@ -36,16 +36,16 @@ by_type = pytest.mark.parametrize("config", ALL, ids=lambda config: config.type)
 by_fusable = pytest.mark.parametrize("config", FUSABLE, ids=lambda config: config.type)
 
 
-def views(config: OptimConfig, model: nn.Module) -> list[ViewGroup]:
+def views(config: OptimConfig, model: nn.Module) -> list[OptimizerGroup]:
     params = dict(model.named_parameters())
     return [
-        ViewGroup(spec.names, [params[name] for name in spec.names], spec.options)
+        OptimizerGroup(spec.names, [params[name] for name in spec.names], spec.options)
         for spec in split_groups(model, config)
     ]
 
 
-def one(*tensors: Tensor) -> list[ViewGroup]:
-    return [ViewGroup([f"p{index}" for index in range(len(tensors))], tensors)]
+def one(*tensors: Tensor) -> list[OptimizerGroup]:
+    return [OptimizerGroup([f"p{index}" for index in range(len(tensors))], tensors)]
 
 
 @by_type
@@ -163,7 +163,7 @@ def test_sgd_on_16_bit_weights_equals_the_plain_loop(dtype: torch.dtype) -> None
         view = torch.nn.Parameter(weight.to(dtype))
         view.grad = gradient.clone()
         config = SGDConfig(lr=0.1, implementation=implementation)
-        build_optimizer(config, [ViewGroup(["w"], [view])]).step()
+        build_optimizer(config, [OptimizerGroup(["w"], [view])]).step()
         return view.detach()
 
     assert torch.equal(stepped("auto"), stepped("loop"))

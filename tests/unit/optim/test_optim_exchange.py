@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from plait.optim.exchange import share_out
+from plait.optim.whole_params import share_out
 
 
 def test_the_largest_go_first_to_the_least_loaded() -> None:

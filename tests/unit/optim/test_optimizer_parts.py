@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from plait.config import parse_sections
 from plait.config.optim import OptimConfig
 from plait.errors import CheckpointError, ConfigError
-from plait.optim import ViewGroup, base_rate, build_optimizer, split_groups, what_it_sees
-from plait.optim.numbers import Record, flatten, merged, unflatten
-from plait.optim.trial import Asked, judge, twins_of
+from plait.optim import OptimizerGroup, base_rate, build_optimizer, split_groups, what_it_sees
+from plait.optim.examine import OptimizerNeeds, examine_optimizer, twins_of
+from plait.optim.state import OptimizerRecord, flatten, merged, unflatten
 
 MODEL = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
 
@@ -27,7 +27,7 @@ def section(value: Any) -> OptimConfig:
 def made(value: Any, model: nn.Module = MODEL) -> torch.optim.Optimizer:
     config, params = section(value), dict(model.named_parameters())
     specs = split_groups(model, config)
-    views = [ViewGroup(spec.names, [params[name] for name in spec.names], spec.options) for spec in specs]
+    views = [OptimizerGroup(spec.names, [params[name] for name in spec.names], spec.options) for spec in specs]
     return build_optimizer(config, views)
 
 
@@ -136,9 +136,9 @@ def test_what_a_class_says_of_itself_decides_what_it_sees() -> None:
     assert what_it_sees(section({"type": f"{__name__}:Plain", "elementwise": True})) == "parts"
 
 
-ALL = Asked(one_by_one=True, by_element=False, alike=True, saved=True)
-PARTS = Asked(one_by_one=False, by_element=True, alike=True, saved=True)
-ONE = Asked(one_by_one=False, by_element=False, alike=False, saved=False)
+ALL = OptimizerNeeds(one_by_one=True, by_element=False, alike=True, saved=True)
+PARTS = OptimizerNeeds(one_by_one=False, by_element=True, alike=True, saved=True)
+ONE = OptimizerNeeds(one_by_one=False, by_element=False, alike=False, saved=False)
 
 
 @pytest.mark.parametrize(
@@ -157,15 +157,15 @@ ONE = Asked(one_by_one=False, by_element=False, alike=False, saved=False)
         (Keeps, ONE, None),
     ],
 )
-def test_a_trial_finds_out_what_an_optimizer_does(kind: type[Plain], asked: Asked, named: str | None) -> None:
+def test_a_trial_finds_out_what_an_optimizer_does(kind: type[Plain], asked: OptimizerNeeds, named: str | None) -> None:
     optimizer = kind(MODEL.parameters())
     before = torch.random.get_rng_state()
     for make in (lambda groups: kind(groups), twins_of(optimizer)):
         if named is None:
-            judge(optimizer, make, asked)
+            examine_optimizer(optimizer, make, asked)
         else:
             with refused(ConfigError, kind.__name__, named, key="optim.type"):
-                judge(optimizer, make, asked)
+                examine_optimizer(optimizer, make, asked)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert not optimizer.state
 
@@ -186,14 +186,14 @@ def test_a_state_of_any_shape_comes_back() -> None:
 
 def test_numbers_that_change_are_kept_and_settings_are_not() -> None:
     one = Plain(MODEL.parameters())
-    record = Record(one)
+    record = OptimizerRecord(one)
     one.param_groups[0].update(k=3, lr=0.7, big=torch.ones(1))
     one.rounds = 4  # type: ignore[attr-defined]
     weight = MODEL[0].weight
     one.state[weight] = {"count": 2, "pair": [torch.ones(3)]}
     kept = json.loads(json.dumps(record.state([("0.weight", weight)])))
     two = Plain(MODEL.parameters())
-    fresh = Record(two)
+    fresh = OptimizerRecord(two)
     two.param_groups[0]["left"] = True  # since it was made: not in the checkpoint
     two.state[weight] = {"pair/0": torch.ones(3)}
     fresh.restore(kept, [("0.weight", weight)])
@@ -206,12 +206,12 @@ def test_numbers_that_change_are_kept_and_settings_are_not() -> None:
 
 def test_what_belongs_to_no_parameter_is_not_left_out_in_silence() -> None:
     one = Plain(MODEL.parameters())
-    record = Record(one)
+    record = OptimizerRecord(one)
     one.state["whole"] = {"sum": torch.ones(1)}  # type: ignore[index]
     with refused(CheckpointError, "Plain", "'whole'"):
         record.state([])
     other = Plain(MODEL.parameters())
-    record = Record(other)
+    record = OptimizerRecord(other)
     other.sums = torch.ones(1000)  # type: ignore[attr-defined]
     with refused(CheckpointError, "'sums'", "1000"):
         record.state([])

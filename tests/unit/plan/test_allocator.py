@@ -8,7 +8,7 @@ from collections import defaultdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.plan.allocator import Block, CachingAllocator
+from plait.plan.recorder import CachingAllocator, SegmentBlock
 
 MIB = 2**20
 SIZES = st.one_of(st.integers(1, 4096), st.integers(1, MIB), st.integers(MIB, 64 * MIB))
@@ -16,7 +16,7 @@ STEPS = st.lists(st.tuples(SIZES, st.booleans(), st.integers(0, 1000)), max_size
 """What is asked for, whether something is freed after it, and what."""
 
 
-def blocks_of(held: list[Block]) -> dict[int, list[tuple[int, int]]]:
+def blocks_of(held: list[SegmentBlock]) -> dict[int, list[tuple[int, int]]]:
     found = defaultdict(list)
     for block in held:
         found[block.segment].append((block.start, block.start + block.size))

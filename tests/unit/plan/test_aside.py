@@ -10,7 +10,7 @@ import pytest
 from tests.refusals import missing
 
 from plait.errors import ConfigError, Problem
-from plait.plan.aside import in_a_child
+from plait.plan.gate import in_a_child
 
 
 def test_the_answer_comes_back() -> None:

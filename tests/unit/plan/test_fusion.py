@@ -12,13 +12,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from plait.config import parse_sections
-from plait.models.llama.block import SwiGLU
-from plait.plan.fused import _Fused
-from plait.plan.fusion import FusedGraph
+from plait.distributed.fake import fake_world
+from plait.models.llama import SwiGLU
+from plait.plan.compiled import FusedGraph, _Fused
 from plait.plan.hardware import find_hardware
-from plait.plan.recorder import Recorder
+from plait.plan.recorder import MemoryRecorder
 from plait.plan.timing import Timing
-from plait.world.fake import fake_world
 
 CONFIG = parse_sections().config
 ROWS, WIDTH = 12, 24
@@ -29,7 +28,7 @@ def counters() -> Any:
     """A recorder and a timing, in a fake world."""
     with fake_world(CONFIG) as world:
         timing = Timing(find_hardware("cpu"), CONFIG, world.layout)
-        recorder = Recorder("cpu", watchers=(timing,))
+        recorder = MemoryRecorder("cpu", watchers=(timing,))
         with recorder.recording():
             yield recorder, timing
 
@@ -130,7 +129,7 @@ def test_what_is_kept_is_what_a_module_that_is_really_compiled_keeps(make: Calla
     with fake_world(CONFIG) as world:
         module, given = make(), torch.randn(ROWS, WIDTH, requires_grad=True)
         timing = Timing(find_hardware("cpu"), CONFIG, world.layout)
-        recorder = Recorder("cpu", watchers=(timing,))
+        recorder = MemoryRecorder("cpu", watchers=(timing,))
         with recorder.recording():
             counted = _Fused(module, traces={}, recorder=recorder, timing=timing)
             simulated = kept_for_backward(lambda: counted(given), [given, *module.parameters()])

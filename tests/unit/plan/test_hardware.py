@@ -12,9 +12,8 @@ from tests.refusals import refused
 from plait.cli import doctor
 from plait.config import dialect
 from plait.errors import ConfigError, WorldError
-from plait.plan.hardware import find_hardware, hardware_here
+from plait.plan.hardware import PRESETS, find_hardware, hardware_here
 from plait.plan.measure import measure_disk
-from plait.plan.presets import PRESETS
 
 
 @pytest.mark.parametrize(

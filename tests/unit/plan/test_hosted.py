@@ -10,17 +10,15 @@ import pytest
 import torch
 
 from plait.config import parse_sections
-from plait.config.layout import Layout, resolve_layout
 from plait.config.run import RunConfig
-from plait.plan.account import Account
+from plait.config.strategy import Layout, resolve_layout
 from plait.plan.hardware import Hardware, find_hardware, with_cores
-from plait.plan.hosted import Away, HostWork, host_work, mode_of, read_work, with_update
+from plait.plan.ledger import Away, HostWork, Ledger, host_work, mode_of, read_work, with_update
 from plait.plan.plan import make_plan
 from plait.plan.rankplan import plan_rank
+from plait.plan.search import Space, candidates, search
 from plait.plan.shares import best_share, with_ratio
-from plait.plan.space import Space, candidates
-from plait.plan.ways import search
-from plait.plan.work import crosses
+from plait.plan.timing import crosses
 
 H100 = find_hardware("h100")
 H200_ALONE = replace(with_cores(find_hardware("h200"), 16), per_host=1, host_memory_gib=125.0)
@@ -136,10 +134,10 @@ def test_an_update_overlaps_with_what_the_code_lets_it_overlap_with(strategy: An
 
 def test_gradients_hold_a_step_up_where_they_leave_slower_than_the_backward_pass_makes_them() -> None:
     numbers = {"compute.forward.matmul": 2.0, "compute.backward.matmul": 4.0, "micro_batches": 2.0}
-    assert Account({**numbers, "link.out.once": 1.5}).seconds() == 6.0
-    assert Account({**numbers, "link.out.once": 3.0}).seconds() == 7.0
-    assert Account({**numbers, "link.in.each": 8.0}).seconds() == 8.0
-    assert Account({**numbers, "update.beside.host": 3.0}).seconds() == 8.0  # beside the first forward pass alone
+    assert Ledger({**numbers, "link.out.once": 1.5}).seconds() == 6.0
+    assert Ledger({**numbers, "link.out.once": 3.0}).seconds() == 7.0
+    assert Ledger({**numbers, "link.in.each": 8.0}).seconds() == 8.0
+    assert Ledger({**numbers, "update.beside.host": 3.0}).seconds() == 8.0  # beside the first forward pass alone
 
 
 def test_a_copy_is_known_by_the_devices_at_its_ends() -> None:

@@ -13,12 +13,11 @@ from tests.refusals import missing
 from plait.checkpoint.need import WRITERS
 from plait.config import parse_sections
 from plait.config.run import RunConfig
+from plait.kernels.adam8bit import PASSING
 from plait.models import build_model
-from plait.ops.blockwise import PASSING
-from plait.plan.account import Account
-from plait.plan.expectation import Forecast, forecast
+from plait.plan.gate import RunForecast, forecast
 from plait.plan.hardware import find_hardware
-from plait.plan.host import host_peaks
+from plait.plan.ledger import Ledger, host_peaks
 from plait.plan.plan import make_plan
 from plait.plan.rankplan import plan_rank
 from plait.plan.simulate import simulate
@@ -34,7 +33,7 @@ def config_of(strategy: Any = "single", *, layers: int = 2, **sections: Any) -> 
     return parse_sections(model={"type": "llama", **SIZES, "layers": layers}, strategy=strategy, **given).config
 
 
-def on_host(config: RunConfig, ranks: int = 1) -> tuple[Account, dict[Phase, float]]:
+def on_host(config: RunConfig, ranks: int = 1) -> tuple[Ledger, dict[Phase, float]]:
     account = simulate(config, H100, ranks=ranks).account
     return account, host_peaks(account, H100)
 
@@ -150,7 +149,7 @@ def test_a_run_whose_save_the_host_has_no_room_for_is_refused_with_what_to_chang
     file.write_text(str(tight.to_dict()).replace("'", '"').replace("(", "[").replace(")", "]"))
     config = large.model_copy(update={"plan": large.plan.model_copy(update={"hardware": str(file)})})
     found = forecast(config, ranks=1, local_ranks=1)
-    assert isinstance(found, Forecast)
+    assert isinstance(found, RunForecast)
     assert found.refusal is not None
     assert not missing(str(found.refusal), "save phase", "`checkpoint.async_save=false`", "GiB")
 

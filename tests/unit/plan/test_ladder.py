@@ -15,13 +15,13 @@ from tests.refusals import missing
 from plait.config import parse_sections, resolve_layout
 from plait.config.run import RunConfig
 from plait.plan import rankplan
-from plait.plan.candidate import Candidate
 from plait.plan.hardware import find_hardware
-from plait.plan.ladder import Ladder
-from plait.plan.patience import Patience, TimeUpError
 from plait.plan.plan import make_plan
 from plait.plan.rankplan import Known
+from plait.plan.remedies import RemedySearch
+from plait.plan.search import Candidate
 from plait.plan.shares import HOST_SHARE, SHARE, STEPS, lowered_shares
+from plait.plan.simulate import TimeBudget, TimeUpError
 from plait.plan.states import count_params, least_gib
 
 H100 = find_hardware("h100")
@@ -42,9 +42,9 @@ def small(**sections: Any) -> RunConfig:
     return parse_sections(**{"model": model, "batch": {"micro": 2}, "precision": "bf16", **sections}).config
 
 
-def without_end() -> Patience:
+def without_end() -> TimeBudget:
     """However busy the machine is that runs these tests."""
-    return Patience(1.0, clock=lambda: 0.0)
+    return TimeBudget(1.0, clock=lambda: 0.0)
 
 
 class Clock:
@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_led_up_the_ladder_to_what_does() -> None:
     written = parse_sections(**config.model_dump(exclude_unset=True) | {"batch": {"total": 64, "micro": 1}}).config
     spare = replace(H100, context_gib=0.0)
     tight = replace(spare, memory_gib=make_plan(written, spare, ranks=4).needed_gib * 0.97)
-    ladder = Ladder(config, tight, 4, without_end())
+    ladder = RemedySearch(config, tight, 4, without_end())
     rungs = list(ladder.climb())
     assert rungs[-1].fits
     assert not any(rung.fits for rung in rungs[:-1])
@@ -82,7 +82,7 @@ def test_rungs_that_a_later_one_makes_needless_are_taken_back() -> None:
     spare = replace(H100, context_gib=0.0)
     shared = make_plan(Candidate({"strategy.zero": 1}).applied_to(config), spare, ranks=4).needed_gib
     tight = replace(spare, memory_gib=shared * 1.01)
-    ladder = Ladder(config, tight, 4, without_end())
+    ladder = RemedySearch(config, tight, 4, without_end())
     rungs = list(ladder.climb())
     assert rungs[-1].candidate.changes(config) == ["strategy.recompute.mode=full", "strategy.zero=1"]
     least = ladder.taken_back(rungs)
@@ -96,7 +96,7 @@ def test_a_micro_batch_of_one_grows_to_the_largest_for_which_there_is_room() -> 
     whole = make_plan(config, spare, ranks=1).needed_gib
     one = make_plan(Candidate({"batch.micro": 1}).applied_to(config), spare, ranks=1).needed_gib
     tight = replace(spare, memory_gib=one + 0.6 * (whole - one))
-    ladder = Ladder(config, tight, 1, without_end())
+    ladder = RemedySearch(config, tight, 1, without_end())
     rungs = list(ladder.climb())
     least = ladder.taken_back(rungs)
     assert rungs[-1].candidate.settings["batch.micro"] == 1
@@ -107,7 +107,7 @@ def test_a_micro_batch_of_one_grows_to_the_largest_for_which_there_is_room() -> 
 def test_above_zero_2_the_ladder_leads_to_host_memory() -> None:
     config = small(batch={"total": 4, "micro": 1}, strategy={"zero": 2, "recompute": "full"}, precision="bf16")
     tight = replace(H100, memory_gib=H100.context_gib * 0.9)  # room for the states, but not for what comes before them
-    rungs = list(islice(Ladder(config, tight, 4, without_end()).climb(), 3))
+    rungs = list(islice(RemedySearch(config, tight, 4, without_end()).climb(), 3))
     added = [rung.added.changes(config) for rung in rungs]
     assert added == [["strategy.offload.optimizer=cpu"], ["strategy.zero=3"], ["strategy.offload.params=cpu"]]
     assert rungs[-1].candidate.changes(config) == [word for words in added for word in words]
@@ -120,7 +120,7 @@ def test_when_the_time_is_up_every_rung_that_nobody_looked_at_is_named() -> None
     config = small(batch={"total": 8, "micro": 2}, strategy="ddp")
     tight = replace(H100, memory_gib=H100.context_gib * 0.9)
     clock = Clock()
-    ladder = Ladder(config, tight, 4, Patience(40.0, clock))
+    ladder = RemedySearch(config, tight, 4, TimeBudget(40.0, clock))
     rungs = []
     for rung in ladder.climb():
         rungs.append(rung)
@@ -133,7 +133,7 @@ def test_when_the_time_is_up_every_rung_that_nobody_looked_at_is_named() -> None
         assert f"`{' '.join(rung.added.changes(config))}`" in said
         assert "40 s" in rung.reason
         assert "estimated" in rung.reason or clock.now > 80.0  # the quick account has half as much time
-    hopeless = Ladder(config, replace(tight, memory_gib=-1.0), 4, without_end())  # nothing to simulate
+    hopeless = RemedySearch(config, replace(tight, memory_gib=-1.0), 4, without_end())  # nothing to simulate
     assert [rung.candidate for rung in rungs] == [rung.candidate for rung in hopeless.climb()]
 
 
@@ -141,7 +141,7 @@ def test_when_the_time_is_up_the_quick_account_names_the_first_rung_that_seems_t
     config = small(batch={"total": 8, "micro": 2}, strategy="ddp")
     clock = Clock()
     needed = make_plan(config, H100, ranks=4).needed_gib
-    ladder = Ladder(config, replace(H100, memory_gib=needed * 1.2), 4, Patience(40.0, clock))
+    ladder = RemedySearch(config, replace(H100, memory_gib=needed * 1.2), 4, TimeBudget(40.0, clock))
     clock.now = 40.0
     rungs = list(ladder.climb())
     assert len(rungs) == 1
@@ -154,7 +154,7 @@ def test_when_the_time_is_up_the_quick_account_names_the_first_rung_that_seems_t
 
 
 def test_a_search_counts_what_it_computes_and_not_the_time_that_passes() -> None:
-    patience = Patience(0.2)
+    patience = TimeBudget(0.2)
     time.sleep(0.3)
     assert not patience.over
     while not patience.over:
@@ -169,7 +169,7 @@ def test_at_half_time_rungs_are_passed_over_to_what_saves_most_and_taken_back_fr
     spare = replace(H100, context_gib=0.0)
     shared = make_plan(Candidate({"strategy.zero": 1}).applied_to(config), spare, ranks=4).needed_gib
     clock = Clock()
-    ladder = Ladder(config, replace(spare, memory_gib=shared * 1.01), 4, Patience(40.0, clock))
+    ladder = RemedySearch(config, replace(spare, memory_gib=shared * 1.01), 4, TimeBudget(40.0, clock))
     climbing = ladder.climb()
     rungs = [next(climbing)]
     clock.now = 20.0
@@ -188,12 +188,12 @@ def test_a_simulation_under_way_ends_when_the_time_is_up_and_leaves_nothing_behi
     config = small(strategy={"zero": 3, "recompute": "full"}, batch={"micro": 1})
     config = config.model_copy(update={"model": config.model.model_copy(update={"layers": 3})})  # type: ignore[union-attr]
     clock = Clock(each=1.0)
-    before = make_plan(config, H100, ranks=4, patience=Patience(1e9, clock)).to_dict()
+    before = make_plan(config, H100, ranks=4, patience=TimeBudget(1e9, clock)).to_dict()
     operations = int(clock.now)
     for moment in random.sample(range(operations - 2), 5):  # in the build, forward, in the update
         known: Known = {}
         with pytest.raises(TimeUpError):
-            make_plan(config, H100, ranks=4, known=known, patience=Patience(moment, Clock(each=1.0)))
+            make_plan(config, H100, ranks=4, known=known, patience=TimeBudget(moment, Clock(each=1.0)))
         assert not known
     assert make_plan(config, H100, ranks=4).to_dict() == before
 
@@ -203,7 +203,7 @@ def test_a_search_that_ends_on_the_way_down_keeps_what_it_has_found_and_says_so(
     spare = replace(H100, context_gib=0.0)
     one = make_plan(Candidate({"batch.micro": 1}).applied_to(config), spare, ranks=1).needed_gib
     clock = Clock()
-    ladder = Ladder(config, replace(spare, memory_gib=one * 1.5), 1, Patience(40.0, clock))
+    ladder = RemedySearch(config, replace(spare, memory_gib=one * 1.5), 1, TimeBudget(40.0, clock))
     rungs = list(ladder.climb())
     assert ladder.left_out(rungs) == ""
     clock.now = 41.0
@@ -247,7 +247,7 @@ def test_shares_that_are_too_large_are_lowered_to_the_largest_that_fit(
     assert not make_plan(config, machine, ranks=1, known=known).fits
     with monkeypatch.context() as patched:  # the plan that did not fit knows all that is needed
         patched.setattr(rankplan, "simulate", refusing_to_simulate)
-        ladder = Ladder(config, machine, 1, without_end(), known)
+        ladder = RemedySearch(config, machine, 1, without_end(), known)
         rungs = list(ladder.climb())
         least = ladder.taken_back(rungs)
         (rung,) = rungs
@@ -312,5 +312,5 @@ def test_no_run_takes_less_than_its_weights_and_optimizer(strategy: Any, precisi
 def test_a_rung_whose_states_alone_are_too_large_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(batch={"total": 8, "micro": 2}, strategy={"zero": 2})
     monkeypatch.setattr(rankplan, "simulate", refusing_to_simulate)
-    rungs = list(islice(Ladder(config, replace(H100, memory_gib=1e-5), 4, without_end()).climb(), 3))
+    rungs = list(islice(RemedySearch(config, replace(H100, memory_gib=1e-5), 4, without_end()).climb(), 3))
     assert all(rung.plan is None and not rung.late and rung.least > 1e-5 for rung in rungs)

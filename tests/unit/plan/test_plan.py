@@ -14,16 +14,13 @@ from torch import nn
 from plait.config import parse_sections
 from plait.config.run import RunConfig
 from plait.errors import ConfigError
-from plait.plan.candidate import Candidate
-from plait.plan.example import example_of
-from plait.plan.expectation import Forecast, forecast
+from plait.plan.gate import RunForecast, forecast
 from plait.plan.hardware import find_hardware
-from plait.plan.patience import Patience
 from plait.plan.plan import make_plan
 from plait.plan.quick import Quick, quick_look
 from plait.plan.rankplan import plan_rank
-from plait.plan.space import Space, candidates
-from plait.plan.ways import Found, in_expected_order, search
+from plait.plan.search import Candidate, Found, Space, candidates, in_expected_order, search
+from plait.plan.simulate import TimeBudget, example_of
 from plait.spec import LossTerm
 
 H100 = find_hardware("h100")
@@ -159,7 +156,7 @@ def test_the_plan_orders_candidates_for_the_tuner() -> None:
 # ---- the gate
 
 
-def gate(config: RunConfig, **options: Any) -> Forecast | str:
+def gate(config: RunConfig, **options: Any) -> RunForecast | str:
     return forecast(config, ranks=1, local_ranks=1, **options)
 
 
@@ -167,15 +164,15 @@ def gate(config: RunConfig, **options: Any) -> Forecast | str:
 def test_a_run_that_cannot_fit_is_refused_with_the_change_that_would_make_it_fit(
     in_time: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Patience, "over", not in_time)
-    monkeypatch.setattr(Patience, "half_over", not in_time)
+    monkeypatch.setattr(TimeBudget, "over", not in_time)
+    monkeypatch.setattr(TimeBudget, "half_over", not in_time)
     config = small(batch={"total": 64, "micro": 64}, strategy="single")
     needed = make_plan(config, H100, ranks=1).fullest.account.peak[1] / 2**30
     machine = tmp_path / "machine.yaml"
     data = replace(H100, memory_gib=needed * 0.7, context_gib=0.0).to_dict()
     machine.write_text(str(data).replace("'", '"').replace("(", "[").replace(")", "]"))
     found = gate(config.model_copy(update={"plan": config.plan.model_copy(update={"hardware": str(machine)})}))
-    assert isinstance(found, Forecast)
+    assert isinstance(found, RunForecast)
     assert found.refusal is not None
     named = ["`batch.micro="] if in_time else ["40 s", "`batch.micro=1`"]
     with refused(ConfigError, " GiB", "`plan=warn`", *named, key="strategy"):
@@ -186,7 +183,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_change_that_would_make_it_fit
 def test_a_forecast_leaves_the_process_as_it_was() -> None:
     before = torch.get_rng_state()
     found = gate(short())
-    assert isinstance(found, Forecast)
+    assert isinstance(found, RunForecast)
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.distributed.is_initialized()
     assert torch.ones(2).sum().item() == 2.0
@@ -194,7 +191,7 @@ def test_a_forecast_leaves_the_process_as_it_was() -> None:
 
 def test_a_schedule_that_needs_the_length_of_the_run_is_planned_too() -> None:
     found = gate(short(schedule={"type": "CosineAnnealingLR"}, train={"max_epochs": 2}))
-    assert isinstance(found, Forecast)
+    assert isinstance(found, RunForecast)
 
 
 class Own(nn.Module):
@@ -215,7 +212,7 @@ def test_a_model_given_as_an_object_is_planned_and_not_touched() -> None:
     model = Own()
     weight = model.linear.weight.detach().clone()
     config = parse_sections(batch={"micro": 4}).config
-    assert isinstance(gate(config, model=model, example=torch.randn(4, 8)), Forecast)
+    assert isinstance(gate(config, model=model, example=torch.randn(4, 8)), RunForecast)
     assert torch.equal(model.linear.weight, weight)
 
 

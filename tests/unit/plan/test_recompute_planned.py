@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from plait.config import parse_sections
 from plait.config.run import RunConfig
-from plait.plan.account import Account
 from plait.plan.hardware import find_hardware
+from plait.plan.ledger import Ledger
 from plait.plan.simulate import simulate
 
 H200 = find_hardware("h200")
@@ -19,7 +19,7 @@ def config_of(mode: str, *, compiled: bool) -> RunConfig:
     return parse_sections(model=LLAMA, strategy=strategy, precision="bf16", batch={"micro": 16}).config
 
 
-def planned(mode: str, *, compiled: bool, memory_gib: float = H200.memory_gib) -> Account:
+def planned(mode: str, *, compiled: bool, memory_gib: float = H200.memory_gib) -> Ledger:
     hardware = replace(H200, memory_gib=memory_gib)
     return simulate(config_of(mode, compiled=compiled), hardware, ranks=1, layers=3).account
 

@@ -12,13 +12,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from plait.config import parse_sections
 from plait.config.run import RunConfig
+from plait.distributed import open_world
+from plait.distributed.fake import fake_world
+from plait.engine import Preparation, prepare_native
 from plait.plan.hardware import find_hardware
-from plait.plan.recorder import Recorder
+from plait.plan.recorder import MemoryRecorder
 from plait.plan.simulate import simulate
-from plait.spec.phase import Phase
-from plait.strategy import Preparation, prepare_native
-from plait.world import open_world
-from plait.world.fake import fake_world
+from plait.spec.event import Phase
 
 SIZES = {"vocab_size": 512, "dim": 64, "layers": 2, "heads": 4, "seq_len": 64}
 MODELS: dict[str, dict[str, Any]] = {
@@ -68,12 +68,12 @@ def test_the_peak_of_a_simulated_step_is_that_of_a_real_one(model: str, recomput
 def recorder() -> Any:
     config = parse_sections(model=MODELS["gpt"]).config
     with fake_world(config):
-        made = Recorder("cpu")
+        made = MemoryRecorder("cpu")
         with made.recording():
             yield made
 
 
-def test_memory_is_free_again_when_its_last_view_is_gone(recorder: Recorder) -> None:
+def test_memory_is_free_again_when_its_last_view_is_gone(recorder: MemoryRecorder) -> None:
     whole = torch.empty(10, 100)
     part = whole[3]
     assert recorder.in_use == 4000
@@ -83,7 +83,7 @@ def test_memory_is_free_again_when_its_last_view_is_gone(recorder: Recorder) -> 
     assert recorder.in_use == 0
 
 
-def test_a_storage_that_is_resized_counts_by_its_new_size(recorder: Recorder) -> None:
+def test_a_storage_that_is_resized_counts_by_its_new_size(recorder: MemoryRecorder) -> None:
     held = torch.empty(100)
     held.untyped_storage().resize_(0)
     assert recorder.in_use == 0
@@ -91,7 +91,7 @@ def test_a_storage_that_is_resized_counts_by_its_new_size(recorder: Recorder) ->
     assert recorder.in_use == 80
 
 
-def test_a_phase_has_its_own_peak_and_begins_with_what_is_held(recorder: Recorder) -> None:
+def test_a_phase_has_its_own_peak_and_begins_with_what_is_held(recorder: MemoryRecorder) -> None:
     kept = torch.empty(250)
     recorder.enter(Phase.FORWARD)
     torch.empty(1000)
@@ -104,7 +104,7 @@ def test_a_phase_has_its_own_peak_and_begins_with_what_is_held(recorder: Recorde
     del kept
 
 
-def test_what_runs_inside_a_backward_pass_is_of_the_backward_phase(recorder: Recorder) -> None:
+def test_what_runs_inside_a_backward_pass_is_of_the_backward_phase(recorder: MemoryRecorder) -> None:
     recorder.enter(Phase.FORWARD)
     seen = []
     layer = nn.Linear(4, 4)
@@ -114,7 +114,7 @@ def test_what_runs_inside_a_backward_pass_is_of_the_backward_phase(recorder: Rec
     assert recorder.current_phase() is Phase.FORWARD
 
 
-def test_what_happens_aside_is_seen_by_the_other_only(recorder: Recorder) -> None:
+def test_what_happens_aside_is_seen_by_the_other_only(recorder: MemoryRecorder) -> None:
     with recorder.aside() as other:
         torch.empty(500)
     assert max(peak.bytes for peak in other.peaks.values()) == 2000

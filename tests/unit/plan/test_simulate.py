@@ -9,10 +9,10 @@ import torch
 
 from plait.config import parse_sections
 from plait.config.run import RunConfig
+from plait.distributed.traffic import data_traffic
 from plait.models import build_model
-from plait.parallel.traffic import data_traffic
 from plait.plan.hardware import find_hardware
-from plait.plan.host import PROCESS_BYTES, host_bytes
+from plait.plan.ledger import PROCESS_BYTES, host_bytes
 from plait.plan.simulate import simulate
 
 CPU, H100 = find_hardware("cpu"), find_hardware("h100")

@@ -15,13 +15,13 @@ import torch
 from tests.refusals import refused
 from torch import nn
 
-from plait.cli.states import show_states
+from plait.cli.plan import show_states
 from plait.config import parse
 from plait.config.model import HFConfig, LlamaConfig
 from plait.errors import ConfigError
 from plait.models import build_model
 from plait.plan.states import (
-    StatesAccount,
+    StatesEstimate,
     account_of,
     count_params,
     estimate_zero2_model_states_mem_needs_all_cold,
@@ -92,7 +92,7 @@ def test_t0_3b_on_two_gpus_has_the_published_row(capsys: pytest.CaptureFixture[s
 
 
 def test_seven_billion_parameters_need_112_gb() -> None:
-    account = StatesAccount(7_000_000_000)
+    account = StatesEstimate(7_000_000_000)
     assert account.rows() == (
         ("weights", 2, 14.0),
         ("gradients", 2, 14.0),

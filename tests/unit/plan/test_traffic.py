@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.traffic import SentBytes
 
 from plait.config import parse_sections
-from plait.config.layout import resolve_layout
+from plait.config.strategy import resolve_layout
+from plait.distributed.fake import fake_world
 from plait.plan.hardware import find_hardware
-from plait.plan.traffic import Message, axes_of, kind_of
-from plait.world.fake import fake_world
+from plait.plan.timing import CollectiveCall, axes_of, kind_of
 
 LAYOUT = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
 CONFIG = parse_sections(strategy={"layout": LAYOUT}).config
@@ -73,8 +73,8 @@ def test_ranks_that_differ_along_some_axes_are_found_to_do_so(axes: set[str], ra
 
 def test_a_message_to_another_host_goes_by_the_network() -> None:
     machine = find_hardware("h100")
-    near = Message("reduce", 10**9, 10**9 / 8, 8, 1, ("dp_shard",))
-    far = Message("reduce", 10**9, 10**9 / 8, 8, 8, ("dp_shard",))
+    near = CollectiveCall("reduce", 10**9, 10**9 / 8, 8, 1, ("dp_shard",))
+    far = CollectiveCall("reduce", 10**9, 10**9 / 8, 8, 8, ("dp_shard",))
     assert near.sent == far.sent == 2 * 10**9 * 7 / 8
     assert near.seconds(machine) == pytest.approx(near.sent / (machine.link.gbps * 1e9), rel=0.05)
     assert far.seconds(machine) == pytest.approx(far.sent / (machine.network.gbps * 1e9), rel=0.05)

@@ -9,7 +9,7 @@ import pytest
 from plait.config import parse_sections
 from plait.plan.hardware import find_hardware
 from plait.plan.plan import Plan, make_plan
-from plait.plan.shorten import lengths_of
+from plait.plan.rankplan import lengths_of
 
 pytest.importorskip("transformers")
 

@@ -9,8 +9,7 @@ from tests.refusals import refused
 
 from plait.config import check, parse
 from plait.errors import ConfigError
-from plait.posttrain.flags import FLAGS, translate
-from plait.posttrain.steps import DEPLOYMENTS, WORDS, read_steps
+from plait.posttrain.deepspeed_chat import DEPLOYMENTS, FLAGS, WORDS, read_steps, translate
 
 ROOT = Path(__file__).parents[3]
 

@@ -10,19 +10,23 @@ from typing import Any
 import pytest
 from tests.refusals import refused
 
-from plait.cli.conversion import _with_tokenizer
+from plait.cli.convert import _with_tokenizer
 from plait.config.posttrain import TemplateConfig
 from plait.errors import DataError
-from plait.posttrain.data.records import Message
-from plait.posttrain.data.template import make_template
-from plait.posttrain.data.tokenizer import read_tokenizer, trained_tokenizer
+from plait.posttrain.data.records import ChatMessage
+from plait.posttrain.data.template import make_template, read_tokenizer, trained_tokenizer
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<stop>")
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SPOKEN = (Message("user", "q"), Message("assistant", "one"), Message("user", "r"), Message("assistant", "two"))
+SPOKEN = (
+    ChatMessage("user", "q"),
+    ChatMessage("assistant", "one"),
+    ChatMessage("user", "r"),
+    ChatMessage("assistant", "two"),
+)
 
 
 def folder_of(path: Path, eos: str) -> Path:

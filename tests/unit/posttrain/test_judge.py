@@ -14,8 +14,8 @@ from tests.refusals import refused
 
 from plait.cli.main import main
 from plait.errors import ConfigError, DataError, ModelError
-from plait.posttrain.data.records import Message
-from plait.posttrain.judge import Question, held_out, open_judge, run_behind
+from plait.posttrain.data.records import ChatMessage
+from plait.posttrain.reward_judge import Question, held_out, open_judge, run_behind
 from plait.posttrain.run import phase_runner
 
 MODEL = {"type": "gpt", "vocab_size": 12, "dim": 16, "layers": 1, "heads": 2, "seq_len": 16}
@@ -76,7 +76,7 @@ def test_a_reward_model_judges_as_it_did_in_training(runs: dict[str, str]) -> No
 
 
 def test_an_answer_that_the_judge_cannot_see_whole_is_not_judged(runs: dict[str, str]) -> None:
-    asked = [Question((Message("user", "ba="),))] * 2
+    asked = [Question((ChatMessage("user", "ba="),))] * 2
     short, long = open_judge(runs["reward"]).rewards(asked, ["ab", "ab" * 20])
     assert math.isfinite(short)
     assert math.isnan(long)
@@ -87,7 +87,7 @@ def test_functions_judge_too(runs: dict[str, str]) -> None:
     asked = questions(runs["sft"])
     assert open_judge("task", run).rewards(asked, [question.right for question in asked]) == [1.0] * 20
     number = random.randrange(1000)
-    maths = [Question((Message("user", "how many?"),), f"so\n#### {number}")] * 3
+    maths = [Question((ChatMessage("user", "how many?"),), f"so\n#### {number}")] * 3
     assert open_judge("gsm8k").rewards(maths, [f"it is {number}", f"#### {number + 1}", "none"]) == [1.0, 0.0, 0.0]
     assert open_judge("operator:setitem").__class__.__name__ == "FunctionJudge"
 
@@ -109,7 +109,7 @@ def _of_file() -> Any:
 
 
 def _pretrained(folder: Path) -> str:
-    from plait.runner import Runner
+    from plait.trainer import Runner
 
     (folder / "text.txt").write_text("a few words, again and again. " * 50)
     data = {"type": "text", "path": str(folder / "text.txt"), "vocab_size": 260, "seq_len": 8, "cache": str(folder)}

@@ -17,16 +17,19 @@ from plait.errors import CheckpointError, ConfigError, ModelError
 from plait.models import build_model
 from plait.posttrain.lora import (
     AdapterSpec,
+    Quantized,
     adapters_off,
     attach,
+    freeze_others,
     lora_layers,
     merge,
+    pack,
+    quantize,
     read_adapter,
     save_adapter,
     unmerge,
+    unpack,
 )
-from plait.posttrain.lora.attach import freeze_others
-from plait.posttrain.lora.quantized import Quantized, pack, quantize, unpack
 
 GPT = {"type": "gpt", "vocab_size": 31, "dim": 16, "layers": 2, "heads": 2, "seq_len": 12}
 GPT2 = {
@@ -166,7 +169,7 @@ def test_an_adapter_whose_writing_fails_is_as_it_was(tmp_path: Path, monkeypatch
             raise KeyboardInterrupt
         save_file(tensors, path, **kwargs)
 
-    monkeypatch.setattr("plait.posttrain.lora.adapter.save_file", fail)
+    monkeypatch.setattr("plait.posttrain.lora.save_file", fail)
     changed = {name: tensor + 1 for name, tensor in adapter_of(model).items()}
     with pytest.raises(KeyboardInterrupt):
         save_adapter(folder, changed, spec, head={"head.weight": torch.zeros(1, 16)})

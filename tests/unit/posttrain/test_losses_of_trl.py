@@ -12,11 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from plait.config.posttrain import DpoConfig
-from plait.posttrain.answers import preferring
-from plait.posttrain.extend import extend
-from plait.posttrain.grpo_math import grpo_loss
-from plait.posttrain.logprobs import token_logprobs
-from plait.posttrain.preference import reward_loss
+from plait.posttrain.losses import preferring, reward_loss, token_logprobs
+from plait.posttrain.rl.algorithms import grpo_loss
+from plait.posttrain.start import extend
 
 trl = pytest.importorskip("trl")
 accelerate = pytest.importorskip("accelerate")

@@ -14,7 +14,7 @@ from plait.config import Layout, parse
 from plait.errors import ConfigError
 from plait.models import build_model
 from plait.plan.hardware import find_hardware
-from plait.posttrain.online.foresight import count_beside
+from plait.posttrain.rl.memory_plan import count_other_models
 from plait.posttrain.run import phase_runner
 
 MODEL = {"type": "gpt", "vocab_size": 12, "dim": 16, "layers": 2, "heads": 2, "seq_len": 16}
@@ -39,16 +39,18 @@ def test_every_model_beside_the_policy_is_counted_and_so_are_keys_and_values() -
     config = parse(describe()).config
     assert config.model is not None
     numbers = sum(param.numel() for param in build_model(config.model).parameters())
-    found = count_beside(config, Layout())
+    found = count_other_models(config, Layout())
     assert found.reference == 4 * numbers
     # The words of a gpt are its head too, and stay; AdamW keeps two more numbers for each.
     assert found.critic == 12 * (numbers + 16)
     assert found.judge == 0.0
     assert found.writing == 2 * 2 * 16 * 8 * 16 * 4  # keys and values of two layers, eight rows of sixteen tokens
-    sharded = count_beside(parse(describe(strategy="zero3")).config, Layout(dp_shard=2))
+    sharded = count_other_models(parse(describe(strategy="zero3")).config, Layout(dp_shard=2))
     assert sharded.reference == found.reference / 2
     assert sharded.critic == found.critic / 2
-    half = count_beside(parse(describe(precision="bf16", ppo={"reward": "task", "reference": "none"})).config, Layout())
+    half = count_other_models(
+        parse(describe(precision="bf16", ppo={"reward": "task", "reference": "none"})).config, Layout()
+    )
     assert half.reference == 0.0
     assert half.writing == found.writing / 2
 

@@ -11,21 +11,20 @@ import torch
 from tests.refusals import missing, refused
 
 from plait.config import check, parse
-from plait.config.batch import ResolvedBatch
 from plait.config.online import GrpoConfig, PpoConfig
+from plait.config.train import ResolvedBatch
 from plait.config.trust import entry_points_of
+from plait.distributed import open_world
 from plait.errors import ConfigError, TrainingError
-from plait.posttrain.data.datasets import Row
-from plait.posttrain.data.prompts import Prompt, correctness, final_number, gsm8k_reward, task_reward
-from plait.posttrain.data.records import Message
-from plait.posttrain.data.template import Tokens
-from plait.posttrain.logprobs import from_bits
-from plait.posttrain.online.experience import Experience
-from plait.posttrain.online.loader import ExperienceLoader, Mixture
-from plait.posttrain.online.scoring import Answer, FunctionScorer, Rules, find_function
-from plait.posttrain.online.settings import Online
-from plait.posttrain.online.worth import divergence, of_grpo, of_ppo
-from plait.world import open_world
+from plait.posttrain.data.datasets import ExampleRow
+from plait.posttrain.data.records import ChatMessage
+from plait.posttrain.data.tasks import Prompt, correctness, final_number, gsm8k_reward, task_reward
+from plait.posttrain.data.template import ChatTokens
+from plait.posttrain.losses import from_bits
+from plait.posttrain.rl.algorithms import divergence, of_grpo, of_ppo
+from plait.posttrain.rl.experience import ExampleMixture, Experience, ExperienceLoader
+from plait.posttrain.rl.rewards import Answer, FunctionScorer, Rules, find_function
+from plait.posttrain.rl.settings import Online
 
 TASK = {"type": "task", "name": "sorting", "samples": 50, "size": 1}
 MODEL = {"type": "gpt", "vocab_size": 12, "dim": 16, "layers": 1, "heads": 2, "seq_len": 16}
@@ -130,8 +129,8 @@ def test_going_on_within_a_rollout_needs_its_answers() -> None:
 
 
 def test_what_is_mixed_in_is_a_weighted_mean_however_a_step_is_cut() -> None:
-    rows = [Row(Tokens([1, *range(2, 3 + size)], [False] + [True] * (1 + size))) for size in range(3)]
-    mixture = Mixture(rows, weight=0.5, seed=1, pad=0, answers=4)
+    rows = [ExampleRow(ChatTokens([1, *range(2, 3 + size)], [False] + [True] * (1 + size))) for size in range(3)]
+    mixture = ExampleMixture(rows, weight=0.5, seed=1, pad=0, answers=4)
     inputs = {"input_ids": torch.ones(2, 8).long(), "labels": torch.full((2, 8), 7), "old": torch.zeros(2, 8).int()}
     scale = mixture.scale(3, range(4), targets=32)
     parts = [mixture.beside(dict(inputs), 3, chosen, scale) for chosen in ([0, 1], [2, 3])]
@@ -141,7 +140,7 @@ def test_what_is_mixed_in_is_a_weighted_mean_however_a_step_is_cut() -> None:
 
 
 def answer(text: str, prompt: str = "ba=", *, finished: bool = True) -> Answer:
-    return Answer(Prompt((1,), (Message("user", prompt),), "ab"), text, finished)
+    return Answer(Prompt((1,), (ChatMessage("user", prompt),), "ab"), text, finished)
 
 
 def fragile(prompt: str, text: str, right: str) -> Any:

@@ -17,12 +17,13 @@ import torch
 from tests.refusals import missing, refused
 from typer.testing import CliRunner
 
-from plait.checkpoint.convert import averaged, open_source
+from plait.checkpoint.convert.detect import open_source
+from plait.checkpoint.convert.source import averaged
 from plait.cli.main import app
 from plait.config import parse
 from plait.errors import ConfigError, DataError, RolloutMismatchError
-from plait.generate.quick import QuickStep
-from plait.posttrain.online.runner import OnlineRunner
+from plait.generate.cached import QuickStep
+from plait.posttrain.rl.trainer import OnlineRunner
 from plait.posttrain.run import phase_runner
 
 MODEL = {"type": "gpt", "vocab_size": 12, "dim": 16, "layers": 1, "heads": 2, "seq_len": 16}
@@ -96,7 +97,7 @@ def test_rollouts_of_a_llama_go_the_short_way_for_single_tokens(
             super().__init__(model, slots)
             taken.append(next(model.parameters()).dtype)
 
-    monkeypatch.setattr("plait.generate.quick.has_kernels", lambda _: True)  # their twins stand in for them
+    monkeypatch.setattr("plait.generate.cached.has_kernels", lambda _: True)  # their twins stand in for them
     monkeypatch.setattr("plait.generate.cached.QuickStep", Counted)
     model = {**MODEL, "type": "llama", "dim": 32}
     changes = {"model": model, "grpo": {"group": 2}, "rollout": {"verify_every": 1}, "precision": precision}

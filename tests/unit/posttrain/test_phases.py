@@ -13,16 +13,15 @@ import torch
 from tests.refusals import refused
 from typer.testing import CliRunner
 
-from plait.checkpoint.convert import open_source
+from plait.checkpoint.convert.detect import open_source
 from plait.cli.convert import PLAIN, convert
 from plait.cli.main import app
 from plait.config import check, parse
 from plait.errors import CheckpointError, ConfigError, ModelError
-from plait.posttrain.lora import lora_layers, read_adapter
-from plait.posttrain.lora.quantized import Quantized
+from plait.posttrain.lora import Quantized, lora_layers, read_adapter
 from plait.posttrain.metrics import PairScore, Preferences, calibration
 from plait.posttrain.run import PhaseRunner, phase_runner
-from plait.runner import Runner
+from plait.trainer import Runner
 
 MODEL = {"type": "gpt", "vocab_size": 12, "dim": 32, "layers": 2, "heads": 4, "seq_len": 24}
 
@@ -188,7 +187,7 @@ def test_a_transformers_model_keeps_its_pretrained_weights_under_an_adapter_and_
     original = transformers.LlamaForCausalLM(config)
     original.save_pretrained(str(tmp_path / "hf"))
     from plait.posttrain.data.tasks import Sorting
-    from plait.posttrain.data.tokenizer import character_tokenizer
+    from plait.posttrain.data.template import character_tokenizer
 
     character_tokenizer(Sorting.alphabet).save(tmp_path / "hf" / "tokenizer.json")
     model = {"type": "hf", "path": str(tmp_path / "hf")}

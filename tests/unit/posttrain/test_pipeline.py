@@ -16,18 +16,27 @@ import torch
 import yaml
 from tests.refusals import missing, refused
 
-from plait.checkpoint.convert import open_source
+from plait.checkpoint.convert.detect import open_source
 from plait.config import to_yaml
 from plait.errors import ConfigError
-from plait.posttrain.pipeline.chain import Step
-from plait.posttrain.pipeline.check import make_steps
-from plait.posttrain.pipeline.describe import Wanted, from_files, from_words, phase_of, with_words
-from plait.posttrain.pipeline.folder import DESCRIPTION, State, state_of
-from plait.posttrain.pipeline.run import run_steps
-from plait.posttrain.pipeline.summary import next_commands, outcome_of
+from plait.posttrain.deepspeed_chat import read_steps
+from plait.posttrain.phases import (
+    DESCRIPTION,
+    PhaseState,
+    PhaseStep,
+    Wanted,
+    from_files,
+    from_words,
+    make_steps,
+    next_commands,
+    outcome_of,
+    phase_of,
+    run_steps,
+    state_of,
+    with_words,
+)
 from plait.posttrain.run import phase_runner
-from plait.posttrain.steps import read_steps
-from plait.runner import Hook
+from plait.trainer import Hook
 
 MODEL = {"type": "gpt", "vocab_size": 12, "dim": 16, "layers": 1, "heads": 2, "seq_len": 24}
 RUN: dict[str, Any] = {
@@ -48,7 +57,7 @@ def describe(name: str, **changes: Any) -> str:
     return name
 
 
-def checked(wanted: Wanted, ranks: int = 1) -> list[Step]:
+def checked(wanted: Wanted, ranks: int = 1) -> list[PhaseStep]:
     return make_steps(wanted, ranks=ranks, local_ranks=ranks)
 
 
@@ -141,7 +150,7 @@ def test_what_is_complete_is_not_run_again(complete: list[str]) -> None:
 def test_the_table_has_figures_of_every_step_and_the_command_to_talk_to_the_last(complete: list[str]) -> None:
     steps = checked(from_files(complete))
     rows = [outcome_of(step) for step in steps]
-    assert [row.state for row in rows] == [State.COMPLETE] * 3
+    assert [row.state for row in rows] == [PhaseState.COMPLETE] * 3
     assert [row.figures.split(" ")[0] for row in rows] == ["loss", "accuracy", "accuracy"]
     talk, compare = next_commands(steps)
     assert talk == "plait chat --path runs/pipeline/dpo"
@@ -152,7 +161,7 @@ def test_a_folder_with_other_settings_of_what_is_learned_is_not_taken(complete: 
     other = describe("other_sft.yaml", optim={"lr": 3e-3})
     assert not missing(problems(from_files([other])), "work_dir", "optim.lr", "0.01", "0.003")
     spread = describe("zero_sft.yaml", strategy="zero3", log={"every": 1})
-    assert state_of(checked(from_files([spread]), ranks=2)[0]) is State.COMPLETE, "how it is spread may change"
+    assert state_of(checked(from_files([spread]), ranks=2)[0]) is PhaseState.COMPLETE, "how it is spread may change"
 
 
 def test_a_result_older_than_what_it_began_with_is_not_taken(files: list[str]) -> None:
@@ -171,7 +180,7 @@ def test_a_step_that_was_cut_short_goes_on_from_its_checkpoint(files: list[str])
     assert not missing(said[-1], "sft", "step 3")
     describe(files[0], work_dir="own/sft", train={"max_steps": 4})
     (step,) = checked(from_files(files[:1]))
-    assert state_of(step) is State.BEGUN
+    assert state_of(step) is PhaseState.BEGUN
     said.clear()
     assert run_steps([step], here, said.append) == 0
     assert any("own/sft" in line for line in said)
@@ -339,7 +348,7 @@ def test_the_phase_of_a_description_is_what_it_says_or_is_called_or_has(files: l
 
 
 def test_steps_that_are_left_out_must_have_left_their_results(complete: list[str]) -> None:
-    def asked(words: str, given: list[str]) -> list[Step]:
+    def asked(words: str, given: list[str]) -> list[PhaseStep]:
         return checked(with_words(from_files(complete), read_steps(words.split()), given))
 
     assert [step.chosen for step in asked("--step 2 3", ["step"])] == [False, True, True]

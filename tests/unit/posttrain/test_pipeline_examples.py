@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from plait.config import check, parse
-from plait.posttrain.data.prompts import gsm8k_reward
-from plait.posttrain.pipeline.check import make_steps
-from plait.posttrain.pipeline.describe import from_files, with_words
-from plait.posttrain.steps import read_steps
+from plait.posttrain.data.tasks import gsm8k_reward
+from plait.posttrain.deepspeed_chat import read_steps
+from plait.posttrain.phases import from_files, make_steps, with_words
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"

@@ -17,10 +17,11 @@ from tests.refusals import missing, refused
 from plait.config import check, parse
 from plait.config.posttrain import FileData, TaskData, TemplateConfig
 from plait.errors import ConfigError, DataError
-from plait.posttrain.data import Message, PhaseData, make_task, make_template, prepare_data
-from plait.posttrain.data.packing import pack
-from plait.posttrain.data.records import IncompleteError, examples_in
-from plait.posttrain.data.tokenizer import character_tokenizer, trained_tokenizer
+from plait.posttrain.data.datasets import pack
+from plait.posttrain.data.prepare import PhaseData, prepare_data
+from plait.posttrain.data.records import ChatMessage, IncompleteError, examples_in
+from plait.posttrain.data.tasks import make_task
+from plait.posttrain.data.template import character_tokenizer, make_template, trained_tokenizer
 
 MAKE_PROBLEMS = Path(__file__).parents[3] / "examples" / "gsm8k" / "make_problems.py"
 MODEL = {"type": "llama", "vocab_size": 400, "dim": 16, "layers": 1, "heads": 2, "seq_len": 64}
@@ -173,7 +174,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 def test_marked_turns_are_learned_with_their_end_and_without_their_beginning() -> None:
     tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz<>/|_\n 0123456789?")
     template = make_template(TemplateConfig(kind="marked", start="<", end=">", assistant="bot"), tokenizer, None)
-    messages = (Message("user", "hi"), Message("assistant", "yes"))
+    messages = (ChatMessage("user", "hi"), ChatMessage("assistant", "yes"))
     found = template.conversation(messages)
     assert tokenizer.decode(found.ids) == "<user\nhi>\n<bot\nyes>\n"
     assert tokenizer.decode([t for t, wanted in zip(*found, strict=True) if wanted]) == "yes>"
@@ -217,7 +218,7 @@ def test_a_template_reaches_nothing_but_the_messages_and_its_errors_are_named(tm
     fast.save_pretrained(str(tmp_path))
     template = make_template(TemplateConfig(kind="tokenizer"), tokenizer, tmp_path)
     with pytest.raises(DataError, match=re.escape(str(tmp_path))):
-        template.prompt([Message("user", "now")])
+        template.prompt([ChatMessage("user", "now")])
 
 
 def test_the_template_of_a_tokenizer_is_used_where_it_is_asked_for(tmp_path: Path) -> None:
@@ -234,7 +235,12 @@ def test_the_template_of_a_tokenizer_is_used_where_it_is_asked_for(tmp_path: Pat
     )
     fast.save_pretrained(str(tmp_path))
     template = make_template(TemplateConfig(kind="tokenizer"), tokenizer, tmp_path)
-    messages = [Message("user", "q"), Message("assistant", "one"), Message("user", "r"), Message("assistant", "two")]
+    messages = [
+        ChatMessage("user", "q"),
+        ChatMessage("assistant", "one"),
+        ChatMessage("user", "r"),
+        ChatMessage("assistant", "two"),
+    ]
     found = template.conversation(messages)
     kept = tokenizer.decode([t for t, wanted in zip(*found, strict=True) if wanted], keep_special=True)
     assert kept == "one<|endoftext|>two<|endoftext|>"

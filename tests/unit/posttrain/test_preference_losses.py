@@ -10,10 +10,21 @@ import torch
 from torch import nn
 
 from plait.config.posttrain import DpoConfig, RewardConfig
-from plait.posttrain.answers import Drift, preferring, rewarding
-from plait.posttrain.extend import extend
-from plait.posttrain.logprobs import entropy, token_logprobs
-from plait.posttrain.preference import apo_zero_loss, dpo_loss, hinge_loss, ipo_loss, kto_loss, parted, reward_loss
+from plait.posttrain.losses import (
+    Drift,
+    apo_zero_loss,
+    dpo_loss,
+    entropy,
+    hinge_loss,
+    ipo_loss,
+    kto_loss,
+    parted,
+    preferring,
+    reward_loss,
+    rewarding,
+    token_logprobs,
+)
+from plait.posttrain.start import extend
 
 
 def one(value: float) -> torch.Tensor:
@@ -46,7 +57,7 @@ def test_log_probabilities_are_those_of_the_labels_and_chunks_change_nothing(mon
     labels[0, :2] = -100
     expected = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels >= 0)
     assert torch.allclose(token_logprobs(logits, labels), expected, atol=1e-6)
-    monkeypatch.setattr("plait.posttrain.logprobs.CHUNK_TOKENS", 4)
+    monkeypatch.setattr("plait.posttrain.losses.CHUNK_TOKENS", 4)
     assert torch.allclose(token_logprobs(logits, labels), expected, atol=1e-6)
     assert torch.allclose(entropy(torch.zeros(2, 8)), torch.full((2,), math.log(8)))
 

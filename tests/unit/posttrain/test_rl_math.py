@@ -8,9 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.posttrain.grpo_math import group_advantages, grpo_loss
-from plait.posttrain.masked import whiten
-from plait.posttrain.ppo_math import AdaptiveKl, FixedKl, gae, kl_estimate, policy_loss, token_rewards, value_loss
+from plait.posttrain.rl.algorithms import (
+    AdaptiveKl,
+    FixedKl,
+    gae,
+    group_advantages,
+    grpo_loss,
+    kl_estimate,
+    policy_loss,
+    token_rewards,
+    value_loss,
+    whiten,
+)
 
 
 def spans(rows: int, length: int) -> Tensor:

@@ -10,8 +10,7 @@ from tests.refusals import refused
 
 from plait.config.posttrain import FileData, Gsm8kData
 from plait.errors import DataError
-from plait.posttrain.data.records import IncompleteError, UnlearnedError, examples_in
-from plait.posttrain.data.rows import read_rows
+from plait.posttrain.data.records import IncompleteError, UnlearnedError, examples_in, read_rows
 
 
 def test_a_file_that_is_one_list_is_read_entry_by_entry(tmp_path: Path) -> None:
@@ -218,7 +217,7 @@ def test_whatever_a_library_raises_of_a_file_is_an_error_that_names_it(
             raise OSError("Parquet magic bytes not found in footer")
 
     monkeypatch.setattr(
-        "plait.posttrain.data.rows.import_module", lambda _: type("P", (), {"ParquetFile": ParquetFile})
+        "plait.posttrain.data.records.import_module", lambda _: type("P", (), {"ParquetFile": ParquetFile})
     )
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     with refused(DataError, str(tmp_path / "rows.parquet"), "OSError: Parquet magic bytes not found in footer"):

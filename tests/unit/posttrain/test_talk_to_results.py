@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from plait.cli.speaking import open_speaker
+from plait.cli.generate import open_speaker
+from plait.generate.conversation import Turn
 from plait.generate.options import Sampling
 from plait.generate.serve import Limits, Server
-from plait.generate.speaker import Turn
 from plait.posttrain.run import phase_runner
 
 RUN: dict[str, Any] = {

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from plait.config import parse_sections
-from plait.ops.fp8_earlier import GRADIENT, INPUT, WEIGHT
+from plait.distributed import open_world
+from plait.engine import Preparation, prepare_native
+from plait.kernels.fp8 import GRADIENT, INPUT, WEIGHT
 from plait.precision import EarlierScales
-from plait.strategy import Preparation, prepare_native
-from plait.world import open_world
 
 LLAMA = {"type": "llama", "vocab_size": 32, "dim": 32, "layers": 1, "heads": 2, "ffn_dim": 48, "seq_len": 8}
 Batch = dict[str, Tensor]

@@ -10,10 +10,10 @@ import torch
 from tests.refusals import refused
 
 from plait.config import check, parse_sections
+from plait.distributed import open_world
+from plait.engine import Preparation, prepare, prepare_native
 from plait.errors import ConfigError, ModelError, PlaitError
 from plait.precision.fp8 import Fp8Linear
-from plait.strategy import Preparation, prepare, prepare_native
-from plait.world import open_world
 
 LLAMA = {"type": "llama", "vocab_size": 64, "dim": 32, "layers": 2, "heads": 4, "ffn_dim": 64, "seq_len": 32}
 EARLIER = {"scales": "earlier", "history": 3}

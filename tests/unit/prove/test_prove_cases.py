@@ -11,12 +11,11 @@ import pytest
 from tests.refusals import missing, refused
 
 from plait.config import RunConfig, parse_sections
-from plait.config.offload import OffloadConfig
+from plait.config.strategy import OffloadConfig
 from plait.errors import ConfigError
 from plait.prove import prove
-from plait.prove.cases import default_ranks, make_cases
-from plait.prove.prove import name_of
-from plait.prove.tolerance import rounding_of
+from plait.prove.compare import rounding_of
+from plait.prove.prove import default_ranks, make_cases, name_of
 
 GPT = {"type": "gpt", "vocab_size": 300, "dim": 16, "layers": 6, "heads": 2, "seq_len": 16}
 

@@ -12,25 +12,23 @@ import pytest
 from tests.refusals import missing
 
 from plait.config import parse_sections
-from plait.prove.cases import make_cases
-from plait.prove.certificate import Certificate, Finding
-from plait.prove.job import Deviation, Trace
-from plait.prove.page import write_page
-from plait.prove.prove import certify
-from plait.prove.tolerance import rounding_of
+from plait.prove.certificate import Certificate, ComparedQuantity, write_page
+from plait.prove.compare import rounding_of
+from plait.prove.job import Deviation, ProofTrace
+from plait.prove.prove import certify, make_cases
 
 NAMES = ["model.embed.weight", "model.blocks.0.w", "model.blocks.1.w", "optim.embed.weight.m", "optim.blocks.1.w.m"]
 STEPS = 3
 
 
-def trace(deviation: float = 0.0, **changes: Any) -> Trace:
+def trace(deviation: float = 0.0, **changes: Any) -> ProofTrace:
     weights = {name: Deviation(0.0, 0.0) for name in NAMES if name.startswith("model.")}
     after = [{name: Deviation(deviation, 0.0) for name in NAMES} for _ in range(STEPS)]
     numbers = {"loss": [3.0] * STEPS, "grad_norm": [1.0] * STEPS, "targets": [64.0] * STEPS, "skipped": [False] * STEPS}
-    return Trace(**{**numbers, "names": list(NAMES), "deviations": [weights, *after], **changes})
+    return ProofTrace(**{**numbers, "names": list(NAMES), "deviations": [weights, *after], **changes})
 
 
-def certificate(candidate: Trace, nudged: Trace | None = None, **reference: Any) -> Certificate:
+def certificate(candidate: ProofTrace, nudged: ProofTrace | None = None, **reference: Any) -> Certificate:
     model = {"type": "gpt", "vocab_size": 9, "dim": 8, "layers": 1, "heads": 1, "seq_len": 4}
     config = parse_sections(device="cpu", model=model, strategy="ddp").config
     rounding = rounding_of(config.precision, on_cpu=True)
@@ -145,4 +143,4 @@ def test_the_page_shows_the_verdict_and_each_layer(tmp_path: Path) -> None:
     ],
 )
 def test_a_layer_is_the_name_up_to_its_first_number(name: str, layer: str) -> None:
-    assert Finding(1, name, 0.0, 0.0).layer == layer
+    assert ComparedQuantity(1, name, 0.0, 0.0).layer == layer

@@ -11,7 +11,7 @@ from tests.refusals import missing
 from torch import Tensor
 
 from plait.checkpoint import CheckpointFolder, write_alone
-from plait.prove.compare import LARGE, TRIMMED, State, compare, deviation
+from plait.prove.compare import LARGE, TRIMMED, SavedState, compare, deviation
 
 
 def test_a_deviation_is_a_part_of_the_references_norm() -> None:
@@ -78,8 +78,8 @@ def test_states_are_compared_by_name_and_a_tensor_of_one_run_alone_is_said(tmp_p
     start = {"model.w": weight}
     ours = {"model.w": weight + 1, "optim.w.m": momentum, "optim.w.v": momentum, "optim.w.lost": momentum}
     theirs = {"model.w": weight + 1, "optim.w.m": momentum * 2, "optim.w.v": momentum[:2], "optim.w.new": momentum}
-    expected = State(write(tmp_path / "a", 0, start), write(tmp_path / "a", 1, ours))
-    found = State(write(tmp_path / "b", 0, start), write(tmp_path / "b", 1, theirs))
+    expected = SavedState(write(tmp_path / "a", 0, start), write(tmp_path / "a", 1, ours))
+    found = SavedState(write(tmp_path / "b", 0, start), write(tmp_path / "b", 1, theirs))
     apart = compare(expected, found, list(ours), step=1)
     assert list(apart) == ["model.w", "optim.w.m", "optim.w.v", "optim.w.lost", "optim.w.new"]
     assert apart["model.w"].value == 0

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from plait.config.model import GptConfig
 from plait.models import build_model
-from plait.prove.dropout import Draws, Switch, random_state
+from plait.prove.record import Draws, Switch, random_state
 
 
 class Net(nn.Module):

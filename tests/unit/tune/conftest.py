@@ -13,7 +13,7 @@ HOOK = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 import torch
-from plait.runner import Hook
+from plait.trainer import Hook
 
 class Trouble(Hook):
     def __init__(self, kind, rank=0):

@@ -13,11 +13,10 @@ from tests.refusals import refused
 
 from plait.config import parse, resolve_batch, resolve_layout
 from plait.errors import ConfigError
-from plait.plan.candidate import Candidate
-from plait.plan.space import candidates
+from plait.plan.search import Candidate, candidates
 from plait.tune import TuneConfig, make_tune_config, rank_by_rule
-from plait.tune.legal import effective
-from plait.tune.order import in_order, space_of
+from plait.tune.config import in_order, space_of
+from plait.tune.search import effective
 
 RUN: dict[str, Any] = {
     "model": {"type": "llama", "vocab_size": 64, "dim": 32, "layers": 4, "heads": 8, "kv_heads": 4, "seq_len": 16},

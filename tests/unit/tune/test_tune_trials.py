@@ -18,9 +18,9 @@ from tests.refusals import missing, refused
 
 from plait.config import parse
 from plait.errors import ConfigError, TrainingError
-from plait.plan.candidate import Candidate
-from plait.tune import Outcome, TuneConfig, Tuned, tune
-from plait.tune.book import Book, Record
+from plait.plan.search import Candidate
+from plait.tune import TrialOutcome, TuneConfig, Tuned, tune
+from plait.tune.search import TrialRecord, TrialRecords
 
 KIND = "hooks.0.args.kind"
 FIXED = {"batch.micro": None, "batch.total": 4, "batch.accumulation": None}
@@ -144,20 +144,22 @@ def test_a_search_whose_tuner_was_killed_goes_on_where_it_was(bench: Any) -> Non
 def test_a_fresh_search_throws_away_what_a_search_wrote_and_nothing_else(bench: Any) -> None:
     run = parse(bench.describe()).config
     config = TuneConfig(**QUICK)
-    book = Book(Path("out"), run, config)
-    book.add(Record({"seed": 1}, Outcome("crashed", 1.0, "planted"), None))
+    book = TrialRecords(Path("out"), run, config)
+    book.add(TrialRecord({"seed": 1}, TrialOutcome("crashed", 1.0, "planted"), None))
     Path("out/mine.txt").touch()
-    assert len(Book(Path("out"), run, config).records) == 1
-    assert Book(Path("out"), run, config, fresh=True).records == ()
+    assert len(TrialRecords(Path("out"), run, config).records) == 1
+    assert TrialRecords(Path("out"), run, config, fresh=True).records == ()
     assert sorted(path.name for path in Path("out").iterdir()) == ["mine.txt", "search.json"]
 
 
 def test_a_search_ends_when_trials_are_spent_or_no_longer_better(bench: Any) -> None:
     source, space = bench.describe(), {"seed": tuple(range(1, 9))}
-    book = Book(Path("out"), parse(source).config, TuneConfig(**QUICK))
+    book = TrialRecords(Path("out"), parse(source).config, TuneConfig(**QUICK))
     for value, seed in ((5.0, 1), (9.0, 2), (7.0, 3), (None, 4)):
-        outcome = Outcome("ok" if value else "crashed", 1.0, tokens_per_s=value, samples_per_s=value, step_time=1.0)
-        book.add(Record({**FIXED, "seed": seed}, outcome, value))
+        outcome = TrialOutcome(
+            "ok" if value else "crashed", 1.0, tokens_per_s=value, samples_per_s=value, step_time=1.0
+        )
+        book.add(TrialRecord({**FIXED, "seed": seed}, outcome, value))
     config = TuneConfig(**QUICK, space=space)
     spent = tune(source, [], config.model_copy(update={"trials": 4}), out="out")
     assert (spent.why, spent.best.settings["seed"]) == ("4 trials, as asked", 2)
@@ -206,6 +208,8 @@ def test_a_key_that_no_run_can_have_is_told_before_anything_is_measured(bench: A
 def test_results_that_name_code_are_refused(bench: Any, settings: dict[str, Any]) -> None:
     config = TuneConfig(space={"strategy.zero": [0]})
     path = bench.describe()
-    Book(bench.folder / "out", parse(path).config, config).add(Record(settings, Outcome("ok", 1.0), 9.0))
+    TrialRecords(bench.folder / "out", parse(path).config, config).add(
+        TrialRecord(settings, TrialOutcome("ok", 1.0), 9.0)
+    )
     with refused(ConfigError, "results.jsonl", *settings, key="--out"):
         tune(path, [], config, out=bench.folder / "out")

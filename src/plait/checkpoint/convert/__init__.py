@@ -3,21 +3,20 @@
 from plait.checkpoint.convert.detect import Reader, kind_of, newest_tag, open_source
 from plait.checkpoint.convert.huggingface import Description, companions, read_description
 from plait.checkpoint.convert.megatron import without_padding
-from plait.checkpoint.convert.sinks import KINDS, SHARD_SIZE, Kind, Writer, Written, convert, part_for
-from plait.checkpoint.convert.source import Entry, Source
-from plait.checkpoint.convert.view import Watched, averaged, cast, translated, with_state
+from plait.checkpoint.convert.sinks import KINDS, SHARD_SIZE, ConversionResult, Kind, Writer, convert, part_for
+from plait.checkpoint.convert.source import Source, TensorEntry, Watched, averaged, cast, translated, with_state
 
 __all__ = [
     "KINDS",
     "SHARD_SIZE",
+    "ConversionResult",
     "Description",
-    "Entry",
     "Kind",
     "Reader",
     "Source",
+    "TensorEntry",
     "Watched",
     "Writer",
-    "Written",
     "averaged",
     "cast",
     "companions",

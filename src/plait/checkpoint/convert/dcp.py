@@ -2,17 +2,267 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+import math
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import torch
 from torch import Tensor
 
-from plait.checkpoint.convert.chunks import Chunks
-from plait.checkpoint.convert.names import STEP_WORDS, engine_state, guessed_paths, plait_name, without_wrapper
-from plait.checkpoint.convert.source import Source
-from plait.config import read_json_object
+from plait.checkpoint.convert.files import refusal
+from plait.checkpoint.convert.source import Source, TensorEntry
+from plait.checkpoint.convert.torchfile import STEP_WORDS, engine_state, guessed_paths, plait_name, without_wrapper
+from plait.checkpoint.manifest import untiled
+from plait.config import is_below, read_json_object
 from plait.errors import CheckpointError
+
+# Pickles without their power: only classes that the caller knows are made, and nothing is called but these.
+
+
+Known = Callable[[str, str], Any]
+"""Takes a module and a name, and gives what stands for it, or None where it is unknown."""
+
+
+class _Closed(pickle.Unpickler):
+    def __init__(self, file: BinaryIO, known: Known, path: Path) -> None:
+        super().__init__(file)
+        self._known, self._path = known, path
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = self._known(module, name)
+        if found is None:
+            raise CheckpointError(
+                f"{self._path} asks for {module}.{name}, which has no place in such a file; nothing of it was run. "
+                "It was made by something else than it seems, or by somebody with ill intent"
+            )
+        return found
+
+
+def unpickle(path: Path, known: Known) -> Any:
+    """The object in a pickle; names that `known` does not know are a `CheckpointError`, and so is a damaged file."""
+    try:
+        with path.open("rb") as file:
+            return _Closed(file, known, path).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle raises anything
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}); copy it again") from error
+
+
+class InertObject:
+    """Stands for an object of a known class: its state, as it was pickled, and no behaviour."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.args = state
+
+
+# A folder of `torch.distributed.checkpoint`: which tensors it holds, and these put together from their chunks.
+
+
+METADATA = ".metadata"
+
+_DCP = "torch.distributed.checkpoint"
+_CLASSES = {
+    f"{_DCP}.metadata": {
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    f"{_DCP}.filesystem": {"_StorageInfo"},
+    # Megatron keeps the plans by which ranks wrote, for the next time.
+    f"{_DCP}.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
+}
+"""Everything that torch's writer puts into `.metadata`; their contents are read, the classes are not loaded."""
+
+
+class _Index(InertObject):
+    """A key of the table of chunks: the name of a tensor, and where in it a chunk begins."""
+
+    fqn: str = ""
+    offset: Sequence[int] | None = None  # left out of the file where it is none
+
+    def _key(self) -> tuple[str, tuple[int, ...] | None]:
+        return self.fqn, None if self.offset is None else tuple(self.offset)
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Index) and self._key() == other._key()
+
+
+def _known(module: str, name: str) -> Any:
+    if name in _CLASSES.get(module, ()):
+        return InertObject
+    if (module, name) == (f"{_DCP}.metadata", "MetadataIndex"):
+        return _Index
+    if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        return getattr(torch, name)
+    others = {
+        ("torch", "Size"): torch.Size,
+        ("torch.serialization", "_get_layout"): InertObject,
+        ("collections", "OrderedDict"): dict,
+        ("pathlib", "PosixPath"): InertObject,
+        ("pathlib", "WindowsPath"): InertObject,
+        ("pathlib._local", "PosixPath"): InertObject,
+        ("pathlib._local", "WindowsPath"): InertObject,
+    }
+    return others.get((module, name))
+
+
+class Chunks:
+    """The tensors of a folder, under the names that they were saved with."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        found = unpickle(path / METADATA, _known)
+        try:
+            self._records: dict[str, Any] = found.state_dict_metadata
+            self._places = {key._key(): info for key, info in (found.storage_data or {}).items()}
+            self.paths: Mapping[str, Sequence[Any]] = getattr(found, "planner_data", None) or {}
+            """How names were nested, where the writer says so."""
+            described = {name: record for name, record in self._records.items() if hasattr(record, "chunks")}
+            self.tensors = {n: TensorEntry(torch.Size(r.size), _dtype(r.properties)) for n, r in described.items()}
+            for name, record in described.items():
+                _check_chunks(name, record)
+            if wrong := [
+                str(info.relative_path) for info in self._places.values() if not is_below(str(info.relative_path))
+            ]:
+                raise ValueError(f"it names the file {wrong[0]!r}, which is not in this folder")
+            if any(_is_no_stretch(info) for info in self._places.values()):
+                raise ValueError("what it says of a file's bytes are no numbers")
+        except (AttributeError, TypeError, KeyError, ValueError, RuntimeError, OverflowError) as error:
+            raise CheckpointError(
+                f"{path / METADATA} does not describe a checkpoint ({error}); copy it again"
+            ) from error
+        self._missing_files()
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of everything that was saved, tensors or not."""
+        return list(self._records)
+
+    @property
+    def files(self) -> int:
+        """How many files it has."""
+        return len({info.relative_path for info in self._places.values()})
+
+    def _missing_files(self) -> None:
+        wanted = sorted({str(info.relative_path) for info in self._places.values()})
+        lost = [name for name in wanted if not (self._path / name).is_file()]
+        if lost:
+            shown = ", ".join(lost[:8]) + (", …" if len(lost) > 8 else "")
+            raise CheckpointError(f"{self._path} lacks {len(lost)} of its {len(wanted)} files: {shown}; copy them too")
+
+    def read(self, stored: str, index: tuple[int, ...] = ()) -> Tensor:
+        """A whole tensor, or what lies at an index of its first dimensions; one chunk is in memory at a time."""
+        entry, chunks = self.tensors[stored], self._records[stored].chunks
+        if not index and len(chunks) == 1 and torch.Size(chunks[0].sizes) == entry.shape:
+            return self._chunk(stored, chunks[0], entry)
+        wanted = torch.empty(entry.shape[len(index) :], dtype=entry.dtype)
+        covered = 0
+        for chunk in chunks:
+            begins, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            first = tuple(at - begin for at, begin in zip(index, begins, strict=False))
+            if all(0 <= at < size for at, size in zip(first, sizes, strict=False)):
+                rest = zip(begins[len(index) :], sizes[len(index) :], strict=True)
+                part = tuple(slice(begin, begin + size) for begin, size in rest)
+                wanted[part].copy_(self._chunk(stored, chunk, entry)[first])
+                covered += math.prod(sizes[len(index) :])
+        if covered != wanted.numel():
+            raise CheckpointError(f"{self._path}: of {stored} {covered} of {wanted.numel()} elements were saved")
+        return wanted
+
+    def _chunk(self, stored: str, chunk: Any, entry: TensorEntry) -> Tensor:
+        info = self._places.get((stored, tuple(chunk.offsets))) or self._places.get((stored, None))
+        if info is None:
+            raise CheckpointError(f"{self._path / METADATA} does not say where {stored} lies; copy it again")
+        tensor = self._load(info, stored)
+        if not isinstance(tensor, Tensor) or tensor.shape != torch.Size(chunk.sizes) or tensor.dtype != entry.dtype:
+            raise CheckpointError(f"{self._path / info.relative_path}: {stored} is not the tensor that was saved")
+        return tensor.detach()
+
+    def value(self, stored: str) -> Any:
+        """Something that is no tensor; None where there is no such thing."""
+        info = self._places.get((stored, None))
+        if info is None or hasattr(self._records.get(stored), "chunks"):
+            return None
+        return self._load(info, stored)
+
+    def _load(self, info: Any, stored: str) -> Any:
+        path = self._path / info.relative_path
+        if getattr(info, "transform_descriptors", None):
+            how = ", ".join(info.transform_descriptors)
+            raise CheckpointError(f"{path} is stored through an extension ({how}), which cannot be read here")
+        try:
+            with path.open("rb") as file:
+                part = io.BufferedReader(_Part(file, info.offset, info.length))
+                return torch.load(part, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises whatever the unpickler and the archive reader did
+            raise refusal(path, error, stored) from error
+
+
+def _check_chunks(name: str, record: Any) -> None:
+    """Chunks must make up their tensor exactly. [Note: pieces that do not fit together]"""
+    whole = tuple(record.size)
+    pieces = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in record.chunks]
+    for start, shape in pieces:
+        if not len(start) == len(shape) == len(whole):
+            raise ValueError(f"a chunk of {name} from {start} with the shape {shape} is not of its shape {whole}")
+        if any(a < 0 or n < 0 or a + n > most for a, n, most in zip(start, shape, whole, strict=True)):
+            raise ValueError(f"a chunk of {name} from {start} with the shape {shape} leaves its shape {whole}")
+    if reason := untiled([piece for piece in pieces if 0 not in piece[1]], whole):
+        raise ValueError(f"the chunks of {name} do not make up its shape {whole}: {reason}")
+
+
+def _is_no_stretch(info: Any) -> bool:
+    return not all(type(number) is int and number >= 0 for number in (info.offset, info.length))
+
+
+class _Part(io.RawIOBase):
+    """A stretch of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
+        self._file, self._begin, self._length, self._at = file, begin, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(start + offset, 0)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        room = memoryview(buffer)[: max(self._length - self._at, 0)]
+        self._file.seek(self._begin + self._at)
+        count = self._file.readinto(room)  # type: ignore[attr-defined]  # a buffered reader, which has it
+        self._at += count
+        return int(count)
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    found = properties.args[0] if isinstance(properties.args, tuple) and properties.args else properties.dtype
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{found!r} is no dtype")
+    return found
 
 
 class DcpSource(Source):

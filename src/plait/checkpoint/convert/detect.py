@@ -9,13 +9,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from plait.checkpoint.convert.chunks import METADATA
+from plait.checkpoint.convert.dcp import METADATA
 from plait.checkpoint.convert.deepspeed import is_deepspeed
 from plait.checkpoint.convert.huggingface import is_huggingface
 from plait.checkpoint.convert.megatron import is_megatron
-from plait.checkpoint.convert.source import Entry, Source
+from plait.checkpoint.convert.source import Source, TensorEntry
 from plait.checkpoint.folder import CheckpointFolder
-from plait.checkpoint.manifest import NAME as MANIFEST
+from plait.checkpoint.manifest import MANIFEST_NAME as MANIFEST
 from plait.config import read_name
 from plait.errors import CheckpointError, ConfigError, Problem
 from plait.plugins import call, find
@@ -82,7 +82,7 @@ class MappingSource(Source):
     def __init__(self, path: Path, kind: str, tensors: Mapping[str, Tensor]) -> None:
         self.path, self.kind, self.state = path, kind, {}
         self._tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        self.entries = {name: Entry(tensor.shape, tensor.dtype) for name, tensor in self._tensors.items()}
+        self.entries = {name: TensorEntry(tensor.shape, tensor.dtype) for name, tensor in self._tensors.items()}
         self.facts = {"holds": f"weights, as {kind} reads them"}
 
     def read(self, name: str) -> Tensor:

@@ -6,20 +6,274 @@ so a conversion would seem to, and under a limit really would, hold all that it 
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import re
+import sys
 import zipfile
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from plait.checkpoint.convert.pickled import Stored, asks_for, open_file
-from plait.checkpoint.convert.source import Entry
+from plait.checkpoint.convert.source import TensorEntry
 from plait.checkpoint.tensorfile import as_bytes, read_all, read_slots
 from plait.errors import CheckpointError
+
+# A file of `torch.save`, opened without running anything that is in it and without reading its tensors.
+#
+# The unpickler knows containers, and tensors by where they lie. A plain state dict needs nothing else, so there a file
+# that asks for more is refused (`strict`).
+#
+# [Note: inert objects]
+# DeepSpeed pickles its own objects beside the tensors: loss scalers, enums, addresses of fragments. `torch.load` would
+# either import and build them, which runs whatever a file asks for, or refuse the file. Here every class or function
+# that is not known is replaced by a class that only remembers what was asked of it. So a file opens without the
+# packages that wrote it, and a file that asks for `os.system` gets a note saying so.
+
+
+class Inert:
+    """Something that was not built: the name of its class, the arguments and the state it was to have."""
+
+    known_as = ""
+    args: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __new__(cls, *args: Any, **_: Any) -> Self:
+        """Pickle may make an object in two ways, and only one of them calls `__init__`."""
+        self = super().__new__(cls)
+        self.args = args
+        return self
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __call__(self, *args: Any, **_: Any) -> Inert:
+        """What it would have returned is as inert."""
+        return Inert(*args)
+
+    # What an unpickler does to subclasses of dict and list.
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def append(self, item: Any) -> None:
+        """Nothing is kept."""
+
+    def extend(self, items: Any) -> None:
+        """Nothing is kept."""
+
+    def __repr__(self) -> str:
+        return f"<{self.known_as or 'something'}, not opened>"
+
+
+def field(thing: Any, key: str, default: Any = None) -> Any:
+    """An attribute of an object that was not built."""
+    state = thing.state if isinstance(thing, Inert) else None
+    return state.get(key, default) if isinstance(state, dict) else default
+
+
+@dataclass(frozen=True, slots=True)
+class PickledTensor:
+    """A tensor, by where it lies in a file."""
+
+    path: Path
+    begin: int
+    """Byte of the file at which its first element is."""
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return self.shape.numel()
+
+    def read(self) -> Tensor:
+        """The whole tensor."""
+        reach = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        flat = torch.empty(reach if self.numel else 0, dtype=self.dtype)
+        self.fill(flat, 0)
+        return flat.as_strided(self.shape, self.stride).contiguous()
+
+    def fill(self, into: Tensor, start: int) -> None:
+        """Read as many elements as `into`, which is flat, has room for; the first is number `start` in memory."""
+        if into.numel() == 0:
+            return
+        try:
+            file = os.open(self.path, os.O_RDONLY)
+            try:
+                whole = read_all(file, as_bytes(into), self.begin + start * self.dtype.itemsize)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} can no longer be read: {error.strerror}") from error
+        if not whole:
+            raise CheckpointError(f"{self.path} ends in the middle of a tensor; copy it again")
+
+
+class _Storage(NamedTuple):
+    begin: int
+    bytes: int
+    dtype: torch.dtype
+
+
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+    "UntypedStorage": torch.uint8,
+}
+_CONTAINERS: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "defaultdict"): defaultdict,
+    ("collections", "Counter"): Counter,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("builtins", "bytearray"): bytearray,
+    ("builtins", "complex"): complex,
+    ("torch", "Size"): torch.Size,
+    ("torch", "device"): torch.device,
+    ("torch.torch_version", "TorchVersion"): str,
+    # Named as what a tensor is to become, and never made here.
+    ("torch", "Tensor"): Inert,
+    ("torch.nn.parameter", "Parameter"): Inert,
+    ("torch.nn.parameter", "Buffer"): Inert,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, path: Path, offsets: dict[str, tuple[int, int]], *, strict: bool) -> None:
+        super().__init__(io.BytesIO(data))
+        self._path, self._offsets, self._strict = path, offsets, strict
+        self._known = _CONTAINERS | {
+            ("torch._utils", "_rebuild_tensor"): self._tensor,
+            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
+            ("torch._utils", "_rebuild_tensor_v3"): self._tensor_of_dtype,
+            ("torch._utils", "_rebuild_parameter"): _first,
+            ("torch._utils", "_rebuild_parameter_with_state"): _first,
+            ("torch._tensor", "_rebuild_from_type_v2"): _call_inner,
+            ("_codecs", "encode"): _bytes,
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = self._known.get(("builtins" if module == "__builtin__" else module, name))
+        if known is not None:
+            return known
+        if module in ("torch", "torch.storage") and name in _STORAGES:
+            return _STORAGES[name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if self._strict:
+            raise asks_for(self._path, f"{module}.{name}")
+        return type(name.rpartition(".")[2], (Inert,), {"known_as": f"{module}.{name}"})
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        _, dtype, key, *_ = pid
+        return _Storage(*self._offsets[str(key)], dtype)
+
+    def _tensor(self, storage: _Storage, offset: int, size: Any, stride: Any, *rest: Any) -> PickledTensor:
+        if len(rest) > 2 and rest[2]:
+            raise ValueError(f"it holds a tensor that is not as it lies there: {rest[2]}")
+        if not all(type(number) is int and number >= 0 for number in (offset, *size, *stride)) or len(size) != len(
+            stride
+        ):
+            raise ValueError(f"it holds a tensor of size {size!r:.80} and stride {stride!r:.80} at {offset!r:.20}")
+        reach = 0 if 0 in size else 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+        if (offset + reach) * storage.dtype.itemsize > storage.bytes:
+            raise ValueError(
+                f"it holds a tensor of {reach} elements at {offset}, which leaves its {storage.bytes} bytes"
+            )
+        begin = storage.begin + offset * storage.dtype.itemsize
+        return PickledTensor(self._path, begin, storage.dtype, torch.Size(size), tuple(stride))
+
+    def _tensor_of_dtype(
+        self, storage: _Storage, offset: int, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
+    ) -> PickledTensor:
+        return self._tensor(_Storage(storage.begin, storage.bytes, dtype), offset, size, stride)
+
+
+def _first(data: Any, *_: Any) -> Any:
+    return data
+
+
+def _call_inner(function: Any, _kind: Any, args: tuple[Any, ...], _state: Any) -> Any:
+    return function(*args)
+
+
+def _bytes(text: str, encoding: str) -> bytes:
+    """How the pickles of `torch.save` write bytes."""
+    return text.encode(encoding)
+
+
+def asks_for(path: Path, what: str) -> CheckpointError:
+    """What to say of a file that wants something imported or called."""
+    return CheckpointError(
+        f"{path} asks for {what}, and from a checkpoint no code is executed; nothing of it was run. "
+        "If you trust it, load it with the program that wrote it, and save its state dict alone"
+    )
+
+
+def open_file(path: Path, *, strict: bool = False) -> Any:
+    """What a file holds, each tensor as a `Stored`. [Note: inert objects]
+
+    `strict`: something that is neither a container nor a tensor is an error, and no inert object.
+    """
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            places = {record.filename.partition("/")[2]: record for record in archive.infolist()}
+            if any(record.compress_type != zipfile.ZIP_STORED for record in places.values()):
+                raise ValueError("it is compressed, as torch.save never does")
+            order = archive.read(places["byteorder"]).decode() if "byteorder" in places else "little"
+            if order != sys.byteorder:
+                raise ValueError(f"its numbers are {order}-endian, and this machine's are not")
+            offsets = {
+                name.removeprefix("data/"): (data_begins(file, record.header_offset), record.file_size)
+                for name, record in places.items()
+                if name.startswith("data/")
+            }
+            return _Unpickler(archive.read(places["data.pkl"]), path, offsets, strict=strict).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle may fail in any way
+        raise CheckpointError(_unreadable(path, error)) from error
+
+
+def data_begins(file: BinaryIO, header: int) -> int:
+    """Where the bytes of a record of an archive begin, whose header begins at `header`.
+
+    The header's own length stands in the header alone, and not in the directory at the end of the archive.
+    """
+    file.seek(header + 26)
+    lengths = file.read(4)
+    return header + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    found = sorted(p.name for p in path.parent.glob("*.pt")) if path.parent.is_dir() else []
+    some = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+    if not path.exists():
+        return f"{path} is missing; {path.parent} holds {some or 'no .pt file'}"
+    return (
+        f"{path} ({path.stat().st_size} bytes) cannot be read: {type(error).__name__}: {error}. It is damaged, or was "
+        f"not written to its end: copy it again{f'. Found beside it: {some}' if some else ''}"
+    )
 
 
 class SafetensorsFile:
@@ -33,20 +287,20 @@ class SafetensorsFile:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise CheckpointError(f"{path} is not a whole safetensors file ({error}); copy it again") from error
-        self.entries = {name: Entry(torch.Size(slot.shape), slot.dtype) for name, slot in self._slots.items()}
+        self.entries = {name: TensorEntry(torch.Size(slot.shape), slot.dtype) for name, slot in self._slots.items()}
         self._file = os.open(path, os.O_RDONLY)
 
     def read(self, name: str) -> Tensor:
         """One whole tensor."""
         slot = self._slots[name]
-        return read_bytes(self._file, slot.begin, Entry(torch.Size(slot.shape), slot.dtype), self.path)
+        return read_bytes(self._file, slot.begin, TensorEntry(torch.Size(slot.shape), slot.dtype), self.path)
 
     def close(self) -> None:
         """Let go of the file."""
         os.close(self._file)
 
 
-Found = Stored | Tensor
+Found = PickledTensor | Tensor
 """A tensor of a file of `torch.save`: where it lies, or, in the oldest format, itself."""
 
 
@@ -100,7 +354,7 @@ def tensors_in(content: Any) -> list[Found]:
     return []
 
 
-def read_bytes(file: int, begin: int, entry: Entry, path: Path) -> Tensor:
+def read_bytes(file: int, begin: int, entry: TensorEntry, path: Path) -> Tensor:
     """A tensor whose bytes lie in a file from `begin` on."""
     if begin < 0 or begin + entry.bytes > os.fstat(file).st_size:  # looked at before there is memory for it
         raise CheckpointError(f"{path} is truncated: it ends before byte {begin + entry.bytes}; copy it again")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.convert.files import Found, SafetensorsFile, TorchFile, read_found
-from plait.checkpoint.convert.source import Entry, Source
+from plait.checkpoint.convert.source import Source, TensorEntry
 from plait.checkpoint.tensorfile import DTYPES, TensorFileWriter
 from plait.config import read_json_object, weight_map
 from plait.errors import CheckpointError
@@ -54,7 +54,7 @@ class HuggingFaceSource(Source):
         places = _places(path)
         self._files: dict[Path, SafetensorsFile | TorchFile] = {}
         self._homes: dict[str, Path] = {}
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         try:
             for file in dict.fromkeys(places.values()):
                 self._files[file] = TorchFile(file) if file.suffix == ".bin" else SafetensorsFile(file)
@@ -118,12 +118,12 @@ def _places(folder: Path) -> dict[str, Path]:
         file.close()
 
 
-def _entries(file: SafetensorsFile | TorchFile) -> Mapping[str, Entry]:
+def _entries(file: SafetensorsFile | TorchFile) -> Mapping[str, TensorEntry]:
     if isinstance(file, SafetensorsFile):
         return file.entries
     if not isinstance(file.content, Mapping):
         raise CheckpointError(f"{file.path} holds a {type(file.content).__name__}, and a state dict was expected")
-    return {str(k): Entry(t.shape, t.dtype) for k, t in file.content.items() if isinstance(t, Found)}
+    return {str(k): TensorEntry(t.shape, t.dtype) for k, t in file.content.items() if isinstance(t, Found)}
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _without_dtype(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
 
 
-def _main_dtype(entries: Mapping[str, Entry]) -> str:
+def _main_dtype(entries: Mapping[str, TensorEntry]) -> str:
     """The dtype in which most of the weights are."""
     sizes: dict[torch.dtype, int] = {}
     for entry in entries.values():
@@ -189,7 +189,7 @@ def _main_dtype(entries: Mapping[str, Entry]) -> str:
     return str(most).removeprefix("torch.")
 
 
-def _shards(entries: Mapping[str, Entry], limit: int) -> list[list[str]]:
+def _shards(entries: Mapping[str, TensorEntry], limit: int) -> list[list[str]]:
     """Names for each file, in order; a tensor larger than the limit has a file to itself."""
     shards: list[list[str]] = [[]]
     size = 0

@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plait.checkpoint.convert.source import Entry, Source
+from plait.checkpoint.convert.source import Source, TensorEntry
 from plait.checkpoint.folder import CheckpointFolder
-from plait.checkpoint.index import TensorRecord
 from plait.checkpoint.load import verify
-from plait.checkpoint.manifest import open_checkpoint, remedy
+from plait.checkpoint.manifest import TensorRecord, open_checkpoint, remedy
 from plait.checkpoint.read import PieceReader, try_to_read
 from plait.errors import CheckpointError
 
@@ -30,7 +29,7 @@ class PlaitSource(Source):
         self._checkpoint = checkpoint
         self._tensors = checkpoint.index.tensors
         self._reader = PieceReader(folder, checkpoint=checkpoint)
-        self.entries = {name: Entry(torch.Size(r.shape), r.dtype) for name, r in self._tensors.items()}
+        self.entries = {name: TensorEntry(torch.Size(r.shape), r.dtype) for name, r in self._tensors.items()}
         self.state = manifest.state
         plait, torch_version = (manifest.versions.get(name, "unknown") for name in ("plait", "torch"))
         self.facts = {

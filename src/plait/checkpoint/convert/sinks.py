@@ -9,9 +9,8 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from plait.checkpoint.convert.huggingface import Description
-from plait.checkpoint.convert.source import Source
+from plait.checkpoint.convert.source import Source, only
 from plait.checkpoint.convert.target import replacing
-from plait.checkpoint.convert.view import only
 from plait.checkpoint.save import write_alone
 from plait.errors import CheckpointError, ConfigError, Problem
 from plait.plugins import call, find
@@ -37,7 +36,7 @@ SHARD_SIZE = 5 * 10**9
 
 
 @dataclass(frozen=True)
-class Written:
+class ConversionResult:
     """What a conversion wrote."""
 
     tensors: int
@@ -86,7 +85,7 @@ def convert(
     shard_size: int = SHARD_SIZE,
     optimizer: bool = False,
     overwrite: bool = False,
-) -> Written:
+) -> ConversionResult:
     """Write all of a source (see `part_for`) in another form; one tensor after another, and all or nothing.
 
     `to` may name a `Writer` of the user's own. `description` is needed for `hf` alone.
@@ -102,7 +101,7 @@ def convert(
             size: int = find("converter", WRITERS[to], _KEY)(source, staging, **told.get(to, {}))
         else:
             size = _write_with(to, source, staging)
-    return Written(len(source.entries), size)
+    return ConversionResult(len(source.entries), size)
 
 
 def steps(source: Source) -> int:

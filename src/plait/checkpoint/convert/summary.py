@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from plait.checkpoint.convert.source import Entry
+from plait.checkpoint.convert.source import TensorEntry
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A whole component of a name that is a number."""
@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 Numbers = tuple[int, ...]
 
 
-class Row(NamedTuple):
+class SummaryRow(NamedTuple):
     """One tensor, or several that differ in their numbers only."""
 
     name: str
@@ -28,7 +28,7 @@ class Row(NamedTuple):
     """Of all of them."""
 
 
-class Part(NamedTuple):
+class SummaryGroup(NamedTuple):
     """Everything under one first word: `model`, `optim`, `rng`, `hook`."""
 
     name: str
@@ -37,7 +37,7 @@ class Part(NamedTuple):
     bytes: int
 
 
-def rows(entries: Mapping[str, Entry], *, every: bool = False) -> list[Row]:
+def rows(entries: Mapping[str, TensorEntry], *, every: bool = False) -> list[SummaryRow]:
     """The table, part by part in the order of the checkpoint: `every` tensor in its own row, or alike ones together.
 
     Together are: layers (`{0..31}`), the states of one parameter (`{exp_avg,exp_avg_sq}`), and all counts of an
@@ -47,11 +47,11 @@ def rows(entries: Mapping[str, Entry], *, every: bool = False) -> list[Row]:
     entries = dict(sorted(entries.items(), key=lambda item: order.index(item[0].partition(".")[0])))
     if every:
         return [_row(name, 1, entry) for name, entry in entries.items()]
-    alike: dict[tuple[str, Entry], dict[str, list[str]]] = {}
+    alike: dict[tuple[str, TensorEntry], dict[str, list[str]]] = {}
     for name, entry in entries.items():
         stem, key = _split(name, entry)
         alike.setdefault((_NUMBER.sub("{}", stem), entry), {}).setdefault(stem, []).append(key)
-    found: list[Row] = []
+    found: list[SummaryRow] = []
     for (pattern, entry), stems in alike.items():
         for keys in dict.fromkeys(tuple(dict.fromkeys(each)) for each in stems.values()):
             same = [stem for stem, each in stems.items() if tuple(dict.fromkeys(each)) == keys]
@@ -67,7 +67,7 @@ def _numbers(stem: str) -> Numbers:
     return tuple(int(number) for number in _NUMBER.findall(stem))
 
 
-def _split(name: str, entry: Entry) -> tuple[str, str]:
+def _split(name: str, entry: TensorEntry) -> tuple[str, str]:
     """A parameter and the key of its state; of anything else, the name alone."""
     if not name.startswith("optim."):
         return name, ""
@@ -75,19 +75,19 @@ def _split(name: str, entry: Entry) -> tuple[str, str]:
     return ("optim.*" if not entry.shape else stem), key
 
 
-def parts(entries: Mapping[str, Entry]) -> list[Part]:
+def parts(entries: Mapping[str, TensorEntry]) -> list[SummaryGroup]:
     """The total of each part."""
-    found: dict[str, list[Entry]] = {}
+    found: dict[str, list[TensorEntry]] = {}
     for name, entry in entries.items():
         found.setdefault(name.partition(".")[0], []).append(entry)
     return [
-        Part(name, len(each), sum(e.shape.numel() for e in each), sum(e.bytes for e in each))
+        SummaryGroup(name, len(each), sum(e.shape.numel() for e in each), sum(e.bytes for e in each))
         for name, each in found.items()
     ]
 
 
-def _row(name: str, tensors: int, entry: Entry) -> Row:
-    return Row(name, tensors, tuple(entry.shape), str(entry.dtype).removeprefix("torch."), entry.bytes * tensors)
+def _row(name: str, tensors: int, entry: TensorEntry) -> SummaryRow:
+    return SummaryRow(name, tensors, tuple(entry.shape), str(entry.dtype).removeprefix("torch."), entry.bytes * tensors)
 
 
 def _products(found: list[Numbers]) -> Iterable[list[Numbers]]:

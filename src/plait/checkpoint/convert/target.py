@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from plait.atomic_write import drafting
 from plait.errors import CheckpointError
-from plait.ops import drafting
 
 
 @contextmanager

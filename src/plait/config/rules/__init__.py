@@ -10,28 +10,28 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from plait.config.draft import origin_of
-from plait.config.rules import data, engine, model, offload, online, posttrain, precision, strategy, train
-from plait.config.rules.facts import Facts
+from plait.config.rules import engines, model, posttrain, strategy
+from plait.config.rules.facts import RunFacts
 from plait.config.run import RunConfig
 from plait.errors import ConfigError, Problem
 
-Rule = Callable[[Facts], Iterable[Problem]]
+Rule = Callable[[RunFacts], Iterable[Problem]]
 RULES: tuple[Rule, ...] = (
-    *strategy.RULES,
-    *offload.RULES,
-    *engine.RULES,
-    *precision.RULES,
-    *train.RULES,
-    *model.RULES,
-    *data.RULES,
-    *posttrain.RULES,
-    *online.RULES,
+    *strategy.STRATEGY_RULES,
+    *strategy.OFFLOAD_RULES,
+    *engines.ENGINE_RULES,
+    *model.PRECISION_RULES,
+    *model.TRAIN_RULES,
+    *model.MODEL_RULES,
+    *model.DATA_RULES,
+    *posttrain.POSTTRAIN_RULES,
+    *posttrain.ONLINE_RULES,
 )
 
 
 def violations(config: RunConfig, *, has_val: bool, require_length: bool) -> list[Problem]:
     """Every rule that `config` breaks."""
-    facts = Facts(config, has_val or config.val_data is not None, require_length)
+    facts = RunFacts(config, has_val or config.val_data is not None, require_length)
     return [problem for rule in RULES for problem in rule(facts)]
 
 

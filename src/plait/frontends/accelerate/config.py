@@ -3,25 +3,585 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plait.config import read, whole_number
+from plait.config import choose, read, show, whole_number
 from plait.errors import ConfigError, Problem
-from plait.frontends import Translation
-from plait.frontends.accelerate.fsdp import read_fsdp
-from plait.frontends.accelerate.parts import (
-    read_deepspeed,
-    read_dynamo,
-    read_megatron,
-    read_mpirun,
-    read_parallelism,
-    set_precision,
-)
-from plait.frontends.accelerate.words import Reader, Words, answered, switched_off
+from plait.frontends import KeyEntry, KeyOutcome, KeyReport, Translation
 from plait.launch import Machines
+
+# A translation while it is put together: settings in Plait's words, and an answer for every key.
+
+
+Reader = Callable[["TranslatedSettings", str, Any], None]
+"""Answers one key: (words, the key's full name, its value)."""
+
+
+class TranslatedSettings:
+    """Collects settings by their dotted paths, and what became of each key."""
+
+    def __init__(self) -> None:
+        self.account = KeyReport()
+        self.problems: list[Problem] = []
+        self._settings: dict[str, Any] = {}
+
+    def set(self, path: str, value: Any) -> None:
+        """Give a setting of Plait a value."""
+        self._settings[path] = value
+
+    def get(self, path: str) -> Any:
+        """What a setting was given; None where it was not."""
+        return self._settings.get(path)
+
+    def drop(self, path: str) -> None:
+        """Take a setting back."""
+        self._settings.pop(path, None)
+
+    def honoured(self, key: str, value: Any, text: str) -> None:
+        """It does here what it does there."""
+        self.account.add(KeyOutcome.HONOURED, key, value, text)
+
+    def mapped(self, key: str, value: Any, text: str) -> None:
+        """Something here does the same under another name."""
+        self.account.add(KeyOutcome.MAPPED, key, value, text)
+
+    def unneeded(self, key: str, value: Any, text: str) -> None:
+        """It has no meaning here."""
+        self.account.add(KeyOutcome.UNNEEDED, key, value, text)
+
+    def refused(self, key: str, value: Any, text: str) -> None:
+        """It cannot be had."""
+        self.account.add(KeyOutcome.REFUSED, key, value, text)
+
+    def wrong(self, key: str, message: str, remedy: str) -> None:
+        """The key or its value is a mistake."""
+        self.problems.append(Problem(key, message, remedy))
+
+    def read(self, section: Mapping[str, Any], readers: Mapping[str, Reader], prefix: str = "") -> None:
+        """Answer every key of a section; an unknown one is a problem, with a suggestion."""
+        for name, value in section.items():
+            reader = readers.get(name)
+            if reader is None:
+                self.wrong(f"{prefix}{name}", "Accelerate has no such key", choose(name, sorted(readers), "key"))
+            else:
+                reader(self, f"{prefix}{name}", value)
+
+    def section(self, key: str, value: Any) -> Mapping[str, Any] | None:
+        """The section that a value is; None, with the answer given, where there is nothing to read."""
+        if not value:
+            self.unneeded(key, value, "empty")
+        elif isinstance(value, Mapping):
+            return value
+        else:
+            self.wrong(key, f"{value!r} is no section", "Write its keys below it.")
+        return None
+
+    def translation(self) -> Translation:
+        """The sections and the account; raises `ConfigError` with every mistake."""
+        if self.problems:
+            raise ConfigError(self.problems)
+        sections: dict[str, Any] = {}
+        for path, value in self._settings.items():
+            *outer, name = path.split(".")
+            node = sections
+            for part in outer:
+                node = node.setdefault(part, {})
+            node[name] = value
+        return Translation(sections, self.account)
+
+    # ---- values as people write them
+
+    def flag(self, key: str, value: Any) -> bool:
+        """A switch: true and false, or the words that YAML and the command line have for them."""
+        word = str(value).lower()
+        if value is None or word in ("false", "no", "none", "0", ""):
+            return False
+        if word not in ("true", "yes", "1"):
+            self.wrong(key, f"{show(value)} is neither true nor false", "Write true or false.")
+        return True
+
+    def count(self, key: str, value: Any, *, least: int = 1) -> int | None:
+        """A whole number; None, with a problem, where it is none."""
+        try:
+            number = int(value)
+        except (TypeError, ValueError):
+            number = least - 1
+        if isinstance(value, bool) or number < least:
+            self.wrong(key, f"{show(value)} is no number from {least}", "Write a whole number.")
+            return None
+        return number
+
+    def word(self, key: str, value: Any, choices: Iterable[str]) -> str | None:
+        """One of `choices`, in any case; None, with a problem, where it is none of them."""
+        choices = list(choices)
+        found = next((choice for choice in choices if choice.lower() == str(value).lower()), None)
+        if found is None:
+            self.wrong(key, f"{show(value)} is not known", choose(value, choices, "word"))
+        return found
+
+
+def answered(kind: str, text: str) -> Reader:
+    """A reader that gives the same answer to any value: `mapped`, `unneeded` or `refused`."""
+    return lambda words, key, value: getattr(words, kind)(key, value, text)
+
+
+def switched_off(refusal: str) -> Reader:
+    """A reader for what Plait does not have: fine while it is off, refused otherwise."""
+
+    def read(words: TranslatedSettings, key: str, value: Any) -> None:
+        if value in (None, [], {}, "") or (not isinstance(value, (list, dict)) and _is_off(value)):
+            words.unneeded(key, value, "off, as here")
+        else:
+            words.refused(key, value, refusal)
+
+    return read
+
+
+def _is_off(value: Any) -> bool:
+    return str(value).lower() in ("false", "no", "none", "0")
+
+
+# Smaller sections of an Accelerate configuration: dynamo, parallelism, DeepSpeed, Megatron.
+
+
+def section(readers: Mapping[str, Reader]) -> Reader:
+    """A reader for a section with these keys."""
+
+    def read(words: TranslatedSettings, key: str, value: Any) -> None:
+        if (section := words.section(key, value)) is not None:
+            words.read(section, readers, f"{key}.")
+
+    return read
+
+
+def _size(path: str) -> Reader:
+    def read(words: TranslatedSettings, key: str, value: Any) -> None:
+        number = words.count(key, 1 if value is None else value)
+        if number is not None:
+            words.set(path, number)
+            words.honoured(key, value, f"{path}: {number}")
+
+    return read
+
+
+def _switch(path: str, on: Any = True, off: Any = False) -> Reader:
+    def read(words: TranslatedSettings, key: str, value: Any) -> None:
+        setting = on if words.flag(key, value) else off
+        words.set(path, setting)
+        words.honoured(key, value, f"{path}: {setting}")
+
+    return read
+
+
+# ---- dynamo_config
+
+
+def _backend(words: TranslatedSettings, key: str, value: Any) -> None:
+    if str(value).lower() in ("no", "false", "none"):
+        words.set("strategy.compile.enabled", False)
+        words.unneeded(key, value, "off, as here")
+        return
+    words.set("strategy.compile.enabled", True)
+    words.set("strategy.compile.backend", str(value).lower())
+    words.honoured(key, value, f"strategy.compile.backend: {str(value).lower()}")
+
+
+def _mode(words: TranslatedSettings, key: str, value: Any) -> None:
+    if value not in (None, "default"):
+        words.set("strategy.compile.mode", str(value))
+    words.honoured(key, value, "strategy.compile.mode")
+
+
+def _regional(words: TranslatedSettings, key: str, value: Any) -> None:
+    scope = "block" if words.flag(key, value) else "auto"
+    words.set("strategy.compile.scope", scope)
+    words.honoured(key, value, f"strategy.compile.scope: {scope}")
+
+
+def _dynamo(words: TranslatedSettings, key: str, value: Any) -> None:
+    section(DYNAMO)(words, key, value)
+    if words.get("strategy.compile.enabled") is False:  # its other keys say nothing, and naming them would ask for it
+        for path in ("mode", "fullgraph", "dynamic", "scope"):
+            words.drop(f"strategy.compile.{path}")
+
+
+DYNAMO: dict[str, Reader] = {
+    "dynamo_backend": _backend,
+    "dynamo_mode": _mode,
+    "dynamo_use_fullgraph": _switch("strategy.compile.fullgraph"),
+    "dynamo_use_dynamic": _switch("strategy.compile.dynamic", True, None),
+    "dynamo_use_regional_compilation": _regional,
+}
+
+
+# ---- parallelism_config
+
+
+def _rotation(words: TranslatedSettings, key: str, value: Any) -> None:
+    word = words.word(key, value, ("allgather", "alltoall"))
+    if word is not None:
+        words.set("strategy.context.kind", "allgather" if word == "allgather" else "ring")
+        words.mapped(key, value, f"strategy.context.kind: {words.get('strategy.context.kind')}")
+
+
+def _ulysses(words: TranslatedSettings, key: str, value: Any) -> None:
+    number = words.count(key, 1 if value is None else value)
+    if number is not None and number > 1:
+        words.set("strategy.layout.cp", number)
+        words.set("strategy.context.kind", "ulysses")
+        words.mapped(key, value, f"strategy.layout.cp: {number}, strategy.context.kind: ulysses")
+    elif number is not None:
+        words.unneeded(key, value, "one rank a sequence, as here")
+
+
+_LENGTH = answered("unneeded", "each batch says how long its sequences are")
+PARALLELISM: dict[str, Reader] = {
+    "parallelism_config_dp_replicate_size": _size("strategy.layout.dp_replicate"),
+    "parallelism_config_dp_shard_size": _size("strategy.layout.dp_shard"),
+    "parallelism_config_tp_size": _size("strategy.layout.tp"),
+    "parallelism_config_cp_size": _size("strategy.layout.cp"),
+    "parallelism_config_cp_backend": answered("mapped", "Plait's own attention over ranks: strategy.context"),
+    "parallelism_config_cp_comm_strategy": _rotation,
+    "parallelism_config_sp_size": _ulysses,
+    "parallelism_config_sp_backend": answered("mapped", "Plait's own: strategy.context.kind: ulysses"),
+    "parallelism_config_sp_seq_length": _LENGTH,
+    "parallelism_config_sp_seq_length_is_variable": _LENGTH,
+    "parallelism_config_sp_attn_implementation": answered("unneeded", "the model's own attention is spread"),
+}
+
+
+# ---- deepspeed_config
+
+
+def read_deepspeed(words: TranslatedSettings, key: str, value: Any) -> None:
+    """The section, through the translation of DeepSpeed's own configuration: the same answer in both places."""
+    if words.section(key, value) is None:
+        return
+    from plait.frontends.deepspeed import translate
+
+    file = value.get("deepspeed_config_file")
+    if file not in (None, "none") and not isinstance(file, (str, Path, Mapping)):
+        words.wrong(f"{key}.deepspeed_config_file", f"{file!r} is no file", "Write its name.")
+        return
+    if file not in (None, "none"):
+        found = translate(file)
+        words.mapped(f"{key}.deepspeed_config_file", file, "read as DeepSpeed's own file; its keys follow")
+        words.account.entries.extend(found.account.entries)
+        doubled = {"deepspeed_config_file", "zero3_init_flag", *_LAUNCHING}
+        for name in value.keys() - doubled:
+            words.wrong(f"{key}.{name}", "stands beside deepspeed_config_file, which says it too", "Leave it out.")
+        rest = {name: each for name, each in value.items() if name != "deepspeed_config_file" and name in doubled}
+        words.read(rest, DEEPSPEED, f"{key}.")
+    else:
+        words.read(value, DEEPSPEED, f"{key}.")
+        config = deepspeed_config(value)
+        found = translate(config)
+        _take_answers(words, key, value, {entry.key: entry for entry in found.account.entries})
+    _merge(words, found.sections)
+
+
+def deepspeed_config(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The DeepSpeed configuration that these keys stand for, as Accelerate makes it."""
+    zero: dict[str, Any] = {"stage": _number(value.get("zero_stage", 2))}
+    for role in ("optimizer", "param"):
+        device = value.get(f"offload_{role}_device")
+        if device not in (None, "none"):
+            zero[f"offload_{role}"] = {"device": device}
+            if device == "nvme":
+                zero[f"offload_{role}"]["nvme_path"] = value.get(f"offload_{role}_nvme_path")
+    config: dict[str, Any] = {"zero_optimization": zero}
+    for name in ("gradient_accumulation_steps", "gradient_clipping"):
+        if value.get(name) not in (None, "auto", "none"):
+            config[name] = _number(value[name])
+    return config
+
+
+def _number(value: Any) -> Any:
+    """A number that was written as text; what is none stays, for DeepSpeed's own translation to speak about."""
+    try:
+        return float(value) if "." in value else int(value)
+    except (TypeError, ValueError):
+        return value
+
+
+def _take_answers(words: TranslatedSettings, key: str, value: Mapping[str, Any], found: Mapping[str, KeyEntry]) -> None:
+    """Give each key the answer that DeepSpeed's own word for it got."""
+    for name, own in _OWN_WORDS.items():
+        if name not in value:
+            continue
+        entry = next((found[each] for each in (own, own.rpartition(".")[0]) if each in found), None)
+        if entry is None:
+            words.unneeded(f"{key}.{name}", value[name], "says what is so anyway")
+        else:
+            words.account.add(entry.answer, f"{key}.{name}", value[name], entry.text)
+
+
+_OWN_WORDS = {
+    "zero_stage": "zero_optimization.stage",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+}
+
+
+def _merge(words: TranslatedSettings, sections: Mapping[str, Any], prefix: str = "") -> None:
+    for name, value in sections.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            _merge(words, value, f"{path}.")
+        elif path == "precision.compute":
+            set_precision(words, "deepspeed_config", value)
+        else:
+            words.set(path, value)
+
+
+def set_precision(words: TranslatedSettings, key: str, value: str) -> None:
+    """Set the format; that `mixed_precision` and DeepSpeed's configuration say different things is a mistake."""
+    before = words.get("precision.compute")
+    if before not in (None, value):
+        words.wrong(key, f"{value} here, and {before} in another place", "Give it in one place, or the same twice.")
+    words.set("precision.compute", value)
+
+
+def _later(words: TranslatedSettings, key: str, value: Any) -> None:
+    """`_take_answers` answers it."""
+
+
+_LAUNCHING = (
+    "deepspeed_hostfile",
+    "deepspeed_exclusion_filter",
+    "deepspeed_inclusion_filter",
+    "deepspeed_multinode_launcher",
+)
+_LAUNCH = answered("mapped", "`plait launch` takes the same word: --hostfile, --exclude, --include, --launcher")
+DEEPSPEED: dict[str, Reader] = {
+    "deepspeed_config_file": answered("unneeded", "none"),
+    **dict.fromkeys(_OWN_WORDS, _later),
+    **dict.fromkeys(_LAUNCHING, _LAUNCH),
+    "zero3_init_flag": answered("mapped", "strategy.meta_init: no rank ever holds the whole model"),
+    "zero3_save_16bit_model": answered("unneeded", "`plait convert` writes a checkpoint in any format, also later"),
+    "deepspeed_moe_layer_cls_names": switched_off("`strategy.wrap.classes` names blocks, of experts too"),
+}
+
+
+# ---- megatron_lm_config
+
+
+def _recompute_activations(words: TranslatedSettings, key: str, value: Any) -> None:
+    mode = "selective" if words.flag(key, value) else "none"
+    words.set("strategy.recompute.mode", mode)
+    words.mapped(key, value, f"strategy.recompute: {mode}")
+
+
+def _clip(words: TranslatedSettings, key: str, value: Any) -> None:
+    try:
+        words.set("train.clip_norm", float(value))
+    except (TypeError, ValueError):
+        words.wrong(key, f"{value!r} is no number", "Write a number above 0.")
+        return
+    words.honoured(key, value, f"train.clip_norm: {float(value)}")
+
+
+_MODEL = answered("refused", "it describes a model of Megatron's; write it into the section `model`")
+_ELSEWHERE = "has no counterpart; leave it out"
+_MEGATRON: dict[str, Reader] = {
+    "tp_degree": _size("strategy.layout.tp"),
+    "pp_degree": _size("strategy.layout.pp"),
+    "num_micro_batches": _size("strategy.pipeline.micro_batches"),
+    "context_parallel_size": _size("strategy.layout.cp"),
+    "expert_model_parallel_size": _size("strategy.layout.ep"),
+    "sequence_parallelism": _switch("strategy.tensor.sequence_parallel"),
+    "recompute_activations": _recompute_activations,
+    "use_distributed_optimizer": _switch("strategy.zero", 1, 0),
+    "gradient_clipping": _clip,
+    "calculate_per_token_loss": answered("unneeded", "a loss is always divided by the tokens of the whole step"),
+    "use_custom_fsdp": switched_off("write `distributed_type: FSDP`"),
+    "no_load_optim": switched_off('write `checkpoint: {partial: ["optim.*"]}`'),
+    "no_save_optim": switched_off("a checkpoint always holds the optimizer"),
+    "optimizer_cpu_offload": switched_off("optimizer states stay on the device; use use_distributed_optimizer"),
+    "overlap_cpu_optimizer_d2h_h2d": switched_off("goes with optimizer_cpu_offload"),
+    "use_precision_aware_optimizer": switched_off("optimizer states are fp32 here"),
+    "eod_mask_loss": _MODEL,
+    "decoder_last_pipeline_num_layers": answered("refused", "name the first layers of each in strategy.pipeline.split"),
+    "recompute_granularity": answered("refused", "write `strategy: {recompute: full | selective}`"),
+    "recompute_method": answered("refused", "write `strategy: {recompute: {mode: every, every: 2}}`"),
+    "recompute_num_layers": answered("refused", "write `strategy: {recompute: {mode: every, every: 2}}`"),
+    "expert_tensor_parallel_size": answered("refused", f"`strategy.layout.tp` cuts experts too: this {_ELSEWHERE}"),
+    **dict.fromkeys(
+        (
+            "attention_backend",
+            "attention_dropout",
+            "hidden_dropout",
+            "attention_softmax_in_fp32",
+            "use_rotary_position_embeddings",
+        ),
+        _MODEL,
+    ),
+}
+MEGATRON: dict[str, Reader] = {f"megatron_lm_{name}": reader for name, reader in _MEGATRON.items()}
+
+read_dynamo = _dynamo
+read_parallelism = section(PARALLELISM)
+read_megatron = section(MEGATRON)
+read_mpirun = section(
+    {
+        "mpirun_hostfile": answered("mapped", "`plait launch --hostfile`"),
+        "mpirun_ccl": answered("unneeded", "oneCCL's worker threads; gloo has its own"),
+    }
+)
+
+# `fsdp_config` of Accelerate, of FSDP 1 and 2.
+
+
+SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+_PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+
+
+def read_fsdp(words: TranslatedSettings, key: str, value: Any) -> None:
+    """The whole section. Without a word about sharding it is FULL_SHARD, as there."""
+    if words.section(key, value) is None:
+        return
+    if words.get("strategy.zero") is None:
+        words.set("strategy.sharding", "FULL_SHARD")
+    words.read(value, FSDP_READERS, f"{key}.")
+    if words.get("strategy.sharding") not in ("FULL_SHARD", "HYBRID_SHARD"):
+        words.drop("strategy.offload.params")  # whole parameters stay where they compute
+    policy = str(value.get("fsdp_auto_wrap_policy", "")).upper()
+    if policy == "SIZE_BASED_WRAP" and words.get("strategy.wrap.min_params") is None:
+        words.wrong(
+            f"{key}.fsdp_auto_wrap_policy", "SIZE_BASED_WRAP without a size", "Add fsdp_min_num_params, from 1."
+        )
+
+
+def _sharding(words: TranslatedSettings, key: str, value: Any) -> None:
+    if str(value).isdecimal() and 1 <= int(value) <= len(SHARDING):
+        value = SHARDING[int(value) - 1]  # torch numbers them from 1
+    word = words.word(key, value, SHARDING)
+    if word is not None:
+        _shard(words, "_HYBRID_SHARD_ZERO2" if word == "HYBRID_SHARD_ZERO2" else word)
+        words.honoured(key, value, f"strategy.sharding: {words.get('strategy.sharding')}")
+
+
+def _reshard(words: TranslatedSettings, key: str, value: Any) -> None:
+    if str(value).lower() not in ("true", "false"):
+        _sharding(words, key, value)  # FSDP 1 takes a strategy here
+        return
+    sharding = "FULL_SHARD" if words.flag(key, value) else "SHARD_GRAD_OP"
+    _shard(words, sharding)
+    words.honoured(key, value, f"strategy.sharding: {sharding}")
+
+
+def _shard(words: TranslatedSettings, sharding: str) -> None:
+    words.set("strategy.sharding", sharding)
+
+
+def _policy(words: TranslatedSettings, key: str, value: Any) -> None:
+    word = words.word(key, value or "NO_WRAP", _POLICIES)
+    if word == "TRANSFORMER_BASED_WRAP":
+        words.honoured(key, value, "strategy.wrap.classes where classes are named, else the model's own blocks")
+    elif word == "SIZE_BASED_WRAP":
+        words.honoured(key, value, "strategy.wrap.min_params")
+    elif word is not None:
+        words.mapped(key, value, "the model's own blocks where it has any: the same maths, less memory at once")
+
+
+def _classes(words: TranslatedSettings, key: str, value: Any) -> None:
+    names = [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value or []
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        words.wrong(key, f"{value!r} names no classes", "Write them with commas between, or as a list.")
+        return
+    if names:
+        words.set("strategy.wrap.classes", names)
+    words.honoured(key, value, "strategy.wrap.classes" if names else "none named: the model's own blocks")
+
+
+def _min_params(words: TranslatedSettings, key: str, value: Any) -> None:
+    if value in (None, 0):
+        words.unneeded(key, value, "no least size")
+        return
+    number = words.count(key, value)
+    if number is not None:
+        words.set("strategy.wrap.min_params", number)
+        words.honoured(key, value, "strategy.wrap.min_params")
+
+
+def _backward_prefetch(words: TranslatedSettings, key: str, value: Any) -> None:
+    word = words.word(key, value or "NO_PREFETCH", _PREFETCH)
+    if word == "BACKWARD_PRE":
+        words.honoured(key, value, "the next block is always gathered while this one computes")
+    elif word is not None:
+        words.mapped(key, value, "the next block is always gathered ahead, as BACKWARD_PRE: the same maths, faster")
+
+
+def _forward_prefetch(words: TranslatedSettings, key: str, value: Any) -> None:
+    if words.flag(key, value):
+        words.set("strategy.forward_prefetch", 1)
+        words.honoured(key, value, "strategy.forward_prefetch: 1")
+    else:
+        words.unneeded(key, value, "off, as here")
+
+
+def _recompute(words: TranslatedSettings, key: str, value: Any) -> None:
+    if words.flag(key, value):
+        words.set("strategy.recompute.mode", "full")
+        words.honoured(key, value, "strategy.recompute: full")
+    else:
+        words.unneeded(key, value, "off, as here")
+
+
+def _version(words: TranslatedSettings, key: str, value: Any) -> None:
+    if str(value) not in ("1", "2"):
+        words.wrong(key, f"{value!r} is no version of FSDP", "Write 1 or 2.")
+        return
+    words.mapped(key, value, "one mechanism for both, torch's fully_shard (FSDP 2)")
+
+
+def _offload(words: TranslatedSettings, key: str, value: Any) -> None:
+    if not words.flag(key, value):
+        words.unneeded(key, value, "off, as here")
+        return
+    words.set("strategy.offload.optimizer", "cpu")
+    words.set("strategy.offload.params", "cpu")
+    words.mapped(key, value, "strategy.offload: {optimizer: cpu, params: cpu}; params only where they are resharded")
+
+
+def _state_dict(words: TranslatedSettings, key: str, value: Any) -> None:
+    if words.word(key, value, _STATE_DICTS) is not None:
+        words.unneeded(
+            key, value, "a checkpoint is written in parts and read whole, by any number of ranks; save_model is whole"
+        )
+
+
+FSDP_READERS: dict[str, Reader] = {
+    "fsdp_version": _version,
+    "fsdp_sharding_strategy": _sharding,
+    "fsdp_reshard_after_forward": _reshard,
+    "fsdp_auto_wrap_policy": _policy,
+    "fsdp_transformer_layer_cls_to_wrap": _classes,
+    "fsdp_min_num_params": _min_params,
+    "fsdp_backward_prefetch": _backward_prefetch,
+    "fsdp_backward_prefetch_policy": _backward_prefetch,
+    "fsdp_forward_prefetch": _forward_prefetch,
+    "fsdp_activation_checkpointing": _recompute,
+    "fsdp_activation_checkpointing_offload": switched_off("activations are recomputed, and not moved; leave it out"),
+    "fsdp_offload_params": _offload,
+    "fsdp_state_dict_type": _state_dict,
+    "fsdp_cpu_ram_efficient_loading": answered(
+        "mapped", "weights are made or read in parts (strategy.meta_init); a model given as an object is rank 0's"
+    ),
+    "fsdp_sync_module_states": answered("mapped", "all ranks always begin with rank 0's weights"),
+    "fsdp_use_orig_params": answered("unneeded", "parameters always keep their names, and may be frozen one by one"),
+    "fsdp_ignored_modules": switched_off("every parameter is sharded; freeze what is not to be trained"),
+    "fsdp_limit_all_gathers": answered("unneeded", "fully_shard never runs further ahead than memory allows"),
+}
 
 _PLAIN = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
 _DEVICES = ("MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON", "XLA", "TPU")
@@ -36,7 +596,7 @@ def translate(source: str | Path | Mapping[str, Any]) -> Translation:
     account; `account.raise_refusals()` makes an error of it.
     """
     config = read(source)
-    words = Words()
+    words = TranslatedSettings()
     kind = _kind(words, config)
     if kind in _PLAIN:
         words.set("strategy.zero", 0)
@@ -52,7 +612,7 @@ def translate(source: str | Path | Mapping[str, Any]) -> Translation:
     return words.translation()
 
 
-def _compare_precision(words: Words, config: Mapping[str, Any]) -> None:
+def _compare_precision(words: TranslatedSettings, config: Mapping[str, Any]) -> None:
     """With Accelerate, DeepSpeed's section stays as it is beside `mixed_precision`: off, it trains in fp32 unsaid."""
     asked, section = str(config.get("mixed_precision")).lower(), config.get("deepspeed_config")
     file = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
@@ -134,13 +694,13 @@ def as_overrides(sections: Mapping[str, Any], prefix: str = "") -> list[str]:
     return found
 
 
-def _kind(words: Words, config: Mapping[str, Any]) -> str:
+def _kind(words: TranslatedSettings, config: Mapping[str, Any]) -> str:
     value = config.get("distributed_type", "NO")
     word = "NO" if value is False else words.word("distributed_type", value, _KINDS)  # YAML reads a bare NO as false
     return word or "NO"
 
 
-def _distributed_type(words: Words, key: str, value: Any) -> None:
+def _distributed_type(words: TranslatedSettings, key: str, value: Any) -> None:
     kind = "NO" if value is False else str(value).upper()
     if kind in _DEVICES:
         words.refused(key, value, "Plait runs on CPU, CUDA and XPU; write MULTI_GPU or MULTI_CPU")
@@ -150,14 +710,14 @@ def _distributed_type(words: Words, key: str, value: Any) -> None:
         words.honoured(key, value, f"the strategy is as {_SECTION_OF.get(kind)} says")
 
 
-def _compute_environment(words: Words, key: str, value: Any) -> None:
+def _compute_environment(words: TranslatedSettings, key: str, value: Any) -> None:
     if str(value).upper() == "LOCAL_MACHINE":
         words.honoured(key, value, "this machine")
     else:
         words.refused(key, value, "write LOCAL_MACHINE; hosts of a cluster are reached by `plait launch`")
 
 
-def _mixed_precision(words: Words, key: str, value: Any) -> None:
+def _mixed_precision(words: TranslatedSettings, key: str, value: Any) -> None:
     if value in (None, False) or str(value).lower() == "no":
         words.honoured(key, value, "precision: fp32")
         return
@@ -173,7 +733,7 @@ def _mixed_precision(words: Words, key: str, value: Any) -> None:
         words.honoured(key, value, f"precision.compute: {word}, with fp32 weights in the optimizer")
 
 
-def _old_fp16(words: Words, key: str, value: Any) -> None:
+def _old_fp16(words: TranslatedSettings, key: str, value: Any) -> None:
     if words.flag(key, value):
         words.set("precision.compute", "fp16")
         words.mapped(key, value, "the old word for mixed_precision: fp16; precision.compute: fp16")
@@ -181,11 +741,11 @@ def _old_fp16(words: Words, key: str, value: Any) -> None:
         words.unneeded(key, value, "off, as here")
 
 
-def _old_dynamo(words: Words, key: str, value: Any) -> None:
+def _old_dynamo(words: TranslatedSettings, key: str, value: Any) -> None:
     read_dynamo(words, key, {"dynamo_backend": value})
 
 
-def _use_cpu(words: Words, key: str, value: Any) -> None:
+def _use_cpu(words: TranslatedSettings, key: str, value: Any) -> None:
     if words.flag(key, value):
         words.set("device", "cpu")
         words.honoured(key, value, "device: cpu")
@@ -193,7 +753,7 @@ def _use_cpu(words: Words, key: str, value: Any) -> None:
         words.honoured(key, value, "device: auto")
 
 
-def _num_processes(words: Words, key: str, value: Any) -> None:
+def _num_processes(words: TranslatedSettings, key: str, value: Any) -> None:
     if value != -1 and words.count(key, value) is None:
         return
     meaning = (
@@ -202,7 +762,7 @@ def _num_processes(words: Words, key: str, value: Any) -> None:
     words.mapped(key, value, meaning)
 
 
-def _num_machines(words: Words, key: str, value: Any) -> None:
+def _num_machines(words: TranslatedSettings, key: str, value: Any) -> None:
     number = words.count(key, value)
     if number == 1:
         words.honoured(key, value, "this machine")
@@ -211,7 +771,7 @@ def _num_machines(words: Words, key: str, value: Any) -> None:
         words.honoured(key, value, f"{meaning}; `plait launch --hostfile` starts all of them")
 
 
-def _gpu_ids(words: Words, key: str, value: Any) -> None:
+def _gpu_ids(words: TranslatedSettings, key: str, value: Any) -> None:
     if value in (None, "all"):
         words.unneeded(key, value, "all devices, as here")
     else:

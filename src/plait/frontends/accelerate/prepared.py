@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from plait.errors import TrainingError
-from plait.strategy import LoopEngine, StepResult
+from plait.distributed import World
+from plait.engine import LoopEngine, StepResult
+from plait.errors import ConfigError, Problem, TrainingError
+from plait.frontends.deepspeed import Parameters, Recipe
 from plait.torch_internals import count_schedule_step, schedule_steps
 
 if TYPE_CHECKING:
-    from plait.frontends.accelerate.gradients import GradientState
+    from plait.frontends.accelerate.loader import GradientState
 
 
 class PreparedModel(nn.Module):
@@ -232,3 +236,170 @@ class PreparedScheduler:
         if name == "scheduler":  # while it is being unpickled
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+
+# Tensors and objects of all ranks, in the order of the data.
+
+
+class Gatherer:
+    """Collectives over the ranks that see different data, one of each where several see the same."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        ranks: dict[int, int] = {}
+        for rank, share in enumerate(world.gather(world.data_rank)):
+            ranks.setdefault(share, rank)
+        self._ranks = [ranks[share] for share in sorted(ranks)]
+
+    def gather(self, value: Any) -> Any:
+        """Each tensor of nested values, from every rank, one after another along the first dimension."""
+        return apply(self._gather, value)
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor.contiguous()
+        if self._world.size == 1:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self._world.size)]
+        dist.all_gather(parts, tensor)
+        return torch.cat([parts[rank] for rank in self._ranks])
+
+    def gather_objects(self, value: Sequence[Any]) -> list[Any]:
+        """Every rank's objects, as one list."""
+        parts = self._world.gather(list(value) if isinstance(value, (list, tuple)) else [value])
+        return [each for rank in self._ranks for each in parts[rank]]
+
+    def gather_for_metrics(self, value: Any, gradients: Any, *, as_objects: bool) -> Any:
+        """Everything of a round of batches, without the samples that were repeated to fill it up.
+
+        `gradients` knows whether the round is the last one, and how many of its samples are no repetitions.
+        """
+        objects = as_objects or not has_only_tensors(value)
+        data = self.gather_objects(value) if objects else self.gather(value)
+        count = gradients.remainder
+        if not gradients.end_of_dataloader or count <= 0:
+            return data
+        return data[:count] if objects else first_rows(data, count)
+
+    def reduce(self, value: Any, reduction: str, scale: float) -> Any:
+        """The sum or mean of each tensor over all ranks, times `scale`."""
+        if reduction not in ("sum", "mean", "none"):
+            raise TrainingError(f"reduction={reduction!r} is not known: write 'sum', 'mean' or 'none'")
+
+        def one(tensor: Tensor) -> Tensor:
+            total = tensor.detach().clone()
+            if self._world.size > 1 and reduction != "none":
+                dist.all_reduce(total)
+            if reduction == "mean":
+                total = total / self._world.size
+            return total * scale if scale != 1.0 else total
+
+        return apply(one, value)
+
+    def pad(self, value: Any, *, dim: int, pad_index: int, pad_first: bool) -> Any:
+        """Each tensor as long along `dim` as the longest of all ranks, filled up with `pad_index`."""
+
+        def one(tensor: Tensor) -> Tensor:
+            if self._world.size == 1 or not -tensor.ndim <= dim < tensor.ndim:
+                return tensor
+            longest = max(self._world.gather(tensor.shape[dim]))
+            missing = longest - tensor.shape[dim]
+            if missing == 0:
+                return tensor
+            shape = list(tensor.shape)
+            shape[dim] = missing
+            filling = tensor.new_full(shape, pad_index)
+            return torch.cat((filling, tensor) if pad_first else (tensor, filling), dim=dim)
+
+        return apply(one, value)
+
+
+def has_only_tensors(value: Any) -> bool:
+    """Whether nested values are tensors throughout."""
+    if isinstance(value, Tensor):
+        return True
+    if isinstance(value, dict):
+        return all(has_only_tensors(each) for each in value.values())
+    return isinstance(value, (list, tuple)) and all(has_only_tensors(each) for each in value)
+
+
+def first_rows(value: Any, count: int) -> Any:
+    """The first rows of nested tensors."""
+    return apply(lambda tensor: tensor[:count], value)
+
+
+# Stand-ins for an optimizer and a scheduler that a DeepSpeed configuration describes.
+
+
+class DummyOptim:
+    """Says which parameters the optimizer of the DeepSpeed configuration gets; `prepare` makes it.
+
+    `lr` and `weight_decay` fill what the configuration leaves open with `"auto"`.
+    """
+
+    def __init__(self, params: Parameters, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+        self.params: list[Any] = list(params)
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
+
+    @property
+    def parameters(self) -> list[Any]:
+        """All of them, without their groups."""
+        groups = (each["params"] if isinstance(each, Mapping) else [each] for each in self.params)
+        return [param for group in groups for param in group]
+
+
+class DummyScheduler:
+    """Stands for the schedule of the DeepSpeed configuration, or for what `lr_scheduler_callable` makes."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Optimizer], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs
+
+
+def make_optimizer(recipe: Recipe, dummy: DummyOptim, model: nn.Module) -> Optimizer:
+    """The optimizer that a stand-in stands for, over parameters of `model`."""
+    if not recipe.has_optimizer:
+        raise _missing("DummyOptim", "optimizer", "Make a torch.optim optimizer.")
+    auto = {"optimizer.params.lr": dummy.lr, "optimizer.params.weight_decay": dummy.weight_decay}
+    return recipe.optimizer(model, dummy.params, auto)
+
+
+def make_scheduler(recipe: Recipe, dummy: DummyScheduler, optimizer: Optimizer, *, ranks: int) -> Any:
+    """The scheduler that a stand-in stands for; `total_num_steps` counts the batches of `ranks` ranks."""
+    if dummy.lr_scheduler_callable is not None:
+        return dummy.lr_scheduler_callable(optimizer)
+    if not recipe.has_schedule:
+        raise _missing("DummyScheduler", "scheduler", "Give it an lr_scheduler_callable, or make a torch scheduler.")
+    auto: dict[str, Any] = {
+        "scheduler.params.warmup_min_lr": 0,
+        "scheduler.params.warmup_max_lr": optimizer.defaults["lr"],
+        "scheduler.params.warmup_num_steps": max(1, dummy.warmup_num_steps),
+    }
+    if dummy.total_num_steps is not None:
+        auto["scheduler.params.total_num_steps"] = math.ceil(dummy.total_num_steps / ranks)
+    return recipe.schedule(optimizer, auto)
+
+
+def refuse_two(recipe: Recipe, word: str) -> None:
+    """A script that makes its own beside a configuration that describes one."""
+    if word in recipe.sections:
+        stand_in = {"optimizer": "DummyOptim", "scheduler": "DummyScheduler"}[word]
+        message = "the configuration describes one, and the script has made its own"
+        remedy = f"Leave it out, or make a {stand_in} of plait.frontends.accelerate.utils instead."
+        raise ConfigError(Problem(f"deepspeed_config: {word}", message, remedy))
+
+
+def _missing(name: str, word: str, remedy: str) -> ConfigError:
+    return ConfigError(Problem(f"deepspeed_config: {word}", f"a {name} stands for it, and there is none", remedy))

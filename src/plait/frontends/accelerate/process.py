@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.config import parse_sections
-from plait.world import World, open_world
+from plait.distributed import World, open_world
 
 Function = Callable[..., Any]
 

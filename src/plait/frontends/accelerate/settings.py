@@ -10,7 +10,7 @@ from typing import Any
 
 from plait.config import RunConfig, check, parse_sections, read
 from plait.errors import ConfigError, Problem
-from plait.frontends import Account, Answer, Translation
+from plait.frontends import KeyOutcome, KeyReport, Translation
 from plait.frontends.accelerate.config import translate
 from plait.frontends.accelerate.plugins import (
     AutocastKwargs,
@@ -20,9 +20,9 @@ from plait.frontends.accelerate.plugins import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ParallelismConfig,
+    ProfileKwargs,
     TorchDynamoPlugin,
 )
-from plait.frontends.accelerate.profiling import ProfileKwargs
 
 _DESCRIBED = ("optim", "schedule")
 """What a script may have made as a DeepSpeed configuration describes it: see `dummies`."""
@@ -45,7 +45,7 @@ def build_config(
     mixed_precision: str | None,
     cpu: bool,
     sections: Mapping[str, Any] | None,
-) -> tuple[RunConfig, Account]:
+) -> tuple[RunConfig, KeyReport]:
     """The run description, and the account of every key of the file and the plugins.
 
     A plugin stands over the file; `sections`, in Plait's own words, over both.
@@ -124,7 +124,7 @@ def _for_a_script(found: Translation) -> dict[str, Any]:
     """The sections that say something about a loop of the user's own; of the others the account tells."""
     for section in _IDLE & found.sections.keys():
         text = "a script logs and saves by itself"
-        found.account.add(Answer.UNNEEDED, f"(section {section})", found.sections[section], text)
+        found.account.add(KeyOutcome.UNNEEDED, f"(section {section})", found.sections[section], text)
     return {section: value for section, value in found.sections.items() if section not in (*_IDLE, *_DESCRIBED)}
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from plait.config import LogConfig, choose
+from plait.distributed import World, detect_ranks
 from plait.errors import ConfigError, Problem
 from plait.monitor import Monitor, build_monitor
 from plait.spec import Event, EventKind
-from plait.world import World, detect_ranks
 
 _SINKS = ("jsonl", "csv", "tensorboard", "wandb", "html")
 

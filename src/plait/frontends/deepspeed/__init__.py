@@ -6,7 +6,7 @@ A training script runs as it is, with this one line changed. `docs/deepspeed-api
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from plait.frontends.deepspeed.absent import explain_absent_modules, not_offered
+from plait.frontends.deepspeed.missing_names import explain_absent_modules, not_offered
 
 if TYPE_CHECKING:
     from plait.frontends.deepspeed import accelerator as accelerator
@@ -26,10 +26,7 @@ if TYPE_CHECKING:
     from plait.frontends.deepspeed.config import search as search
     from plait.frontends.deepspeed.config import translate as translate
     from plait.frontends.deepspeed.config.read import read_config as read_config
-    from plait.frontends.deepspeed.described import Parameters as Parameters
-    from plait.frontends.deepspeed.described import Recipe as Recipe
     from plait.frontends.deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
-    from plait.frontends.deepspeed.foreign import foreign_state as foreign_state
     from plait.frontends.deepspeed.inference import InferenceEngine as InferenceEngine
     from plait.frontends.deepspeed.inference import init_inference as init_inference
     from plait.frontends.deepspeed.pipe import LayerSpec as LayerSpec
@@ -37,6 +34,9 @@ if TYPE_CHECKING:
     from plait.frontends.deepspeed.pipe import TiedLayerSpec as TiedLayerSpec
     from plait.frontends.deepspeed.pipeline import PipelineEngine as PipelineEngine
     from plait.frontends.deepspeed.runtime.lr_schedules import Scheduler as Scheduler
+    from plait.frontends.deepspeed.saving import foreign_state as foreign_state
+    from plait.frontends.deepspeed.start import Parameters as Parameters
+    from plait.frontends.deepspeed.start import Recipe as Recipe
     from plait.frontends.deepspeed.start import add_config_arguments as add_config_arguments
     from plait.frontends.deepspeed.start import initialize as initialize
     from plait.frontends.deepspeed.utils import OnDevice as OnDevice
@@ -63,16 +63,15 @@ else:
             ],
             "accelerator": ["get_accelerator"],
             "comm": ["init_distributed"],
-            "config": ["KEYS", "search", "translate"],
             "config.read": ["read_config"],
-            "described": ["Parameters", "Recipe"],
+            "config.translate": ["KEYS", "search", "translate"],
             "engine": ["DeepSpeedEngine"],
-            "foreign": ["foreign_state"],
             "inference": ["InferenceEngine", "init_inference"],
             "pipe": ["LayerSpec", "PipelineModule", "TiedLayerSpec"],
             "pipeline": ["PipelineEngine"],
             "runtime.lr_schedules": ["Scheduler"],
-            "start": ["add_config_arguments", "initialize"],
+            "saving": ["foreign_state"],
+            "start": ["Parameters", "Recipe", "add_config_arguments", "initialize"],
             "utils": ["OnDevice", "log_dist", "logger"],
         },
         unknown=not_offered,

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from plait.frontends.deepspeed.absent import not_offered
-from plait.world import detect_ranks, device_in
+from plait.distributed import detect_ranks, device_in
+from plait.frontends.deepspeed.missing_names import not_offered
 
 __all__ = ["Accelerator", "get_accelerator"]
 

@@ -39,10 +39,10 @@ from torch.distributed import (
 )
 
 from plait.config import parse_sections
+from plait.distributed import detect_ranks, device_in, open_world
 from plait.errors import WorldError
-from plait.frontends.deepspeed.absent import not_offered
 from plait.frontends.deepspeed.accelerator import DEVICE_VARIABLE
-from plait.world import detect_ranks, device_in, open_world
+from plait.frontends.deepspeed.missing_names import not_offered
 
 __all__ = [
     "ReduceOp",

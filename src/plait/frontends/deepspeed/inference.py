@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from plait.config import parse_sections
+from plait.distributed import device_in, open_world
 from plait.errors import ConfigError, Problem
 from plait.frontends.deepspeed.accelerator import DEVICE_VARIABLE
-from plait.frontends.deepspeed.around import Around
 from plait.frontends.deepspeed.comm import init_distributed
 from plait.frontends.deepspeed.config import read_config
+from plait.frontends.deepspeed.engine import Around
 from plait.monitor import spelled
 from plait.precision import cast_floats
-from plait.world import device_in, open_world
 
 _WITHOUT_MEANING = {
     "replace_with_kernel_inject": "attention is torch's own fused one, in the model as it is",
@@ -93,7 +93,7 @@ def init_inference(
     mesh = world.submesh("tp")
     model.to(dtype)
     if mesh is not None:
-        from plait.parallel import apply_tensor_parallel, copy_from_main
+        from plait.distributed import apply_tensor_parallel, copy_from_main
 
         assert world.everyone is not None
         copy_from_main(model, world.everyone, world.device)

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from plait.data import WorkerEnds
+from plait.distributed import World
 from plait.errors import DataError
-from plait.world import World
 
 _WORKERS = 2
 """Processes that load beside a device that computes, as DeepSpeed has it."""

@@ -70,7 +70,7 @@ class PipeDataParallelTopology:
         return self.num_pp * self.num_dp
 
 
-class _Function(nn.Module):
+class _FunctionLayer(nn.Module):
     """A layer that is a function without parameters."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
@@ -87,7 +87,7 @@ class PipelineModule(nn.Module):
 
     The layers are built on every rank, in order, so that their values are those of one process; `initialize` keeps
     those of this rank's stage. A tied layer may stand at the very front, with one other use of it behind the rest;
-    that is how an embedding and a head share weights. See [Note: a seam in forward], `parallel/pipeline/outline.py`.
+    that is how an embedding and a head share weights. See [Note: a seam in forward], `distributed/pipeline_split.py`.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ def _build(spec: Any, seed: int | None, seed_fn: Callable[[int], Any] | None) ->
     if isinstance(spec, nn.Module):
         return spec
     if callable(spec):
-        return _Function(spec)
+        return _FunctionLayer(spec)
     raise ModelError(f"a pipeline is made of modules, LayerSpecs and functions; found a {type(spec).__name__}")
 
 

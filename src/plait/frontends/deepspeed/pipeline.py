@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import TrainingError
-from plait.frontends.deepspeed.engine import DeepSpeedEngine
-from plait.frontends.deepspeed.facts import Parts
+from plait.frontends.deepspeed.engine import DeepSpeedEngine, Parts
 
 
 class PipelineEngine(DeepSpeedEngine):

@@ -7,39 +7,186 @@ save_dir/zero_to_fp32.py   whole fp32 weights from either: `python zero_to_fp32.
 
 from __future__ import annotations
 
+import argparse
 import atexit
+import base64
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
+from plait.atomic_write import write_atomically
 from plait.checkpoint import (
     Checkpoint,
     CheckpointFolder,
     CheckpointWriter,
+    PickledTensor,
     entries,
+    find_files,
     find_scattered,
     kind_of,
     load_into,
     nothing_to_fetch,
     open_checkpoint,
+    open_file,
     open_source,
 )
 from plait.config import CheckpointConfig, read_name
+from plait.distributed import World, assign_whole, on_main
+from plait.engine import ManualEngine
 from plait.errors import CheckpointError
 from plait.frontends.deepspeed import ops
-from plait.frontends.deepspeed.client_state import decode, encode
-from plait.frontends.deepspeed.foreign import foreign_state
-from plait.ops import write_whole
-from plait.parallel import assign_whole
-from plait.strategy import ManualEngine
-from plait.world import World, on_main
+
+# A user's own state in a checkpoint: plain values as JSON, tensors beside the model's. Nothing is pickled.
+#
+# [Note: no pickles in a checkpoint]
+# DeepSpeed pickles whatever it is given, and loading runs whatever a pickle says. Here a value is a number, a text, a
+# list, a tuple, a set, a mapping, bytes, a tensor or an array, or it is refused by name when it is saved.
+
+
+_KIND = "@"
+"""The key that marks a value which JSON has no word for."""
+
+
+def encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
+    """`value` as JSON; its tensors go to `tensors`, under names that begin with `where`."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, (np.bool_, np.integer, np.floating)):
+        return value.item()
+    if isinstance(value, Tensor):
+        name = f"{where}.{len(tensors)}"
+        tensors[name] = value.detach()
+        return {_KIND: "tensor", "name": name}
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return {_KIND: "array", "of": encode(torch.from_numpy(np.ascontiguousarray(value)), tensors, where)}
+    if isinstance(value, bytes):
+        return {_KIND: "bytes", "of": base64.b64encode(value).decode()}
+    if isinstance(value, (torch.dtype, torch.device)):
+        return {_KIND: type(value).__name__, "of": str(value).removeprefix("torch.")}
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, argparse.Namespace):
+        return {_KIND: "namespace", "of": encode(vars(value), tensors, where)}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [encode(each, tensors, where) for each in value]
+        kind = "list" if isinstance(value, list) else "tuple" if isinstance(value, tuple) else "set"
+        return items if kind == "list" else {_KIND: kind, "of": items}
+    if isinstance(value, Mapping):
+        pairs = [(key, encode(each, tensors, f"{where}.{key}")) for key, each in value.items()]
+        if all(type(key) is str and key != _KIND for key, _ in pairs):
+            return dict(pairs)
+        return {_KIND: "pairs", "of": [[encode(key, tensors, where), each] for key, each in pairs]}
+    if isinstance(value, (bool, int, float, str)):
+        return encode(_plain(value), tensors, where)
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold without pickling it: give its "
+        "state_dict(), or numbers, texts, lists, mappings and tensors"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """The number or text that an enum, or another subclass, is."""
+    return next(kind(value) for kind in (bool, int, float, str) if isinstance(value, kind))
+
+
+def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
+    """What `encode` made it from; `read` gives a tensor by its name."""
+    if isinstance(value, list):
+        return [decode(each, read) for each in value]
+    if not isinstance(value, dict):
+        return value
+    kind, inner = value.get(_KIND), value.get("of")
+    match kind:
+        case None:
+            return {key: decode(each, read) for key, each in value.items()}
+        case "tensor":
+            return read(value["name"])
+        case "array":
+            return decode(inner, read).numpy()
+        case "bytes":
+            return base64.b64decode(str(inner))
+        case "dtype":
+            return getattr(torch, str(inner))
+        case "device":
+            return torch.device(str(inner))
+        case "namespace":
+            return argparse.Namespace(**decode(inner, read))
+        case "tuple":
+            return tuple(decode(inner, read))
+        case "set":
+            return set(decode(inner, read))
+        case "pairs":
+            return {_key(decode(key, read)): decode(each, read) for key, each in inner or ()}
+    raise CheckpointError(f"the checkpoint has a value of the unknown kind {kind!r}; it is from a newer Plait")
+
+
+def _key(key: Any) -> Any:
+    return tuple(key) if isinstance(key, list) else key
+
+
+# What a checkpoint of DeepSpeed itself says besides its tensors: counters, the scheduler, the client's state.
+
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_ITS_OWN = frozenset(
+    {
+        *_COUNTERS,
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "frozen_param_fragments",
+        "shared_params",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "dp_world_size",
+        "mp_world_size",
+        "ds_config",
+        "ds_version",
+        "universal_checkpoint_info",
+    }
+)
+_LEFT_OUT = object()
+
+
+def foreign_state(folder: Path) -> dict[str, Any]:
+    """In the form in which this front end saves it. Objects that only a pickle could make again are left out."""
+    files = find_files(folder)
+    model = open_file(files.models[min(files.models)])
+    assert isinstance(model, Mapping)  # the tensors of it were read
+    found: dict[str, Any] = {name: int(model[name]) for name in _COUNTERS if isinstance(model.get(name), int)}
+    scheduler = _plain_values(model.get("lr_scheduler"))
+    if isinstance(scheduler, dict):
+        found["lr_scheduler"] = scheduler
+    client = {name: _plain_values(value) for name, value in model.items() if name not in _ITS_OWN}
+    found["client_state"] = {name: value for name, value in client.items() if value is not _LEFT_OUT}
+    return found
+
+
+def _plain_values(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    if isinstance(value, PickledTensor):
+        return value.read()
+    if isinstance(value, (list, tuple, set)):
+        items = [_plain_values(each) for each in value]
+        return _LEFT_OUT if any(each is _LEFT_OUT for each in items) else type(value)(items)
+    if isinstance(value, dict):
+        pairs = {key: _plain_values(each) for key, each in value.items()}
+        return _LEFT_OUT if any(each is _LEFT_OUT for each in pairs.values()) else pairs
+    return _LEFT_OUT
+
 
 LATEST = "latest"
 _SCRIPT = "zero_to_fp32.py"
@@ -66,7 +213,7 @@ class Loaded:
     engine: Mapping[str, Any]
 
 
-class Saver:
+class DeepSpeedSaver:
     """Writes and reads the checkpoints of one engine. Every rank must call the same."""
 
     def __init__(self, native: ManualEngine, config: CheckpointConfig) -> None:
@@ -103,9 +250,9 @@ class Saver:
                 tensors |= of_client
 
             def tidy() -> None:
-                write_whole(root / _SCRIPT, _SCRIPT_TEXT)
+                write_atomically(root / _SCRIPT, _SCRIPT_TEXT)
                 if latest:
-                    write_whole(root / LATEST, tag)
+                    write_atomically(root / LATEST, tag)
 
             writer = self._writer_for(root)
             writer.wait()
@@ -196,7 +343,7 @@ class Saver:
             return Loaded(path, foreign_state(path), source.state["engine"])
 
 
-def _close(saver: weakref.ref[Saver]) -> None:
+def _close(saver: weakref.ref[DeepSpeedSaver]) -> None:
     found = saver()
     if found is not None:
         found.close()
@@ -247,7 +394,7 @@ def restore_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> 
 
 def whole_weights(native: ManualEngine, dtype: torch.dtype, keep: Callable[[str], bool]) -> dict[str, Tensor]:
     """On rank 0: all weights in host memory, parameters in `dtype`, under every name they have; {} elsewhere."""
-    from plait.frontends.deepspeed.link import whole
+    from plait.frontends.deepspeed.parameter_links import whole
 
     parameters = {name for name, _ in native.model.named_parameters()}
     found: dict[str, Tensor] = {}

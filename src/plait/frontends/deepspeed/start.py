@@ -5,31 +5,137 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from plait.config import RunConfig, check, parse_sections, resolve_batch
+from plait.config import MuonConfig, OptimConfig, RunConfig, ScalerConfig, check, parse_sections, resolve_batch
+from plait.distributed import World, device_in, open_world, restore_rng_state, rng_state
+from plait.engine import ManualEngine, Preparation, prepare_native
 from plait.errors import ConfigError, ModelError, Problem
-from plait.frontends import Account, Answer, Translation
+from plait.frontends import KeyOutcome, KeyReport, Translation
 from plait.frontends.deepspeed.accelerator import DEVICE_VARIABLE
 from plait.frontends.deepspeed.comm import init_distributed
-from plait.frontends.deepspeed.config import read_config, translate
-from plait.frontends.deepspeed.described import Parameters, as_groups, over_groups
-from plait.frontends.deepspeed.engine import DeepSpeedEngine
-from plait.frontends.deepspeed.facts import Parts
-from plait.frontends.deepspeed.link import link_parameters
+from plait.frontends.deepspeed.config.read import read_config
+from plait.frontends.deepspeed.config.translate import translate
+from plait.frontends.deepspeed.engine import DeepSpeedEngine, Parts
+from plait.frontends.deepspeed.parameter_links import link_parameters
 from plait.frontends.deepspeed.pipe import PipelineModule
 from plait.frontends.deepspeed.runtime.lr_schedules import Scheduler
-from plait.frontends.deepspeed.scaler import DeepSpeedScaler
 from plait.monitor import spelled
-from plait.optim import OptimizerSource, OwnRates
-from plait.strategy import ManualEngine, Preparation, prepare_native
-from plait.world import World, device_in, open_world, restore_rng_state, rng_state
+from plait.optim import OptimizerGroup, OptimizerSource, OwnRates, build_optimizer, split_groups
+from plait.precision import LossScaler
+
+# The optimizer and the schedule that a DeepSpeed configuration describes, for whichever loop takes them.
+
+
+Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
+
+
+class Recipe:
+    """The sections `optimizer` and `scheduler`, which may leave values open until a script has named them."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.sections = {name: config[name] for name in ("optimizer", "scheduler") if config.get(name) is not None}
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether an optimizer is described."""
+        return "optimizer" in self.sections
+
+    @property
+    def has_schedule(self) -> bool:
+        """Whether a schedule is described."""
+        return "scheduler" in self.sections
+
+    def optimizer(self, model: nn.Module, params: Parameters, auto: Mapping[str, Any] | None = None) -> Optimizer:
+        """The optimizer over parameters or groups of a model; `auto` has values for what is left open."""
+        optim = self._run("optimizer", auto).optim
+        groups = as_groups(params)
+        if isinstance(optim, MuonConfig) and len(groups) == 1:  # one of two rules for each parameter
+            found = dict(model.named_parameters())
+            groups = [
+                {"params": [found[name] for name in spec.names], **spec.options} for spec in split_groups(model, optim)
+            ]
+        return over_groups(model, groups, optim)
+
+    def schedule(self, optimizer: Optimizer, auto: Mapping[str, Any] | None = None) -> Scheduler:
+        """The schedule of an optimizer's rates, to be stepped after each update."""
+        found = self._run("scheduler", auto).schedule
+        assert found is not None
+        return Scheduler(optimizer, [found] * len(optimizer.param_groups))
+
+    def _run(self, name: str, auto: Mapping[str, Any] | None) -> RunConfig:
+        found = translate({name: self.sections[name]}, auto=auto)
+        found.account.raise_refusals()
+        wanted = {key: found.sections[key] for key in ("optim", "schedule") if key in found.sections}
+        return parse_sections(**wanted).config
+
+
+def as_groups(params: Parameters) -> list[dict[str, Any]]:
+    """Parameters as groups of an optimizer: those that were given, or one of them all."""
+    given: list[Any] = list(params)
+    return given if any(isinstance(each, Mapping) for each in given) else [{"params": given}]
+
+
+def over_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]], optim: OptimConfig) -> Optimizer:
+    """An optimizer over these groups of a model's parameters, as `optim` says."""
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    views = []
+    for group in groups:
+        params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        params = [param for param in params if param.requires_grad]
+        if strangers := [param for param in params if param not in names]:
+            shape = tuple(strangers[0].shape)
+            raise ModelError(f"model_parameters has a tensor of shape {shape} that is no parameter of the model")
+        options = {key: value for key, value in group.items() if key != "params"}
+        if params:
+            views.append(OptimizerGroup([names[param] for param in params], params, options))
+    optimizer = build_optimizer(optim, views, in_place=False)
+    if getattr(optim, "implementation", None) == "auto":
+        for group in optimizer.param_groups:  # chosen when the tensors are known that it is to update
+            group["fused"] = group["foreach"] = None
+    optimizer.state.clear()  # so is the state
+    return optimizer
+
+
+# DeepSpeed's dynamic loss scale, step by step.
+
+
+class DeepSpeedScaler(LossScaler):
+    """Grows one step later than Plait's own.
+
+    DeepSpeed counts the clean steps before the one under way: the scale doubles in the step after `window` of them.
+    So the first clean step after an overflow, and the first of all, is not counted.
+    """
+
+    def __init__(self, config: ScalerConfig) -> None:
+        super().__init__(config)
+        self._uncounted = True
+
+    def update(self, *, overflow: bool) -> None:
+        """Learn whether the step just done overflowed."""
+        if overflow or not self._uncounted:
+            self._uncounted = overflow
+            super().update(overflow=overflow)
+            return
+        self._uncounted = False
+        if self.config.consecutive_hysteresis:
+            self.tolerance = self.config.hysteresis
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint carries."""
+        return {**super().state(), "uncounted": self._uncounted}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Go on from a checkpoint; one of Plait's own counts every step."""
+        super().restore(state)
+        self._uncounted = bool(state.get("uncounted", False))
+
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -216,7 +322,7 @@ def _scheduler_for(given: Any, optimizer: Optimizer | None, run: RunConfig) -> A
 # ---- what is said
 
 
-def _tell(source: ConfigSource, account: Account, run: RunConfig, world: World, total: int) -> None:
+def _tell(source: ConfigSource, account: KeyReport, run: RunConfig, world: World, total: int) -> None:
     is_file = isinstance(source, (str, os.PathLike)) and len(str(source)) < 200  # base64 is longer
     name = os.path.basename(str(source)) if is_file else "the configuration"
     layout = [f"{axis} {size}" for axis, size in world.layout.sizes().items() if size > 1]
@@ -225,12 +331,12 @@ def _tell(source: ConfigSource, account: Account, run: RunConfig, world: World, 
         f"plait: {name} on the native engine: ZeRO stage {run.strategy.stage}, {run.precision.compute}, {where}"
         f"{' (' + ', '.join(layout) + ')' if layout else ''}, {total} samples a step"
     )
-    mapped = [entry for entry in account.of(Answer.MAPPED) if not _is_here(entry.key)]
+    mapped = [entry for entry in account.of(KeyOutcome.MAPPED) if not _is_here(entry.key)]
     for entry in mapped[:_SHOWN]:
         _say(f"plait:   {entry.key} → {entry.text}")
     if len(mapped) > _SHOWN:
         _say(f"plait:   and {len(mapped) - _SHOWN} more that are said in other words here")
-    left = [entry.key for entry in account.of(Answer.UNNEEDED) if not _is_here(entry.key)]
+    left = [entry.key for entry in account.of(KeyOutcome.UNNEEDED) if not _is_here(entry.key)]
     if left:
         why = f" (`plait convert {name} --to yaml` says why)" if is_file else ""
         _say(f"plait:   without meaning here: {', '.join(left)}{why}")

@@ -10,11 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from plait.distributed import is_sharded
 from plait.errors import ConfigError, Problem
-from plait.frontends.deepspeed.absent import not_offered
-from plait.frontends.deepspeed.link import Link, link_of, set_wholes, whole
-from plait.frontends.deepspeed.status import ZeroParamStatus, note
-from plait.world import is_sharded
+from plait.frontends.deepspeed.missing_names import not_offered
+from plait.frontends.deepspeed.parameter_links import (
+    ParameterLink,
+    ZeroParamStatus,
+    link_of,
+    mark_parameter,
+    set_wholes,
+    whole,
+)
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter"]
 
@@ -122,19 +128,19 @@ class GatheredParameters:
 def _is_part(param: Tensor) -> bool:
     if not is_sharded(param):
         return False
-    from plait.frontends.deepspeed.gathered import Gathered
+    from plait.frontends.deepspeed.parameter_links import Gathered
 
     return not isinstance(param, Gathered)  # by a block around this one
 
 
 def _gather(param: Any) -> nn.Parameter:
-    from plait.frontends.deepspeed.gathered import speak_for
+    from plait.frontends.deepspeed.parameter_links import speak_for
 
     with torch.no_grad():
         full = nn.Parameter(_whole_of(param), requires_grad=param.requires_grad)
     if hasattr(param, "ds_id"):
-        note(full, param.ds_id, ZeroParamStatus.AVAILABLE)
-        note(param, param.ds_id, ZeroParamStatus.AVAILABLE)
+        mark_parameter(full, param.ds_id, ZeroParamStatus.AVAILABLE)
+        mark_parameter(param, param.ds_id, ZeroParamStatus.AVAILABLE)
     _put(link_of(param), full)
     speak_for(param, full)
     return full
@@ -150,15 +156,15 @@ def _whole_of(param: Any) -> Tensor:
 
 
 def _let_go(param: Any) -> None:
-    from plait.frontends.deepspeed.gathered import speak_for_itself
+    from plait.frontends.deepspeed.parameter_links import speak_for_itself
 
     speak_for_itself(param)
     if hasattr(param, "ds_id"):
-        note(param, param.ds_id, ZeroParamStatus.NOT_AVAILABLE)
+        mark_parameter(param, param.ds_id, ZeroParamStatus.NOT_AVAILABLE)
     _put(link_of(param), param)
 
 
-def _put(link: Link | None, param: nn.Parameter) -> None:
+def _put(link: ParameterLink | None, param: nn.Parameter) -> None:
     for home, key in link.homes if link is not None else ():
         module = home()
         if module is not None:

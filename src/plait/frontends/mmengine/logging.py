@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from plait.engine import Arriving
 from plait.errors import ConfigError, Problem
-from plait.strategy import Arriving
 
 _REMEMBERED = 1_000_000
 _SAVED = 1000

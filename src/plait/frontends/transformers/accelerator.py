@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.config import RunConfig
+from plait.distributed import World, open_world
+from plait.engine import LoopEngine
 from plait.errors import ModelError
 from plait.frontends.accelerate import Gatherer, PreparedModel, PreparedOptimizer, backward, build_engine
 from plait.precision import make_policy
-from plait.strategy import LoopEngine
-from plait.world import World, open_world
 
 # Untyped, and not everywhere installed.
 _accelerate: Any = import_module("accelerate")

@@ -7,7 +7,7 @@ from typing import Any
 
 from plait.config import RunConfig
 from plait.errors import ConfigError, Problem
-from plait.frontends import Account, Answer
+from plait.frontends import KeyOutcome, KeyReport
 from plait.frontends.accelerate import (
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
@@ -29,7 +29,7 @@ _TRAINERS = {
 _MADE = ("optimizer", "scheduler")
 
 
-def config_of(args: Any, sections: Mapping[str, Any] | None) -> tuple[RunConfig, Account]:
+def config_of(args: Any, sections: Mapping[str, Any] | None) -> tuple[RunConfig, KeyReport]:
     """The run description of a Trainer's arguments; `sections`, in Plait's own words, stand over it."""
     plugins: list[Any] = []
     if args.fsdp_plugin_args is not None:
@@ -69,9 +69,9 @@ def config_of(args: Any, sections: Mapping[str, Any] | None) -> tuple[RunConfig,
     )
     for key, value in deepspeed_of(args).items():
         if key in _TRAINERS:
-            account.add(Answer.MAPPED, key, value, f"the Trainer sees to it: {_TRAINERS[key]}")
+            account.add(KeyOutcome.MAPPED, key, value, f"the Trainer sees to it: {_TRAINERS[key]}")
         elif key in _MADE:
-            account.add(Answer.HONOURED, key, value, "made as DeepSpeed makes it, in the Trainer's loop")
+            account.add(KeyOutcome.HONOURED, key, value, "made as DeepSpeed makes it, in the Trainer's loop")
     return config, account
 
 

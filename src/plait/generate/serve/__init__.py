@@ -3,8 +3,7 @@
 from plait.errors import MissingExtraError
 
 try:
-    from plait.generate.serve.app import HERE
-    from plait.generate.serve.limits import Limits
+    from plait.generate.serve.app import HERE, Limits
     from plait.generate.serve.server import Server
 except ModuleNotFoundError as missing:
     package = (missing.name or "").partition(".")[0]

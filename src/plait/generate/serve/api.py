@@ -14,10 +14,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from plait.config import half_character
 from plait.errors import ContextError, DataError, GenerateError
+from plait.generate.conversation import Conversation, ToolCall, ToolReader, Turn
 from plait.generate.options import Sampling
-from plait.generate.serve.scheduler import AnswerPart, Event, Job, Written
-from plait.generate.speaker import Speaker, Turn
-from plait.generate.tools import ToolCall, ToolReader
+from plait.generate.serve.scheduler import AnswerPart, Event, ServeRequest, TokenLogprobs
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
@@ -141,7 +140,7 @@ class _Request(_Strict, ABC):
         """How many likeliest tokens are reported with each token; None: no log-probabilities at all."""
 
     @abstractmethod
-    def prompt(self, speaker: Speaker) -> list[int]:
+    def prompt(self, speaker: Conversation) -> list[int]:
         """What the model is given."""
 
     def sampling(self, most: int) -> Sampling:
@@ -161,12 +160,12 @@ class _Request(_Strict, ABC):
             raise invalid(str(error)) from error
 
 
-class _Text(_Strict):
+class _TextPart(_Strict):
     type: Literal["text"]
     text: str
 
 
-class _Function(_Strict):
+class _ToolFunction(_Strict):
     name: str
     description: str | None = None
     parameters: dict[str, Any] = {}
@@ -176,7 +175,7 @@ class _Function(_Strict):
 
 class _Tool(_Strict):
     type: Literal["function"]
-    function: _Function
+    function: _ToolFunction
 
     @model_validator(mode="before")
     @classmethod
@@ -208,7 +207,7 @@ class _Call(_Strict):
 
 class _Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[_Text], BeforeValidator(_as_parts)] = []
+    content: Annotated[list[_TextPart], BeforeValidator(_as_parts)] = []
     name: str | None = None
     """Who of several speaks; no prompt has it in it, as none of the templates writes names down."""
     tool_calls: list[_Call] = []
@@ -260,7 +259,7 @@ class ChatRequest(_Request):
         """Whether the answer may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
-    def prompt(self, speaker: Speaker) -> list[int]:
+    def prompt(self, speaker: Conversation) -> list[int]:
         """What the model is given."""
         if self.tool_choice not in ("auto", "none"):
             raise invalid("tool_choice: a call cannot be forced, as decoding is not constrained; write auto or none")
@@ -293,7 +292,7 @@ class TextRequest(_Request):
         """As `logprobs` says."""
         return self.logprobs
 
-    def prompt(self, speaker: Speaker) -> list[int]:
+    def prompt(self, speaker: Conversation) -> list[int]:
         """What the model is given."""
         return speaker.encode(self.prompt_text)
 
@@ -327,7 +326,7 @@ class Reply:
     """The answer to one request, in the form of the API."""
 
     request: Request
-    job: Job
+    job: ServeRequest
     head: dict[str, Any]
     readers: Sequence[ToolReader]
     """One for each answer, where tools may be called."""
@@ -398,7 +397,7 @@ class Reply:
             return {"message": message}, part.finish_reason
         return {"message": {**message, "content": text or None, "tool_calls": _calls(calls)}}, "tool_calls"
 
-    def _logprobs(self, tokens: Sequence[Written]) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not self.job.logprobs:
             return None
         if self._chat:
@@ -434,7 +433,13 @@ def _likely(token: Any) -> dict[str, Any]:
 
 
 def prepare(
-    request: Request, speaker: Speaker, *, most: int, most_rows: int, since: float, deliver: Callable[[Event], None]
+    request: Request,
+    speaker: Conversation,
+    *,
+    most: int,
+    most_rows: int,
+    since: float,
+    deliver: Callable[[Event], None],
 ) -> Reply:
     """A request as rows of a batch. Long prompts take a while."""
     if request.model not in (None, speaker.name):
@@ -454,7 +459,7 @@ def prepare(
         raise invalid(str(error), "context_length_exceeded") from error
     except (GenerateError, DataError) as error:
         raise invalid(str(error)) from error
-    job = Job(
+    job = ServeRequest(
         rows=rows,
         texts=[speaker.text_of(sampling) for _ in rows],
         deliver=deliver,

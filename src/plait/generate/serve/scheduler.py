@@ -13,10 +13,50 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
 from plait.errors import GenerateError
-from plait.generate.continuous import ContinuousBatch, Row, Token
-from plait.generate.serve.metrics import ServerMetrics
-from plait.generate.speaker import AnswerText, Speaker, refuse_no_numbers
+from plait.generate.batch import ContinuousBatch, GenerationRow, Token
+from plait.generate.conversation import AnswerText, Conversation, refuse_no_numbers
+
+# What Prometheus is told about a server; every server has a registry of its own.
+
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class ServerMetrics:
+    """Requests, tokens, batches and times."""
+
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+        self.requests = Counter("plait_requests", "Requests answered.", ["path", "status"], registry=registry)
+        self.prompt_tokens = Counter("plait_prompt_tokens", "Tokens of prompts read.", registry=registry)
+        self.generation_tokens = Counter("plait_generation_tokens", "Tokens written.", registry=registry)
+        self.waiting = Gauge("plait_requests_waiting", "Requests that wait for a place.", registry=registry)
+        self.running = Gauge("plait_batch_rows", "Rows in the batch.", registry=registry)
+        self.batch_size = Histogram(
+            "plait_batch_size", "Rows that a step wrote one token for.", buckets=_ROWS, registry=registry
+        )
+        self.latency = Histogram(
+            "plait_request_seconds",
+            "From a request's header to the end of its answer.",
+            ["path"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.first_token = Histogram(
+            "plait_time_to_first_token_seconds",
+            "From a request's place in line to its first token.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+
+    def exposition(self) -> bytes:
+        """All of it in Prometheus' text format."""
+        return generate_latest(self._registry)
+
 
 IMPOSSIBLE = -9999.0
 
@@ -36,7 +76,7 @@ class Likely(NamedTuple):
     logprob: float
 
 
-class Written(NamedTuple):
+class TokenLogprobs(NamedTuple):
     """A token of an answer, for `logprobs`."""
 
     text: str
@@ -51,7 +91,7 @@ class AnswerPart(NamedTuple):
 
     number: int
     text: str
-    tokens: list[Written]
+    tokens: list[TokenLogprobs]
     """Empty where nobody asked for log-probabilities."""
     finish_reason: Literal["stop", "length"] | None
 
@@ -66,10 +106,10 @@ Event = AnswerPart | JobDone | Exception
 
 
 @dataclass(eq=False)
-class Job:
+class ServeRequest:
     """A request as the scheduler sees it."""
 
-    rows: Sequence[Row]
+    rows: Sequence[GenerationRow]
     """One for each answer."""
     texts: Sequence[AnswerText]
     deliver: Callable[[Event], None]
@@ -87,13 +127,13 @@ class Job:
 class _Answer:
     """One row of the batch and what was written in it."""
 
-    def __init__(self, job: Job, index: int) -> None:
+    def __init__(self, job: ServeRequest, index: int) -> None:
         self.job, self.index = job, index
         self.row, self.text = job.rows[index], job.texts[index]
         self.count = 0
         self.over = False
         self._parts: list[str] = []
-        self._written: list[Written] = []
+        self._written: list[TokenLogprobs] = []
 
     def take(self, token: Token, decode: Callable[[Sequence[int]], str]) -> None:
         """Add a token, and deliver what is certain by now."""
@@ -108,7 +148,7 @@ class _Answer:
             self._parts.append(new)
         if self.job.logprobs and token.id not in self.row.sampling.stop_tokens:
             top = [Likely(decode([each]), _finite(logprob)) for each, logprob in token.top]
-            self._written.append(Written(decode([token.id]), _finite(token.logprob), top, offset))
+            self._written.append(TokenLogprobs(decode([token.id]), _finite(token.logprob), top, offset))
         if self.over or (self.job.stream and new):
             self._deliver()
 
@@ -130,12 +170,12 @@ def _finite(logprob: float) -> float:
     return logprob if logprob > IMPOSSIBLE else IMPOSSIBLE
 
 
-class Scheduler:
+class RequestScheduler:
     """The waiting line and the thread of the model. `start` it once, and `close` it in the end."""
 
     def __init__(
         self,
-        speaker: Speaker,
+        speaker: Conversation,
         *,
         max_batch: int,
         waiting: int,
@@ -146,7 +186,7 @@ class Scheduler:
         self.max_batch, self.most_waiting = max_batch, waiting
         self._speaker, self._metrics, self._log = speaker, metrics, log
         self._changed = threading.Condition()
-        self._line: deque[Job] = deque()
+        self._line: deque[ServeRequest] = deque()
         self._reserved = 0
         self._answers: list[_Answer] = []
         self._stopping = self._closed = False
@@ -184,7 +224,7 @@ class Scheduler:
             self._reserved -= 1
             self._metrics.waiting.set(self.waiting)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: ServeRequest) -> None:
         """Put a request in the place that was reserved for it."""
         with self._changed:
             self._reserved -= 1
@@ -193,7 +233,7 @@ class Scheduler:
             self._line.append(job)
             self._changed.notify()
 
-    def leave(self, job: Job) -> None:
+    def leave(self, job: ServeRequest) -> None:
         """The client is gone or out of time: free its place and its rows."""
         with self._changed:
             job.left = True
@@ -257,10 +297,10 @@ class Scheduler:
             self._take(self._answers, batch.step())
             self._drop(batch)
 
-    def _joining(self, batch: ContinuousBatch) -> list[Job]:
+    def _joining(self, batch: ContinuousBatch) -> list[ServeRequest]:
         """The first in line, as many as have room."""
-        joining: list[Job] = []
-        rows: list[Row] = []
+        joining: list[ServeRequest] = []
+        rows: list[GenerationRow] = []
         with self._changed:
             while self._line and not self._closed:
                 wanted = [*rows, *self._line[0].rows]

@@ -13,10 +13,9 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from plait.generate.conversation import Conversation
 from plait.generate.serve.api import ApiError
-from plait.generate.serve.app import Application
-from plait.generate.serve.limits import Limits
-from plait.generate.speaker import Speaker
+from plait.generate.serve.app import Application, Limits
 
 BACKLOG = 2048
 """Connections that the system accepts before the server comes to look at them."""
@@ -29,7 +28,7 @@ class Server:
 
     def __init__(
         self,
-        speaker: Speaker,
+        speaker: Conversation,
         *,
         host: str = "127.0.0.1",
         port: int = 8000,

@@ -7,6 +7,7 @@ order of calls or on the module's surroundings, so a model built on the meta dev
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TypeVar
 
 from torch import nn
@@ -49,3 +50,41 @@ def init_lm_module(module: nn.Module) -> None:
 def _scaled(module: ModuleT, scale: float) -> ModuleT:
     module.start_scale = scale  # type: ignore[assignment]  # nn.Module types every attribute as a tensor
     return module
+
+
+# How much arithmetic a decoder asks for.
+
+
+def decoder_flops_per_token(
+    model: nn.Module, lookups: list[nn.Embedding], *, layers: int, dim: int, seq_len: int
+) -> float:
+    """6 FLOPs for each parameter in a matrix product, and 6·layers·dim·seq_len for causal attention.
+
+    `lookups` are the embeddings that are only looked up. A tied one is not among them: it is the head too.
+    """
+    parameters = sum(p.numel() for p in model.parameters())
+    parameters -= sum(e.weight.numel() for e in lookups)
+    return 6.0 * parameters + 6.0 * layers * dim * seq_len
+
+
+# How ranks share the layers of a decoder: what Plait's own have in common.
+
+
+def decoder_plan(feed_forward: Mapping[str, str]) -> dict[str, str]:
+    """Attention by heads, the vocabulary by words, and the feed-forwards as said.
+
+    The words are those of `parallel.tensor`; `feed_forward` gives them to names of modules or patterns.
+    """
+    return {
+        "embedding": "vocab_embedding",
+        "blocks.*": "block",
+        "blocks.*.attention_norm": "sequence",
+        "blocks.*.attention": "region",
+        "blocks.*.attention.q": "heads",
+        "blocks.*.attention.k": "kv_heads",
+        "blocks.*.attention.v": "kv_heads",
+        "blocks.*.attention.out": "rowwise",
+        "blocks.*.ffn_norm": "sequence",
+        **feed_forward,
+        "head": "vocab_head",
+    }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -119,3 +121,31 @@ def _table(problems: list[tuple[str, str]], limit: int = 20) -> str:
     if len(problems) > limit:
         lines.append(f"  … and {len(problems) - limit} more")
     return "\n".join(lines)
+
+
+# How the tensors of one naming are made of those of another, said without having any of them.
+
+
+class Made(NamedTuple):
+    """One tensor, made of others. `make` gets them whole, in this order, and must work on meta tensors too."""
+
+    parts: tuple[str, ...]
+    make: Callable[..., Tensor]
+
+
+def same(tensor: Tensor) -> Tensor:
+    """The tensor itself, under another name."""
+    return tensor
+
+
+def by_translation(translate: Translate, shapes: Mapping[str, torch.Size]) -> dict[str, Made]:
+    """What `translate` would make of tensors with these names and shapes."""
+    made: dict[str, Made] = {}
+    for stored, shape in shapes.items():
+        for index, (name, _) in enumerate(translate(stored, torch.empty(shape, device="meta"))):
+            made.setdefault(name, Made((stored,), partial(_piece, translate, stored, index)))
+    return made
+
+
+def _piece(translate: Translate, stored: str, index: int, tensor: Tensor) -> Tensor:
+    return list(translate(stored, tensor))[index][1]

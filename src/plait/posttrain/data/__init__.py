@@ -1,15 +1,14 @@
 """Examples: prompts with answers, pairs of answers, conversations; from files, or made up."""
 
 from plait.posttrain.data.prepare import PhaseData, prepare_data
-from plait.posttrain.data.records import Example, Message
+from plait.posttrain.data.records import ChatMessage, Example
 from plait.posttrain.data.tasks import Task, make_task
-from plait.posttrain.data.template import make_template
-from plait.posttrain.data.tokenizer import ChatTokenizer
+from plait.posttrain.data.template import ChatTokenizer, make_template
 
 __all__ = [
+    "ChatMessage",
     "ChatTokenizer",
     "Example",
-    "Message",
     "PhaseData",
     "Task",
     "make_task",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,15 +12,39 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from plait.data import IGNORE
-from plait.posttrain.data.packing import pack
-from plait.posttrain.data.template import Tokens
-from plait.posttrain.logprobs import as_bits
+from plait.posttrain.data.template import ChatTokens
+from plait.posttrain.losses import as_bits
+
+# Several examples in one row, none of them cut.
+
+
+def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Rows of indices whose lengths add up to no more than `room`: the longest first, each where it fits best.
+
+    A function of the lengths alone. Rows are given in the order of their first example.
+    """
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []
+    """(space left, row), sorted."""
+    for index in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):
+        length = lengths[index]
+        assert 0 < length <= room, "examples that do not fit were left out before"
+        at = bisect_left(free, (length, -1))
+        if at == len(free):
+            rows.append([index])
+            insort(free, (room - length, len(rows) - 1))
+        else:
+            space, row = free.pop(at)
+            rows[row].append(index)
+            insort(free, (space - length, row))
+    return sorted((sorted(row) for row in rows), key=lambda row: row[0])
+
 
 STEP = 8
 """Rows of different lengths are made as long as the longest, rounded up to this; then ranks can share them evenly."""
 
 
-class Row:
+class ExampleRow:
     """One example: the tokens, and for each the token after it where that is to be learned.
 
     The last token is only ever learned, and left out. A judge reads it too: whether an answer ended there is a part of
@@ -28,7 +53,7 @@ class Row:
 
     __slots__ = ("ids", "labels")
 
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: ChatTokens) -> None:
         ids = np.asarray(tokens.ids, dtype=np.int32)
         self.ids: NDArray[np.int32] = ids[:-1]
         self.labels: NDArray[np.int32] = np.where(np.asarray(tokens.learned[1:], dtype=bool), ids[1:], IGNORE).astype(
@@ -36,7 +61,7 @@ class Row:
         )
 
     @classmethod
-    def judged(cls, tokens: Tokens) -> Row:
+    def judged(cls, tokens: ChatTokens) -> ExampleRow:
         """The whole of it, with nothing to learn."""
         row = cls.__new__(cls)
         row.ids = np.asarray(tokens.ids, dtype=np.int32)
@@ -58,7 +83,7 @@ class AnswerRows(Dataset[dict[str, Tensor]]):
     Packed examples do not see each other: `document_ids` and `positions` are as `plait.data.packing` has them.
     """
 
-    def __init__(self, rows: Sequence[Row], *, seq_len: int, packing: bool, pad: int) -> None:
+    def __init__(self, rows: Sequence[ExampleRow], *, seq_len: int, packing: bool, pad: int) -> None:
         self.seq_len = seq_len
         self._rows = rows
         self._packing = packing
@@ -90,7 +115,7 @@ class AnswerRows(Dataset[dict[str, Tensor]]):
 class PairRows(Dataset[dict[str, Tensor]]):
     """A prompt with two answers, and what the reference thinks of both."""
 
-    def __init__(self, pairs: Sequence[tuple[Row, Row]]) -> None:
+    def __init__(self, pairs: Sequence[tuple[ExampleRow, ExampleRow]]) -> None:
         self._pairs = pairs
         self.reference = torch.zeros(len(pairs), 2)
         """Log-probability of each answer to the reference model, where one was asked: chosen, rejected."""

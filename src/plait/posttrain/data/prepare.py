@@ -24,17 +24,25 @@ from plait.config import (
 )
 from plait.errors import ConfigError, DataError, Problem
 from plait.generate import CONTEXT_KEYS
-from plait.posttrain.data.datasets import AnswerRows, PadAnswers, PadPairs, PairRows, Row
-from plait.posttrain.data.prompts import Prompt
-from plait.posttrain.data.records import EmptyError, Example, IncompleteError, UnlearnedError, examples_in
-from plait.posttrain.data.rows import read_rows
-from plait.posttrain.data.split import split
-from plait.posttrain.data.tasks import make_task
-from plait.posttrain.data.template import Template, Tokens, UnwritableError, make_template
-from plait.posttrain.data.tokenizer import (
+from plait.posttrain.data.datasets import AnswerRows, ExampleRow, PadAnswers, PadPairs, PairRows
+from plait.posttrain.data.records import (
+    EmptyError,
+    Example,
+    IncompleteError,
+    UnlearnedError,
+    examples_in,
+    read_rows,
+    split,
+)
+from plait.posttrain.data.tasks import Prompt, make_task
+from plait.posttrain.data.template import (
     NAME,
     ChatTokenizer,
+    ChatTokens,
+    Template,
+    UnwritableError,
     character_tokenizer,
+    make_template,
     read_tokenizer,
     trained_tokenizer,
 )
@@ -44,7 +52,7 @@ _TRAINED_SIZE = 4096
 
 
 @dataclass
-class Account:
+class RowReport:
     """What the rows were like: how many are used, why others were left out, and what is unusual about them."""
 
     rows: int = 0
@@ -111,7 +119,7 @@ class PhaseData:
     template: Template
     folder: Path | None
     """Where the tokenizer came from, if it was not made here."""
-    account: Account
+    account: RowReport
     examples: tuple[Sequence[Example], Sequence[Example]]
     """Those for training and for validation, before any was left out for its length."""
 
@@ -122,7 +130,7 @@ def prepare_data(config: RunConfig) -> PhaseData:
     assert phase is not None
     if not section.data:
         raise ConfigError(no_examples())
-    account = Account()
+    account = RowReport()
     pairs, online = phase in ("reward", "dpo"), phase in ONLINE
     wanted = {"pairs": pairs, "answered": not online}
     examples = list(_examples(section.data, section, account, **wanted))
@@ -163,7 +171,7 @@ def prepare_data(config: RunConfig) -> PhaseData:
     return PhaseData(train, val if len(val) else None, collate, tokenizer, template, folder, account, parts)
 
 
-def prepare_rows(sources: Sequence[ExampleData], config: RunConfig, data: PhaseData) -> list[Row]:
+def prepare_rows(sources: Sequence[ExampleData], config: RunConfig, data: PhaseData) -> list[ExampleRow]:
     """Answers of further examples as rows, in the tokens of a phase's data; what cannot be used counts there."""
     section = config.posttrain or PosttrainConfig()
     examples = list(_examples(sources, section, data.account, pairs=False, answered=True))
@@ -171,7 +179,7 @@ def prepare_rows(sources: Sequence[ExampleData], config: RunConfig, data: PhaseD
 
 
 def _examples(
-    sources: Sequence[ExampleData], section: PosttrainConfig, account: Account, *, pairs: bool, answered: bool
+    sources: Sequence[ExampleData], section: PosttrainConfig, account: RowReport, *, pairs: bool, answered: bool
 ) -> Iterator[Example]:
     for source in sources:
         for example in _read(source, section, account, pairs=pairs, answered=answered):
@@ -180,7 +188,7 @@ def _examples(
 
 
 def _read(
-    source: ExampleData, section: PosttrainConfig, account: Account, *, pairs: bool, answered: bool
+    source: ExampleData, section: PosttrainConfig, account: RowReport, *, pairs: bool, answered: bool
 ) -> Iterator[Example]:
     if isinstance(source, TaskData):
         account.rows += source.samples
@@ -205,7 +213,7 @@ Written = TypeVar("Written")
 
 
 def _written(
-    examples: Sequence[Example], write: Callable[[Example], Written], section: PosttrainConfig, account: Account
+    examples: Sequence[Example], write: Callable[[Example], Written], section: PosttrainConfig, account: RowReport
 ) -> Iterator[tuple[Example, Written]]:
     """Examples as the template writes them; one that it cannot write is incomplete."""
     for example in examples:
@@ -217,8 +225,8 @@ def _written(
 
 
 def _rows(
-    examples: Sequence[Example], template: Template, limit: int, section: PosttrainConfig, account: Account
-) -> Iterator[Row]:
+    examples: Sequence[Example], template: Template, limit: int, section: PosttrainConfig, account: RowReport
+) -> Iterator[ExampleRow]:
     for example, tokens in _written(examples, lambda e: template.conversation(e.messages), section, account):
         row = _fitting(tokens, template, example, limit, section, account)
         if row is None:
@@ -232,7 +240,7 @@ def _rows(
 
 
 def _prompts(
-    examples: Sequence[Example], template: Template, limit: int, room: int, section: PosttrainConfig, account: Account
+    examples: Sequence[Example], template: Template, limit: int, room: int, section: PosttrainConfig, account: RowReport
 ) -> Iterator[Prompt]:
     for example, tokens in _written(examples, lambda e: template.prompt(e.prompt), section, account):
         if len(tokens) >= limit:
@@ -251,14 +259,14 @@ def _pairs(
     template: Template,
     limit: int,
     section: PosttrainConfig,
-    account: Account,
+    account: RowReport,
     *,
     judged: bool,
-) -> Iterator[tuple[Row, Row]]:
-    def write(example: Example) -> list[Tokens]:
+) -> Iterator[tuple[ExampleRow, ExampleRow]]:
+    def write(example: Example) -> list[ChatTokens]:
         return [template.conversation(messages) for messages in example.pair]
 
-    make = Row.judged if judged else Row
+    make = ExampleRow.judged if judged else ExampleRow
     for example, both in _written(examples, write, section, account):
         longer = max(both, key=lambda tokens: len(tokens.ids))
         if _fitting(longer, template, example, limit, section, account, whole=judged) is None:
@@ -276,7 +284,7 @@ def _pairs(
         yield chosen, rejected
 
 
-def _note_texts(examples: Sequence[Example], tokenizer: ChatTokenizer, account: Account) -> None:
+def _note_texts(examples: Sequence[Example], tokenizer: ChatTokenizer, account: RowReport) -> None:
     """Count the rows in which somebody wrote a control token as text, or what the tokenizer has no tokens for."""
     controls = re.compile("|".join(map(re.escape, tokenizer.controls)) or "(?!)")
     for example in examples:
@@ -288,18 +296,18 @@ def _note_texts(examples: Sequence[Example], tokenizer: ChatTokenizer, account: 
 
 
 def _fitting(
-    tokens: Tokens,
+    tokens: ChatTokens,
     template: Template,
     example: Example,
     limit: int,
     section: PosttrainConfig,
-    account: Account,
+    account: RowReport,
     *,
     whole: bool = False,
-) -> Row | None:
+) -> ExampleRow | None:
     length = len(tokens.ids) if whole else len(tokens.ids) - 1  # the last one is only learned
     if length <= limit:
-        return Row(tokens)
+        return ExampleRow(tokens)
     prompt = len(template.prompt(example.prompt))
     reason = "with a prompt longer than max_len" if prompt >= limit else "longer than max_len"
     detail = f"{length} tokens, at most {limit}"

@@ -7,11 +7,18 @@ the run says so when it starts (`Example.unread`). None is the same as absent: P
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from plait.config import FileData, Gsm8kData
+from plait.config import FileData, Gsm8kData, parse_json, split_shares
+from plait.data import find_files, open_file, read_object
+from plait.errors import DataError, MissingExtraError
 
 ROLES = ("system", "user", "assistant")
 _OTHER_ROLES = {"human": "user", "gpt": "assistant", "developer": "system"}
@@ -46,7 +53,7 @@ _REFUSED_OF_TURNS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ChatMessage:
     """What one side says."""
 
     role: str
@@ -61,7 +68,7 @@ class Message:
 class Example:
     """A conversation that ends with an answer, perhaps with a worse answer to compare it with."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     rejected: str | None
     where: str
     """Where it came from, for messages."""
@@ -70,7 +77,7 @@ class Example:
     """Keys of the row that nothing here reads; those of its turns as `messages[].key`."""
 
     @property
-    def prompt(self) -> tuple[Message, ...]:
+    def prompt(self) -> tuple[ChatMessage, ...]:
         """What comes before the last answer."""
         return self.messages[:-1]
 
@@ -80,11 +87,11 @@ class Example:
         return "\x1e".join(f"{message.role}\x1f{message.content}" for message in self.prompt)
 
     @property
-    def pair(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    def pair(self) -> tuple[tuple[ChatMessage, ...], tuple[ChatMessage, ...]]:
         """The conversation with the better answer and with the worse one; earlier answers are not learned."""
         assert self.rejected is not None
         before = tuple(replace(message, learned=False) for message in self.prompt)
-        worse = Message("assistant", self.rejected, self.rejected_reasoning)
+        worse = ChatMessage("assistant", self.rejected, self.rejected_reasoning)
         return (*before, self.messages[-1]), (*before, worse)
 
 
@@ -216,12 +223,12 @@ def _answer_keys(config: FileData, *, pairs: bool) -> tuple[str, ...]:
     return (chosen, *ANSWER_KEYS) if pairs else (*ANSWER_KEYS, chosen)
 
 
-def _conversation(fields: _Fields, config: FileData, keys: Sequence[str], *, answered: bool) -> tuple[Message, ...]:
+def _conversation(fields: _Fields, config: FileData, keys: Sequence[str], *, answered: bool) -> tuple[ChatMessage, ...]:
     named = MESSAGES_KEYS if config.messages_key is None else (config.messages_key,)
     if (whole := fields.first(named)) is not None:
         messages = _with_system(fields, _messages(fields, whole))
         if messages and messages[-1].role != "assistant" and not answered:
-            return (*messages, Message("assistant", ""))
+            return (*messages, ChatMessage("assistant", ""))
         return _ending_with_an_answer(messages, whole)
     key = fields.first(keys)
     implied = key is not None and not isinstance(fields.get(key), str)  # the prompt may begin the answer's list
@@ -229,37 +236,37 @@ def _conversation(fields: _Fields, config: FileData, keys: Sequence[str], *, ans
     if key is not None:
         return _answered(fields, key, before)
     if not answered:
-        return (*before, Message("assistant", ""))
+        return (*before, ChatMessage("assistant", ""))
     raise IncompleteError(f"no answer under {' or '.join(map(repr, keys))}; it has {fields.names}")
 
 
-def _prompt(fields: _Fields, config: FileData, *, implied: bool) -> tuple[Message, ...]:
+def _prompt(fields: _Fields, config: FileData, *, implied: bool) -> tuple[ChatMessage, ...]:
     """What comes before the answer: text, messages, or an instruction with its input as Alpaca has it."""
     if config.prompt_key is None and not fields.has("prompt"):
         if fields.has("instruction"):
             parts = [fields.text("instruction"), *([fields.text("input")] if fields.get("input") else [])]
-            return (*_history(fields), Message("user", "\n\n".join(parts)))
+            return (*_history(fields), ChatMessage("user", "\n\n".join(parts)))
         if implied:
             return ()
     key = config.prompt_key or "prompt"
     prompt = fields.take(key)
-    return (Message("user", prompt),) if isinstance(prompt, str) else _messages(fields, key)
+    return (ChatMessage("user", prompt),) if isinstance(prompt, str) else _messages(fields, key)
 
 
-def _history(fields: _Fields) -> Iterator[Message]:
+def _history(fields: _Fields) -> Iterator[ChatMessage]:
     """Earlier questions with their answers, as Alpaca's `history` has them."""
     for entry in fields.get("history") or ():
         if not isinstance(entry, Sequence) or len(entry) != 2 or not all(isinstance(part, str) for part in entry):
             raise IncompleteError(f"'history' holds {entry!r}, expected pairs of a question and its answer")
-        yield Message("user", entry[0])
-        yield Message("assistant", entry[1])
+        yield ChatMessage("user", entry[0])
+        yield ChatMessage("assistant", entry[1])
 
 
-def _with_system(fields: _Fields, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+def _with_system(fields: _Fields, messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
     """The conversation with what the row itself has as `system`."""
     if not fields.get("system"):
         return messages
-    system = Message("system", fields.text("system"))
+    system = ChatMessage("system", fields.text("system"))
     if messages[:1] == (system,):
         return messages
     if any(message.role == "system" for message in messages):
@@ -267,11 +274,11 @@ def _with_system(fields: _Fields, messages: tuple[Message, ...]) -> tuple[Messag
     return (system, *messages)
 
 
-def _answered(fields: _Fields, key: str, before: tuple[Message, ...]) -> tuple[Message, ...]:
+def _answered(fields: _Fields, key: str, before: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
     """The conversation with its answer: a text, the turns that follow, or the whole conversation once more."""
     value = fields.take(key)
     if isinstance(value, str):
-        return (*before, Message("assistant", value))
+        return (*before, ChatMessage("assistant", value))
     messages = _ending_with_an_answer(_messages(fields, key), key)
     if messages[0].role == "assistant":
         return (*before, *messages)
@@ -281,7 +288,7 @@ def _answered(fields: _Fields, key: str, before: tuple[Message, ...]) -> tuple[M
     return messages
 
 
-def _ending_with_an_answer(messages: tuple[Message, ...], key: str) -> tuple[Message, ...]:
+def _ending_with_an_answer(messages: tuple[ChatMessage, ...], key: str) -> tuple[ChatMessage, ...]:
     if not messages or messages[-1].role != "assistant":
         raise IncompleteError(f"{key!r} does not end with a message of the assistant")
     return messages
@@ -289,12 +296,12 @@ def _ending_with_an_answer(messages: tuple[Message, ...], key: str) -> tuple[Mes
 
 def _of_gsm8k(row: Mapping[str, Any], where: str, *, pairs: bool, answered: bool) -> Iterator[Example]:
     fields = _Fields(row)
-    question = Message("user", fields.text("question"))
+    question = ChatMessage("user", fields.text("question"))
     graded = [_Fields(value) for value in row.values() if isinstance(value, Mapping) and "is_correct" in value]
     if not graded:
         if pairs:
             raise IncompleteError(f"no graded solutions, which pairs are made of; it has {fields.names}")
-        found = Example((question, Message("assistant", fields.text("answer"))), None, where)
+        found = Example((question, ChatMessage("assistant", fields.text("answer"))), None, where)
         _refuse_empty(found)
         yield found
         return
@@ -302,7 +309,7 @@ def _of_gsm8k(row: Mapping[str, Any], where: str, *, pairs: bool, answered: bool
     wrong = [value.text("solution") for value in graded if value.get("is_correct") is False]
     for good in right if answered else right[:1]:  # several answers are one prompt
         for bad in wrong if pairs else [None]:
-            found = Example((question, Message("assistant", good)), bad, where)
+            found = Example((question, ChatMessage("assistant", good)), bad, where)
             _refuse_empty(found)
             yield found
 
@@ -319,7 +326,7 @@ def _refuse_empty(example: Example, *, answered: bool = True) -> None:
         raise EmptyError("the chosen and the rejected answer are the same")
 
 
-def _messages(fields: _Fields, key: str) -> tuple[Message, ...]:
+def _messages(fields: _Fields, key: str) -> tuple[ChatMessage, ...]:
     value = fields.take(key)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise IncompleteError(f"{key!r} is of type {type(value).__name__}, expected text or a list of messages")
@@ -333,7 +340,7 @@ def _messages(fields: _Fields, key: str) -> tuple[Message, ...]:
     return tuple(found)
 
 
-def _message(turn: _Fields, key: str) -> Message:
+def _message(turn: _Fields, key: str) -> ChatMessage:
     """One turn, with the words of OpenAI or of ShareGPT."""
     turn.refuse(_REFUSED_OF_TURNS, key)
     if not turn.has("role") and turn.has("from"):
@@ -351,7 +358,7 @@ def _message(turn: _Fields, key: str) -> Message:
     reasoning = None if thoughts is None else turn.text(thoughts)
     if reasoning and role != "assistant":
         raise IncompleteError(f"{key!r} has {thoughts!r} on a turn of the {role}; only the assistant's may have it")
-    return Message(role, content, reasoning or None, learned)
+    return ChatMessage(role, content, reasoning or None, learned)
 
 
 def _content(turn: _Fields) -> str:
@@ -364,3 +371,135 @@ def _content(turn: _Fields) -> str:
         if kind != "text":
             raise IncompleteError(f"'content' has a part of type {kind!r}; only text can be read")
     return "".join(_Fields(part).text("text") for part in parts)
+
+
+# Rows of JSON, of Parquet, and of folders that `datasets` saved.
+
+
+_UNREADABLE = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".csv", ".tsv", ".arrow")
+"""Files that may hold rows, and are not read; to pass over one would lose them."""
+_SPLIT = re.compile(r"(train|test|valid|val|dev|eval)(?:ation|ing|uation)?(?![a-z])", re.IGNORECASE)
+
+Row = tuple[str, Mapping[str, Any] | str]
+"""Where a row stands, and the row; or what is wrong with it."""
+
+
+def read_rows(path: str) -> Iterator[Row]:
+    """Every row of a file or folder, in order. A line that is no JSON object comes as the reason why not."""
+    place = Path(path)
+    if not place.exists():
+        raise DataError(f"{path} does not exist")
+    if place.is_dir() and any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        yield from _saved_dataset(place)
+        return
+    files = find_files(path) if place.is_dir() else [place]
+    known = [file for file in files if file.suffix in (".jsonl", ".json", ".ndjson", ".parquet")]
+    if not known:
+        raise DataError(f"{path}: no .jsonl and no .parquet file, and no folder of datasets.save_to_disk")
+    if other := next((file for file in files if file.suffix in _UNREADABLE), None):
+        raise DataError(
+            f"{path} holds {other.name} too, which cannot be read here; unpack or convert it, or move it out"
+        )
+    _refuse_mixed_splits(path, [file.name for file in known])
+    for file in known:
+        yield from _parquet(file) if file.suffix == ".parquet" else _lines(file)
+
+
+def _lines(path: Path) -> Iterator[Row]:
+    with open_file(path) as file:
+        if file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+            yield from _list(path)
+            return
+        file.seek(0)
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            yield where, read_object(line)
+
+
+def _list(path: Path) -> Iterator[Row]:
+    """The entries of a file that is one list."""
+    try:
+        entries = parse_json(path.read_bytes(), half_characters=True)  # each entry is looked at by itself
+    except ValueError as error:  # also what is no UTF-8
+        raise DataError(f"{path} begins as a list, and is not JSON: {error}") from error
+    for number, entry in enumerate(entries, start=1):
+        yield f"{path}, entry {number}", read_object(json.dumps(entry).encode())
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    try:
+        parquet = import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise MissingExtraError("pyarrow", f"reading {path.name}", "parquet") from error
+    file = parquet.ParquetFile
+    rows = _read_by_library(path, lambda: (row for each in file(path).iter_batches() for row in each.to_pylist()))
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}, row {number}", row
+
+
+def _read_by_library(path: Path, read: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+    """What a library reads from a file; whatever it raises is an error that names the file."""
+    try:
+        yield from read()
+    except Exception as error:  # Arrow has a dozen kinds of its own
+        raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}); get it again") from error
+
+
+def _saved_dataset(path: Path) -> Iterator[Row]:
+    try:
+        datasets = import_module("datasets")
+    except ImportError as error:
+        raise MissingExtraError("datasets", f"reading the folder {path.name}", "datasets") from error
+    (found,) = _read_by_library(path, lambda: [datasets.load_from_disk(str(path))])
+    parts = dict(found) if hasattr(found, "items") else {"": found}
+    if len(parts) > 1:
+        raise DataError(
+            f"{path} has the splits {', '.join(parts)}: name one of them, such as {path / next(iter(parts))}"
+        )
+    for name, part in parts.items():
+        for number, row in enumerate(_read_by_library(path, part.__iter__), start=1):
+            yield f"{path}{f'/{name}' if name else ''}, row {number}", row
+
+
+def _refuse_mixed_splits(path: str, names: list[str]) -> None:
+    """What is kept for tests must not be learned because it lies in the same folder."""
+    splits = {match[1].lower(): name for name in names if (match := _SPLIT.match(name))}
+    if len(splits) > 1:
+        raise DataError(f"{path} holds several splits, such as {' and '.join(splits.values())}: name the files of one")
+
+
+# Which examples belong to which phase, and which of those are for validation.
+#
+# Examples with the same prompt stay together, so that nothing is validated on a prompt that was trained on, and no two
+# phases share one. The order of prompts is a hash of their text: it depends on neither seed nor file order.
+
+
+PLACES = {"sft": 0, "reward": 1, "dpo": 1, "ppo": 2, "grpo": 2}
+"""Which of the three shares a phase takes."""
+
+
+def split(
+    examples: Sequence[Example], phase: str, *, data_split: tuple[int, ...] | str | None, val_fraction: float
+) -> tuple[list[Example], list[Example]]:
+    """The examples of a phase: for training, for validation."""
+    prompts = sorted({example.prompt_text for example in examples}, key=_hash)
+    shares, place = split_shares(data_split), PLACES[phase]
+    if sum(shares):
+        bounds = [round(len(prompts) * sum(shares[:at]) / sum(shares)) for at in range(4)]
+        prompts = prompts[bounds[place] : bounds[place + 1]]
+        if not prompts:
+            raise DataError(
+                f"posttrain.data_split {data_split!r} leaves nothing for {phase}: share {place + 1} of three is empty"
+            )
+    held = min(round(len(prompts) * val_fraction), len(prompts) - 1) if len(prompts) > 1 else 0
+    if val_fraction > 0 and held == 0 and len(prompts) > 1:
+        held = 1
+    kept, validating = set(prompts[held:]), set(prompts[:held])
+    train = [example for example in examples if example.prompt_text in kept]
+    return train, [example for example in examples if example.prompt_text in validating]
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()

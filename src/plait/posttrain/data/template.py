@@ -12,12 +12,120 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NamedTuple
 
-from plait.config import TemplateConfig, transformers_code
+from plait.config import TemplateConfig, read_json_object, transformers_code
+from plait.data import END, TextTokenizer, train_tokenizer
 from plait.errors import DataError, MissingExtraError, PlaitError
-from plait.posttrain.data.records import Message
-from plait.posttrain.data.tokenizer import NAME, SETTINGS, ChatTokenizer, read_settings
+from plait.posttrain.data.records import ChatMessage
+
+# The tokenizer of a phase: from a file, from a folder, or of single characters.
+
+
+NAME = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+"""Where a Hugging Face folder says which token is the end."""
+
+
+class ChatTokenizer(TextTokenizer):
+    """A tokenizer that also knows which texts are tokens of their own."""
+
+    def __init__(self, backend: Any, origin: str, named_end: str | None = None) -> None:
+        super().__init__(backend, origin, named_end)
+        self._named_end = named_end
+
+    def save(self, path: str | Path) -> None:
+        """Write a `tokenizer.json`, and beside it what the end is called where that cannot be seen from it."""
+        super().save(path)
+        if self._named_end is not None:
+            settings = json.dumps({"eos_token": self._named_end}, ensure_ascii=False, indent=2)
+            Path(path).with_name(SETTINGS).write_text(settings + "\n", encoding="utf-8")
+
+    def token_id(self, text: str) -> int | None:
+        """The token that a text is; None where it is none."""
+        found: int | None = self.backend.token_to_id(text)
+        return found
+
+    @property
+    def controls(self) -> tuple[str, ...]:
+        """The texts of control tokens, which are no such tokens where somebody writes them."""
+        return tuple(token.content for token in self.backend.get_added_tokens_decoder().values() if token.special)
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token with its number."""
+        found: dict[str, int] = self.backend.get_vocab()
+        return found
+
+
+def read_tokenizer(path: str | Path) -> ChatTokenizer:
+    """Read a `tokenizer.json`, given itself or the folder that it lies in."""
+    from tokenizers import Tokenizer
+
+    place = Path(path)
+    file = place / NAME if place.is_dir() else place
+    if not file.is_file():
+        raise DataError(f"tokenizer {str(path)!r}: there is no {file.name if place.is_dir() else 'such file'}")
+    try:
+        backend = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"{file} is not a tokenizer.json: {error}") from error
+    return ChatTokenizer(backend, str(file), _named_end(file.with_name(SETTINGS)))
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """The settings of a tokenizer; none where the file is not there."""
+    return read_json_object(file, DataError) if file.is_file() else {}
+
+
+def _named_end(settings: Path) -> str | None:
+    """The end token of a tokenizer's settings: a text, or an object with it."""
+    found = read_settings(settings).get("eos_token")
+    word = found.get("content") if isinstance(found, dict) else found
+    if word is not None and not isinstance(word, str):
+        raise DataError(f"{settings} has the eos_token {found!r:.80}, expected a token")
+    return word
+
+
+class CharacterTokenizer(ChatTokenizer):
+    """One token a character. A character that it does not know is an error; the library would leave it out."""
+
+    def unknown_in(self, text: str) -> str | None:
+        """None: it is an error as soon as it is encoded."""
+        return None
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, nothing added."""
+        tokens = super().encode(text)
+        if len(tokens) != len(text):
+            strange = sorted({character for character in text if self.token_id(character) is None})
+            raise DataError(f"the characters {''.join(strange)!r} are not in the vocabulary of the made-up task")
+        return tokens
+
+
+def character_tokenizer(alphabet: str, marks: Sequence[str] = ()) -> ChatTokenizer:
+    """One token for each character, and the end token first; `marks` are tokens too."""
+    from tokenizers import Tokenizer, decoders, models
+
+    vocabulary = {END: 0, **{character: index for index, character in enumerate(sorted(set(alphabet)), start=1)}}
+    backend: Any = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([END, *marks])
+    return CharacterTokenizer(backend, "characters")
+
+
+def trained_tokenizer(texts: Iterable[str], vocab_size: int, marks: Sequence[str] = ()) -> ChatTokenizer:
+    """A byte-level BPE of these texts with so many tokens, `marks` among them; the same texts give the same one."""
+    from tokenizers import Tokenizer
+
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / NAME
+        train_tokenizer(texts, vocab_size - len(marks)).save(file)
+        backend: Any = Tokenizer.from_file(str(file))
+    backend.add_special_tokens(list(marks))
+    return ChatTokenizer(backend, "trained tokenizer")
+
 
 CHAT_TEMPLATE = "chat_template.jinja"
 """Where a Hugging Face folder keeps its chat template, if not in the settings of the tokenizer."""
@@ -34,7 +142,7 @@ class UnwritableError(DataError):
     """A conversation that a template does not write down, or not so that its answers can be found again."""
 
 
-class Tokens(NamedTuple):
+class ChatTokens(NamedTuple):
     """A conversation as tokens; one is learned where `learned` says so."""
 
     ids: list[int]
@@ -55,11 +163,11 @@ class Template(ABC):
     _tokenizer: ChatTokenizer
 
     @abstractmethod
-    def conversation(self, messages: Sequence[Message]) -> Tokens:
+    def conversation(self, messages: Sequence[ChatMessage]) -> ChatTokens:
         """All of it; only what the assistant says is learned, and that it ends there."""
 
     @abstractmethod
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         """What a model is given when it is to answer."""
 
     @property
@@ -67,11 +175,11 @@ class Template(ABC):
     def jinja(self) -> str:
         """The same as a chat template of `transformers`."""
 
-    def unfinished(self, messages: Sequence[Message]) -> list[int]:
+    def unfinished(self, messages: Sequence[ChatMessage]) -> list[int]:
         """A conversation whose last answer was cut off: there is no mark of an end behind it."""
         return self.prompt(messages[:-1]) + self._tokenizer.encode(messages[-1].content)
 
-    def _refuse_reasoning(self, messages: Sequence[Message]) -> None:
+    def _refuse_reasoning(self, messages: Sequence[ChatMessage]) -> None:
         if any(message.reasoning for message in messages):
             raise UnwritableError(
                 f"an answer has reasoning_content, which posttrain.template.kind: {self.kind} does not write down; use "
@@ -89,10 +197,10 @@ class Plain(Template):
         self._end = [tokenizer.end] if end_token else []
         self.ends = (tokenizer.end,)
 
-    def conversation(self, messages: Sequence[Message]) -> Tokens:
+    def conversation(self, messages: Sequence[ChatMessage]) -> ChatTokens:
         """All of it."""
         self._refuse_reasoning(messages)
-        found = Tokens([], [])
+        found = ChatTokens([], [])
         found.extend(self._tokenizer.begin, learned=False)
         for message in messages:
             answer = message.role == "assistant"
@@ -100,7 +208,7 @@ class Plain(Template):
             found.extend(ids + self._end if answer else ids, learned=answer and message.learned)
         return found
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         """All of it, with nothing behind."""
         return self.conversation(messages).ids
 
@@ -131,10 +239,10 @@ class Marked(Template):
     def _opening(self, role: str) -> list[int]:
         return self._start + self._tokenizer.encode(f"{self._words[role]}\n")
 
-    def conversation(self, messages: Sequence[Message]) -> Tokens:
+    def conversation(self, messages: Sequence[ChatMessage]) -> ChatTokens:
         """All of it."""
         self._refuse_reasoning(messages)
-        line, found = self._tokenizer.encode("\n"), Tokens([], [])
+        line, found = self._tokenizer.encode("\n"), ChatTokens([], [])
         found.extend(self._tokenizer.begin, learned=False)
         for message in messages:
             answer = message.role == "assistant"
@@ -147,7 +255,7 @@ class Marked(Template):
             found.extend(self._end, learned=last.learned)
         return found
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         """All of it, and the beginning of the assistant's turn."""
         return self.conversation(messages).ids + self._opening("assistant")
 
@@ -214,7 +322,7 @@ class OfTokenizer(Template):
 
     def _mark(self) -> list[int]:
         """The token that the template puts behind an answer, where it puts one; it need not be the tokenizer's end."""
-        spoken = (Message("user", "a"), Message("assistant", "7351"))  # which no mark has in it
+        spoken = (ChatMessage("user", "a"), ChatMessage("assistant", "7351"))  # which no mark has in it
         behind = self._text(spoken, asks=False).rpartition("7351")[2]
         return [token for token in self._encode(behind)[:1] if token in self._transformers.added_tokens_decoder]
 
@@ -225,9 +333,9 @@ class OfTokenizer(Template):
         assert found is not None, "a folder without one was refused"
         return found
 
-    def conversation(self, messages: Sequence[Message]) -> Tokens:
+    def conversation(self, messages: Sequence[ChatMessage]) -> ChatTokens:
         """All of it. Where an answer begins and ends is found by writing the conversation down to there."""
-        found, done, answer = Tokens([], []), "", list[int]()
+        found, done, answer = ChatTokens([], []), "", list[int]()
         for index, message in enumerate(messages):
             if message.role != "assistant" or not message.learned:
                 continue
@@ -262,7 +370,7 @@ class OfTokenizer(Template):
         self._continue(found, done, whole, learned=False)
         return found
 
-    def _continue(self, found: Tokens, done: str, text: str, *, learned: bool) -> None:
+    def _continue(self, found: ChatTokens, done: str, text: str, *, learned: bool) -> None:
         """Add to `found`, which is `done` as tokens, what `text` has behind it.
 
         They are the tokens of the whole text, as a model is given it when it answers; only where those would join what
@@ -272,7 +380,7 @@ class OfTokenizer(Template):
         behind = whole[count:] if whole[:count] == found.ids else self._encode(text[len(done) :])
         found.extend(behind, learned=learned)
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         """All of it, and the beginning of the assistant's turn."""
         text = self._text(messages, asks=True)
         _check_written(_asked(messages), self._escaped_back(text))
@@ -301,7 +409,7 @@ class OfTokenizer(Template):
         call, answered, _ = behind.partition("r7351")
         return call if "d7351" in asked and begun and answered else None
 
-    def _text(self, messages: Sequence[Message], *, asks: bool) -> str:
+    def _text(self, messages: Sequence[ChatMessage], *, asks: bool) -> str:
         """The conversation as the template writes it, with texts of control tokens as private-use characters."""
         turns = []
         for message in messages:
@@ -404,7 +512,7 @@ def has_powers(template: str) -> bool:
     return any(now == ("operator", "**") and before[1] not in ("(", ",") for before, now in pairwise(tokens))
 
 
-def _check_written(messages: Iterable[Message], text: str) -> None:
+def _check_written(messages: Iterable[ChatMessage], text: str) -> None:
     """Refuse a text that lacks some of what was said; spaces may differ."""
     squeezed = "".join(text.split())
     for message in messages:
@@ -416,7 +524,7 @@ def _check_written(messages: Iterable[Message], text: str) -> None:
                 )
 
 
-def _asked(messages: Sequence[Message]) -> Iterator[Message]:
+def _asked(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
     """What the others say; of earlier answers, a template may leave out the thoughts."""
     return (message for message in messages if message.role != "assistant")
 

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from plait.frontends.accelerate.absent import not_offered
-from plait.frontends.accelerate.utils.dataclasses import (
+from plait.frontends.accelerate.missing_names import not_offered
+from plait.frontends.accelerate.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DDPCommunicationHookType,
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     DistributedType,
-    DynamoBackend,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
-    LoggerType,
     ParallelismConfig,
-    PrecisionType,
     ProfileKwargs,
     ProjectConfiguration,
-    RNGType,
     TorchDynamoPlugin,
 )
-from plait.frontends.accelerate.utils.deepspeed import DummyOptim, DummyScheduler
+from plait.frontends.accelerate.prepared import DummyOptim, DummyScheduler
+from plait.frontends.accelerate.utils.dataclasses import DynamoBackend, LoggerType, PrecisionType, RNGType
 from plait.frontends.accelerate.utils.imports import (
     is_bf16_available,
     is_cuda_available,

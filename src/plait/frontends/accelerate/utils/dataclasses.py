@@ -16,10 +16,10 @@ from plait.frontends.accelerate.plugins import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ParallelismConfig,
+    ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from plait.frontends.accelerate.profiling import ProfileKwargs
 
 __all__ = [
     "AutocastKwargs",

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.config import Layout
-from plait.frontends.accelerate.gather import Gatherer
-from plait.frontends.accelerate.prepared import apply, apply_to_all, in_fp32
-from plait.world import Ranks, World, make_mesh
+from plait.distributed import Ranks, World, make_mesh
+from plait.frontends.accelerate.prepared import Gatherer, apply, apply_to_all, in_fp32
 
 
 def gather_object(object: Any) -> list[Any]:

@@ -8,10 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from plait.distributed import detect_ranks
 from plait.frontends.accelerate.prepared import PreparedModel
-from plait.frontends.accelerate.weights import write_object
+from plait.frontends.accelerate.state_files import write_object
 from plait.torch_internals import inside_compiled
-from plait.world import detect_ranks
 
 
 def wait_for_everyone() -> None:

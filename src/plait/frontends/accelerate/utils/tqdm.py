@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from plait.distributed import detect_ranks
 from plait.errors import MissingExtraError
-from plait.world import detect_ranks
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:

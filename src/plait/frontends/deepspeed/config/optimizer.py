@@ -8,13 +8,30 @@ norms included; so `no_decay` is empty.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from plait.config import choose, show
-from plait.frontends.deepspeed.config.keys import off, only, to, unneeded
-from plait.frontends.deepspeed.config.kinds import COUNT, FLAG, NUMBER, PAIR, SECTION, TEXT, one_of
-from plait.frontends.deepspeed.config.work import Key, Table, Work
+from plait.frontends.deepspeed.config.work import (
+    COUNT,
+    FLAG,
+    NUMBER,
+    PAIR,
+    SECTION,
+    SIZE,
+    TEXT,
+    WHOLE,
+    Key,
+    Table,
+    ValueKind,
+    Work,
+    off,
+    one_of,
+    only,
+    to,
+    unneeded,
+)
 
 _LR = to("optim.lr", NUMBER, if_open="left open: the rate that the script sets, or DeepSpeed's default")
 _BETAS = to("optim.betas", PAIR)
@@ -222,8 +239,150 @@ def _write_defaults(work: Work, kind: _Type) -> None:
 
 
 _CPU = "whichever optimizer is asked for also updates what is offloaded"
-TABLE: Table = {
+OPTIMIZER_TABLE: Table = {
     "optimizer": Key(SECTION, _optimizer),
     "zero_allow_untested_optimizer": unneeded(FLAG, "any optimizer can be sharded here"),
     "zero_force_ds_cpu_optimizer": unneeded(FLAG, _CPU),
+}
+
+# `scheduler`: DeepSpeed's five schedules have the same names and keys in `schedule`.
+
+
+_OPEN = "left open: as the script sets it, or the default"
+
+
+def _keys(kind: ValueKind, *names: str) -> dict[str, Key]:
+    return {name: to(f"schedule.{name}", kind, if_open=_OPEN) for name in names}
+
+
+def _warmup_steps(work: Work, key: str, value: Any) -> None:
+    """DeepSpeed's warm-up is two steps long at least, so 0 and 1 are the same to it."""
+    length = max(1, int(value))
+    work.put("schedule.warmup_num_steps", length, key)
+    work.honour(key, value, f"schedule.warmup_num_steps: {length}")
+
+
+_LENGTHS = {
+    "warmup_num_steps": Key(SIZE, _warmup_steps, _OPEN),
+    "total_num_steps": to("schedule.total_num_steps", COUNT, if_open="left open: the length of the run"),
+}
+_RISE = {
+    **_keys(NUMBER, "warmup_min_lr", "warmup_max_lr"),
+    **_keys(one_of("log", "linear"), "warmup_type"),
+    "warmup_num_steps": _LENGTHS["warmup_num_steps"],
+    "last_batch_iteration": only(
+        -1, WHOLE, "a run starts at its first step", "a run goes on where its checkpoint ends: leave it out"
+    ),
+}
+SCHEDULER_TYPES: dict[str, Table] = {
+    "WarmupLR": _RISE,
+    "WarmupDecayLR": {**_RISE, "total_num_steps": _LENGTHS["total_num_steps"]},
+    "WarmupCosineLR": {
+        **_LENGTHS,
+        **_keys(NUMBER, "warmup_min_ratio", "cos_min_ratio"),
+        "warmup_type": _RISE["warmup_type"],
+        "last_batch_iteration": _RISE["last_batch_iteration"],
+    },
+    "OneCycle": {
+        **_keys(NUMBER, "cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "decay_mom_rate"),
+        **_keys(NUMBER, "cycle_min_mom", "cycle_max_mom"),
+        **_keys(COUNT, "cycle_first_step_size", "cycle_second_step_size"),
+        **_keys(SIZE, "cycle_first_stair_count", "cycle_second_stair_count", "decay_step_size"),
+        **_keys(FLAG, "cycle_momentum"),
+        "last_batch_iteration": _RISE["last_batch_iteration"],
+    },
+    "LRRangeTest": {
+        **_keys(NUMBER, "lr_range_test_min_lr", "lr_range_test_step_rate"),
+        **_keys(COUNT, "lr_range_test_step_size"),
+        **_keys(FLAG, "lr_range_test_staircase"),
+        "last_batch_iteration": _RISE["last_batch_iteration"],
+    },
+}
+_DEFAULTS: dict[str, tuple[str, Any]] = {
+    "WarmupDecayLR": ("warmup_max_lr", 0.001),
+    "OneCycle": ("cycle_momentum", True),
+}
+"""Defaults of DeepSpeed that are not Plait's."""
+_NEEDED = {"OneCycle": ("cycle_min_lr", "cycle_max_lr")}
+
+
+def _scheduler_type(work: Work, key: str, value: str) -> None:
+    if value in SCHEDULER_TYPES:
+        work.put("schedule.type", value, key)
+        work.honour(key, value, f"schedule.type: {value}")
+    else:
+        remedy = choose(value, SCHEDULER_TYPES, "schedule")
+        work.refuse(key, value, f"{remedy} Any other: give it to `initialize` as `lr_scheduler`, or write `schedule`.")
+
+
+def _scheduler_params(work: Work, key: str, value: dict[str, Any]) -> None:
+    table = SCHEDULER_TYPES.get(str(work.look("scheduler.type")))
+    if table is not None:
+        others = {name: _with(name) for name in value if name not in table and _with(name)}
+        for name, types in others.items():
+            remedy = f"{' and '.join(types)} {'have' if len(types) > 1 else 'has'} it: change `type`, or leave it out."
+            work.wrong(f"{key}.{name}", f"{work.look('scheduler.type')} has no such key", remedy)
+        work.walk(key, {name: each for name, each in value.items() if name not in others}, table)
+    else:
+        work.leave(key, value, "it belongs to a schedule that is refused")
+
+
+def _with(name: str) -> list[str]:
+    """The schedules that have a key."""
+    return [word for word, table in SCHEDULER_TYPES.items() if name in table]
+
+
+_SCHEDULER: Table = {"type": Key(TEXT, _scheduler_type), "params": Key(SECTION, _scheduler_params)}
+
+
+def _scheduler(work: Work, key: str, value: dict[str, Any]) -> None:
+    word = work.look("scheduler.type")
+    if word is None:
+        work.wrong("scheduler.type", "there is none, and DeepSpeed would then build no schedule", "Write WarmupLR.")
+    work.walk(key, value, _SCHEDULER)
+    if not isinstance(word, str) or word not in SCHEDULER_TYPES:
+        return
+    for name in _NEEDED.get(word, ()):
+        if work.look(f"scheduler.params.{name}") is None:
+            work.wrong(f"scheduler.params.{name}", f"{word} needs it", "Write a rate.")
+    name, default = _DEFAULTS.get(word, ("", None))
+    params = value.get("params")
+    if name and not (isinstance(params, Mapping) and params.get(name) is not None):  # `auto` is the optimizer's rate
+        work.put(f"schedule.{name}", default, f"scheduler.params.{name}")
+        work.imply(f"scheduler.params.{name}", f"schedule.{name}: {show(default)} is DeepSpeed's default")
+
+
+SCHEDULER_TABLE: Table = {"scheduler": Key(SECTION, _scheduler)}
+
+# What happens to gradients between the backward pass and the update.
+
+
+CLIPPING = "gradient_clipping"
+_DEFAULT_CLIPPING = 1.0
+_MEAN = "gradients are averaged over ranks in any case; it only says when they are divided"
+
+
+def _clip(work: Work, key: str, value: float) -> None:
+    if value == 0:
+        work.honour(key, value, "no clipping")
+    else:
+        work.put("train.clip_norm", value, key)
+        work.honour(key, value, f"train.clip_norm: {show(value)}")
+
+
+def clip_by_default(work: Work) -> None:
+    """DeepSpeed 0.19 clips at 1 where it is told nothing."""
+    if work.look(CLIPPING) is None:
+        work.put("train.clip_norm", _DEFAULT_CLIPPING, CLIPPING)
+        work.imply(CLIPPING, "train.clip_norm: 1.0 is DeepSpeed's default; 0 there switches it off")
+
+
+GRADIENTS_TABLE: Table = {
+    CLIPPING: Key(NUMBER, _clip),
+    "prescale_gradients": unneeded(FLAG, _MEAN),
+    "gradient_predivide_factor": unneeded(NUMBER, _MEAN),
+    "gradient_allreduce_op": only(
+        "mean", one_of("mean", "sum"), _MEAN, "gradients are averaged: multiply the loss by the number of ranks"
+    ),
+    "disable_allgather": unneeded(FLAG, "how updated weights reach the other ranks does not change them"),
 }

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from plait.config import listed, show
-from plait.frontends.deepspeed.config import apex
-from plait.frontends.deepspeed.config.formats import OPEN, SCALER, compute, mode, static_scale
-from plait.frontends.deepspeed.config.keys import dormant, group, to, unneeded
-from plait.frontends.deepspeed.config.kinds import (
+from plait.frontends.deepspeed.config.work import (
+    ANY,
     COUNT,
     FLAG,
     FORMAT,
@@ -16,11 +14,88 @@ from plait.frontends.deepspeed.config.kinds import (
     SECTION,
     SIZE,
     TEXTS,
+    Key,
+    Table,
+    Work,
+    dormant,
     either,
+    group,
     named_format,
     one_of,
+    only,
+    to,
+    unneeded,
 )
-from plait.frontends.deepspeed.config.work import Key, Table, Work
+
+# Which format a configuration computes in: four sections may say so.
+
+
+MODES = ("fp16", "bf16", "torch_autocast", "amp")
+OPEN = "left open: off, unless the script asks for it"
+SCALER = "precision.scaler"
+
+
+def mode(work: Work) -> str | None:
+    """The section that is switched on; None where none is."""
+    return next((name for name in MODES if work.on(f"{name}.enabled")), None)
+
+
+def compute(work: Work) -> str:
+    """The format of parameters and activations."""
+    found = mode(work)
+    if found == "torch_autocast":
+        return named_format(work.look("torch_autocast.dtype")) or "fp32"
+    if found == "amp":
+        return "fp32" if str(work.look("amp.opt_level")).upper() == "O0" else "fp16"
+    return found or "fp32"
+
+
+def static_scale(work: Work, key: str, value: Any) -> None:
+    """A fixed scale of the loss; 0 is a dynamic one."""
+    if value == 0 or value == "dynamic":
+        work.honour(key, value, "the scale is dynamic")
+    else:
+        work.put(f"{SCALER}.static", value, key)
+        work.honour(key, value, f"{SCALER}.static: {show(value)}")
+
+
+# `amp`: NVIDIA's Apex, which DeepSpeed has dropped. What it did, fp16 with autocast, is there without it.
+
+
+def _level(work: Work) -> str:
+    return str(work.look("amp.opt_level") or "O1").upper()
+
+
+def _words(work: Work, key: str, value: Any) -> None:
+    words = f"precision.compute: {compute(work)}"
+    if _level(work) != "O0":
+        words += ", with autocast" + (", precision.master: false" if _level(work) == "O3" else "")
+    work.map(key, value, words)
+
+
+APEX_TABLE: Table = {
+    "enabled": Key(FLAG, _words, OPEN),
+    "opt_level": Key(one_of("O0", "O1", "O2", "O3"), _words, OPEN),
+    "loss_scale": Key(either(NUMBER, one_of("dynamic")), static_scale),
+    "min_loss_scale": to(f"{SCALER}.minimum", NUMBER),
+    "max_loss_scale": only(2.0**24, NUMBER, "the scale rarely gets there", "the scale has no upper end: leave it out"),
+    "keep_batchnorm_fp32": unneeded(ANY, "statistics of batch norm are always fp32"),
+    "master_weights": only(True, FLAG, "weights are kept in fp32", "write `fp16.fp16_master_weights_and_grads`"),
+    **dict.fromkeys(
+        ("verbosity", "num_losses", "patch_torch_functions", "cast_model_type", "cast_model_outputs"),
+        unneeded(ANY, "it belongs to how Apex works inside"),
+    ),
+}
+
+
+def finish_apex(work: Work) -> None:
+    """Scale as Apex does where it is told nothing else."""
+    if _level(work) == "O3":
+        work.put("precision.master", False, "amp.opt_level")
+    if work.look("amp.loss_scale") in (None, 0, "dynamic"):
+        work.put(f"{SCALER}.window", 2000, "amp.enabled")
+        work.put(f"{SCALER}.hysteresis", 1, "amp.enabled")
+        work.imply("amp.loss_scale", "precision.scaler: {window: 2000, hysteresis: 1}, as Apex scales")
 
 
 def _moving(name: str, kind: Any) -> Key:
@@ -145,11 +220,11 @@ _DATA_TYPES: Table = {
     ),
 }
 
-TABLE: Table = {
+PRECISION_TABLE: Table = {
     "fp16": _mode("fp16", FP16),
     "bf16": _mode("bf16", _BF16),
     "torch_autocast": _mode("torch_autocast", _AUTOCAST),
-    "amp": _mode("amp", apex.TABLE),
+    "amp": _mode("amp", APEX_TABLE),
     "communication_data_type": Key(one_of("fp32", "fp16", "bf16"), _sums),
     "fp32_allreduce": Key(
         FLAG,
@@ -177,7 +252,7 @@ def finish(work: Work) -> None:
         if "precision.cast_inputs" not in work.sources:
             work.put("precision.cast_inputs", False, f"{found}.enabled")
     if found == "amp" and format_ == "fp16":
-        apex.finish(work)
+        finish_apex(work)
 
 
 def _contradicts_itself(work: Work) -> bool:

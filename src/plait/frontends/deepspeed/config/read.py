@@ -6,13 +6,52 @@ import base64
 import binascii
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plait.config import ENDINGS, read, show, text_of
+from plait.config import ENDINGS, jsonc, read, show, text_of
 from plait.errors import ConfigError, Problem
-from plait.frontends.deepspeed.config import relaxed
+
+# The part of Hjson that configurations make use of: DeepSpeed reads its files with it.
+#
+# A line's end stands for a comma, a key needs no quotes, `#` starts a comment, and the outermost braces may be missing.
+
+
+_KEY_FIRST = re.compile(r'\s*"(?:\\.|[^"\\\n])*"\s*:')
+_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/|[{}\[\],:]|[^\s"/{}\[\],:#]+', re.DOTALL)
+
+
+def load(text: str) -> Any:
+    """The value that `text` holds. Raises `json.JSONDecodeError` where it is not even that."""
+    pieces: list[str] = []
+    before, gap, end = "", "", 0
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        gap += text[end : match.start()]
+        end = match.end()
+        if token.startswith(("//", "#", "/*")):
+            gap += re.sub(r"[^\n]", " ", token)
+            continue
+        if _ends(before) and _begins(token) and "\n" in gap:
+            gap = "," + gap
+        if re.fullmatch(r"[A-Za-z_]\w*", token) and re.match(r"\s*:", text[end:]):
+            token = f'"{token}"'
+        pieces += (gap, token)
+        before, gap = token, ""
+    plain = "".join([*pieces, gap, text[end:]])
+    return jsonc.load(f"{{{plain}}}" if _KEY_FIRST.match(plain) else plain)
+
+
+def _ends(token: str) -> bool:
+    """Whether a value, or a key, may end with this."""
+    return token not in ("", "{", "[", ",", ":")
+
+
+def _begins(token: str) -> bool:
+    """Whether a value, or a key, may begin with this."""
+    return token not in ("}", "]", ",", ":")
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -30,7 +69,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
         if not path.is_file():
             raise
         try:
-            return _mapping(str(path), relaxed.load(path.read_text(encoding="utf-8-sig")))
+            return _mapping(str(path), load(path.read_text(encoding="utf-8-sig")))
         except ValueError:
             pass  # the first message shows the place
         raise
@@ -58,7 +97,7 @@ def _decoded(text: str) -> Any:
 
 def _loaded(name: str, text: str) -> Any:
     try:
-        return relaxed.load(text)
+        return load(text)
     except json.JSONDecodeError as error:
         where = f"{name}:{error.lineno}:{error.colno}"
         raise ConfigError(Problem(where, error.msg[0].lower() + error.msg[1:], "Write JSON.")) from None

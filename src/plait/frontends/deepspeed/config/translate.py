@@ -2,32 +2,83 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from plait.config import RunConfig, parse, violations
+from plait.config import RunConfig, parse, show, violations
 from plait.errors import ConfigError, Problem
-from plait.frontends import Answer, Translation
-from plait.frontends.deepspeed.config import (
-    autotuning,
-    batch,
-    checkpoints,
-    compiling,
-    gradients,
-    monitors,
-    optimizer,
-    others,
-    parallel,
-    precision,
-    removed,
-    scheduler,
-    zero,
-)
-from plait.frontends.deepspeed.config.kinds import SECTION
+from plait.frontends import KeyOutcome, Translation
+from plait.frontends.deepspeed.config import optimizer, precision, zero
+from plait.frontends.deepspeed.config import sections as batch
+from plait.frontends.deepspeed.config import sections as checkpoints
+from plait.frontends.deepspeed.config import sections as compiling
+from plait.frontends.deepspeed.config import sections as monitors
+from plait.frontends.deepspeed.config import sections as others
+from plait.frontends.deepspeed.config import sections as parallel
+from plait.frontends.deepspeed.config import sections as removed
 from plait.frontends.deepspeed.config.read import read_config
-from plait.frontends.deepspeed.config.work import AUTO, Table, Work
+from plait.frontends.deepspeed.config.work import AUTO, SECTION, Key, Table, Work
+
+if TYPE_CHECKING:
+    from plait.tune import Translated
+
+# `autotuning`: a search of `plait tune`. It is about many runs, and no part of the description of one.
+
+
+_SECTIONS = ("arg_mappings", "model_info")
+
+
+def search(config: str | os.PathLike[str] | Mapping[str, Any], *, nproc: int = 1) -> Translated | None:
+    """The search that the `autotuning` section asks for; None where there is no such section."""
+    from plait.tune import translate_autotuning
+
+    section = read_config(config).get("autotuning")
+    return translate_autotuning(_said(section), nproc=nproc) if isinstance(section, Mapping) else None
+
+
+def _said(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The section without what it leaves open."""
+    return {name: value for name, value in section.items() if not _is_open(value)}
+
+
+def _is_open(value: Any) -> bool:
+    return value is None or value == AUTO
+
+
+def _single(value: Any) -> bool:
+    """Whether a value can be compared with words and counted with."""
+    return not isinstance(value, list | Mapping) and not (isinstance(value, float) and not math.isfinite(value))
+
+
+def _autotuning(work: Work, key: str, section: Mapping[str, Any]) -> None:
+    from plait.tune import translate_autotuning
+
+    if not section:
+        work.leave(key, section, "an empty section says nothing")
+    several = [name for name, value in section.items() if name not in _SECTIONS and not _single(value)]
+    for name in several:
+        message = f"{show(section[name])} is no single value"
+        work.wrong(f"{key}.{name}", message, "Write a number, a word, true or false.")
+    if several:
+        return
+    try:
+        found = translate_autotuning(_said(section))
+    except ConfigError as error:
+        work.problems += error.problems
+        return
+    answers = {"honoured": work.honour, "mapped": work.map, "without meaning": work.leave}
+    for entry in found.account:
+        tune = " (of `plait tune`)" if entry.fate != "without meaning" else ""
+        answers[entry.fate](f"{key}.{entry.key}", section[entry.key], f"{entry.words}{tune}")
+    for name, value in section.items():
+        if _is_open(value):
+            work.map(f"{key}.{name}", value, "left open: the default of `plait tune`")
+
+
+AUTOTUNING_TABLE: Table = {"autotuning": Key(SECTION, _autotuning)}
 
 _SECRETS = ("api_key",)
 _SWITCHES = {"true": True, "false": False}
@@ -53,8 +104,8 @@ def translate(
     work = Work(today, world_size, HOMES, HINTS, problems=problems)
     if not SECTION.has(today):
         raise ConfigError(Problem("config", "a key is no text", "Write keys as texts."))
-    work.walk("", today, TABLE)
-    gradients.clip_by_default(work)
+    work.walk("", today, TOP_TABLE)
+    optimizer.clip_by_default(work)
     precision.finish(work)
     batch.check(work)
     if not work.problems:
@@ -66,24 +117,24 @@ def translate(
     return Translation({name: work.sections[name] for name in order}, work.account)
 
 
-TABLE: Table = {
-    **batch.TABLE,
-    **optimizer.TABLE,
-    **scheduler.TABLE,
-    **precision.TABLE,
-    **zero.TABLE,
-    **parallel.TABLE,
-    **gradients.TABLE,
-    **checkpoints.TABLE,
-    **compiling.TABLE,
-    **monitors.TABLE,
-    **others.TABLE,
-    **removed.TABLE,
-    **autotuning.TABLE,
+TOP_TABLE: Table = {
+    **batch.BATCH_TABLE,
+    **optimizer.OPTIMIZER_TABLE,
+    **optimizer.SCHEDULER_TABLE,
+    **precision.PRECISION_TABLE,
+    **zero.ZERO_TABLE,
+    **parallel.PARALLEL_TABLE,
+    **optimizer.GRADIENTS_TABLE,
+    **checkpoints.CHECKPOINTS_TABLE,
+    **compiling.COMPILING_TABLE,
+    **monitors.MONITORS_TABLE,
+    **others.OTHERS_TABLE,
+    **removed.REMOVED_TABLE,
+    **AUTOTUNING_TABLE,
 }
 """Every top-level key that DeepSpeed has or had, and what becomes of it."""
 
-KEYS = frozenset([*TABLE, *removed.OLD_NAMES])
+KEYS = frozenset([*TOP_TABLE, *removed.OLD_NAMES])
 """The names of them, old ones included."""
 
 HOMES = {
@@ -91,7 +142,7 @@ HOMES = {
     **dict.fromkeys(others.ACTIVATIONS, "activation_checkpointing"),
     **dict.fromkeys(zero.STAGES, "zero_optimization"),
     **dict.fromkeys(("lr", "betas", "eps", "weight_decay", "momentum"), "optimizer.params"),
-    **dict.fromkeys((name for table in scheduler.TYPES.values() for name in table), "scheduler.params"),
+    **dict.fromkeys((name for table in optimizer.SCHEDULER_TYPES.values() for name in table), "scheduler.params"),
 }
 """Where a key belongs that is often written one level too high or too low."""
 
@@ -160,7 +211,7 @@ def _finish_account(work: Work, old_names: Mapping[str, str]) -> None:
     for index, entry in enumerate(work.account.entries):
         first, dot, rest = entry.key.partition(".")
         if first in old_names:
-            answer = Answer.MAPPED if entry.answer is Answer.HONOURED else entry.answer
+            answer = KeyOutcome.MAPPED if entry.answer is KeyOutcome.HONOURED else entry.answer
             text = f"{entry.text} (`{first}` is its name today)"
             entry = replace(entry, key=f"{old_names[first]}{dot}{rest}", answer=answer, text=text)
         if isinstance(entry.value, Mapping) and any(name in entry.value for name in _SECRETS):

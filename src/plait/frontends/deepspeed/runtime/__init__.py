@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from plait.frontends.deepspeed.absent import not_offered
+from plait.frontends.deepspeed.missing_names import not_offered
 
 _MODULES = ("activation_checkpointing", "dataloader", "engine", "lr_schedules", "pipe", "utils", "zero")
 

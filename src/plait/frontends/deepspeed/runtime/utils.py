@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from plait.frontends.deepspeed.absent import not_offered
 from plait.frontends.deepspeed.accelerator import get_accelerator
+from plait.frontends.deepspeed.missing_names import not_offered
 
 _GIB = 1024**3
 

@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.distributed import assign_whole
+from plait.engine import ManualEngine
 from plait.errors import ModelError
-from plait.frontends.deepspeed.absent import not_offered
-from plait.frontends.deepspeed.link import Link, link_of, set_wholes, whole
 from plait.frontends.deepspeed.loader import RepeatingLoader
+from plait.frontends.deepspeed.missing_names import not_offered
+from plait.frontends.deepspeed.parameter_links import ParameterLink, link_of, set_wholes, whole
 from plait.frontends.deepspeed.utils.z3_leaf_module import (
     get_z3_leaf_modules,
     set_z3_leaf_modules,
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
-from plait.parallel import assign_whole
-from plait.strategy import ManualEngine
 
 __all__ = [
     "OnDevice",
@@ -104,7 +104,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
         assign_whole(found, value)
 
 
-def _trained(param: Tensor) -> tuple[ManualEngine, Link]:
+def _trained(param: Tensor) -> tuple[ManualEngine, ParameterLink]:
     link = link_of(param)
     engine = None if link is None else link.engine()
     if link is None or engine is None:

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.atomic_write import drafting
 from plait.checkpoint import Source, open_source
 from plait.config import read_name
 from plait.errors import CheckpointError, PlaitError
 from plait.frontends.deepspeed.saving import LATEST
-from plait.ops import drafting
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",

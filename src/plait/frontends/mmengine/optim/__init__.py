@@ -1,9 +1,15 @@
 """Optimizers, their wrappers, and schedules of their parameters."""
 
-from plait.frontends.mmengine.optim.constructor import DefaultOptimWrapperConstructor, build_optim_wrapper
-from plait.frontends.mmengine.optim.named import ColossalAIOptimWrapper, DeepSpeedOptimWrapper
-from plait.frontends.mmengine.optim.optimizers import HybridAdam
-from plait.frontends.mmengine.optim.scheduler import ParamScheduler
+from plait.frontends.mmengine.optim.optimizers import (
+    AmpOptimWrapper,
+    BaseOptimWrapper,
+    ColossalAIOptimWrapper,
+    DeepSpeedOptimWrapper,
+    DefaultOptimWrapperConstructor,
+    HybridAdam,
+    OptimWrapper,
+    build_optim_wrapper,
+)
 from plait.frontends.mmengine.optim.schedulers import (
     ConstantLR,
     ConstantMomentum,
@@ -17,13 +23,13 @@ from plait.frontends.mmengine.optim.schedulers import (
     MultiStepLR,
     MultiStepMomentum,
     OneCycleLR,
+    ParamScheduler,
     PolyLR,
     PolyMomentum,
     ReduceOnPlateauLR,
     StepLR,
     StepMomentum,
 )
-from plait.frontends.mmengine.optim.wrapper import AmpOptimWrapper, BaseOptimWrapper, OptimWrapper
 
 __all__ = [
     "AmpOptimWrapper",

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from plait.errors import ConfigError, Problem
-from plait.frontends.mmengine.registry import OPTIMIZERS
+from plait.config import choose
+from plait.engine import ManualEngine, StepResult
+from plait.errors import ConfigError, Problem, TrainingError
+from plait.frontends.mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 from plait.optim import Lion
+from plait.torch_internals import AnyBatchNorm, AnyInstanceNorm
 
 OPTIMIZERS.register_module(module=Lion)
 for _name, _kind in vars(torch.optim).items():
@@ -53,3 +58,376 @@ def HybridAdam(  # noqa: N802  # it stands for a class
         raise ConfigError(problems)
     kind = AdamW if (adamw_mode if adam_w_mode is None else adam_w_mode) else Adam
     return kind(params, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+
+
+# What a model's `train_step` gets in its hands: context, backward and update, done by the engine.
+
+
+class BaseOptimWrapper:
+    """An optimizer and how often, how clipped and in which format it steps."""
+
+    precision: dict[str, Any] | None = None
+    """The section `precision` that this wrapper asks for; None: it asks for nothing."""
+
+    def __init__(
+        self, optimizer: Optimizer, accumulative_counts: int = 1, clip_grad: Mapping[str, Any] | None = None
+    ) -> None:
+        whole = isinstance(accumulative_counts, int) and not isinstance(accumulative_counts, bool)
+        if not whole or accumulative_counts < 1:
+            message = f"{accumulative_counts!r} is no number of batches"
+            raise ConfigError(Problem("optim_wrapper.accumulative_counts", message, "Write 1 or more."))
+        self.optimizer = optimizer
+        self.clip = read_clip(clip_grad)
+        """The keys of the section `train` that `clip_grad` stands for."""
+        self._counts = accumulative_counts
+        self._inner_count = 0
+        self._max_counts = -1
+        self._engine: ManualEngine | None = None
+        self._context: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.last_result: StepResult | None = None
+        """What the latest update did; None before the first one."""
+        # With groups of their own rates, the log and the schedules also follow the rate of the whole.
+        several = len(optimizer.param_groups) > 1
+        self.base_param_settings = {"params": [], **optimizer.defaults} if several else None
+
+    # ---- between the model and the engine
+
+    def attach(self, engine: ManualEngine, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """From here on the engine does the work; `context` makes what a forward pass runs under."""
+        self._engine, self._context = engine, context
+
+    @property
+    def engine(self) -> ManualEngine:
+        """The engine; there is one once the runner has prepared the model."""
+        if self._engine is None:
+            raise TrainingError("the optim wrapper has no engine yet: it gets one from the runner, in `train()`")
+        return self._engine
+
+    @contextmanager
+    def optim_context(self, model: nn.Module) -> Iterator[None]:
+        """What a forward pass runs under: the formats of the run's precision."""
+        with self._context():
+            yield
+
+    def update_params(
+        self, loss: Tensor, step_kwargs: Mapping[str, Any] | None = None, zero_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Backward through a loss and, when as many batches as are to be accumulated are through, update."""
+        self.backward(self.scale_loss(loss))
+        if self.should_update():
+            self.step(**(step_kwargs or {}))
+            self.zero_grad(**(zero_kwargs or {}))
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backward through a scaled loss."""
+        self.engine.backward(loss, last=self.should_sync(), **kwargs)
+        self._inner_count += 1
+
+    def step(self) -> None:
+        """Update with what backward passes have gathered."""
+        self.last_result = self.engine.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Accepted where scripts call it: the update forgets its gradients itself."""
+
+    # ---- counting
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        """Count from here on; the last batches of a run are a step too, though there be fewer of them."""
+        self._inner_count, self._max_counts = init_counts, max_counts
+
+    @property
+    def inner_count(self) -> int:
+        """Batches so far."""
+        return self._inner_count
+
+    @property
+    def accumulative_counts(self) -> int:
+        """Batches of one update."""
+        return self._counts
+
+    def should_update(self) -> bool:
+        """Whether the batch just done completes an update."""
+        return self._completes(self._inner_count)
+
+    def should_sync(self) -> bool:
+        """Whether the batch that comes now completes an update."""
+        return self._completes(self._inner_count + 1)
+
+    def _completes(self, count: int) -> bool:
+        return count % self._counts == 0 or count == self._max_counts
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss divided by the batches of its update."""
+        rest = self._max_counts % self._counts if self._max_counts > 0 else 0
+        factor = rest if rest and self._inner_count >= self._max_counts - rest else self._counts
+        return loss if factor == 1 else loss / factor
+
+    # ---- the optimizer's own words
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups; where there are several, the settings of the whole come last."""
+        extra = [] if self.base_param_settings is None else [self.base_param_settings]
+        return [*self.optimizer.param_groups, *extra]
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The optimizer's defaults."""
+        return self.optimizer.defaults
+
+    def get_lr(self) -> dict[str, list[float]]:
+        """Learning rates by name, one a group."""
+        base = {} if self.base_param_settings is None else {"base_lr": [float(self.base_param_settings["lr"])]}
+        return {**base, "lr": [float(group["lr"]) for group in self.optimizer.param_groups]}
+
+    def get_momentum(self) -> dict[str, list[float]]:
+        """Momenta, one a group; the first of two where the optimizer has betas."""
+        groups = self.optimizer.param_groups
+        return {"momentum": [float(g["momentum"] if "momentum" in g else g.get("betas", (0.0,))[0]) for g in groups]}
+
+
+@OPTIM_WRAPPERS.register_module()
+class OptimWrapper(BaseOptimWrapper):
+    """Training in the format of the parameters."""
+
+
+@OPTIM_WRAPPERS.register_module()
+class AmpOptimWrapper(BaseOptimWrapper):
+    """Mixed precision: parameters and activations in a smaller format, fp32 weights for the optimizer."""
+
+    def __init__(
+        self,
+        loss_scale: str | float | Mapping[str, Any] = "dynamic",
+        dtype: str | torch.dtype | None = None,
+        use_fsdp: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """`use_fsdp` is accepted: one scaler serves every strategy."""
+        super().__init__(**kwargs)
+        name = str(dtype).removeprefix("torch.") if dtype is not None else None
+        formats = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", None: "autocast"}
+        if name not in formats:
+            message = f"{name!r} is no format of mixed precision"
+            raise ConfigError(Problem("optim_wrapper.dtype", message, "Write 'float16', 'bfloat16' or 'float32'."))
+        self.precision = {"compute": formats[name], "scaler": read_scale(loss_scale)}
+
+
+def read_clip(clip_grad: Mapping[str, Any] | None) -> dict[str, float]:
+    """The keys of the section `train` that a `clip_grad` stands for."""
+    if clip_grad is None:
+        return {}
+    path = "optim_wrapper.clip_grad"
+    options = dict(clip_grad)
+    kind = options.pop("type", "norm")
+    names = {"norm": ("max_norm", "clip_norm"), "value": ("clip_value", "clip_value")}
+    if kind not in names:
+        raise ConfigError(Problem(f"{path}.type", f"{kind!r}", "Write 'norm' or 'value'."))
+    theirs, ours = names[kind]
+    if theirs not in options:
+        raise ConfigError(Problem(path, f"{dict(clip_grad)} has no `{theirs}`", f"Write dict({theirs}=1.0)."))
+    limit = options.pop(theirs)
+    if isinstance(limit, bool) or not isinstance(limit, float | int) or not limit > 0.0:
+        message = f"{limit!r}: gradients are clipped to a number above 0"
+        raise ConfigError(Problem(f"{path}.{theirs}", message, f"Write dict({theirs}=1.0), or leave clip_grad out."))
+    if float(options.pop("norm_type", 2)) != 2.0:
+        message = f"{clip_grad['norm_type']!r}: gradients are measured by their 2-norm"
+        raise ConfigError(Problem(f"{path}.norm_type", message, "Leave it out."))
+    options.pop("error_if_nonfinite", None)  # a step that is not finite is skipped on every rank, and told
+    options.pop("foreach", None)
+    if options:
+        unknown = ", ".join(options)
+        raise ConfigError(Problem(path, f"unknown keys: {unknown}", f"Write dict(type={kind!r}, {theirs}=1.0)."))
+    return {ours: float(limit)}
+
+
+def read_scale(loss_scale: str | float | Mapping[str, Any]) -> dict[str, Any]:
+    """The section `precision.scaler` that a `loss_scale` stands for."""
+    path = "optim_wrapper.loss_scale"
+    # GradScaler halves at once, and doubles after 2000 clean steps.
+    usual: dict[str, Any] = {"initial_power": 16, "window": 2000, "hysteresis": 1, "minimum": 2.0**-24}
+    if loss_scale == "dynamic":
+        return usual
+    if isinstance(loss_scale, float | int) and not isinstance(loss_scale, bool):
+        return {"static": float(loss_scale)}
+    if not isinstance(loss_scale, Mapping):
+        raise ConfigError(Problem(path, f"{loss_scale!r}", "Write 'dynamic', a number or a dict."))
+    options = dict(loss_scale)
+    power = _power_of_two(options.pop("init_scale", 2.0**16), f"{path}.init_scale")
+    usual |= {"initial_power": power, "window": int(options.pop("growth_interval", 2000))}
+    for key, fixed in (("growth_factor", 2.0), ("backoff_factor", 0.5), ("enabled", True)):
+        if (found := options.pop(key, fixed)) != fixed:
+            raise ConfigError(Problem(f"{path}.{key}", f"{found!r}: the scaler doubles and halves", "Leave it out."))
+    if options:
+        remedy = "The keys are init_scale and growth_interval."
+        raise ConfigError(Problem(path, f"unknown keys: {', '.join(options)}", remedy))
+    return usual
+
+
+def _power_of_two(value: float, path: str) -> int:
+    power = round(torch.tensor(float(value)).log2().item())
+    if 2.0**power != value or power < 0:
+        raise ConfigError(Problem(path, f"{value!r} is no power of two", "Write one, for example 65536."))
+    return power
+
+
+# The wrappers that go with a strategy, and the answer to one that cannot be had.
+
+
+@OPTIM_WRAPPERS.register_module()
+class DeepSpeedOptimWrapper(BaseOptimWrapper):
+    """For `DeepSpeedStrategy`, which says itself how many batches are accumulated and how gradients are clipped."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+
+    def accumulate(self, counts: int) -> None:
+        """As the strategy's `gradient_accumulation_steps` says."""
+        self._counts = counts
+
+    def initialize_count_status(self, model: Any, init_counts: int, max_counts: int) -> None:
+        """Count from here on. As in DeepSpeed, batches that are left over at the end update nothing."""
+        self._inner_count = init_counts
+
+
+@OPTIM_WRAPPERS.register_module()
+class ColossalAIOptimWrapper(BaseOptimWrapper):
+    """For `ColossalAIStrategy`, which says itself in which format is trained."""
+
+    def __init__(self, optimizer: Optimizer, accumulative_counts: int = 1) -> None:
+        super().__init__(optimizer, accumulative_counts)
+
+
+@OPTIM_WRAPPERS.register_module(name="ApexOptimWrapper")
+def refuse_apex(**options: Any) -> NoReturn:
+    """Apex is over: NVIDIA itself points to torch's own mixed precision."""
+    message = "ApexOptimWrapper needs NVIDIA Apex's amp, which is no longer maintained"
+    raise ConfigError(Problem("optim_wrapper.type", message, "Write type='AmpOptimWrapper': the same, by torch."))
+
+
+@OPTIM_WRAPPERS.register_module(name="OptimWrapperDict")
+def refuse_several(**options: Any) -> NoReturn:
+    """The engine updates the parameters of one model with one optimizer."""
+    message = "several optimizers for one model are not trained here"
+    remedy = "Use one optimizer with `paramwise_cfg=dict(custom_keys=…)` for different rates."
+    raise ConfigError(Problem("optim_wrapper.type", message, remedy))
+
+
+# From `optim_wrapper=dict(type=…, optimizer=dict(…), paramwise_cfg=…)` to a wrapper.
+
+
+_NORMS = (AnyBatchNorm, AnyInstanceNorm, nn.GroupNorm, nn.LayerNorm)
+_PARAMWISE = (
+    "custom_keys",
+    "bias_lr_mult",
+    "bias_decay_mult",
+    "norm_decay_mult",
+    "dwconv_decay_mult",
+    "flat_decay_mult",
+    "bypass_duplicate",
+    "dcn_offset_lr_mult",
+)
+
+
+def build_optim_wrapper(cfg: Any, model: nn.Module, *, default: str = "OptimWrapper") -> BaseOptimWrapper:
+    """The wrapper that `cfg` describes, over the parameters of a model; `default` is its type where none is named."""
+    if isinstance(cfg, BaseOptimWrapper):
+        return cfg
+    if isinstance(cfg, Optimizer):
+        return OptimWrapper(optimizer=cfg)
+    if not isinstance(cfg, Mapping):
+        message = f"a {type(cfg).__name__} is no optim wrapper"
+        remedy = "Give a dict, an OptimWrapper of plait.frontends.mmengine, or a torch optimizer."
+        raise ConfigError(Problem("optim_wrapper", message, remedy))
+    options = {"type": default, **cfg}
+    constructor = options.pop("constructor", "DefaultOptimWrapperConstructor")
+    paramwise = options.pop("paramwise_cfg", None)
+    settings = {"optim_wrapper_cfg": options, "paramwise_cfg": paramwise}
+    made: BaseOptimWrapper = OPTIM_WRAPPER_CONSTRUCTORS.build({"type": constructor, **settings})(model)
+    return made
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class DefaultOptimWrapperConstructor:
+    """One group of all parameters, or one group each where `paramwise_cfg` gives some their own rate or decay."""
+
+    def __init__(self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Mapping[str, Any] | None = None) -> None:
+        self.optim_wrapper_cfg = dict(optim_wrapper_cfg)
+        self.optimizer_cfg = self.optim_wrapper_cfg.pop("optimizer", None)
+        self.paramwise_cfg = dict(paramwise_cfg or {})
+        if self.optimizer_cfg is None:
+            raise ConfigError(
+                Problem("optim_wrapper.optimizer", "there is none", "Write optimizer=dict(type='AdamW').")
+            )
+        unknown = [key for key in self.paramwise_cfg if key not in _PARAMWISE]
+        if unknown:
+            path = "optim_wrapper.paramwise_cfg"
+            raise ConfigError(
+                [Problem(f"{path}.{key}", "there is no such key", choose(key, _PARAMWISE, "key")) for key in unknown]
+            )
+
+    def __call__(self, model: nn.Module) -> BaseOptimWrapper:
+        """The wrapper over a model's parameters."""
+        optimizer = self.optimizer_cfg
+        if isinstance(optimizer, Mapping):
+            params: Any = list(self.groups(model)) if self.paramwise_cfg else list(model.parameters())
+            optimizer = OPTIMIZERS.build(optimizer, default_args={"params": params})
+        made = OPTIM_WRAPPERS.build(self.optim_wrapper_cfg, default_args={"optimizer": optimizer})
+        if not isinstance(made, BaseOptimWrapper):
+            message = f"a {type(made).__name__} drives the parameters itself, and here the engine does"
+            remedy = "Derive it from plait.frontends.mmengine.OptimWrapper."
+            raise ConfigError(Problem("optim_wrapper.type", message, remedy))
+        return made
+
+    def groups(self, model: nn.Module) -> Iterator[dict[str, Any]]:
+        """A group for each trainable parameter, with what `paramwise_cfg` says of it."""
+        seen: set[nn.Parameter] = set()
+        for prefix, module in model.named_modules():
+            for name, param in module.named_parameters(recurse=False):
+                if param.requires_grad and param not in seen:
+                    seen.add(param)
+                    yield {"params": [param], **self._options(module, prefix, name, param)}
+
+    def _options(self, module: nn.Module, prefix: str, name: str, param: nn.Parameter) -> dict[str, Any]:
+        given = self.paramwise_cfg
+        custom: Mapping[str, Mapping[str, Any]] = given.get("custom_keys", {})
+        full = f"{prefix}.{name}" if prefix else name
+        # The longest key that fits counts; of equally long ones the first in the alphabet.
+        for key in sorted(sorted(custom), key=len, reverse=True):
+            if key in full:
+                return self._custom(custom[key], key)
+        options: dict[str, Any] = {}
+        is_norm = isinstance(module, _NORMS)
+        if name == "bias" and not is_norm and (factor := given.get("bias_lr_mult")) is not None:
+            options["lr"] = self._base("lr", "bias_lr_mult") * factor
+        depthwise = isinstance(module, nn.Conv2d) and module.in_channels == module.groups
+        rules = (
+            ("norm_decay_mult", is_norm),
+            ("bias_decay_mult", name == "bias"),
+            ("dwconv_decay_mult", depthwise),
+            ("flat_decay_mult", param.ndim == 1),
+        )
+        for key, fits in rules:
+            if fits and (factor := given.get(key)) is not None:
+                options["weight_decay"] = self._base("weight_decay", key) * factor
+                break
+        return options
+
+    def _custom(self, settings: Mapping[str, Any], key: str) -> dict[str, Any]:
+        options: dict[str, Any] = dict(settings)
+        path = f"custom_keys.{key}"
+        options["lr"] = self._base("lr", f"{path}.lr_mult") * options.pop("lr_mult", 1.0)
+        factor = options.pop("decay_mult", None)
+        if factor is not None or "weight_decay" in self.optimizer_cfg:
+            options["weight_decay"] = self._base("weight_decay", f"{path}.decay_mult") * (
+                1.0 if factor is None else factor
+            )
+        return options
+
+    def _base(self, what: str, key: str) -> float:
+        if not isinstance(self.optimizer_cfg, Mapping) or what not in self.optimizer_cfg:
+            message = f"it multiplies the optimizer's `{what}`, which is not given"
+            raise ConfigError(
+                Problem(f"optim_wrapper.paramwise_cfg.{key}", message, f"Write optimizer=dict({what}=…).")
+            )
+        return float(self.optimizer_cfg[what])

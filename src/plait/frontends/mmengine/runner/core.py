@@ -2,46 +2,465 @@
 
 from __future__ import annotations
 
+import inspect
+import random
+import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from plait.config import choose
-from plait.errors import ConfigError, ModelError, Problem, TrainingError
-from plait.frontends import Answer
-from plait.frontends.mmengine.config.config import as_config
+from plait.config import RunConfig, check, choose, parse_sections
+from plait.distributed import Ranks, detect_ranks, make_deterministic, on_main, open_world, restore_rng_state, rng_state
+from plait.engine import ManualEngine, Preparation, prepare_manual
+from plait.errors import ConfigError, ModelError, Problem, TrainingError, WorldError
+from plait.frontends import KeyOutcome
+from plait.frontends.mmengine import hooks as hooks_module
+from plait.frontends.mmengine.config import as_config
+from plait.frontends.mmengine.dataset import worker_init_fn
+from plait.frontends.mmengine.dist import get_rank, get_world_size, sync_random_seed
 from plait.frontends.mmengine.evaluator import build_evaluator
+from plait.frontends.mmengine.hooks import priority_of
 from plait.frontends.mmengine.logging import MessageHub, make_logger
-from plait.frontends.mmengine.model.base_model import BaseModel, call_with
-from plait.frontends.mmengine.optim import build_optim_wrapper
-from plait.frontends.mmengine.registry import LOG_PROCESSORS, MODELS
-from plait.frontends.mmengine.runner.checkpoints import Checkpoints
-from plait.frontends.mmengine.runner.dataloader import build_dataloader
-from plait.frontends.mmengine.runner.describe import (
-    build_strategy,
-    check_batch,
-    finish,
-    known_arguments,
-    read_compile,
-    read_wrapper,
-    takes_nothing,
+from plait.frontends.mmengine.model import BaseModel, call_with
+from plait.frontends.mmengine.optim.optimizers import BaseOptimWrapper, DeepSpeedOptimWrapper, build_optim_wrapper
+from plait.frontends.mmengine.optim.schedulers import ParamScheduler
+from plait.frontends.mmengine.registry import (
+    DATA_SAMPLERS,
+    DATASETS,
+    FUNCTIONS,
+    HOOKS,
+    LOG_PROCESSORS,
+    MODELS,
+    PARAM_SCHEDULERS,
+    STRATEGIES,
+    check_arguments,
 )
-from plait.frontends.mmengine.runner.environment import Randomness, check_launcher, read_environment
-from plait.frontends.mmengine.runner.hook_table import HookTable
-from plait.frontends.mmengine.runner.phases import Phases, by_epoch, wanted_phases
-from plait.frontends.mmengine.runner.saving import Saver
-from plait.frontends.mmengine.runner.schedules import build_schedulers, scale_rates
-from plait.frontends.mmengine.strategy.table import Sheet
+from plait.frontends.mmengine.runner.loops import RunnerLoops, by_epoch, wanted_phases
+from plait.frontends.mmengine.runner.saving import Checkpoints, MMEngineSaver
+from plait.frontends.mmengine.strategy import BaseStrategy, Row, Sheet, honoured, noted, refused, unneeded
 from plait.frontends.mmengine.visualization import Visualizer, build_visualizer
 from plait.precision import make_policy
 from plait.spec import Phase
-from plait.strategy import ManualEngine, Preparation, prepare_manual
-from plait.world import detect_ranks, on_main, open_world, restore_rng_state, rng_state
+
+# From a runner's arguments to one run description, with the account of every translated key.
+
+
+_COMPILE: dict[str, Row] = {
+    "backend": honoured("strategy.compile.backend"),
+    "mode": honoured("strategy.compile.mode"),
+    "dynamic": honoured("strategy.compile.dynamic"),
+    "fullgraph": honoured("strategy.compile.fullgraph"),
+    "target": refused("`forward` is compiled; the rest of a step is the engine's", "forward"),
+    "options": refused("write a `mode` instead"),
+    "disable": refused("write compile=False", False),
+}
+
+
+def build_strategy(cfg: Any) -> BaseStrategy:
+    """A strategy from its description; absent: one copy on every rank."""
+    made = STRATEGIES.build({"type": "DDPStrategy"} if cfg is None else cfg)
+    if not isinstance(made, BaseStrategy):
+        message = f"a {type(made).__name__} drives an engine of its own"
+        remedy = f"Write strategy=dict(type=…) with one of {', '.join(STRATEGIES)}."
+        raise ConfigError(Problem("strategy", message, remedy))
+    return made
+
+
+def read_compile(compile_cfg: Any, sheet: Sheet) -> None:
+    """`compile=True`, or a dict with what `torch.compile` takes."""
+    if not compile_cfg:
+        return
+    sheet.put("strategy.compile.enabled", True)
+    if isinstance(compile_cfg, Mapping):
+        sheet.walk("compile", compile_cfg, _COMPILE)
+    sheet.account.add(KeyOutcome.HONOURED, "compile", compile_cfg, "strategy.compile")
+
+
+def read_wrapper(wrapper: BaseOptimWrapper, strategy: BaseStrategy, sheet: Sheet, device: torch.device) -> None:
+    """What an optim wrapper says about formats, clipping and accumulation."""
+    kind = type(wrapper).__name__
+    if strategy.own_wrapper and not isinstance(wrapper, DeepSpeedOptimWrapper):
+        message = f"{kind} does not go with {type(strategy).__name__}, which says itself how is trained"
+        raise ConfigError(Problem("optim_wrapper.type", message, f"Write type={strategy.default_wrapper!r}."))
+    if isinstance(wrapper, DeepSpeedOptimWrapper):
+        wrapper.accumulate(int(sheet.sections.get("batch", {}).get("accumulation", 1)))
+    if wrapper.clip:
+        sheet.sections.setdefault("train", {}).update(wrapper.clip)
+        sheet.account.add(KeyOutcome.HONOURED, "optim_wrapper.clip_grad", wrapper.clip, f"train: {wrapper.clip}")
+    if wrapper.precision is None:
+        return
+    wanted = dict(wrapper.precision)
+    if wanted["compute"] == "autocast":
+        # The format that torch.autocast takes on this device.
+        wanted["compute"] = "bf16" if torch.get_autocast_dtype(device.type) == torch.bfloat16 else "fp16"
+    if wanted["compute"] != "fp16":
+        wanted.pop("scaler")
+    before = sheet.sections.get("precision", {}).get("compute")
+    if before not in (None, wanted["compute"]):
+        message = f"{wanted['compute']}, but the strategy computes in {before}"
+        raise ConfigError(Problem("optim_wrapper.dtype", message, "Leave one of them out."))
+    sheet.sections.setdefault("precision", {}).update(wanted)
+    text = f"precision.compute: {wanted['compute']}; fp32 weights stay with the optimizer"
+    sheet.account.add(KeyOutcome.MAPPED, "optim_wrapper.type", kind, text)
+
+
+def finish(sheet: Sheet, **more: Any) -> RunConfig:
+    """The run description that the sections make, checked."""
+    sheet.account.raise_refusals()
+    sections = {
+        key: value for key, value in sheet.sections.items() if key != "batch"
+    }  # the loader's, and the wrapper's
+    config = parse_sections(**{**sections, **more}).config
+    if config.checkpoint.node_local:
+        message = "each node would keep its own part, and this front end reads a checkpoint from one place"
+        raise ConfigError(Problem("strategy.checkpoint", message, "Leave out `use_node_local_storage`."))
+    check(config, has_val=False, require_length=False)
+    return config
+
+
+def check_batch(batch: Mapping[str, Any], size: int, ranks: int) -> None:
+    """Raise where a strategy names a batch that is not the loader's, of `size` samples on each rank."""
+    found = {"micro": size, "total": size * int(batch.get("accumulation", 1)) * ranks}
+    names = {"micro": "train_micro_batch_size_per_gpu", "total": "train_batch_size"}
+    for key, value in found.items():
+        if batch.get(key, value) != value:
+            message = f"{batch[key]}, but with `train_dataloader.batch_size` {size} it is {value}"
+            raise ConfigError(Problem(f"strategy.{names[key]}", message, "Leave it out."))
+
+
+def known_arguments(runner: Any) -> list[str]:
+    """The names that a runner takes."""
+    parameters = inspect.signature(runner.__init__).parameters.values()
+    return [each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name not in ("self", "cfg")]
+
+
+def takes_nothing(function: Any) -> bool:
+    """Whether something can be called as it is."""
+    if not callable(function):
+        return False
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return all(each.default is not each.empty or each.kind in kinds for each in parameters)
+
+
+def misspelt(keys: Any, known: Any) -> list[Problem]:
+    """Keys of a file that are almost those of a runner. Any other name is a variable of the file."""
+    from difflib import get_close_matches
+
+    problems = []
+    for key in keys:
+        if key not in known and get_close_matches(str(key), known, n=1, cutoff=0.85):
+            problems.append(Problem(str(key), "there is no such argument of a runner", choose(key, known, "argument")))
+    return problems
+
+
+# What a runner is told about its process: launcher, back end, seeds, limits.
+
+
+LAUNCHERS = {"pytorch": "torchrun", "slurm": "slurm", "mpi": "mpi", "none": "none"}
+_STARTED_BY = {"pytorch": "torchrun", "slurm": "srun", "mpi": "mpirun"}
+
+
+def check_launcher(launcher: str | None, ranks: Ranks | None = None) -> None:
+    """Raise where `launcher` does not fit how this process was started. None: whatever started it is right."""
+    if launcher is None:
+        return
+    if launcher not in LAUNCHERS:
+        raise ConfigError(Problem("launcher", f"{launcher!r}", choose(launcher, LAUNCHERS, "word")))
+    found = ranks or detect_ranks()
+    if found.launcher == LAUNCHERS[launcher] or found.launcher == "caller":
+        return
+    if launcher == "none":
+        if found.size > 1:
+            word = next(key for key, value in LAUNCHERS.items() if value == found.launcher)
+            raise WorldError(
+                f"launcher='none', but {found.launcher} started {found.size} processes, which would each train by "
+                f"themselves and write over each other: pass launcher={word!r} (--launcher {word})"
+            )
+        return
+    raise WorldError(
+        f"launcher={launcher!r}, but this process was not started by {_STARTED_BY[launcher]}: start it with that, or "
+        "pass launcher='none' for one process"
+    )
+
+
+def _backend(sheet: Sheet, key: str, value: Any) -> None:
+    if value not in ("nccl", "gloo", "mpi"):
+        refused("write nccl, gloo or mpi")(sheet, key, value)
+    elif value == "nccl" and not torch.cuda.is_available():  # it stands in every script, those for CPU among them
+        sheet.account.add(KeyOutcome.MAPPED, key, value, "backend: gloo, as there is no CUDA device")
+    else:
+        honoured("backend")(sheet, key, value)
+
+
+def _seconds(value: Any) -> float:
+    return float(value.total_seconds() if hasattr(value, "total_seconds") else value)
+
+
+_DISTRIBUTED: dict[str, Row] = {
+    "backend": _backend,
+    "timeout": honoured("timeout_s", _seconds),
+    "init_backend": refused("leave it out", "torch"),
+}
+_THREADS = unneeded("libraries keep their own number of threads; the launcher sets OMP_NUM_THREADS")
+_PROCESSES: dict[str, Row] = {
+    "mp_start_method": noted("workers of loaders are started so"),
+    "opencv_num_threads": _THREADS,
+    "omp_num_threads": _THREADS,
+    "mkl_num_threads": _THREADS,
+}
+_ENVIRONMENT: dict[str, Row] = {
+    "cudnn_benchmark": noted("torch.backends.cudnn.benchmark"),
+    "resource_limit": noted("files that this process may have open"),
+    "mp_cfg": lambda sheet, key, value: sheet.walk(key, value, _PROCESSES),
+    "dist_cfg": lambda sheet, key, value: sheet.walk(key, value, _DISTRIBUTED),
+}
+
+
+def read_environment(env_cfg: Mapping[str, Any], sheet: Sheet) -> str | None:
+    """Put `env_cfg` into sections, and do at once what concerns this process; returns how workers are started."""
+    sheet.walk("env_cfg", env_cfg, _ENVIRONMENT)
+    torch.backends.cudnn.benchmark = bool(env_cfg.get("cudnn_benchmark", False))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(max(int(env_cfg.get("resource_limit", 4096)), soft), hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    method = env_cfg.get("mp_cfg", {}).get("mp_start_method")
+    return None if method is None else str(method)
+
+
+@dataclass(frozen=True, slots=True)
+class Randomness:
+    """`randomness=dict(seed=…)`."""
+
+    seed: int | None = None
+    diff_rank_seed: bool = False
+    """Whether ranks draw other numbers."""
+    deterministic: bool = False
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Randomness:
+        """From the argument of a runner."""
+        check_arguments("randomness", cls, given)
+        return cls(**given)
+
+    def start(self, rank: int) -> int:
+        """Seed all generators; returns the seed of the run, which ranks agree on where none was chosen."""
+        seed = sync_random_seed() if self.seed is None else int(self.seed)
+        own = (seed + rank if self.diff_rank_seed else seed) % 2**32
+        random.seed(own)
+        np.random.seed(own)
+        torch.manual_seed(own)
+        if self.deterministic:
+            make_deterministic()
+        return seed
+
+
+# From `train_dataloader=dict(dataset=…, sampler=…, batch_size=…)` to a loader.
+
+
+class FirstOf:
+    """The first samples of a data set; what else it has is the data set's own."""
+
+    def __init__(self, dataset: Any, length: int) -> None:
+        self._dataset = dataset
+        self._length = min(length, len(dataset))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_dataset"], name)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+    def __len__(self) -> int:
+        return self._length
+
+
+def build_dataloader(
+    cfg: Any, *, seed: int | None = None, diff_rank_seed: bool = False, start_method: str | None = None
+) -> Any:
+    """A loader from its description; one that is a loader already stays as it is."""
+    if not isinstance(cfg, Mapping):
+        return cfg
+    options = dict(cfg)
+    dataset = _dataset(options)
+    sampler = _sampler(options, dataset, None if diff_rank_seed else seed)
+    grouped = options.pop("batch_sampler", None)
+    if isinstance(grouped, Mapping):
+        more = {"sampler": sampler, "batch_size": options.pop("batch_size", 1)}
+        grouped = DATA_SAMPLERS.build(grouped, default_args=more)
+    chosen = {"batch_sampler": grouped} if grouped is not None else {"sampler": sampler}
+    workers = int(options.get("num_workers", 0))
+    init = _worker_init(options, workers, seed)
+    collate = _function(options.pop("collate_fn", {"type": "pseudo_collate"}), "collate_fn")
+    if workers and start_method is not None:
+        options.setdefault("multiprocessing_context", start_method)
+    check_arguments("dataloader", DataLoader, options)
+    # A generator of its own: starting a pass draws a number, which must not come out of the model's dropout.
+    options.setdefault("generator", torch.Generator().manual_seed(seed or 0))
+    return DataLoader(dataset, collate_fn=collate, worker_init_fn=init, **chosen, **options)
+
+
+def _dataset(options: dict[str, Any]) -> Any:
+    if "dataset" not in options:
+        raise ConfigError(Problem("dataloader.dataset", "there is none", "Give a data set, or a dict with a type."))
+    dataset = DATASETS.build(options.pop("dataset"))
+    if hasattr(dataset, "full_init"):
+        dataset.full_init()
+    batches = options.pop("num_batch_per_epoch", None)
+    if batches is not None:
+        dataset = FirstOf(dataset, int(batches) * int(options.get("batch_size", 1)) * get_world_size())
+    return dataset
+
+
+def _sampler(options: dict[str, Any], dataset: Any, seed: int | None) -> Any:
+    sampler = options.pop("sampler", None)
+    if sampler is None and options.get("batch_sampler") is None:
+        message = "there is none, and without one every rank would see the same samples"
+        remedy = "Write sampler=dict(type='DefaultSampler', shuffle=True)."
+        raise ConfigError(Problem("dataloader.sampler", message, remedy))
+    return DATA_SAMPLERS.build(sampler, default_args={"dataset": dataset, "seed": seed})
+
+
+def _worker_init(options: dict[str, Any], workers: int, seed: int | None) -> Any:
+    quiet = bool(options.pop("disable_subprocess_warning", False))
+    given = options.pop("worker_init_fn", None)
+    if given is not None:
+        return _function(given, "worker_init_fn")
+    if seed is None:
+        return None
+    return partial(worker_init_fn, num_workers=workers, rank=get_rank(), seed=seed, disable_subprocess_warning=quiet)
+
+
+def _function(given: Any, key: str) -> Any:
+    """A function, by itself or as a dict with its name and options."""
+    if isinstance(given, Mapping):
+        options = dict(given)
+        kind = options.pop("type", None)
+        function = FUNCTIONS.get(kind) if isinstance(kind, str) else kind
+        given = partial(function, **options) if options and callable(function) else function
+    if not callable(given):
+        message = f"{given!r} is no function"
+        raise ConfigError(Problem(f"dataloader.{key}", message, "Give one, or a dict with its name as `type`."))
+    return given
+
+
+# The hooks of a run, in their order.
+
+
+assert hooks_module  # the default hooks register themselves
+
+DEFAULT = {
+    "runtime_info": {"type": "RuntimeInfoHook"},
+    "timer": {"type": "IterTimerHook"},
+    "sampler_seed": {"type": "DistSamplerSeedHook"},
+    "logger": {"type": "LoggerHook"},
+    "param_scheduler": {"type": "ParamSchedulerHook"},
+    "checkpoint": {"type": "CheckpointHook", "interval": 1},
+}
+
+
+class SortedHooks:
+    """Hooks sorted by priority; of equal ones the first registered goes first."""
+
+    def __init__(self, default_hooks: Mapping[str, Any] | None, custom_hooks: Sequence[Any] | None) -> None:
+        self.hooks: list[Any] = []
+        given = {**DEFAULT, **(default_hooks or {})}
+        for name, hook in given.items():
+            if name not in DEFAULT and hook is None:
+                problem = Problem(f"default_hooks.{name}", "there is no such hook", choose(name, DEFAULT, "name"))
+                raise ConfigError(problem)
+            if hook is not None:
+                self.register(hook)
+        for hook in custom_hooks or ():
+            self.register(hook)
+
+    def register(self, hook: Any, priority: int | str | None = None) -> None:
+        """Add a hook, or a dict that describes one."""
+        if isinstance(hook, Mapping):
+            options = dict(hook)
+            priority = options.pop("priority", priority)
+            hook = HOOKS.build(options)
+        if not callable(getattr(hook, "before_run", None)):
+            message = f"a {type(hook).__name__} has no points of a hook"
+            raise ConfigError(Problem("custom_hooks", message, "Derive it from plait.frontends.mmengine.Hook."))
+        kind = type(hook)
+        if kind.__module__.startswith("mmengine.hooks.") and kind.__name__ in tuple(HOOKS):
+            message = f"MMEngine's own {kind.__name__} works on MMEngine's engine"
+            raise ConfigError(Problem("custom_hooks", message, f"Write dict(type={kind.__name__!r}, …): the one here."))
+        if priority is not None:
+            hook.priority = priority
+        level = priority_of(hook.priority)
+        place = next((i for i, each in enumerate(self.hooks) if priority_of(each.priority) > level), len(self.hooks))
+        self.hooks.insert(place, hook)
+
+    def call(self, runner: Any, point: str, **kwargs: Any) -> None:
+        """Call one point of every hook that has it."""
+        for hook in list(self.hooks):
+            if (action := getattr(hook, point, None)) is not None:
+                action(runner, **kwargs)
+
+    def info(self) -> str:
+        """Which hooks there are, in their order."""
+        return "\n".join(f"({each.priority!s:<12}) {type(each).__name__}" for each in self.hooks)
+
+
+# From `param_scheduler` to schedules, and the rates scaled to the size of a batch.
+
+
+def build_schedulers(runner: Any, cfg: Any) -> list[Any]:
+    """The schedules of a run, over its optim wrapper."""
+    if cfg is None:
+        return []
+    return [_build(runner, each) for each in (cfg if isinstance(cfg, list | tuple) else [cfg])]
+
+
+def _build(runner: Any, cfg: Any) -> Any:
+    if not isinstance(cfg, Mapping):
+        if not hasattr(cfg, "step"):
+            message = f"a {type(cfg).__name__} is no schedule"
+            raise ConfigError(Problem("param_scheduler", message, "Give a dict with its type."))
+        return cfg
+    options = dict(cfg)
+    convert = options.pop("convert_to_iter_based", False)
+    loop = runner.phases.loop("train")
+    by_epoch = options.get("by_epoch", True)
+    options.setdefault("end", loop.max_epochs if by_epoch else loop.max_iters)
+    kind = options.get("type", "")
+    found = PARAM_SCHEDULERS.get(kind) if isinstance(kind, str) else kind
+    if not (isinstance(found, type) and issubclass(found, ParamScheduler)):
+        message = f"{kind!r} is none of the schedules that know how to go on from a checkpoint"
+        raise ConfigError(Problem("param_scheduler.type", message, f"Write one of {', '.join(PARAM_SCHEDULERS)}."))
+    if not convert:
+        return PARAM_SCHEDULERS.build({**options, "type": found}, default_args={"optimizer": runner.optim_wrapper})
+    options.pop("type")
+    length = len(loop.dataloader)
+    return found.build_iter_from_epoch(runner.optim_wrapper, epoch_length=length, **options)
+
+
+def scale_rates(runner: Any, wrapper: Any, cfg: Mapping[str, Any]) -> None:
+    """Scale learning rates by the batch of all ranks, over the one for which they were chosen."""
+    unknown = [key for key in cfg if key not in ("base_batch_size", "enable")]
+    if unknown:
+        remedy = "The keys are base_batch_size and enable."
+        raise ConfigError(Problem(f"auto_scale_lr.{unknown[0]}", "there is no such key", remedy))
+    if not cfg.get("enable", False):
+        return
+    if "base_batch_size" not in cfg:
+        remedy = "Write the batch of all ranks for which the rate was chosen."
+        raise ConfigError(Problem("auto_scale_lr.base_batch_size", "there is none", remedy))
+    ratio = runner.batch_total / float(cfg["base_batch_size"])
+    for group in wrapper.param_groups:
+        group["lr"] = group["lr"] * ratio
+    runner.logger.info(f"learning rates are scaled by {ratio:g}: a batch has {runner.batch_total} samples")
 
 
 class BaseRunner(Checkpoints):
@@ -98,7 +517,7 @@ class BaseRunner(Checkpoints):
             optim_wrapper=optim_wrapper,
             schedules=param_scheduler,
         )
-        self.phases = Phases(self, wanted)
+        self.phases = RunnerLoops(self, wanted)
         self.cfg = as_config(cfg or {})
         self.work_dir = str(work_dir)
         self.strategy = build_strategy(strategy)
@@ -116,12 +535,12 @@ class BaseRunner(Checkpoints):
             counted = by_epoch(train_cfg) if "train" in wanted else True
             described = {"type": "LogProcessor", "by_epoch": counted, **(log_processor or {})}
             self.log_processor = LOG_PROCESSORS.build(described)
-        self._hooks = HookTable(default_hooks, custom_hooks)
+        self._hooks = SortedHooks(default_hooks, custom_hooks)
         self._preprocessor = data_preprocessor
         self.model: Any = self.build_model(model)
         self.optim_wrapper: Any = optim_wrapper
         self.param_schedulers: Any = param_scheduler
-        self.saver = Saver(self)
+        self.saver = MMEngineSaver(self)
         self._engine: ManualEngine | None = None
 
     # ---- before the model
@@ -287,7 +706,7 @@ class BaseRunner(Checkpoints):
         self.world.close()
 
     def _tell(self) -> None:
-        for entry in self._sheet.account.of(Answer.MAPPED, Answer.UNNEEDED):
+        for entry in self._sheet.account.of(KeyOutcome.MAPPED, KeyOutcome.UNNEEDED):
             self.logger.info(f"{entry.key}: {entry.answer}: {entry.text}")
         self.logger.info(f"Hooks will be executed in the following order:\n{self._hooks.info()}")
         if self.world.is_main and len(self.cfg):

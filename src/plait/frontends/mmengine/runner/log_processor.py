@@ -9,7 +9,7 @@ from typing import Any
 
 from plait.errors import ConfigError, Problem
 from plait.frontends.mmengine.registry import LOG_PROCESSORS
-from plait.runner import memory_mib
+from plait.trainer import memory_mib
 
 
 @LOG_PROCESSORS.register_module()

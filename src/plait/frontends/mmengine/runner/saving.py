@@ -7,19 +7,25 @@ It is Plait's own checkpoint, with the weights and the optimizer under their log
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from plait.checkpoint import NAME, CheckpointWriter, entries, load_into, open_checkpoint, open_source
+from plait.checkpoint import MANIFEST_NAME, CheckpointWriter, entries, load_into, open_checkpoint, open_source
 from plait.config import to_dict
-from plait.errors import CheckpointError
-from plait.frontends.mmengine.runner.folders import resolve
-from plait.parallel import assign_whole
+from plait.distributed import assign_whole, on_main, restore_rng_state, rng_state
+from plait.engine import ManualEngine
+from plait.errors import CheckpointError, TrainingError
+from plait.frontends.mmengine.hooks import last_checkpoint, resolve
 from plait.spec import Phase
-from plait.world import on_main, restore_rng_state, rng_state
+
+if TYPE_CHECKING:
+    from plait.distributed import World
+    from plait.frontends.mmengine.runner.core import SortedHooks
+    from plait.frontends.mmengine.runner.loops import RunnerLoops
 
 _SHOWN = 8
 _PLAIN = (bool, int, float, str, tuple, type(None))
@@ -27,7 +33,7 @@ _NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "dif
 """Of a group: what it holds, and how torch computes it, which another layout may do otherwise."""
 
 
-class Saver:
+class MMEngineSaver:
     """Writes and reads the checkpoints of one runner."""
 
     def __init__(self, runner: Any) -> None:
@@ -114,7 +120,7 @@ class Saver:
         """Go on from a checkpoint: weights, optimizer, schedules, position and random numbers."""
         runner, world = self._runner, self._runner.world
         path = on_main(world, lambda: resolve(name))
-        if not (path / NAME).exists():
+        if not (path / MANIFEST_NAME).exists():
             raise CheckpointError(
                 f"{path} holds no state to go on from: `plait convert {path} NEW --to plait` makes a checkpoint of it, "
                 "and load_from takes its weights"
@@ -177,7 +183,7 @@ class Saver:
         path = on_main(world, lambda: resolve(name))
         tensors = {key: value for key, value in runner.engine.state_tensors().items() if key.startswith("model.")}
         meta: dict[str, Any] = {}
-        if (path / NAME).exists():
+        if (path / MANIFEST_NAME).exists():
             checkpoint = open_checkpoint(path)
             meta = checkpoint.manifest.state.get("mmengine", {}).get("meta", {})
             rest = ("optim.", "rng.", "hook.")
@@ -227,3 +233,227 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if key not in _NOT_SETTINGS and isinstance(value, _PLAIN)
     }
+
+
+# What hooks and loops may ask a runner.
+
+
+class RunnerState:
+    """Position, parts and ranks of a run, under MMEngine's names."""
+
+    phases: RunnerLoops
+    world: World
+    _hooks: SortedHooks
+    work_dir: str
+    log_dir: Path
+
+    @property
+    def is_training(self) -> bool:
+        """Whether there is a training under way, or was one."""
+        return self.phases.made("train") is not None
+
+    def _of_training(self, name: str, otherwise: int) -> int:
+        loop = self.phases.made("train")
+        return otherwise if loop is None else int(getattr(loop, name))
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that are complete."""
+        return self._of_training("epoch", 0)
+
+    @property
+    def iter(self) -> int:
+        """Iterations that are complete."""
+        return self._of_training("iter", 0)
+
+    @property
+    def max_epochs(self) -> int:
+        """Epochs in all."""
+        return self._of_training("max_epochs", 1)
+
+    @property
+    def max_iters(self) -> int:
+        """Iterations in all."""
+        return self._of_training("max_iters", 1)
+
+    @property
+    def val_interval(self) -> int:
+        """How often is validated."""
+        return self._of_training("val_interval", 1)
+
+    @property
+    def val_begin(self) -> int:
+        """From when on is validated."""
+        return self._of_training("val_begin", 1)
+
+    @property
+    def train_loop(self) -> Any:
+        """The loop of training."""
+        return self.phases.loop("train")
+
+    @property
+    def val_loop(self) -> Any:
+        """The loop of validation; None where there is nothing to validate."""
+        return self.phases.loop("val") if self.phases.has("val") else None
+
+    @property
+    def test_loop(self) -> Any:
+        """The loop of testing; None where there is nothing to test."""
+        return self.phases.loop("test") if self.phases.has("test") else None
+
+    def loader_of(self, mode: str) -> Any:
+        """The loader of `train`, `val` or `test`."""
+        return self.phases.loop(mode).dataloader
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The loader of training."""
+        return self.loader_of("train")
+
+    @property
+    def val_dataloader(self) -> Any:
+        """The loader of validation."""
+        return self.loader_of("val")
+
+    @property
+    def test_dataloader(self) -> Any:
+        """The loader of testing."""
+        return self.loader_of("test")
+
+    @property
+    def val_evaluator(self) -> Any:
+        """The evaluator of validation."""
+        return self.phases.loop("val").evaluator
+
+    @property
+    def test_evaluator(self) -> Any:
+        """The evaluator of testing."""
+        return self.phases.loop("test").evaluator
+
+    @property
+    def batch_total(self) -> int:
+        """Samples of one iteration, over all ranks."""
+        loader = self.loader_of("train")
+        size: Any = getattr(loader, "batch_size", None) or getattr(
+            getattr(loader, "batch_sampler", None), "batch_size", 1
+        )
+        return int(size) * self.world.layout.data_parallel
+
+    @property
+    def hooks(self) -> list[Any]:
+        """The hooks, in their order."""
+        return self._hooks.hooks
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.world.size
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.world.size > 1
+
+
+# Where a runner's checkpoints come from, and go.
+
+
+class Checkpoints(RunnerState):
+    """`load_from`, `resume` and saving, under MMEngine's names."""
+
+    saver: MMEngineSaver
+    logger: logging.Logger
+    _resume: str | Path | bool
+    _load_from: str | Path | None
+    _loaded: bool
+
+    @property
+    def engine(self) -> ManualEngine:
+        """The model, made ready."""
+        raise NotImplementedError
+
+    def setup(self) -> None:
+        """Make the model and its optimizer ready, unless that was done."""
+        raise NotImplementedError
+
+    def load_or_resume(self) -> None:
+        """What `load_from` and `resume` ask for, once."""
+        if self._loaded:
+            return
+        self._loaded = True
+        if isinstance(self._resume, str | Path):
+            self.resume(self._resume)
+        elif self._resume and self._load_from is not None:
+            self.resume(self._load_from)
+        elif self._resume:
+            found = on_main(self.world, lambda: last_checkpoint(Path(self.work_dir)))
+            self.logger.info(f"Auto resumed from the latest checkpoint {found}.")
+            if found is not None:
+                self.resume(found)
+        elif self._load_from is not None:
+            self.load_checkpoint(self._load_from)
+
+    def resume(self, filename: str | Path) -> None:
+        """Go on from a checkpoint."""
+        if not self.phases.has("train"):
+            self.load_checkpoint(filename)
+            return
+        self.phases.loop("train")
+        self.setup()
+        self.saver.resume(filename)
+        self.logger.info(f"resumed epoch: {self.epoch}, iter: {self.iter}")
+
+    def load_checkpoint(self, filename: str | Path) -> None:
+        """Take a checkpoint's weights."""
+        self.setup()
+        self.saver.load_weights(filename)
+        self.logger.info(f"Load checkpoint from {filename}")
+
+    def save_checkpoint(
+        self,
+        out_dir: str | Path,
+        filename: str,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        meta: Mapping[str, Any] | None = None,
+        by_epoch: bool | None = True,
+        tidy: Callable[[], None] | None = None,
+    ) -> None:
+        """Write a checkpoint. `by_epoch`: at the end of an epoch, or of an iteration, that is about to be counted."""
+        loop = self.phases.loop("train")
+        self.setup()
+        epoch = loop.epoch + (by_epoch is True and loop.by_epoch)
+        iteration = loop.iter + (by_epoch is False)
+        step = 0 if by_epoch is True and loop.by_epoch else iteration
+        if loop.by_epoch and step:
+            step = iteration - loop.epoch * len(loop.dataloader)
+        position = {"epoch": epoch, "iter": iteration, "step_in_epoch": step, "batch_total": self.batch_total}
+        self.saver.save(
+            Path(out_dir) / filename.removesuffix(".pth"),
+            position,
+            optimizer=save_optimizer,
+            schedulers=save_param_scheduler,
+            meta=meta,
+            tidy=tidy,
+        )
+
+    def set_position(self, epoch: int, step: int, state: Mapping[str, Any], path: Path) -> None:
+        """Go on at a position of the data that a checkpoint names."""
+        loop = self.phases.loop("train")
+        saved = state.get("batch_total", self.batch_total)
+        if step and saved != self.batch_total:
+            raise TrainingError(
+                f"{path} was saved in the middle of a pass, with batches of {saved} samples over all ranks, and here "
+                f"they have {self.batch_total}: keep batch_size × ranks, or go on from the end of an epoch"
+            )
+        iteration = epoch * len(loop.dataloader) + step if loop.by_epoch else step
+        loop.go_to(epoch, iteration, step if loop.by_epoch else 0)
+
+    def restore_generators(self) -> None:
+        """Random numbers as the checkpoint found them, once a pass that was interrupted is under way again."""
+        self.saver.restore_generators()

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from plait.frontends.deepspeed.absent import not_offered
 from plait.frontends.deepspeed.checkpointing import (
     checkpoint,
     configure,
@@ -10,6 +9,7 @@ from plait.frontends.deepspeed.checkpointing import (
     non_reentrant_checkpoint,
     reset,
 )
+from plait.frontends.deepspeed.missing_names import not_offered
 
 __all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]
 

@@ -1,5 +1,5 @@
 """`deepspeed.runtime.zero.utils`."""
 
-from plait.frontends.deepspeed.status import is_zero_param
+from plait.frontends.deepspeed.parameter_links import is_zero_param
 
 __all__ = ["is_zero_param"]

@@ -1,0 +1,834 @@
+"""A DeepSpeed checkpoint of any stage, opened for reading."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.convert.files import Inert, PickledTensor, field, open_file
+from plait.checkpoint.convert.source import Source, TensorEntry
+from plait.checkpoint.convert.target import replacing
+from plait.config import read_name
+from plait.errors import CheckpointError
+
+# Which files make up a DeepSpeed checkpoint.
+
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_POINTERS = ("latest", "latest_universal")
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The files of one checkpoint, by rank."""
+
+    folder: Path
+    """The folder of the tag."""
+    models: dict[int, Path]
+    """Model states: of every rank at stage 3, else of rank 0."""
+    shards: dict[int, Path]
+    """Optimizer states of ZeRO."""
+
+    @property
+    def universal(self) -> Path | None:
+        """The folder of whole parameters, in a universal checkpoint."""
+        return self.folder / "zero" if (self.folder / "zero").is_dir() else None
+
+    def of_ranks(self, found: dict[int, Path], count: int, what: str) -> list[Path]:
+        """One file from each of `count` ranks; a missing one is named."""
+        missing = [rank for rank in range(count) if rank not in found]
+        if missing or len(found) != count:
+            names = ", ".join(path.name for path in list(found.values())[:8]) or "none"
+            told = f"those of ranks {missing[:16]} are missing" if missing else "there are more, of another save"
+            raise CheckpointError(
+                f"{self.folder}: {count} ranks wrote {what}, and {told}. Found: {names}. Copy the whole folder again"
+            )
+        return [found[rank] for rank in range(count)]
+
+
+def is_deepspeed(path: Path) -> bool:
+    """Whether a folder looks like a checkpoint of DeepSpeed, or like the folder of several."""
+    if not path.is_dir():
+        return False
+    return any((path / name).is_file() for name in _POINTERS) or any(_MODEL.fullmatch(p.name) for p in path.iterdir())
+
+
+def find_files(path: Path) -> Files:
+    """The files of the checkpoint at `path`: the folder of a tag, or the one above it, which says which is newest."""
+    folder = _tag_of(path) or path
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder; name the one with `latest` in it, or the folder of a tag")
+    models: dict[int, Path] = {}
+    shards: dict[int, Path] = {}
+    for file in sorted(folder.iterdir()):
+        _refuse_parallel(file)
+        for pattern, found in ((_MODEL, models), (_OPTIM, shards)):
+            match = pattern.fullmatch(file.name)
+            if match is None:
+                continue
+            rank = int(match[1] or 0)
+            if rank in found and not (folder / "zero").is_dir():
+                raise CheckpointError(
+                    f"{folder} holds {found[rank].name} and {file.name}: two checkpoints were saved into one folder. "
+                    "Remove the files of the older"
+                )
+            found.setdefault(rank, file)
+    if not models:
+        names = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        raise CheckpointError(
+            f"{folder} is no DeepSpeed checkpoint: there is no *_model_states.pt in it, but {names}. "
+            "Name the folder with `latest` in it, or the folder of a tag"
+        )
+    return Files(folder, models, shards)
+
+
+def _tag_of(path: Path) -> Path | None:
+    pointers = [path / name for name in _POINTERS if (path / name).is_file()]
+    folders = [path / read_name(pointer, CheckpointError) for pointer in pointers]
+    there = [folder for folder in folders if folder.is_dir()]
+    if folders and not there:
+        found = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "none"
+        raise CheckpointError(f"{pointers[0]} names {folders[0].name!r}, which is not there; folders found: {found}")
+    return there[0] if there else None
+
+
+def _refuse_parallel(file: Path) -> None:
+    name = file.name
+    kind = None
+    if re.match(r"(layer_\d+_)?expert_\d+_|expp_rank_", name):
+        kind = "mixture of experts, spread over ranks"
+    elif re.match(r"layer_\d+-model", name):
+        kind = "pipeline parallel (a file for every layer)"
+    elif (match := _MODEL.fullmatch(name) or _OPTIM.fullmatch(name)) and int(match[2]) > 0:
+        kind = "tensor or pipeline parallel (more than one mp_rank)"
+    if kind is not None:
+        raise CheckpointError(
+            f"{file.parent} is a DeepSpeed checkpoint of another kind: {kind}; {name} says so. Only those of "
+            "data-parallel ranks are read: make it universal with DeepSpeed's ds_to_universal, load that with "
+            "`load_universal` on data-parallel ranks alone, and save it again"
+        )
+
+
+# What a DeepSpeed checkpoint holds, one entry at a time.
+
+
+class DeepSpeedEntry(NamedTuple):
+    """One entry: what is known of it, and how its value is put together when it is asked for."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+DeepSpeedEntries = dict[str, DeepSpeedEntry]
+"""By the names of a `Source`: `model.<parameter>`, `optim.<parameter>.<key>`."""
+
+Cuts = Callable[[], Iterable[tuple[int, int, int]]]
+"""Where the pieces of one parameter lie, in order: (rank, first element, number of elements)."""
+
+
+def whole(tensor: PickledTensor) -> DeepSpeedEntry:
+    """A tensor that lies in one file as it is."""
+    return DeepSpeedEntry(tensor.shape, tensor.dtype, tensor.read)
+
+
+def number(value: Any) -> DeepSpeedEntry | None:
+    """A state that is one number, as torch's optimizers keep it; None if it is something else."""
+    if isinstance(value, PickledTensor) and value.numel == 1:
+        return DeepSpeedEntry(torch.Size(), value.dtype, lambda: value.read().reshape(()))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return DeepSpeedEntry(torch.Size(), torch.float32, lambda: torch.tensor(float(value)))
+    return None
+
+
+def joined(name: str, shape: torch.Size, flats: Sequence[PickledTensor], cuts: Cuts) -> DeepSpeedEntry:
+    """A tensor whose pieces lie in the flat tensors of several ranks. Only these pieces are read."""
+
+    def read() -> Tensor:
+        pieces = list(cuts())
+        found = sum(max(0, min(count, flats[rank].numel - start)) for rank, start, count in pieces)
+        if found != shape.numel():
+            raise CheckpointError(
+                f"{name}: the files of {len(flats)} ranks hold {found} of its {shape.numel()} elements; "
+                "they are not all of one checkpoint"
+            )
+        tensor = torch.empty(shape, dtype=flats[0].dtype)
+        rest = tensor.view(-1)
+        for rank, start, count in pieces:
+            flats[rank].fill(rest[:count], start)
+            rest = rest[count:]
+        return tensor
+
+    return DeepSpeedEntry(shape, flats[0].dtype, read)
+
+
+def flat_group(
+    name: str,
+    shape: torch.Size,
+    masters: Sequence[PickledTensor],
+    states: Sequence[Mapping[str, Any]],
+    step: Any,
+    cuts: Cuts,
+) -> DeepSpeedEntries:
+    """A parameter and its optimizer state, cut alike from what each rank keeps as one flat tensor.
+
+    `states` are the ranks' optimizer states of that tensor; `step` counts where these do not.
+    """
+    parts = {f"model.{name}": joined(f"model.{name}", shape, masters, cuts)}
+    for key, first in states[0].items():
+        entry = f"optim.{name}.{key}"
+        if isinstance(first, PickledTensor) and len(first.shape) == 1 and first.numel >= masters[0].numel:
+            parts[entry] = joined(entry, shape, [state[key] for state in states], cuts)
+        elif (part := number(first)) is not None:
+            parts[entry] = part
+        elif isinstance(first, PickledTensor):
+            raise CheckpointError(
+                f"{entry}: DeepSpeed's optimizer keeps {tuple(first.shape)} for a partition of "
+                f"{masters[0].numel} elements, and that cannot be divided among its parameters"
+            )
+    if states[0] and f"optim.{name}.step" not in parts and (part := number(step)) is not None:
+        parts[f"optim.{name}.step"] = part
+    return parts
+
+
+# The layouts of ZeRO: which rank keeps which elements of a parameter.
+
+
+Pickled = Mapping[str, Any]
+"""What a file of a checkpoint holds."""
+
+
+def stage_1_and_2(model: Pickled, shards: Sequence[Pickled]) -> DeepSpeedEntries:
+    """Trained parameters of stages 1 and 2.
+
+    All parameters of a group lie one after the other in a flat tensor, which is cut evenly among the ranks: a
+    boundary may fall into the middle of a parameter. What fills up the end is left off the last rank's part.
+
+    [Note: addresses that are not trusted]
+    Every rank also notes where in its part each parameter lies (`param_slice_mappings`). With `round_robin_gradients`
+    these addresses are of another order than that of the tensors: DeepSpeed 0.19.8 then gives scrambled values from
+    `safe_get_full_fp32_param`, and `ds_to_universal` writes them. The order of `param_shapes` is right in all cases.
+    """
+    parts: DeepSpeedEntries = {}
+    paddings = shards[0].get("param_alignment_paddings")
+    for group, shapes in enumerate(model["param_shapes"]):
+        masters = [shard["single_partition_of_fp32_groups"][group] for shard in shards]
+        states = [_state_of_group(shard, group) for shard in shards]
+        step = _step_of_group(shards[0], group)
+        length = max(master.numel for master in masters)
+        begin = 0
+        for (name, given), padding in zip(shapes.items(), paddings[group] if paddings else repeat(0), strict=False):
+            shape = torch.Size(given)
+            cuts = _across(begin, begin + shape.numel(), length)
+            parts |= flat_group(name, shape, masters, states, step, cuts)
+            begin += shape.numel() + padding
+    return parts
+
+
+def _state_of_group(shard: Pickled, group: int) -> Mapping[str, Any]:
+    base = shard.get("base_optimizer_state") or {}
+    if isinstance(base, Mapping):
+        groups = base.get("param_groups")
+        found = base["state"].get(groups[group]["params"][0], {}) if groups else {}
+    else:
+        found = base[group]  # an elastic checkpoint: a list, without the padding
+    return found if isinstance(found, Mapping) else {}
+
+
+def _step_of_group(shard: Pickled, group: int) -> Any:
+    base = shard.get("base_optimizer_state")
+    groups = base.get("param_groups") if isinstance(base, Mapping) else None
+    return groups[group].get("step") if groups else shard.get("base_optimizer_state_step")
+
+
+def _across(begin: int, end: int, length: int) -> Cuts:
+    """From element `begin` to `end` of what the ranks have, `length` elements each."""
+
+    def cuts() -> Iterator[tuple[int, int, int]]:
+        at = begin
+        while at < end:
+            rank, start = divmod(at, length)
+            count = min(end - at, length - start)
+            yield rank, start, count
+            at += count
+
+    return cuts
+
+
+def stage_3(model: Pickled, shards: Sequence[Pickled]) -> DeepSpeedEntries:
+    """Trained parameters of stage 3: each one is cut evenly among the ranks, and padded at its end."""
+    parts: DeepSpeedEntries = {}
+    for group, shapes in enumerate(model["param_shapes"]):
+        masters = [shard["fp32_flat_groups"][group] for shard in shards]
+        states = [_state_of_subgroup(shard, group) for shard in shards]
+        begin = 0
+        for name, given in shapes.items():
+            shape = torch.Size(given)
+            each = math.ceil(shape.numel() / len(shards))
+            parts |= flat_group(name, shape, masters, states, None, evenly(begin, shape.numel(), each, len(shards)))
+            begin += each
+        if masters[0].numel < begin:
+            raise CheckpointError(
+                f"the fp32 weights of parameter group {group} have {masters[0].numel} of {begin} elements: "
+                "DeepSpeed kept them on NVMe, in files that only it can read back. Load the checkpoint once with "
+                "`offload_optimizer` on the CPU or off, and save it again"
+            )
+    return parts
+
+
+def _state_of_subgroup(shard: Pickled, index: int) -> Mapping[str, Any]:
+    inner = shard.get("optimizer_state_dict")
+    if not isinstance(inner, Mapping):
+        return {}
+    numbered = [number for group in inner["param_groups"] for number in group["params"]]
+    found = inner["state"].get(numbered[index] if index < len(numbered) else index, {})
+    return found if isinstance(found, Mapping) else {}
+
+
+def evenly(begin: int, size: int, each: int, ranks: int) -> Cuts:
+    """Every rank has `each` elements from `begin` on, until `size` of them are given out."""
+
+    def cuts() -> Iterator[tuple[int, int, int]]:
+        for rank in range(ranks):
+            yield rank, begin, max(0, min(each, size - rank * each))
+
+    return cuts
+
+
+# A model-states file: the model's own copy of its weights, and what is known of the run.
+
+
+def module_of(model: Pickled) -> dict[str, PickledTensor]:
+    """The model's state dict, as far as it is tensors. At stage 3 the parameters in it are empty."""
+    return {name: tensor for name, tensor in (model.get("module") or {}).items() if isinstance(tensor, PickledTensor)}
+
+
+def tied_of(model: Pickled) -> dict[str, str]:
+    """Names that mean the same parameter as an earlier one."""
+    shared = model.get("shared_params")
+    if shared is not None:
+        return dict(shared)
+    owners: dict[tuple[Any, ...], str] = {}
+    tied = {}
+    for name, tensor in module_of(model).items():
+        owner = owners.setdefault((tensor.begin, tensor.shape, tensor.stride) if tensor.numel else (name,), name)
+        if owner != name:
+            tied[name] = owner
+    return tied
+
+
+def shapes_of(model: Pickled) -> dict[str, torch.Size]:
+    """The trained parameters, where ZeRO noted them."""
+    return {name: torch.Size(shape) for group in model.get("param_shapes") or () for name, shape in group.items()}
+
+
+def untrained(models: Sequence[Pickled], trained: Container[str]) -> DeepSpeedEntries:
+    """Buffers and frozen parameters, in the precision that the model has them in.
+
+    `models` are the model-states files of all ranks at stage 3, else the only one.
+    """
+    model = models[0]
+    parts: DeepSpeedEntries = {}
+    tied = tied_of(model)
+    frozen = model.get("frozen_param_shapes") or {}
+    kept = set(model.get("buffer_names") or ())
+    module, shapes = module_of(model), shapes_of(model)
+    spread = any(name in module and module[name].shape != shape for name, shape in shapes.items())
+    for name, tensor in module.items():
+        if f"model.{name}" in trained or name in tied:
+            continue
+        if name in frozen:
+            parts[f"model.{name}"] = _frozen(name, torch.Size(frozen[name]), models)
+        elif name in kept or not spread:
+            parts[f"model.{name}"] = whole(tensor)
+    return parts
+
+
+def _frozen(name: str, shape: torch.Size, models: Sequence[Pickled]) -> DeepSpeedEntry:
+    flats = [model["frozen_param_fragments"][name] for model in models]
+    if flats[0].shape == shape:
+        return whole(flats[0])
+    each = math.ceil(shape.numel() / len(flats))
+    return joined(f"model.{name}", shape, flats, evenly(0, shape.numel(), each, len(flats)))
+
+
+def dtype_of(model: Pickled) -> str:
+    """`fp32`, `bf16` or `fp16`: what the model computed in."""
+    words = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    buffers = set(model.get("buffer_names") or ())
+    found = {tensor.dtype for name, tensor in module_of(model).items() if name not in buffers}
+    return next((word for dtype, word in words.items() if dtype in found), "fp32")
+
+
+def scaler_of(optimizer: Any) -> dict[str, float] | None:
+    """The loss scaler's state, in the words of Plait's; None if there is none."""
+    if not isinstance(optimizer, Mapping):
+        return None
+    scaler = optimizer.get("loss_scaler")
+    look = optimizer.get if scaler is None else lambda key, default=None: field(scaler, key, default)
+    scale = look("cur_scale")
+    if scale is None:
+        return None
+    clean = look("cur_iter", 0) - look("last_overflow_iter", -1) - 1 if look("last_overflow_iter") is not None else 0
+    return {"scale": float(scale), "clean_steps": max(0, int(clean)), "tolerance": int(look("cur_hysteresis", 1))}
+
+
+# Stage 0: whole weights, and an optimizer state that does not say whose it is.
+#
+# [Note: whose state is it]
+# At stage 0 DeepSpeed saves `optimizer.state_dict()`, which numbers the parameters in the order in which the optimizer
+# was given them, group after group. Which name has which number is nowhere written. What is known: optimizers are
+# given parameters in the model's order, except that several groups divide it. So a number is matched with a name where
+# that leaves one possibility: in 16-bit runs the fp32 weights must round to the model's, otherwise as many parameters
+# of one shape are in the model as in one group. If it leaves several, nobody may guess, and the caller says it.
+
+
+def stage_0(model: Pickled, order: Sequence[str] | None) -> DeepSpeedEntries:
+    """Trained parameters of stage 0. `order`: the optimizer's parameters by name, in its order; () leaves it out.
+
+    [Note: whose state is it]
+    """
+    optimizer = model.get("optimizer")
+    if not isinstance(optimizer, Mapping) or order == ():
+        return {}
+    buffers = set(model.get("buffer_names") or ())
+    tied = tied_of(model)
+    weights = {name: tensor for name, tensor in module_of(model).items() if name not in buffers and name not in tied}
+    inner = optimizer.get("optimizer_state_dict", optimizer)
+    states, groups = inner["state"], inner["param_groups"]
+    told = list(order) if order is not None else _named(groups)
+    if told is not None and (unknown := [name for name in told if name not in weights]):
+        raise CheckpointError(f"order names {unknown[:4]}, which the model does not have")
+    if "fp32_groups_flat" in optimizer:
+        return _flat(weights, optimizer["fp32_groups_flat"], states, groups, told)
+    numbers = [number for group in groups for number in group["params"]]
+    if "fp32_groups" in optimizer:
+        masters = [list(group) for group in optimizer["fp32_groups"]]
+        names = told or _by_value(weights, masters)
+        values = [master for group in masters for master in group]
+    else:
+        names = told or _by_shape(weights, groups, states)
+        values = [weights[name] for name in names]
+    if len(names) != len(numbers):
+        raise CheckpointError(f"the optimizer has {len(numbers)} parameters, and {len(names)} names were given for it")
+    parts: DeepSpeedEntries = {}
+    for name, value, index in zip(names, values, numbers, strict=True):
+        parts |= _one(name, value, states.get(index, {}))
+    return parts
+
+
+def _named(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
+    """Optimizers that were given names keep them."""
+    if not all("param_names" in group for group in groups):
+        return None
+    return [name for group in groups for name in group["param_names"]]
+
+
+def _one(name: str, value: PickledTensor, state: Mapping[str, Any]) -> DeepSpeedEntries:
+    parts = {f"model.{name}": whole(value)}
+    for key, kept in state.items():
+        part = whole(kept) if isinstance(kept, PickledTensor) else number(kept)
+        if part is not None:
+            parts[f"optim.{name}.{key}"] = part
+    return parts
+
+
+def _by_shape(
+    weights: Mapping[str, PickledTensor], groups: Sequence[Mapping[str, Any]], states: Mapping[int, Any]
+) -> list[str]:
+    numbers = [(index, number) for index, group in enumerate(groups) for number in group["params"]]
+    shapes = [(group, _shape(states.get(number))) for group, number in numbers]
+    if len(groups) == 1 and len(numbers) == len(weights):
+        pairs = zip(weights.values(), shapes, strict=True)
+        if all(shape is None or shape == tensor.shape for tensor, (_, shape) in pairs):
+            return list(weights)
+    by_shape: dict[torch.Size, list[str]] = {}
+    for name, tensor in weights.items():
+        by_shape.setdefault(tensor.shape, []).append(name)
+    counts = Counter(shape for _, shape in shapes)
+    for shape in counts:
+        of_groups = {group for group, other in shapes if other == shape}
+        names = by_shape.get(shape, []) if shape is not None else []
+        if len(of_groups) > 1 or len(names) != counts[shape]:
+            _give_up(shape, names, counts[shape], len(of_groups))
+    queues = {shape: iter(names) for shape, names in by_shape.items()}
+    return [next(queues[shape]) for _, shape in shapes if shape is not None]
+
+
+def _shape(state: Any) -> torch.Size | None:
+    sizes = [value.shape for value in (state or {}).values() if isinstance(value, PickledTensor) and value.shape]
+    return sizes[0] if sizes else None
+
+
+def _give_up(shape: torch.Size | None, names: Sequence[str], count: int, groups: int) -> NoReturn:
+    what = f"shape {tuple(shape)}" if shape is not None else "no state yet"
+    some = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
+    raise CheckpointError(
+        f"a stage 0 checkpoint does not say whose optimizer state is whose: of {what} it has {count} in {groups} "
+        f"parameter group(s), and the model has {len(names)} parameters ({some}). "
+        "Give DeepSpeedSource(order=[…]) the optimizer's parameters by name, in its order, or order=() to read the "
+        "weights alone; or save once with ZeRO stage 1, which notes the names"
+    )
+
+
+def _by_value(weights: Mapping[str, PickledTensor], masters: Sequence[Sequence[PickledTensor]]) -> list[str]:
+    free = dict(weights)
+    names = []
+    for group in masters:
+        for master in group:
+            value = master.read()
+            alike = [name for name, tensor in free.items() if tensor.shape == master.shape]
+            name = next((name for name in alike if torch.equal(value.to(free[name].dtype), free[name].read())), None)
+            if name is None:
+                _give_up(master.shape, alike, 1, 1)
+            names.append(name)
+            del free[name]
+    return names
+
+
+def _flat(
+    weights: Mapping[str, PickledTensor],
+    flats: Sequence[PickledTensor],
+    states: Mapping[int, Any],
+    groups: Sequence[Mapping[str, Any]],
+    told: list[str] | None,
+) -> DeepSpeedEntries:
+    parts: DeepSpeedEntries = {}
+    free = dict(weights) if told is None else {name: weights[name] for name in told}
+    for flat, group in zip(flats, groups, strict=True):
+        state = states.get(group["params"][0], {})
+        begin = 0
+        while begin < flat.numel:
+            name = next((n for n, t in free.items() if told is not None or _rounds_to(flat, begin, t)), None)
+            if name is None:
+                _give_up(flat.shape, list(free), 1, 1)
+            tensor = free.pop(name)
+            cuts = evenly(begin, tensor.numel, tensor.numel, 1)
+            parts |= flat_group(name, tensor.shape, [flat], [state], group.get("step"), cuts)
+            begin += tensor.numel
+    return parts
+
+
+def _rounds_to(flat: PickledTensor, begin: int, tensor: PickledTensor) -> bool:
+    if begin + tensor.numel > flat.numel:
+        return False
+    for count in (min(64, tensor.numel), tensor.numel):  # most of those that do not fit show it at once
+        value = torch.empty(count, dtype=flat.dtype)
+        flat.fill(value, begin)
+        if not torch.equal(value.to(tensor.dtype), tensor.read().reshape(-1)[:count]):
+            return False
+    return True
+
+
+# Universal checkpoints: a folder for every parameter, with a file for its weights and one for each state.
+
+
+FRESH = "plait_fresh"
+"""Marks a state that nobody made: zeros for a parameter that has not been trained, should DeepSpeed train it."""
+
+
+def universal(folder: Path, model: Pickled, common: Any, besides: Container[str]) -> DeepSpeedEntries:
+    """What lies in the folder `zero`, but for the entries `besides`, which are known better from elsewhere.
+
+    `common` is the state of the optimizer as a whole.
+    """
+    shapes, tied = shapes_of(model), tied_of(model)
+    there = [path.name for path in sorted(folder.iterdir()) if path.is_dir() and (path / "fp32.pt").is_file()]
+    if missing := [name for name in shapes if name not in set(there)]:
+        raise CheckpointError(f"{folder} lacks the folder, or the fp32.pt in it, of {', '.join(missing[:8])}")
+    parts: DeepSpeedEntries = {}
+    other = [name for name in there if name not in shapes and name not in tied and f"model.{name}" not in besides]
+    for name in [*shapes, *other]:
+        files = sorted((folder / name).glob("*.pt"))
+        states = {path.stem: path for path in files if path.stem not in ("fp32", "step")}
+        weights = _tensor(folder / name / "fp32.pt", shapes.get(name))
+        assert weights is not None, "weights are never fresh"
+        parts[f"model.{name}"] = weights
+        kept = {key: _tensor(path, weights.shape) for key, path in states.items()}
+        parts |= {f"optim.{name}.{key}": part for key, part in kept.items() if part is not None}
+        step = _step(folder / name / "step.pt", common)
+        if step is not None and any(part is not None for part in kept.values()):
+            parts[f"optim.{name}.step"] = step
+    return parts
+
+
+def _tensor(path: Path, shape: torch.Size | None) -> DeepSpeedEntry | None:
+    content = open_file(path)
+    if isinstance(content, Mapping):
+        if content.get(FRESH):
+            return None
+        content = content.get("param")
+    if not isinstance(content, PickledTensor):
+        raise CheckpointError(f"{path} holds {type(content).__name__}, and a tensor was expected")
+    tensor: PickledTensor = content
+    if shape is None or tensor.shape == shape:
+        return whole(tensor)
+    if tensor.numel != shape.numel():
+        raise CheckpointError(f"{path} has {tensor.numel} elements; the parameter has the shape {tuple(shape)}")
+    # From stage 3 they come flat.
+    return DeepSpeedEntry(shape, tensor.dtype, lambda: tensor.read().reshape(shape))
+
+
+def _step(path: Path, common: Any) -> DeepSpeedEntry | None:
+    if path.is_file():
+        return number(open_file(path))
+    if not isinstance(common, Mapping):
+        return None
+    inner = common.get("optimizer_state_dict")
+    first: Mapping[str, Any] = next(iter(inner["state"].values()), {}) if isinstance(inner, Mapping) else {}
+    groups = common.get("param_groups") or [{}]
+    return number(first.get("step", groups[0].get("step", common.get("base_optimizer_state_step"))))
+
+
+class DeepSpeedSource(Source):
+    """What DeepSpeed's `save_checkpoint` wrote, at any stage and on any number of ranks, or `ds_to_universal` made.
+
+    Weights are the fp32 ones that the optimizer updates; buffers and frozen parameters have no such, and come as the
+    model has them. A parameter with two names appears under the first, and `state["tied"]` has the others.
+
+    DeepSpeed need not be installed, and nothing in the files is executed. [Note: inert objects]
+    `order` is for stage 0 alone. [Note: whose state is it]
+    """
+
+    kind = "deepspeed"
+
+    def __init__(self, path: Path, *, order: Sequence[str] | None = None) -> None:
+        self.path = path
+        files = find_files(path)
+        first = files.models[min(files.models)]
+        model = open_file(first)
+        if not isinstance(model, Mapping) or "global_steps" not in model:
+            raise CheckpointError(f"{first} is no model-states file of DeepSpeed: it lacks `global_steps`")
+        try:
+            self._parts, stage, ranks, optimizer = _open(files, model, order)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{files.folder} is laid out in a way that is not known of DeepSpeed: {type(error).__name__} {error}"
+            ) from error
+        self.entries = {name: TensorEntry(part.shape, part.dtype) for name, part in self._parts.items()}
+        steps, dtype = int(model["global_steps"]), dtype_of(model)
+        self.state = {
+            "engine": {
+                "steps": steps,
+                "skips_in_a_row": 0,
+                "scaler": scaler_of(optimizer) if dtype == "fp16" else None,
+            },
+            "tied": tied_of(model),
+        }
+        self.facts = {
+            "written by": f"DeepSpeed {model.get('ds_version', 'of unknown version')}",
+            "stage": stage,
+            "ranks": str(ranks),
+            "tag": files.folder.name,
+            "step": str(steps),
+            "dtype": dtype,
+        }
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor, in memory of its own."""
+        return self._parts[name].read()
+
+    def close(self) -> None:
+        """Nothing to do: files are open only while they are read."""
+
+
+def _open(files: Files, model: Pickled, order: Sequence[str] | None) -> tuple[DeepSpeedEntries, str, int, Any]:
+    """The parts, the stage, the number of ranks, and the optimizer state that rank 0 saved."""
+    if files.universal is not None:
+        common = _if_there(files.universal / "optimizer_state.pt")
+        # What is not trained lies there too, but in fp32; the model has it as it was.
+        models = [open_file(files.models[rank]) for rank in sorted(files.models)]
+        rest = untrained(models, {f"model.{name}" for name in shapes_of(model)})
+        parts = universal(files.universal, model, common, rest)
+        ranks = int(model.get("dp_world_size") or 1)
+        return rest | parts, "universal", ranks, common
+    if not files.shards:
+        if model.get("param_shapes") is not None:
+            raise CheckpointError(
+                f"{files.folder} was saved with ZeRO, and there is no *_optim_states.pt in it: the fp32 weights and "
+                "the optimizer state are in these. Copy the whole folder again"
+            )
+        parts = stage_0(model, order)
+        return untrained([model], parts) | parts, "0", int(model.get("dp_world_size") or 1), model.get("optimizer")
+    first = files.shards[min(files.shards)]
+    optimizer = open_file(first)["optimizer_state_dict"]
+    ranks = _ranks(optimizer)
+    shards = [open_file(path)["optimizer_state_dict"] for path in files.of_ranks(files.shards, ranks, "optim_states")]
+    if "fp32_flat_groups" not in optimizer:
+        parts = stage_1_and_2(model, shards)
+        return untrained([model], parts) | parts, str(_number(optimizer.get("zero_stage")) or 1), ranks, optimizer
+    models = [open_file(path) for path in files.of_ranks(files.models, ranks, "model_states")]
+    parts = stage_3(model, shards)
+    return untrained(models, parts) | parts, "3", ranks, optimizer
+
+
+def _if_there(path: Path) -> Any:
+    return open_file(path) if path.is_file() else None
+
+
+def _ranks(optimizer: Pickled) -> int:
+    counts = optimizer["partition_count"]
+    return max(counts) if isinstance(counts, Sequence) else int(counts)
+
+
+def _number(value: Any) -> int | None:
+    """The number of an enum's member, which is what it was to be made from."""
+    found = value.args[0] if isinstance(value, Inert) and value.args else value
+    return found if isinstance(found, int) else None
+
+
+# Write a checkpoint that DeepSpeed resumes from.
+
+
+WRITTEN_FOR = "0.19.8"
+"""The version of DeepSpeed whose layout is written."""
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def write_deepspeed(source: Source, target: Path) -> int:
+    """Write weights and optimizer state to the folder `target`, one tensor after another; returns its size.
+
+    DeepSpeed resumes from it with `engine.load_checkpoint(target)`, at stages 1, 2 and 3 and on any number of
+    data-parallel ranks, if the `ds_config` says `"checkpoint": {"load_universal": true}`. Then:
+
+    - Learning rates, weight decay and the rest of the optimizer's settings are those of the `ds_config`: none are
+      in the folder. One of DeepSpeed's own schedulers continues at the right step; its rate for the first step has
+      to be asked for: `engine.lr_scheduler.step(engine.lr_scheduler.last_batch_iteration)`. With a scheduler of
+      torch, pass `load_lr_scheduler_states=False`. An fp16 run starts with the loss scale of the `ds_config`.
+    - At stage 3 DeepSpeed reads the moments of Adam and no others, and gives one and the same `step` to all groups.
+      Its own Adam takes that; with an optimizer of torch make them tensors, one each:
+      `for state in engine.optimizer.optimizer.state.values(): state["step"] = torch.tensor(float(state["step"]))`.
+    - DeepSpeed does not restore buffers and frozen parameters from a universal folder, and at stage 0 cannot load one
+      at all. Everything is there, though, for the model to be given before `deepspeed.initialize`:
+      `{f.parent.name: torch.load(f)["param"] for f in Path(target).glob("*/zero/*/fp32.pt")}` is its state dict.
+      Instead of stage 0 take stage 1, which updates alike.
+
+    A source without optimizer state is one whose optimizer has not made a step: it starts with zeros.
+    """
+    plan = _Plan(source)
+    needed = sum(entry.bytes for entry in source.entries.values())
+    with replacing(target, source=source.path, needed=needed, overwrite=False) as staging:
+        tag = f"global_step{plan.steps}"
+        _write(plan, staging / tag)
+        for pointer in ("latest", "latest_universal"):
+            (staging / pointer).write_text(tag, encoding="utf-8")
+        return sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
+
+
+class _Plan:
+    """What a source holds, as DeepSpeed needs to see it."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.weights = [name.removeprefix("model.") for name in source.entries if name.startswith("model.")]
+        self.keys: dict[str, list[str]] = {name: [] for name in self.weights}
+        for entry in source.entries:
+            if entry.startswith("optim."):
+                name, _, key = entry.removeprefix("optim.").rpartition(".")
+                if name not in self.keys:
+                    raise CheckpointError(f"{source.path} has {entry} and no weights of that name")
+                self.keys[name].append(key)
+        self.trained = [name for name, keys in self.keys.items() if keys]
+        self._refuse_other_shapes()
+        self.step = self._one_step()
+        engine = source.state.get("engine") or {}
+        self.steps = int(engine.get("steps", self.step))
+
+    def _refuse_other_shapes(self) -> None:
+        entries = self.source.entries
+        for name in self.trained:
+            of_weights = entries[f"model.{name}"].shape
+            for key in self.keys[name]:
+                shape = entries[f"optim.{name}.{key}"].shape
+                if key != "step" and shape != of_weights:
+                    raise CheckpointError(
+                        f"optim.{name}.{key} has the shape {tuple(shape)}, and the parameter {tuple(of_weights)}: "
+                        "DeepSpeed only keeps states of the parameter's shape. Convert the weights alone"
+                    )
+
+    def _one_step(self) -> float:
+        counted = [name for name in self.trained if "step" in self.keys[name]]
+        steps = {name: float(self.source.read(f"optim.{name}.step")) for name in counted}
+        if len(set(steps.values())) > 1:
+            low, high = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
+            raise CheckpointError(
+                f"{low} was updated {steps[low]:g} times and {high} {steps[high]:g} times; DeepSpeed counts the steps "
+                "of all parameters together. Convert the weights alone"
+            )
+        return next(iter(steps.values()), 0.0)
+
+    def files(self, name: str) -> Iterator[tuple[str, Any]]:
+        """The files of one parameter, by the name of the state in it."""
+        tensor = self.source.read(f"model.{name}")
+        keys = self.keys[name]
+        yield "fp32", {"param": _alone(tensor.float() if keys else tensor)}
+        if keys:
+            for key in keys:
+                if key != "step":
+                    yield key, {"param": _alone(self.source.read(f"optim.{name}.{key}").float())}
+        elif tensor.is_floating_point():
+            # Frozen, a buffer, or never reached by a gradient: only the run that loads it knows. Zeros take no room.
+            for key in _MOMENTS:
+                yield key, {"param": torch.zeros(()).expand(tensor.shape), FRESH: True}
+        if tensor.is_floating_point():
+            yield "step", torch.tensor(self.step)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Without the rest of the storage that it is a view of, which torch.save would write too."""
+    tensor = tensor.detach().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _write(plan: _Plan, folder: Path) -> None:
+    for name in plan.weights:
+        home = folder / "zero" / name
+        home.mkdir(parents=True)
+        for state, content in plan.files(name):
+            torch.save(content, home / f"{state}.pt")
+    torch.save(_common(plan), folder / "zero" / "optimizer_state.pt")
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        torch.save(_model_states(plan), folder / name)
+
+
+def _common(plan: _Plan) -> Mapping[str, Any]:
+    """What DeepSpeed reads of the optimizer as a whole.
+
+    What stands in `param_groups` would overwrite the settings of its groups (at stage 3 those of the first group all
+    of them), so nothing does; there are enough of them for any division of the parameters.
+    """
+    return {
+        "param_groups": [{} for _ in plan.weights],
+        "optimizer_state_dict": {"state": {0: {"step": int(plan.step)}}, "param_groups": [{}]},
+        "ds_version": WRITTEN_FOR,
+    }
+
+
+def _model_states(plan: _Plan) -> Mapping[str, Any]:
+    entries = plan.source.entries
+    return {
+        "module": {},
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": [{name: entries[f"model.{name}"].shape for name in plan.trained}],
+        "frozen_param_shapes": None,
+        "shared_params": dict(plan.source.state.get("tied") or {}),
+        "frozen_param_fragments": None,
+        "lr_scheduler": {"last_batch_iteration": plan.steps - 1},
+        "skipped_steps": 0,
+        "global_steps": plan.steps,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_version": WRITTEN_FOR,
+    }

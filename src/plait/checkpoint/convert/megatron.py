@@ -1,0 +1,662 @@
+"""A checkpoint of Megatron, opened as the model of `transformers` that computes the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.convert.dcp import Chunks
+from plait.checkpoint.convert.files import Inert, PickledTensor, field, open_file
+from plait.checkpoint.convert.source import Recipe, Source, TensorEntry, View, first_rows
+from plait.config import read_json_object, read_name
+from plait.errors import CheckpointError
+
+# Where a checkpoint of Megatron lies: a folder of iterations, one of them, and the files in it.
+
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Names the newest iteration of a folder."""
+BACKEND = "metadata.json"
+"""Says in which format an iteration of distributed files is."""
+RANK_FILE = "model_optim_rng.pt"
+_RANK = re.compile(r"mp_rank_(\d+)((?:_\d+)*)")
+
+Coordinates = tuple[int, ...]
+"""Of a rank, as its folder's name has them: tensor, then pipeline and experts where there is more than one."""
+
+
+def is_megatron(path: Path) -> bool:
+    """Whether a folder looks like a checkpoint of Megatron, or like one that holds several."""
+    return (path / TRACKER).is_file() or _is_distributed(path) or bool(rank_files(path))
+
+
+def iteration(path: Path) -> Path:
+    """The folder of one iteration: the path itself, or the newest that lies in it."""
+    if not (path / TRACKER).is_file():
+        return path
+    named = read_name(path / TRACKER, CheckpointError)
+    found = path / (f"iter_{int(named):07d}" if named.isdigit() else named)
+    if not found.is_dir():
+        raise CheckpointError(f"{path / TRACKER} names {named}, and there is no {found.name} beside it; copy it too")
+    return found
+
+
+def rank_files(path: Path) -> dict[Coordinates, Path]:
+    """The files of all ranks, where each rank wrote its own."""
+    found = {}
+    for folder in path.glob("mp_rank_*"):
+        named = _RANK.fullmatch(folder.name)
+        if named is not None and (folder / RANK_FILE).is_file():
+            found[(int(named[1]), *(int(number) for number in named[2].split("_")[1:]))] = folder / RANK_FILE
+    return found
+
+
+def check_backend(path: Path) -> None:
+    """Refuse distributed files of a format other than torch's."""
+    backend = _backend(path)
+    if backend != "torch_dist":
+        raise CheckpointError(
+            f"{path} is in Megatron's format {backend!r}, and torch_dist and torch can be read; "
+            "load it with Megatron-LM, and save it with --ckpt-format torch_dist"
+        )
+
+
+def _is_distributed(path: Path) -> bool:
+    return (path / BACKEND).is_file() and _backend(path) is not None
+
+
+def _backend(path: Path) -> str | None:
+    try:
+        named = read_json_object(path / BACKEND, CheckpointError).get("sharded_backend")
+    except CheckpointError:
+        return None
+    return named if isinstance(named, str) else None
+
+
+# What the two formats of Megatron have in common: whole tensors under its names, layers counted over the model.
+
+
+LAYER = r"decoder\.layers\.(\d+)\."
+"""How names of a layer begin."""
+IGNORED = r"_extra_state|\.core_attention\."
+"""What belongs to the arithmetic of Transformer Engine, and not to the model."""
+
+
+class MegatronWeights(Source):
+    """The weights of a checkpoint: `model.<name>`, where the names are those of Megatron Core."""
+
+    kind = "megatron"
+
+    def __init__(
+        self,
+        path: Path,
+        entries: Mapping[str, TensorEntry],
+        read: Callable[[str], Tensor],
+        args: Arguments,
+        facts: Mapping[str, str],
+    ) -> None:
+        self.path = path
+        self.entries = {f"model.{name}": entry for name, entry in entries.items()}
+        self.args = args
+        self.tied = not args("untie_embeddings_and_output_weights", False)
+        """Whether the head is the embedding. The last stage of a pipeline has a copy of it then."""
+        self.facts = {"written by": "Megatron", **facts, "left out": "the optimizer's state"}
+        self.state = {}
+        self._read = read
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor."""
+        return self._read(name.removeprefix("model."))
+
+    def close(self) -> None:
+        """Nothing is open between two reads."""
+
+
+class Arguments:
+    """The command line that a checkpoint was trained with, as Megatron saves it."""
+
+    def __init__(self, saved: Any, path: Path) -> None:
+        if not isinstance(saved, Inert):
+            raise CheckpointError(
+                f"{path} does not hold the arguments of its training (`args`), which tell how many heads its attention "
+                "has; save it with Megatron-LM, whose checkpoints do"
+            )
+        self._saved, self._path = saved, path
+
+    def __call__(self, name: str, default: Any = None) -> Any:
+        """One of them; `default` where it is absent or None."""
+        found = field(self._saved, name)
+        return default if found is None else found
+
+    def count(self, name: str) -> int:
+        """One that must be a whole number."""
+        found = self(name)
+        if not isinstance(found, int):
+            raise CheckpointError(f"{self._path}: its arguments say nothing of {name}, which is needed to read it")
+        return found
+
+
+# How a model of `transformers` is made of Megatron's tensors: what every family needs for it.
+
+
+class HFDescription(NamedTuple):
+    """A model of `transformers`."""
+
+    config: dict[str, Any]
+    """Its `config.json`."""
+    recipes: Mapping[str, Recipe]
+    """Its tensors, `model.<name>`, each made of Megatron's."""
+
+
+class AttentionHeads(NamedTuple):
+    """Attention, whose queries, keys and values Megatron keeps in one matrix: group after group."""
+
+    queries: int
+    groups: int
+    size: int
+
+    def part(self, which: int) -> Callable[[Tensor], Tensor]:
+        """What takes the queries (0), keys (1) or values (2) out of that matrix, or out of its bias."""
+        own = self.queries // self.groups
+        rows = [slice(0, own), slice(own, own + 1), slice(own + 1, own + 2)][which]
+
+        def take(joined: Tensor) -> Tensor:
+            grouped = joined.reshape(self.groups, own + 2, self.size, *joined.shape[1:])
+            return grouped[:, rows].flatten(0, 2)
+
+        return take
+
+
+def heads_of(whole: MegatronWeights) -> AttentionHeads:
+    """As the arguments of the training have them."""
+    args = whole.args
+    count = args.count("num_attention_heads")
+    groups = args.count("num_query_groups") if args("group_query_attention", False) else count
+    return AttentionHeads(count, groups, args("kv_channels", args.count("hidden_size") // count))
+
+
+class Recipes:
+    """Collected one by one; they know which of several names a tensor has."""
+
+    def __init__(self, whole: MegatronWeights) -> None:
+        self._whole = whole
+        self.all: dict[str, Recipe] = {}
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds such a tensor."""
+        return f"model.{name}" in self._whole.entries
+
+    def shape(self, *names: str) -> tuple[int, ...]:
+        """That of the tensor with the first of these names that there is."""
+        return tuple(self._whole.entries[f"model.{self._found(names)}"].shape)
+
+    def make(self, target: str, *names: str, by: Callable[[Tensor], Tensor] | None = None) -> None:
+        """One tensor of `transformers`, from the first of these names that there is."""
+        self.all[f"model.{target}"] = (f"model.{self._found(names)}",), by or _same
+
+    def _found(self, names: tuple[str, ...]) -> str:
+        for name in names:
+            if self.has(name):
+                return name
+        raise CheckpointError(f"{self._whole.path} lacks {names[0]}; is it the whole model?")
+
+
+def layers_of(whole: MegatronWeights) -> Iterator[tuple[int, str]]:
+    """The number of each layer, and how the names of its tensors begin."""
+    return ((layer, f"decoder.layers.{layer}.") for layer in range(whole.args.count("num_layers")))
+
+
+def refuse(whole: MegatronWeights, expected: Mapping[str, Any]) -> None:
+    """Refuse a model whose arguments say that it computes something else than is known here."""
+    for name, value in expected.items():
+        found = whole.args(name, value)
+        if found != value:
+            raise CheckpointError(
+                f"{whole.path} was trained with {name} {found!r}, and can be read where that is {value!r}"
+            )
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# The format `torch_dist`: files of `torch.distributed.checkpoint`, in which layers and experts lie in stacks.
+
+
+COMMON = "common.pt"
+"""What is no tensor, and the same on all ranks."""
+_STACK = re.compile(r"decoder\.layers\.(?!\d)")
+_EXPERTS = ".mlp.experts.experts."
+_NOT_MODEL = re.compile(rf"^(?:optimizer|rng_state|rerun_state_machine|chained_\d+)\b|{IGNORED}")
+
+Place = tuple[str, tuple[int, ...]]
+"""The tensor that was saved, and where in its first dimensions one of ours lies."""
+
+
+def read_distributed(path: Path) -> MegatronWeights:
+    """Open an iteration; each layer and each expert is a tensor of its own, wherever it lies."""
+    chunks = Chunks(path)
+    common = open_file(path / COMMON)
+    places: dict[str, Place] = {}
+    for stored, entry in chunks.tensors.items():
+        if not _NOT_MODEL.search(stored):
+            places |= _unstacked(stored, entry)
+    entries = {
+        name: TensorEntry(chunks.tensors[stored].shape[len(index) :], chunks.tensors[stored].dtype)
+        for name, (stored, index) in places.items()
+    }
+    facts = {"format": "torch_dist", "step": str(common.get("iteration", "unknown")), "files": str(chunks.files)}
+    args = Arguments(common.get("args"), path / COMMON)
+    return MegatronWeights(path, entries, lambda name: chunks.read(*places[name]), args, facts)
+
+
+def _unstacked(stored: str, entry: TensorEntry) -> dict[str, Place]:
+    """Our tensors in one that was saved."""
+    if _STACK.match(stored):
+        rest = stored.removeprefix("decoder.layers.")
+        layers: list[Place] = [(f"decoder.layers.{layer}.{rest}", (layer,)) for layer in range(entry.shape[0])]
+    else:
+        layers = [(stored, ())]
+    found: dict[str, Place] = {}
+    for name, index in layers:
+        if _EXPERTS not in name:
+            found[name] = stored, index
+            continue
+        before, after = name.split(_EXPERTS)
+        for expert in range(entry.shape[len(index)]):
+            found[f"{before}.mlp.experts.local_experts.{expert}.{after}"] = stored, (*index, expert)
+    return found
+
+
+# The GPT that Megatron began with: learned positions, LayerNorm, biases everywhere; as GPT-2.
+
+
+_GPT2_SETTINGS = {
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "swiglu": False,
+    "squared_relu": False,
+    "apply_layernorm_1p": False,
+    "apply_residual_connection_post_layernorm": False,
+}
+
+
+def as_gpt2(whole: MegatronWeights) -> HFDescription:
+    """The model as GPT-2 of `transformers`, which keeps its matrices the other way round."""
+    refuse(whole, _GPT2_SETTINGS)
+    recipes, heads = Recipes(whole), heads_of(whole)
+    if heads.groups != heads.queries:
+        raise CheckpointError(
+            f"{whole.path} has learned positions and groups of heads, as no model of transformers has"
+        )
+    recipes.make("transformer.wte.weight", "embedding.word_embeddings.weight")
+    recipes.make("transformer.wpe.weight", "embedding.position_embeddings.weight")
+    if not whole.tied:
+        recipes.make("lm_head.weight", "output_layer.weight")
+    for kind in ("weight", "bias"):
+        recipes.make(f"transformer.ln_f.{kind}", f"decoder.final_layernorm.{kind}")
+        for layer, theirs in layers_of(whole):
+            _layer(recipes, f"transformer.h.{layer}.", theirs, kind, heads)
+    args = whole.args
+    words, width = recipes.shape("embedding.word_embeddings.weight")
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": words,
+        "n_positions": recipes.shape("embedding.position_embeddings.weight")[0],
+        "n_embd": width,
+        "n_layer": args.count("num_layers"),
+        "n_head": heads.queries,
+        "n_inner": recipes.shape("decoder.layers.0.mlp.linear_fc2.weight")[1],
+        # The fused kernel, which is the default there, approximates.
+        "activation_function": "gelu_new" if args("openai_gelu", False) or args("bias_gelu_fusion", True) else "gelu",
+        "layer_norm_epsilon": float(args("norm_epsilon", 1e-5)),
+        "tie_word_embeddings": whole.tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return HFDescription(config, recipes.all)
+
+
+def _layer(recipes: Recipes, ours: str, theirs: str, kind: str, heads: AttentionHeads) -> None:
+    turn = torch.t if kind == "weight" else None
+
+    def sorted_heads(joined: Tensor) -> Tensor:
+        whole = torch.cat([heads.part(which)(joined) for which in range(3)])
+        return whole if turn is None else turn(whole)
+
+    norms = {
+        "ln_1": (f"self_attention.linear_qkv.layer_norm_{kind}", f"input_layernorm.{kind}"),
+        "ln_2": (f"mlp.linear_fc1.layer_norm_{kind}", f"pre_mlp_layernorm.{kind}"),
+    }
+    for target, names in norms.items():
+        recipes.make(f"{ours}{target}.{kind}", *(theirs + name for name in names))
+    recipes.make(f"{ours}attn.c_attn.{kind}", f"{theirs}self_attention.linear_qkv.{kind}", by=sorted_heads)
+    recipes.make(f"{ours}attn.c_proj.{kind}", f"{theirs}self_attention.linear_proj.{kind}", by=turn)
+    recipes.make(f"{ours}mlp.c_fc.{kind}", f"{theirs}mlp.linear_fc1.{kind}", by=turn)
+    recipes.make(f"{ours}mlp.c_proj.{kind}", f"{theirs}mlp.linear_fc2.{kind}", by=turn)
+
+
+# Llama and its kin: rotated positions, RMSNorm, gated layers; as Llama, Qwen2, Qwen3, Mixtral or Qwen3-MoE.
+
+
+_LLAMA_SETTINGS = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "rotary_seq_len_interpolation_factor": None,
+    "apply_layernorm_1p": False,
+    "apply_residual_connection_post_layernorm": False,
+    "multi_latent_attention": False,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+}
+_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What Megatron's `--use-rope-scaling` is, besides its factor."""
+
+
+def as_llama(whole: MegatronWeights) -> HFDescription:
+    """The model as one of `transformers`, whichever of the family its tensors make it."""
+    refuse(whole, _LLAMA_SETTINGS)
+    recipes, heads = Recipes(whole), heads_of(whole)
+    recipes.make("model.embed_tokens.weight", "embedding.word_embeddings.weight")
+    recipes.make("model.norm.weight", "decoder.final_layernorm.weight")
+    if not whole.tied:
+        recipes.make("lm_head.weight", "output_layer.weight")
+    experts, kind = _experts(recipes), _kind(recipes)
+    for layer, theirs in layers_of(whole):
+        ours = f"model.layers.{layer}."
+        _attention(recipes, ours, theirs, heads)
+        if kind == "mixtral":
+            _mixture(recipes, f"{ours}block_sparse_moe.", theirs, ("w1", "w3", "w2"), experts)
+        elif kind == "qwen3_moe":
+            _mixture(recipes, f"{ours}mlp.", theirs, ("gate_proj", "up_proj", "down_proj"), experts)
+        else:
+            _gated(recipes, f"{ours}mlp.", f"{theirs}mlp.", ("gate_proj", "up_proj", "down_proj"))
+    return HFDescription(_config(whole, recipes, heads, kind, experts), recipes.all)
+
+
+def _kind(recipes: Recipes) -> str:
+    """The `model_type`."""
+    normed = recipes.has("decoder.layers.0.self_attention.q_layernorm.weight")
+    if recipes.has("decoder.layers.0.mlp.router.weight"):
+        return "qwen3_moe" if normed else "mixtral"
+    if normed:
+        return "qwen3"
+    return "qwen2" if recipes.has("decoder.layers.0.self_attention.linear_qkv.bias") else "llama"
+
+
+def _experts(recipes: Recipes) -> int:
+    router = "decoder.layers.0.mlp.router.weight"
+    return recipes.shape(router)[0] if recipes.has(router) else 0
+
+
+def _attention(recipes: Recipes, ours: str, theirs: str, heads: AttentionHeads) -> None:
+    # Transformer Engine computes a norm and the product behind it as one, and keeps the norm's weight there.
+    inside = f"{theirs}self_attention."
+    recipes.make(
+        f"{ours}input_layernorm.weight", f"{inside}linear_qkv.layer_norm_weight", f"{theirs}input_layernorm.weight"
+    )
+    for which, part in enumerate("qkv"):
+        for kind in ("weight", "bias"):
+            if kind == "weight" or recipes.has(f"{inside}linear_qkv.bias"):
+                target = f"{ours}self_attn.{part}_proj.{kind}"
+                recipes.make(target, f"{inside}linear_qkv.{kind}", by=heads.part(which))
+    recipes.make(f"{ours}self_attn.o_proj.weight", f"{inside}linear_proj.weight")
+    for part in "qk":
+        if recipes.has(f"{inside}{part}_layernorm.weight"):
+            recipes.make(f"{ours}self_attn.{part}_norm.weight", f"{inside}{part}_layernorm.weight")
+    recipes.make(
+        f"{ours}post_attention_layernorm.weight",
+        f"{theirs}mlp.linear_fc1.layer_norm_weight",
+        f"{theirs}pre_mlp_layernorm.weight",
+    )
+
+
+def _gated(recipes: Recipes, ours: str, theirs: str, names: tuple[str, str, str]) -> None:
+    gate, up, down = names
+    recipes.make(f"{ours}{gate}.weight", f"{theirs}linear_fc1.weight", by=_first_half)
+    recipes.make(f"{ours}{up}.weight", f"{theirs}linear_fc1.weight", by=_second_half)
+    recipes.make(f"{ours}{down}.weight", f"{theirs}linear_fc2.weight")
+
+
+def _mixture(recipes: Recipes, ours: str, theirs: str, names: tuple[str, str, str], experts: int) -> None:
+    recipes.make(f"{ours}gate.weight", f"{theirs}mlp.router.weight")
+    for expert in range(experts):
+        _gated(recipes, f"{ours}experts.{expert}.", f"{theirs}mlp.experts.local_experts.{expert}.", names)
+
+
+def _first_half(joined: Tensor) -> Tensor:
+    return joined.chunk(2)[0]
+
+
+def _second_half(joined: Tensor) -> Tensor:
+    return joined.chunk(2)[1]
+
+
+def _config(whole: MegatronWeights, recipes: Recipes, heads: AttentionHeads, kind: str, experts: int) -> dict[str, Any]:
+    args = whole.args
+    words, width = recipes.shape("embedding.word_embeddings.weight")
+    inner = "decoder.layers.0.mlp.experts.local_experts.0." if experts else "decoder.layers.0.mlp."
+    hidden = recipes.shape(f"{inner}linear_fc2.weight")[1]
+    found: dict[str, Any] = {
+        "model_type": kind,
+        "vocab_size": words,
+        "hidden_size": width,
+        "intermediate_size": hidden,
+        "num_hidden_layers": args.count("num_layers"),
+        "num_attention_heads": heads.queries,
+        "num_key_value_heads": heads.groups,
+        "max_position_embeddings": args.count("max_position_embeddings"),
+        "rms_norm_eps": float(args("norm_epsilon", 1e-5)),
+        "rope_parameters": _rope(whole),
+        "tie_word_embeddings": whole.tied,
+        "hidden_act": "silu",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if kind.startswith("qwen3") or heads.size != width // heads.queries:
+        found["head_dim"] = heads.size
+    if experts:
+        count = "num_local_experts" if kind == "mixtral" else "num_experts"
+        found |= {count: experts, "num_experts_per_tok": args.count("moe_router_topk")}
+    if kind == "qwen3_moe":
+        found |= {
+            "moe_intermediate_size": hidden,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    return found
+
+
+def _rope(whole: MegatronWeights) -> dict[str, Any]:
+    base = {"rope_theta": float(whole.args("rotary_base", 10000))}
+    if not whole.args("use_rope_scaling", False):
+        return {"rope_type": "default", **base}
+    return {"rope_type": "llama3", **base, "factor": float(whole.args("rope_scaling_factor", 8.0)), **_LLAMA_3}
+
+
+# The format `torch`: a file for each rank, in which layers are counted from 0 in each pipeline stage.
+
+
+_ROWS = re.compile(r"(?:word_embeddings|output_layer|linear_qkv|linear_fc1)\.(?:weight|bias)$")
+"""Cut along their first dimension."""
+_COLUMNS = re.compile(r"(?:linear_proj|linear_fc2)\.weight$")
+"""Cut along their second one."""
+_EXPERT = re.compile(r"(\.mlp\.experts\.local_experts\.)(\d+)\.")
+
+Parts = dict[str, list[PickledTensor]]
+"""Of each tensor, what the ranks along the tensor axis hold."""
+
+
+def read_ranks(path: Path) -> MegatronWeights:
+    """Open an iteration, and put together what its ranks hold."""
+    files = rank_files(path)
+    contents = {place: _content(file) for place, file in sorted(files.items())}
+    args = Arguments(next(iter(contents.values())).get("args"), path)
+    shape = _Shape(args)
+    missing = [place for place in shape.places() if place not in contents]
+    if missing:
+        sizes = f"{shape.tensor} × {shape.pipeline} × {shape.experts} ranks (tensor, pipeline, experts)"
+        raise CheckpointError(
+            f"{path} was saved by {sizes}, and {_folder(missing[0])} is not there; copy all of its folders"
+        )
+    parts = _collect(contents, shape)
+    gated = bool(args("swiglu", False))
+    entries = {name: _entry(name, pieces) for name, pieces in parts.items()}
+
+    def read(name: str) -> Tensor:
+        return _join(name, [piece.read() for piece in parts[name]], gated=gated)
+
+    step = str(next(iter(contents.values())).get("iteration", "unknown"))
+    return MegatronWeights(path, entries, read, args, {"format": "torch", "step": step, "files": str(len(files))})
+
+
+class _Shape:
+    """How many ranks there are along each axis, and what their folders are called."""
+
+    def __init__(self, args: Arguments) -> None:
+        self.tensor = args.count("tensor_model_parallel_size")
+        self.pipeline = args.count("pipeline_model_parallel_size")
+        self.experts = args("expert_model_parallel_size", 1)
+        split = args("expert_tensor_parallel_size", self.tensor)
+        if args("num_experts") and split != self.tensor:
+            raise CheckpointError(
+                f"its experts are cut over {split} ranks and the rest over {self.tensor}; save it with "
+                "--ckpt-format torch_dist, which can be read"
+            )
+
+    def place(self, tensor: int, stage: int, expert: int) -> Coordinates:
+        """As the name of a rank's folder has them."""
+        stages = (stage,) if self.pipeline > 1 else ()
+        return (tensor, *stages, *((expert,) if self.experts > 1 else ()))
+
+    def places(self) -> list[Coordinates]:
+        """Those of all ranks."""
+        return [
+            self.place(tensor, stage, expert)
+            for tensor in range(self.tensor)
+            for stage in range(self.pipeline)
+            for expert in range(self.experts)
+        ]
+
+
+def _folder(place: Coordinates) -> str:
+    first, *others = place
+    return "_".join([f"mp_rank_{first:02d}", *(f"{number:03d}" for number in others)])
+
+
+def _content(file: Path) -> Mapping[str, Any]:
+    found = open_file(file)
+    if not isinstance(found, Mapping) or not _models(found):
+        raise CheckpointError(f"{file} holds no model of Megatron: it lacks `model`")
+    if any("language_model" in model for model in _models(found)):
+        raise CheckpointError(
+            f"{file} holds a model from before Megatron Core; convert it with Megatron-LM's tools/checkpoint/convert.py"
+        )
+    return found
+
+
+def _models(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The model of a rank; with virtual stages, each of its pieces."""
+    if isinstance(content.get("model"), Mapping):
+        return [content["model"]]
+    names = sorted((name for name in content if re.fullmatch(r"model\d+", name)), key=lambda name: int(name[5:]))
+    return [content[name] for name in names]
+
+
+def _collect(contents: Mapping[Coordinates, Mapping[str, Any]], shape: _Shape) -> Parts:
+    parts: Parts = {}
+    first_layer = 0
+    pieces = len(_models(next(iter(contents.values()))))
+    for piece in range(pieces):  # all ranks' first pieces come before any second one
+        for stage in range(shape.pipeline):
+            layers = 0
+            for expert in range(shape.experts):
+                ranks = [_models(contents[shape.place(t, stage, expert)])[piece] for t in range(shape.tensor)]
+                found = _of_stage(ranks, first_layer, expert, shape)
+                parts |= {name: held for name, held in found.items() if name not in parts}
+                layers = _layers(ranks[0])
+            first_layer += layers
+    return parts
+
+
+def _layers(model: Mapping[str, Any]) -> int:
+    """How many layers a stage has."""
+    return len({found[1] for name in model if (found := re.match(LAYER, name))})
+
+
+def _of_stage(ranks: Sequence[Mapping[str, Any]], first_layer: int, expert: int, shape: _Shape) -> Parts:
+    """What the ranks of one stage hold, under the names of the whole model."""
+    here = {found[2] for name in ranks[0] if (found := _EXPERT.search(name))}
+
+    def of_model(name: str) -> str:
+        name = re.sub(LAYER, lambda found: f"decoder.layers.{first_layer + int(found[1])}.", name)
+        return _EXPERT.sub(lambda found: f"{found[1]}{expert * len(here) + int(found[2])}.", name)
+
+    named = [
+        name for name, held in ranks[0].items() if isinstance(held, PickledTensor) and not re.search(IGNORED, name)
+    ]
+    return {of_model(name): [rank[name] for rank in ranks] for name in named}
+
+
+def _entry(name: str, parts: Sequence[PickledTensor]) -> TensorEntry:
+    first = parts[0]
+    shape = list(first.shape)
+    if _ROWS.search(name):
+        shape[0] = sum(part.shape[0] for part in parts)
+    elif _COLUMNS.search(name):
+        shape[1] = sum(part.shape[1] for part in parts)
+    return TensorEntry(torch.Size(shape), first.dtype)
+
+
+def _join(name: str, parts: Sequence[Tensor], *, gated: bool) -> Tensor:
+    if _COLUMNS.search(name):
+        return torch.cat(list(parts), dim=1)
+    if not _ROWS.search(name):
+        return parts[0]
+    if gated and "linear_fc1" in name:  # each rank has its part of the gate, and below it its part of the rest
+        return torch.cat([half for halves in zip(*(part.chunk(2) for part in parts), strict=True) for half in halves])
+    return torch.cat(list(parts))
+
+
+_POSITIONS = "embedding.position_embeddings.weight"
+_WORDS = ("model.model.embed_tokens.weight", "model.transformer.wte.weight", "model.lm_head.weight")
+"""What has a row for each word."""
+
+
+def open_megatron(path: Path) -> Source:
+    """The weights, under the names of `transformers`; `state["config"]` describes the model.
+
+    Megatron need not be installed, and nothing in the files is executed. The optimizer's state is left out.
+    """
+    folder = iteration(path)
+    if rank_files(folder):
+        whole = read_ranks(folder)
+    else:
+        check_backend(folder)
+        whole = read_distributed(folder)
+    described = as_gpt2(whole) if f"model.{_POSITIONS}" in whole.entries else as_llama(whole)
+    _refuse_the_rest(whole, {part for parts, _ in described.recipes.values() for part in parts})
+    model = {"type": "hf", "config": described.config}
+    return View(whole, described.recipes, state={"config": {"model": model}})
+
+
+def _refuse_the_rest(whole: MegatronWeights, used: set[str]) -> None:
+    copied = {"model.output_layer.weight"} if whole.tied else set()
+    left = sorted(name.removeprefix("model.") for name in whole.entries.keys() - used - copied)
+    if left:
+        shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
+        raise CheckpointError(f"{whole.path} holds what no model has that is known here: {shown}")
+
+
+def without_padding(source: Source, words: int) -> Source:
+    """The first so many rows of the vocabulary: Megatron adds some, so that ranks can share it evenly."""
+    return first_rows(source, [name for name in _WORDS if name in source.entries], words)

@@ -1,0 +1,247 @@
+"""The engine of a run: which there are, what each acts on, which stage that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Discriminator, Tag
+
+from plait.config.base import RefusedError, Section
+from plait.config.part import OWN_TAG, PART_TAG, Part, word_or_part
+from plait.config.read import read
+from plait.errors import ConfigError, MissingExtraError, WorldError
+
+if TYPE_CHECKING:
+    from plait.config.precision import ScalerConfig
+    from plait.config.run import RunConfig
+
+EngineWord = Literal["native", "deepspeed", "colossalai"]
+
+
+class EnginePart(Part):
+    """An engine of one's own: a subclass of `plait.Engine` with a class method `prepare`, or a function like that."""
+
+    kind = "engine"
+    own = ("native", "deepspeed", "colossalai")
+
+
+EngineChoice = Annotated[
+    Annotated[EngineWord, Tag(OWN_TAG)] | Annotated[EnginePart, Tag(PART_TAG)], Discriminator(word_or_part(EnginePart))
+]
+
+_SPREADS_DATA = frozenset(
+    {
+        "deterministic",
+        "precision.compute",
+        "precision.reduce",
+        "precision.autocast",
+        "precision.cast_inputs",
+        "precision.scaler",
+        "schedule",
+        "strategy.config",
+        "strategy.graphs",
+        "strategy.kernels",
+        "strategy.zero",
+        "strategy.layout.dp_replicate",
+        "strategy.layout.dp_shard",
+        "train.clip_norm",
+        "train.guard",
+    }
+)
+_RECOMPUTES = frozenset({"strategy.recompute", "strategy.wrap"})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """What an engine can do; the defaults are what is assumed of one that says nothing."""
+
+    honours: frozenset[str] = frozenset()
+    """Keys of the run description that it acts on besides `optim` and `batch`: a key stands for all in it, `*` for
+    everything. The others of `GOVERNED` are refused."""
+    stage: int | None = None
+    """The ZeRO stage that it always has; None where `strategy.zero` says it."""
+    as_native: bool = True
+    """Whether a plan of the native engine at the same stage is near."""
+
+    def acts_on(self, path: str) -> bool:
+        """Whether it honours a key."""
+        parts = path.split(".")
+        return "*" in self.honours or any(".".join(parts[:count]) in self.honours for count in range(1, len(parts) + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class OwnEngine:
+    """An engine that comes with Plait."""
+
+    builds: str
+    """`package.module:name` of what prepares it."""
+    traits: EngineTraits
+
+
+GOVERNED = (
+    "deterministic",
+    "precision",
+    "schedule",
+    "strategy",
+    "train.clip_norm",
+    "train.clip_value",
+    "train.guard",
+)
+"""What an engine has to act on, or to refuse; all else of a run description is the Runner's."""
+
+ENGINES: Mapping[EngineWord, OwnEngine] = MappingProxyType(
+    {
+        "native": OwnEngine("plait.engine.prepare:prepare_native", EngineTraits(frozenset({"*"}))),
+        "deepspeed": OwnEngine("plait.engine.deepspeed:prepare_deepspeed", EngineTraits(_SPREADS_DATA | _RECOMPUTES)),
+        "colossalai": OwnEngine(
+            "plait.engine.colossalai:prepare_colossalai",
+            EngineTraits(_SPREADS_DATA | _RECOMPUTES | {"strategy.plugin"}),
+        ),
+    }
+)
+"""Plait's own, by their words."""
+
+
+PluginWord = Literal["low_level_zero", "gemini", "hybrid", "torch_ddp", "torch_fsdp"]
+
+TESTED = {"deepspeed": "0.19.8", "colossalai": "0.5.0"}
+"""The versions that Plait's tests have trained with; states are read from inside, so no other is promised."""
+COMPANIONS = {"colossalai": {"transformers": "4.51.3", "peft": "0.13.2"}}
+"""What has to be installed beside a library in exactly this version for it to be importable at all."""
+_IMPORTS = {"colossalai": ("einops", "galore_torch", "contexttimer", "ninja")}
+"""What such a library imports besides, in any version."""
+
+_HOW_IT_IS_CHOSEN = ("strategy.auto", "strategy.engine")
+_PLUGIN_STAGES = {"low_level_zero": 1, "gemini": 3, "hybrid": 0, "torch_ddp": 0, "torch_fsdp": 3}
+
+
+def with_file_read(strategy: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section with its `config` as keys and values, where it names a file."""
+    source = strategy.get("config")
+    if not isinstance(source, str):
+        return strategy
+    try:
+        return {**strategy, "config": read(source)}
+    except ConfigError as error:
+        problem = error.problems[0]
+        raise RefusedError(f"`config` names {source!r}: {problem.message}", problem.remedy) from None
+
+
+def told(config: Mapping[str, Any] | None, *keys: str) -> Any:
+    """What an engine's own configuration says at a path; None where it says nothing, or `auto`."""
+    found: Any = config or {}
+    for key in keys:
+        if not isinstance(found, Mapping) or key not in found:
+            return None
+        found = found[key]
+    return None if found == "auto" else found
+
+
+def not_honoured(config: RunConfig, traits: EngineTraits) -> Iterator[tuple[str, Any]]:
+    """Each key that was set and that the engine does not act on, with its value."""
+    for path in GOVERNED:
+        section: Any = config
+        *above, name = path.split(".")
+        for each in above:
+            section = getattr(section, each)
+        yield from _idle(section, name, path, traits)
+
+
+def _idle(section: Section, name: str, path: str, traits: EngineTraits) -> Iterator[tuple[str, Any]]:
+    value, info = getattr(section, name), type(section).model_fields[name]
+    if path in _HOW_IT_IS_CHOSEN or traits.acts_on(path) or name not in section.model_fields_set:
+        return
+    default = info.get_default(call_default_factory=True)
+    if value == default:
+        return
+    if isinstance(value, Section) and isinstance(default, Section) and type(value) is type(default):
+        for inner in type(value).model_fields:
+            yield from _idle(value, inner, f"{path}.{inner}", traits)
+    else:
+        yield path, value
+
+
+def engine_stage(
+    engine: EngineWord | EnginePart, plugin: PluginWord | None, config: Mapping[str, Any] | None
+) -> int | None:
+    """The ZeRO stage that the engine's own keys ask for; None where they leave it open."""
+    if isinstance(engine, EnginePart):
+        return None
+    if engine == "deepspeed":
+        stage = told(config, "zero_optimization", "stage")
+    else:
+        key = {"low_level_zero": "stage", "hybrid": "zero_stage"}.get(plugin or "")
+        stage = told(config, key) if key else _PLUGIN_STAGES.get(plugin or "")
+    return stage if type(stage) is int and 0 <= stage <= 3 else None
+
+
+def usual_stage(plugin: PluginWord | None) -> int:
+    """The stage of a plugin that is not told one; DeepSpeed without one does not shard."""
+    return _PLUGIN_STAGES.get(plugin or "", 0)
+
+
+def in_deepspeed_words(scaler: ScalerConfig) -> dict[str, Any]:
+    """The loss scale as DeepSpeed's section `fp16` says it."""
+    return {
+        "loss_scale": scaler.static or 0,
+        "initial_scale_power": scaler.initial_power,
+        "loss_scale_window": scaler.window,
+        "hysteresis": scaler.hysteresis,
+        "consecutive_hysteresis": scaler.consecutive_hysteresis,
+        "min_loss_scale": scaler.minimum,
+    }
+
+
+def as_native(config: RunConfig, stage: int | None = None) -> RunConfig:
+    """The run on Plait's own engine at the same stage: what another engine's run is planned as.
+
+    `stage` is that of an engine which has always the same.
+    """
+    strategy = config.strategy
+    if strategy.engine == "native":
+        return config
+    kept = {name: getattr(strategy, name) for name in strategy.model_fields_set & {"layout", "recompute"}}
+    zero = strategy.stage if stage is None else stage
+    return config.model_copy(update={"strategy": type(strategy)(zero=zero, **kept)})
+
+
+def check_library(engine: EngineWord | EnginePart) -> None:
+    """Refuse an engine whose library is not here, or cannot work with what is; costs no import of it.
+
+    One of the user's own is asked when it is loaded; see `plait.engine.engines`.
+    """
+    if isinstance(engine, EnginePart) or engine == "native":
+        return
+    if engine not in COMPANIONS and _version(engine) is None:
+        raise MissingExtraError(engine, f"strategy.engine: {engine}", engine)
+    wanted = {engine: TESTED[engine], **COMPANIONS.get(engine, {})}
+    found = {name: _version(name) for name in wanted}
+    misfits = [
+        f"{name} {found[name] or 'absent'} (needs {need})" for name, need in wanted.items() if found[name] != need
+    ]
+    if misfits:
+        raise WorldError(
+            f"strategy.engine: {engine} cannot work with what is installed: {', '.join(misfits)}; "
+            f"in an environment of its own: {_commands(engine)} (see docs/engines.md)"
+        )
+
+
+def _commands(engine: EngineWord) -> str:
+    """What installs a library so that it works."""
+    library = f"{engine}=={TESTED[engine]}"
+    if engine not in COMPANIONS:
+        return f"pip install {library}"
+    others = " ".join([*_IMPORTS[engine], *(f"{name}=={need}" for name, need in COMPANIONS[engine].items())])
+    # With what it says it requires, pip would put back torch to a version of its time.
+    return f"pip install --no-deps {library} && pip install {others}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package).partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,138 @@
+"""From the `data` section of a run description to a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from torch.utils.data import DataLoader
+
+from plait.config import (
+    OWN_DATA,
+    Cifar10Data,
+    DataConfig,
+    ImageFolderData,
+    ImportedData,
+    JsonlData,
+    MixtureData,
+    TextData,
+    TokensData,
+    texts,
+)
+from plait.data.packing import PackedTokens
+from plait.data.text import prepare_corpus
+from plait.data.tokens import TokenFile
+from plait.errors import ConfigError, Problem
+from plait.plugins import build
+
+
+@dataclass(frozen=True, slots=True)
+class DataUse:
+    """What a data set is made for, beside its own section."""
+
+    training: bool
+    """Decides what the section leaves open (augmentation)."""
+    seed: int
+    """Of the augmentation itself."""
+    tokenizer: str | Path | None
+    """For text whose section names none: the tokenizer of the training data, for validation."""
+    role: str
+    """The section that it stands in, for messages."""
+
+    def augments(self, wanted: bool | None) -> bool:
+        """Whether samples are changed at random."""
+        return self.training if wanted is None else wanted
+
+
+@runtime_checkable
+class Indexed(Protocol):
+    """What is asked for samples by their numbers."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """One sample."""
+
+
+def build_dataset(
+    config: DataConfig, *, training: bool, seed: int, tokenizer: str | Path | None = None, role: str = "data"
+) -> Any:
+    """The data set that a config describes; see `Use` for the others."""
+    if not isinstance(config, OWN_DATA):
+        return build(config, role, use=DataUse(training, seed, tokenizer, role))
+    made = build(config, role, accepts=(Iterable, Indexed))
+    name = str(config.target if isinstance(config, ImportedData) else config.type)
+    key = f"{role}.{'target' if isinstance(config, ImportedData) else 'type'}"
+    if isinstance(made, DataLoader):
+        message = f"{name!r} made a DataLoader; batches, order and workers are said in `{role}`"
+        raise ConfigError(Problem(key, message, "Return its data set, or give the DataLoader from Python."))
+    if isinstance(made, (type, str, bytes)) or not isinstance(made, (Iterable, Indexed)):
+        message = f"{name!r} made a {type(made).__name__}, which has no `__getitem__` and no `__iter__`"
+        raise ConfigError(Problem(key, message, "Return a torch Dataset, or any iterable."))
+    return made
+
+
+def token_file(config: TokensData, use: DataUse) -> PackedTokens:
+    """Rows of a token file."""
+    return _packed(config, Path(config.path))
+
+
+def packed_text(config: TextData | JsonlData, use: DataUse) -> PackedTokens:
+    """Rows of text that is tokenized once."""
+    return _packed(config, prepare_corpus(config, use.tokenizer).tokens)
+
+
+def image_folder(config: ImageFolderData, use: DataUse) -> Any:
+    """The images of a folder."""
+    from plait.data.images import ImageFolder
+
+    return ImageFolder(config.path, size=config.size, augment=use.augments(config.augment), seed=use.seed)
+
+
+def cifar10(config: Cifar10Data, use: DataUse) -> Any:
+    """CIFAR-10."""
+    from plait.data.images import Cifar10
+
+    return Cifar10(config.path, split=config.split, augment=use.augments(config.augment), seed=use.seed)
+
+
+def mixture(config: MixtureData, use: DataUse) -> Any:
+    """Several data sets as one."""
+    from plait.data.mixture import MixtureSource
+
+    tokenizer = _shared(config, use.tokenizer)
+    sources = [
+        build_dataset(
+            each, training=use.training, seed=use.seed, tokenizer=tokenizer, role=f"{use.role}.sources.{index}"
+        )
+        for index, each in enumerate(config.sources)
+    ]
+    return MixtureSource(sources, config.weights, config.samples, seed=use.seed, shuffle=use.training)
+
+
+def prepare(config: DataConfig, *, tokenizer: str | Path | None = None) -> None:
+    """Do the work that is done once and kept, so that the other ranks find it done. May be called by all."""
+    shared = _shared(config, tokenizer)
+    for _, text in texts("data", config):
+        prepare_corpus(text, shared)
+
+
+def tokenizer_path(config: DataConfig | None) -> Path | None:
+    """The `tokenizer.json` that belongs to text data; None for data without one."""
+    return next((prepare_corpus(text).tokenizer for _, text in texts("data", config)), None)
+
+
+def _shared(config: DataConfig, tokenizer: str | Path | None) -> str | Path | None:
+    """The tokenizer of text that names none: in a mixture, that of its first text unless another one is given."""
+    return tokenizer_path(config) if isinstance(config, MixtureData) and tokenizer is None else tokenizer
+
+
+def _packed(config: TokensData | TextData | JsonlData, path: Path) -> PackedTokens:
+    return PackedTokens(
+        TokenFile(path),
+        seq_len=config.seq_len,
+        document_mask=config.document_mask,
+        split=config.split,
+        val_fraction=config.val_fraction,
+        source=config.path,
+    )

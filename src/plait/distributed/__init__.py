@@ -1,0 +1,217 @@
+"""The techniques. None of them knows another; they meet in `strategy/native/prepare.py`."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from plait.distributed import compile as compile
+    from plait.distributed import fsdp as fsdp
+    from plait.distributed import materialize as materialize
+    from plait.distributed import recompute as recompute
+    from plait.distributed.collectives import Channel as Channel
+    from plait.distributed.collectives import all_gather_flat as all_gather_flat
+    from plait.distributed.collectives import on_main as on_main
+    from plait.distributed.compile import undo_compile as undo_compile
+    from plait.distributed.compile import why_not as why_not
+    from plait.distributed.context import apply_context_parallel as apply_context_parallel
+    from plait.distributed.context_attention import split_batch as split_batch
+    from plait.distributed.ddp import GradientBuckets as GradientBuckets
+    from plait.distributed.ddp import Gradients as Gradients
+    from plait.distributed.ddp import OwnGradients as OwnGradients
+    from plait.distributed.ddp import as_one as as_one
+    from plait.distributed.ddp import average_buffers as average_buffers
+    from plait.distributed.ddp import persistent_buffers as persistent_buffers
+    from plait.distributed.device import device_in as device_in
+    from plait.distributed.device import export_ranks as export_ranks
+    from plait.distributed.device import open_group_of_one as open_group_of_one
+    from plait.distributed.dtensor import is_sharded as is_sharded
+    from plait.distributed.dtensor import local_part as local_part
+    from plait.distributed.dtensor import same_kind as same_kind
+    from plait.distributed.dtensor import settled_part as settled_part
+    from plait.distributed.expert import apply_expert_parallel as apply_expert_parallel
+    from plait.distributed.expert import check_experts as check_experts
+    from plait.distributed.expert import expert_placement as expert_placement
+    from plait.distributed.expert import share_rows as share_rows
+    from plait.distributed.fake import fake_world as fake_world
+    from plait.distributed.fake import replaced as replaced
+    from plait.distributed.fsdp import UnshardedParams as UnshardedParams
+    from plait.distributed.fsdp import add_fsdp_roots as add_fsdp_roots
+    from plait.distributed.heartbeat import wait_for as wait_for
+    from plait.distributed.materialize import Attributes as Attributes
+    from plait.distributed.materialize import Initializer as Initializer
+    from plait.distributed.materialize import InTurn as InTurn
+    from plait.distributed.materialize import assign_whole as assign_whole
+    from plait.distributed.materialize import attributes_of as attributes_of
+    from plait.distributed.materialize import copy_from_main as copy_from_main
+    from plait.distributed.materialize import find_initializer as find_initializer
+    from plait.distributed.materialize import give_attributes as give_attributes
+    from plait.distributed.materialize import gradient_hooks as gradient_hooks
+    from plait.distributed.materialize import held_elsewhere as held_elsewhere
+    from plait.distributed.materialize import memory_in_common as memory_in_common
+    from plait.distributed.materialize import part_of as part_of
+    from plait.distributed.materialize import why_not_on_meta as why_not_on_meta
+    from plait.distributed.offload.activations import activations_on_host as activations_on_host
+    from plait.distributed.offload.activations import offload_activations as offload_activations
+    from plait.distributed.offload.gradients import GradientOffloadQueue as GradientOffloadQueue
+    from plait.distributed.offload.gradients import OffloadedGradient as OffloadedGradient
+    from plait.distributed.offload.gradients import StreamedGradients as StreamedGradients
+    from plait.distributed.offload.gradients import gathering_stream as gathering_stream
+    from plait.distributed.offload.gradients import listen_to_shards as listen_to_shards
+    from plait.distributed.offload.layout import PART as PART
+    from plait.distributed.offload.layout import Bucket as Bucket
+    from plait.distributed.offload.layout import BucketSpan as BucketSpan
+    from plait.distributed.offload.layout import Home as Home
+    from plait.distributed.offload.layout import Key as Key
+    from plait.distributed.offload.layout import OffloadFile as OffloadFile
+    from plait.distributed.offload.layout import Sink as Sink
+    from plait.distributed.offload.layout import copy_options as copy_options
+    from plait.distributed.offload.layout import leaves as leaves
+    from plait.distributed.offload.layout import mapped as mapped
+    from plait.distributed.offload.layout import plan_spans as plan_spans
+    from plait.distributed.offload.layout import twin as twin
+    from plait.distributed.offload.params import ParamLimits as ParamLimits
+    from plait.distributed.offload.params import ParamStream as ParamStream
+    from plait.distributed.offload.params import WeightStream as WeightStream
+    from plait.distributed.offload.params import stream_weights as stream_weights
+    from plait.distributed.offload.streams import CopyStreams as CopyStreams
+    from plait.distributed.offload.streams import Scratch as Scratch
+    from plait.distributed.pipeline import Bubble as Bubble
+    from plait.distributed.pipeline import Pipeline as Pipeline
+    from plait.distributed.pipeline_schedule import check_pipeline as check_pipeline
+    from plait.distributed.pipeline_schedule import draw_schedule as draw_schedule
+    from plait.distributed.pipeline_schedule import is_legal as is_legal
+    from plait.distributed.pipeline_schedule import make_table as make_table
+    from plait.distributed.pipeline_schedule import theoretical_bubble as theoretical_bubble
+    from plait.distributed.pipeline_split import Find as Find
+    from plait.distributed.pipeline_split import Stage as Stage
+    from plait.distributed.pipeline_split import agree as agree
+    from plait.distributed.pipeline_split import make_stages as make_stages
+    from plait.distributed.pipeline_split import measure_layers as measure_layers
+    from plait.distributed.pipeline_split import outline_of as outline_of
+    from plait.distributed.pipeline_split import plan_stages as plan_stages
+    from plait.distributed.pipeline_split import tie_stages as tie_stages
+    from plait.distributed.ranks import Ranks as Ranks
+    from plait.distributed.ranks import detect_ranks as detect_ranks
+    from plait.distributed.recompute import Activations as Activations
+    from plait.distributed.recompute import UnitMemory as UnitMemory
+    from plait.distributed.recompute import Way as Way
+    from plait.distributed.recompute import apply_recompute as apply_recompute
+    from plait.distributed.recompute import count_activations as count_activations
+    from plait.distributed.recompute import kept_operations as kept_operations
+    from plait.distributed.replay import ConstructionRecord as ConstructionRecord
+    from plait.distributed.replay import Replay as Replay
+    from plait.distributed.seeding import make_deterministic as make_deterministic
+    from plait.distributed.seeding import restore_rng_state as restore_rng_state
+    from plait.distributed.seeding import rng_state as rng_state
+    from plait.distributed.seeding import seed_everything as seed_everything
+    from plait.distributed.tensor import apply_tensor_parallel as apply_tensor_parallel
+    from plait.distributed.tensor import is_transformers_model as is_transformers_model
+    from plait.distributed.tensor import outer as outer
+    from plait.distributed.tensor import plan_of as plan_of
+    from plait.distributed.tensor import read_plan as read_plan
+    from plait.distributed.tensor import stays_whole as stays_whole
+    from plait.distributed.tensor import train_without_caches as train_without_caches
+    from plait.distributed.tensor import transformers_words as transformers_words
+    from plait.distributed.tensor_styles import sharding_dim as sharding_dim
+    from plait.distributed.tiling import tile_sequence as tile_sequence
+    from plait.distributed.world import World as World
+    from plait.distributed.world import make_mesh as make_mesh
+    from plait.distributed.world import open_world as open_world
+    from plait.distributed.world import told_by_accelerate as told_by_accelerate
+    from plait.distributed.wrap import WrapUnit as WrapUnit
+    from plait.distributed.wrap import find_wrap_units as find_wrap_units
+else:
+    from plait.lazy import attach_names
+
+    attach_names(
+        __name__,
+        {
+            ".": ["compile", "fsdp", "materialize", "recompute"],
+            "collectives": ["Channel", "all_gather_flat", "on_main"],
+            "compile": ["undo_compile", "why_not"],
+            "context": ["apply_context_parallel"],
+            "context_attention": ["split_batch"],
+            "ddp": ["GradientBuckets", "Gradients", "OwnGradients", "as_one", "average_buffers", "persistent_buffers"],
+            "device": ["device_in", "export_ranks", "open_group_of_one"],
+            "dtensor": ["is_sharded", "local_part", "same_kind", "settled_part"],
+            "expert": ["apply_expert_parallel", "check_experts", "expert_placement", "share_rows"],
+            "fake": ["fake_world", "replaced"],
+            "fsdp": ["UnshardedParams", "add_fsdp_roots"],
+            "heartbeat": ["wait_for"],
+            "materialize": [
+                "Attributes",
+                "InTurn",
+                "Initializer",
+                "assign_whole",
+                "attributes_of",
+                "copy_from_main",
+                "find_initializer",
+                "give_attributes",
+                "gradient_hooks",
+                "held_elsewhere",
+                "memory_in_common",
+                "part_of",
+                "why_not_on_meta",
+            ],
+            "offload.activations": ["activations_on_host", "offload_activations"],
+            "offload.gradients": [
+                "GradientOffloadQueue",
+                "OffloadedGradient",
+                "StreamedGradients",
+                "gathering_stream",
+                "listen_to_shards",
+            ],
+            "offload.layout": [
+                "Bucket",
+                "BucketSpan",
+                "Home",
+                "Key",
+                "OffloadFile",
+                "PART",
+                "Sink",
+                "copy_options",
+                "leaves",
+                "mapped",
+                "plan_spans",
+                "twin",
+            ],
+            "offload.params": ["ParamLimits", "ParamStream", "WeightStream", "stream_weights"],
+            "offload.streams": ["CopyStreams", "Scratch"],
+            "pipeline": ["Bubble", "Pipeline"],
+            "pipeline_schedule": ["check_pipeline", "draw_schedule", "is_legal", "make_table", "theoretical_bubble"],
+            "pipeline_split": [
+                "Find",
+                "Stage",
+                "agree",
+                "make_stages",
+                "measure_layers",
+                "outline_of",
+                "plan_stages",
+                "tie_stages",
+            ],
+            "ranks": ["Ranks", "detect_ranks"],
+            "recompute": [
+                "Activations",
+                "UnitMemory",
+                "Way",
+                "apply_recompute",
+                "count_activations",
+                "kept_operations",
+            ],
+            "replay": ["ConstructionRecord", "Replay"],
+            "seeding": ["make_deterministic", "restore_rng_state", "rng_state", "seed_everything"],
+            "tensor": [
+                "apply_tensor_parallel",
+                "is_transformers_model",
+                "outer",
+                "plan_of",
+                "read_plan",
+                "stays_whole",
+                "train_without_caches",
+                "transformers_words",
+            ],
+            "tensor_styles": ["sharding_dim"],
+            "tiling": ["tile_sequence"],
+            "world": ["World", "make_mesh", "open_world", "told_by_accelerate"],
+            "wrap": ["WrapUnit", "find_wrap_units"],
+        },
+    )

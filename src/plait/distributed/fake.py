@@ -1,0 +1,316 @@
+"""A world of any size in one process: this one plays a rank, and the others are not there.
+
+Under a fake world tensors have shapes, dtypes and devices but no values, and collectives return at once. The code
+that runs in it is the code that trains.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from plait.config import RunConfig, resolve_layout
+from plait.distributed.ranks import Ranks
+from plait.distributed.world import World, make_mesh
+from plait.errors import WorldError
+from plait.torch_internals import (
+    FUSED_ON_CUDA,
+    FakeTensorMode,
+    aten_grouped_mm,
+    aten_local_scalar_dense,
+    cuda_hooks_say_yes,
+    cuda_never_initialized,
+    kernels_registered_for_cuda,
+    module_apply_replaced,
+    name_of_truncated_normal,
+    no_gpu_context_for_fake_tensors,
+    overload_of,
+    python_guards_cuda,
+    schema_of,
+    unset_fake_temporarily,
+)
+
+# Another value for an attribute, for a while.
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner.name` is `value` until the block ends."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+# CUDA on a machine that has none, for tensors without values.
+#
+# [Note: pretending to have a GPU] A fake tensor may claim to lie on any device, but autograd asks the C++ side of torch
+# for that device's streams, and a build or a machine without CUDA has no answer. Two answers are enough. torch lets
+# Python be the device guard of a backend of its own (PrivateUse1), whose streams and events do nothing; here the same
+# guard is entered for CUDA. And torch asks its CUDA hooks whether a GPU is there: these are made to say yes. No
+# compiler is needed, nothing real can run, and all is as before when the block ends. How both are reached, and when
+# that is refused: [Note: tables of C++], `plait/torch_internals.py`.
+
+
+@contextmanager
+def fake_cuda(*, devices: int = 8, memory: int = 80 * 2**30, capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
+    """Let fake tensors lie on CUDA, until the block ends. Where a GPU is there, nothing is pretended."""
+    if torch.cuda.is_available():
+        yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(cuda_hooks_say_yes())  # first: it refuses a layout that it does not know
+        stack.enter_context(python_guards_cuda())
+        if torch.version.cuda is None:
+            # Without a CUDA kernel torch would take these operations apart, and a plan would see other memory.
+            stack.enter_context(kernels_registered_for_cuda(FUSED_ON_CUDA, _never))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # there are no threads for the device
+        for name, value in _python_side(devices, memory, capability).items():
+            stack.enter_context(replaced(torch.cuda, name, value))
+        stack.enter_context(no_gpu_context_for_fake_tensors())
+        stack.enter_context(cuda_never_initialized())
+        stack.enter_context(replaced(torch, "tensor", _made_on_the_host(torch.tensor)))
+        stack.enter_context(replaced(torch.Tensor, "record_stream", lambda self, stream: None))
+        yield
+
+
+def _never(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a tensor with values got into a fake world")
+
+
+def _made_on_the_host(make: Any) -> Any:
+    """`torch.tensor` fills its tensor past all modes, and then copies it to the device as if it were real."""
+
+    def tensor(data: Any, *, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> torch.Tensor:
+        made: torch.Tensor = make(data, device="cpu", **kwargs)
+        if device is None:
+            device = torch.empty(0).device  # `torch.get_default_device` would ask for a `torch.tensor`
+        return made.to(device).requires_grad_(requires_grad)
+
+    return tensor
+
+
+class _Event:
+    """An event that has always happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing."""
+
+    def synchronize(self) -> None:
+        """Nothing."""
+
+    def query(self) -> bool:
+        """It has happened."""
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        """No time."""
+        return 0.0
+
+
+class _Stream:
+    """A stream that has nothing to do."""
+
+    device = torch.device("cuda", 0)
+    device_index = 0
+    device_type = 1
+    stream_id = 0
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """An event that has happened."""
+        return event or _Event()
+
+    def synchronize(self) -> None:
+        """Nothing."""
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _python_side(devices: int, memory: int, capability: tuple[int, int]) -> dict[str, Any]:
+    """What `torch.cuda` answers."""
+    stream = _Stream()
+    properties = SimpleNamespace(
+        name="a GPU that is not there",
+        major=capability[0],
+        minor=capability[1],
+        total_memory=memory,
+        multi_processor_count=132,
+    )
+    state = torch.zeros(16, dtype=torch.uint8)
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: devices,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "synchronize": lambda *_: None,
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": lambda *_: stream,
+        "default_stream": lambda *_: stream,
+        "set_stream": lambda _: None,
+        "stream": lambda _: nullcontext(),
+        "device": lambda _: nullcontext(),
+        "get_device_capability": lambda *_: capability,
+        "get_device_name": lambda *_: properties.name,
+        "get_device_properties": lambda *_: properties,
+        "is_bf16_supported": lambda *_, **__: True,
+        "is_current_stream_capturing": lambda: False,
+        "mem_get_info": lambda *_: (memory, memory),
+        "manual_seed": lambda _: None,
+        "manual_seed_all": lambda _: None,
+        "get_rng_state": lambda *_: state,
+        "set_rng_state": lambda *_: None,
+    }
+
+
+@contextmanager
+def fake_world(
+    config: RunConfig,
+    *,
+    rank: int = 0,
+    size: int = 1,
+    per_host: int = 8,
+    device: str = "cpu",
+    memory: int = 80 * 2**30,
+) -> Iterator[World]:
+    """Play `rank` of `size`, as `config.strategy` lays them out, until the block ends.
+
+    `device` is `cpu`, or `cuda`, for which no GPU need be there; `memory` is what one of those has.
+    """
+    if dist.is_initialized():
+        raise WorldError("a fake world cannot be opened in a process that has joined a real one")
+    local = min(per_host, size)
+    ranks = Ranks(rank, size, rank % local, local, launcher="fake")
+    layout = resolve_layout(config.strategy, size=size, local_size=local)
+    with ExitStack() as stack:
+        if device == "cuda":
+            stack.enter_context(fake_cuda(devices=local, memory=memory))
+        kind = torch.device(device, 0) if device == "cuda" else torch.device(device)
+        mesh = None
+        if size > 1 or config.strategy.offload.params != "none":
+            from plait.torch_internals import FakeStore
+
+            # Joining a group puts the rank before every later traceback, which will be no rank's.
+            stack.callback(setattr, sys, "excepthook", sys.excepthook)
+            dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+            stack.callback(_leave)
+            stack.enter_context(_meshes_have_values())
+            mesh = make_mesh(layout, kind)
+        stack.enter_context(module_apply_replaced(_apply))
+        stack.enter_context(replaced(nn.init, name_of_truncated_normal(), _draw_twice))
+        stack.enter_context(Valueless(allow_non_fake_inputs=True))
+        yield World(ranks, kind, layout, mesh, owns_processes=False, fake=True)
+
+
+def _leave() -> None:
+    """End the group, and let DTensor forget its meshes: it would take one of the next world for the same."""
+    dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        from plait.torch_internals import clear_sharding_prop_cache
+
+        clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+class ShapesOnly(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Tensors without values, also for an operation that torch knows too little of without them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten_grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return _grouped_product(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Valueless(ShapesOnly):  # type: ignore[no-untyped-call]
+    """And whoever asks for a value gets a 1, or true."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten_local_scalar_dense.default:
+            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        if schema_of(func).name.startswith("aten::_fused_") and schema_of(func).name.endswith("_"):
+            return None  # an optimizer's update in place; torch does not know all of them without values
+        if schema_of(func).name == "aten::addmm" and overload_of(func) == "dtype_out":
+            return kwargs["out"]  # which torch 2.11 gets wrong
+        if not types and _on_meta(args, kwargs or {}):
+            # What is built on the meta device is no fake: it turns into one when it is given storage.
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _on_meta(args: Any, kwargs: Any) -> bool:
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device).type == "meta"
+    given = [value if isinstance(value, (list, tuple)) else (value,) for value in (*args, *kwargs.values())]
+    tensors = [each for values in given for each in values if isinstance(each, torch.Tensor)]
+    return bool(tensors) and all(each.is_meta for each in tensors)
+
+
+def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: Any = None, *_: Any, **__: Any) -> torch.Tensor:
+    """What a product of groups gives: rows of each with a matrix of its own, or a matrix for each from its rows."""
+    groups = [len(ends)] if left.ndim == right.ndim == 2 else [len(left)] if left.ndim == right.ndim == 3 else []
+    return left.new_empty(*groups, left.shape[-2], right.shape[-1])
+
+
+def _apply(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
+    """`Module.to` and its like. torch's own swaps the insides of two tensors, which fake ones do not allow."""
+    for child in module.children() if recurse else ():
+        _apply(child, change)
+    with torch.no_grad():
+        for key, param in module._parameters.items():
+            if param is not None:
+                module._parameters[key] = nn.Parameter(change(param), requires_grad=param.requires_grad)
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = change(buffer)
+    return module
+
+
+def _draw_twice(tensor: torch.Tensor, mean: float, std: float, low: float, high: float, **_: Any) -> torch.Tensor:
+    """`nn.init.trunc_normal_`. torch's own draws again until no value is outside, and here there always is one."""
+    with torch.no_grad():
+        outside = (tensor.normal_(mean, std) < low) | (tensor > high)
+        return tensor.copy_(torch.where(outside, torch.empty_like(tensor).normal_(mean, std), tensor))
+
+
+@contextmanager
+def _meshes_have_values() -> Iterator[None]:
+    """A mesh looks at the numbers of its ranks when it is made, so these must not be fake."""
+    make = DeviceMesh.__init__
+
+    def with_values(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        with unset_fake_temporarily():
+            make(self, *args, **kwargs)
+
+    with replaced(DeviceMesh, "__init__", with_values):
+        yield

@@ -1,0 +1,61 @@
+"""How training is spread: one interface, several engines."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from plait.engine.base import Engine as Engine
+    from plait.engine.base import Evaluation as Evaluation
+    from plait.engine.base import Skips as Skips
+    from plait.engine.base import StepResult as StepResult
+    from plait.engine.checkpointing import FrozenPart as FrozenPart
+    from plait.engine.checkpointing import resume_engine as resume_engine
+    from plait.engine.checkpointing import stored_value as stored_value
+    from plait.engine.checkpointing import taken_from as taken_from
+    from plait.engine.checkpointing import tensors_of as tensors_of
+    from plait.engine.construction import build_module as build_module
+    from plait.engine.engines import planned_as as planned_as
+    from plait.engine.engines import prepare as prepare
+    from plait.engine.engines import prepare_engine as prepare_engine
+    from plait.engine.engines import stage_of as stage_of
+    from plait.engine.evaluating import evaluate as evaluate
+    from plait.engine.foreign import Built as Built
+    from plait.engine.foreign import build_whole as build_whole
+    from plait.engine.forward import Say as Say
+    from plait.engine.loss import LossFunction as LossFunction
+    from plait.engine.loss import LossNormalizer as LossNormalizer
+    from plait.engine.loss import WeightedLoss as WeightedLoss
+    from plait.engine.loss import described_loss as described_loss
+    from plait.engine.loss import read_loss as read_loss
+    from plait.engine.manual import LoopEngine as LoopEngine
+    from plait.engine.manual import ManualEngine as ManualEngine
+    from plait.engine.manual import prepare_manual as prepare_manual
+    from plait.engine.native import NativeEngine as NativeEngine
+    from plait.engine.offload import OffloadedParams as OffloadedParams
+    from plait.engine.preparation import Length as Length
+    from plait.engine.preparation import Preparation as Preparation
+    from plait.engine.prepare import prepare_native as prepare_native
+    from plait.engine.stepping import SteppingEngine as SteppingEngine
+    from plait.engine.update import Arriving as Arriving
+else:
+    from plait.lazy import attach_names
+
+    attach_names(
+        __name__,
+        {
+            "base": ["Engine", "Evaluation", "Skips", "StepResult"],
+            "checkpointing": ["FrozenPart", "resume_engine", "stored_value", "taken_from", "tensors_of"],
+            "construction": ["build_module"],
+            "engines": ["planned_as", "prepare", "prepare_engine", "stage_of"],
+            "evaluating": ["evaluate"],
+            "foreign": ["Built", "build_whole"],
+            "forward": ["Say"],
+            "loss": ["LossFunction", "LossNormalizer", "WeightedLoss", "described_loss", "read_loss"],
+            "manual": ["LoopEngine", "ManualEngine", "prepare_manual"],
+            "native": ["NativeEngine"],
+            "offload": ["OffloadedParams"],
+            "preparation": ["Length", "Preparation"],
+            "prepare": ["prepare_native"],
+            "stepping": ["SteppingEngine"],
+            "update": ["Arriving"],
+        },
+    )

@@ -1,0 +1,269 @@
+"""An engine's state in a checkpoint: written and read the same way for the Runner and for a loop of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from plait.checkpoint import (
+    Checkpoint,
+    CheckpointFolder,
+    Fetch,
+    Misfit,
+    Shares,
+    entries,
+    fingerprint,
+    held_pieces,
+    load_into,
+    matches,
+    nothing_to_fetch,
+    open_checkpoint,
+    save_checkpoint,
+)
+from plait.config import to_dict
+from plait.distributed import Channel, on_main, restore_rng_state, rng_state
+from plait.engine.construction import SMALLER_RANGE
+from plait.errors import CheckpointError, TrainingError
+from plait.spec import Entry
+
+if TYPE_CHECKING:
+    from plait.engine.base import Engine
+
+# The part of a model that is not trained, and that a trainable-only checkpoint leaves out.
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenPart:
+    """Names of tensors, and a number for their values that does not depend on how they are spread."""
+
+    names: frozenset[str]
+    fingerprint: str
+
+    @classmethod
+    def of(cls, engine: Engine, names: Iterable[str], channel: Channel) -> FrozenPart:
+        """Those of the names that are somewhere, as they are now. Every rank must call it.
+
+        Each rank of a pipeline has some of them, and may know no others.
+        """
+        tensors = engine.state_entries()
+        here = sorted(tensors.keys() & set(names))
+        held = held_pieces({name: tensors[name] for name in here})
+        everywhere = frozenset(name for part in channel.all_gather(here) for name in part)
+        return cls(everywhere, fingerprint(Shares(channel).mine(held), channel))
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"names": sorted(self.names), "fingerprint": self.fingerprint}
+
+
+def check_left_out(path: object, saved: Mapping[str, Any], engine: Engine, channel: Channel) -> frozenset[str]:
+    """The names that a trainable-only checkpoint leaves out, once it is sure that their values are here.
+
+    Every rank must call it.
+    """
+    names = frozenset(saved["names"])
+    found = FrozenPart.of(engine, names, channel)
+    missing = sorted(names - found.names)
+    if missing:
+        raise CheckpointError(
+            f"{path} holds only what was trained, on top of a model with {missing[0]}"
+            f"{f' and {len(missing) - 1} more tensors' if len(missing) > 1 else ''}, which this model does not have"
+        )
+    if found.fingerprint != saved["fingerprint"]:
+        raise CheckpointError(
+            f"{path} holds only what was trained, and the {len(names)} other tensors of this model are not the ones "
+            "it was trained on; start from the same `model` section, weights and `seed` as then"
+        )
+    return names
+
+
+_SAME_STATE = frozenset({"AdamW", "AdamW8bit"})
+"""Optimizers that find in a checkpoint what they need, whichever of them wrote it."""
+_SHOWN = 8
+
+
+# ---- for any loop
+
+
+def tensors_of(engine: Engine) -> dict[str, Entry]:
+    """The tensors that a checkpoint of an engine holds: its logical state, and this rank's random state."""
+    tensors = engine.state_entries()
+    for name, tensor in rng_state(engine.world.device).items():
+        tensors[f"rng.{engine.world.rank}.{name}"] = tensor
+    return tensors
+
+
+def resume_engine(
+    engine: Engine,
+    checkpoint: Checkpoint,
+    *,
+    more: Mapping[str, Tensor] | None = None,
+    ignore: Sequence[str] = (),
+    partial: Sequence[str] = (),
+    fetch: Fetch = nothing_to_fetch,
+    channel: Channel | None = None,
+    warn: Callable[[str], None],
+) -> list[Misfit]:
+    """Continue from a checkpoint: weights, optimizer, counters, loss scale and, on as many ranks, random state.
+
+    `more` are further tensors to fill. The names that `partial` allows may differ; returns those that did. `channel`
+    is what the ranks agree over, where a checkpoint of trained weights alone has to be compared. Every rank must call.
+    """
+    state, world = checkpoint.manifest.state, engine.world
+    patterns = _patterns(checkpoint, partial)
+    _refuse_another_optimizer(checkpoint.folder, state, engine.optimizer_type)
+    tensors = engine.state_entries()
+    wanted = _fitting_entries(checkpoint, tensors, patterns)
+    if lacking := {name: entry for name, entry in wanted.items() if f"optim.{name}" not in tensors}:
+        engine.allocate_optimizer_state(lacking)
+        tensors = engine.state_entries()
+    if "frozen" in state:
+        left_out = check_left_out(checkpoint.folder, state["frozen"], engine, channel or Channel(world))
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+    has_generators = any(name.startswith("rng.") for name in checkpoint.index.tensors)  # not in a converted one
+    same_world = checkpoint.manifest.world_size == world.size and has_generators
+    generators = rng_state(world.device)
+    if same_world:
+        tensors.update({f"rng.{world.rank}.{name}": tensor for name, tensor in generators.items()})
+    tensors.update(more or {})
+    differing = load_into(checkpoint, tensors, world=world, ignore=("rng.", *ignore), partial=patterns, fetch=fetch)
+    if same_world:
+        restore_rng_state(generators, world.device)
+    engine.state_loaded()
+    if "engine" in state:
+        with taken_from(checkpoint, "engine"):
+            engine.restore(state["engine"])
+    if differing:
+        names = ", ".join(row.name for row in differing[:_SHOWN])
+        others = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        warn(f"not loaded from {checkpoint.folder.name}, as checkpoint.partial says: {names}{others}")
+    saved = stored_value(state.get("config") or {}, "precision.compute")
+    if saved == "bf16" and engine.config.precision.compute == "fp16":
+        warn(SMALLER_RANGE)
+    return differing
+
+
+@contextmanager
+def taken_from(checkpoint: Checkpoint, key: str) -> Iterator[None]:
+    """What a checkpoint does not have as it should is an error that names its place, and not only the value."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        where = f"{checkpoint.folder / 'manifest.json'}: state.{key}"
+        raise CheckpointError(f"{where} cannot be taken up ({type(error).__name__}: {error})") from error
+
+
+def stored_value(config: Mapping[str, Any], key: str) -> Any:
+    """The value under `section.name` in a stored run description; None where it has none."""
+    section, _, name = key.rpartition(".")
+    return ((config.get(section) or {}) if section else config).get(name)
+
+
+def _patterns(checkpoint: Checkpoint, partial: Sequence[str]) -> tuple[str, ...]:
+    """The names that may differ. A checkpoint of weights alone is taken only by somebody who says so."""
+    if "engine" in checkpoint.manifest.state:
+        return tuple(partial)
+    if not any(matches("optim.any.exp_avg", (pattern,)) for pattern in partial):
+        raise CheckpointError(
+            f"{checkpoint.folder} holds weights alone, without the state of an optimizer: going on from it starts a "
+            'new one at step 0; if that is meant, write `checkpoint.partial: ["optim.*"]`, or '
+            '`engine.load(folder, partial=["optim.*"])`'
+        )
+    return tuple(pattern for pattern in partial if not pattern.startswith("optim."))
+
+
+def _fitting_entries(checkpoint: Checkpoint, tensors: Mapping[str, Entry], patterns: tuple[str, ...]) -> dict[str, Any]:
+    """The optimizer's entries that are to be loaded: not those of a weight whose shape is another now."""
+    found = entries(checkpoint.index, "optim.")
+    if not patterns:
+        return found
+    reshaped = {
+        name.removeprefix("model.")
+        for name, tensor in tensors.items()
+        if name in checkpoint.index.tensors and checkpoint.index.tensors[name].shape != tuple(tensor.shape)
+    }
+    return {
+        name: entry
+        for name, entry in found.items()
+        if not matches(f"optim.{name}", patterns) and name.rpartition(".")[0] not in reshaped
+    }
+
+
+def _refuse_another_optimizer(path: Path, state: Mapping[str, Any], wanted: str) -> None:
+    saved = stored_value(state.get("config") or {}, "optim.type")
+    if saved is not None and saved != wanted and not {saved, wanted} <= _SAME_STATE:
+        raise CheckpointError(
+            f"{path} was trained with {saved}, and optim.type is {wanted}: their states do not fit each other; "
+            f"write `optim.type: {saved}`"
+        )
+
+
+# ---- `engine.save` and `engine.load`
+
+
+def save_engine(engine: Engine, folder: str | Path, extra: Mapping[str, Any] | None) -> Path:
+    """See `Engine.save`."""
+    target, world = Path(folder).absolute(), engine.world
+    if engine.pending:
+        raise TrainingError(
+            f"engine.save was called with {engine.pending} micro-batches accumulated, and gradients are in no "
+            "checkpoint: call engine.step() first, until it returns a result"
+        )
+    _check_extra(extra or {}, "extra")
+    on_main(world, lambda: _refuse_to_overwrite(target))
+    engine.settle()
+    engine.agree_on_buffers()
+    description = to_dict(engine.config)
+    description["optim"]["type"] = engine.optimizer_type
+    state = {"engine": engine.state(), "config": description, "extra": dict(extra or {})}
+    save_checkpoint(target, tensors_of(engine), state, step=engine.steps, world=world)
+    return target
+
+
+def load_engine(
+    engine: Engine, folder: str | Path, partial: Sequence[str], warn: Callable[[str], None]
+) -> dict[str, Any]:
+    """See `Engine.load`."""
+    wanted = Path(folder).absolute()
+    if engine.pending:
+        raise TrainingError(
+            f"engine.load was called with {engine.pending} micro-batches accumulated: call engine.step() first, until "
+            "it returns a result"
+        )
+    found = on_main(engine.world, lambda: CheckpointFolder(wanted).find(str(wanted)))
+    assert found is not None  # a path that is named is there, or an error says that it is not
+    on_main(engine.world, lambda: open_checkpoint(found))  # what is wrong with it is said once
+    checkpoint = open_checkpoint(found)
+    engine.settle()
+    resume_engine(engine, checkpoint, ignore=("hook.",), partial=partial, warn=warn)
+    return dict(checkpoint.manifest.state.get("extra") or {})
+
+
+def _refuse_to_overwrite(target: Path) -> None:
+    if target.exists() or target.is_symlink():
+        raise CheckpointError(
+            f"engine.save: {target} is there already, and nothing is overwritten: name a folder for each checkpoint, "
+            f"such as `{target}/step-{{engine.steps:08d}}`, or remove it first"
+        )
+
+
+def _check_extra(value: Any, key: str) -> None:
+    """Refuse what would not come back from JSON as it was."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if not isinstance(name, str):
+                raise CheckpointError(f"{key}[{name!r}]: keys are texts in a checkpoint; write {str(name)!r}")
+            _check_extra(inner, f"{key}[{name!r}]")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            _check_extra(inner, f"{key}[{index}]")
+    elif not (value is None or isinstance(value, (bool, int, float, str))):
+        remedy = "give `.item()` of it, or a list" if hasattr(value, "item") else "give a list, a dict or plain values"
+        raise CheckpointError(
+            f"{key} is a {type(value).__name__}, and a checkpoint keeps numbers, texts, lists and dicts there: {remedy}"
+        )

@@ -1,0 +1,332 @@
+"""The module to train: built without memory where that can be, and what will give it values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from plait.config import OWN_MODEL, HFConfig, RunConfig, read_json_object
+from plait.distributed import (
+    ConstructionRecord,
+    Initializer,
+    WrapUnit,
+    compile,
+    find_initializer,
+    is_sharded,
+    materialize,
+    seed_everything,
+    why_not_on_meta,
+)
+from plait.engine.forward import Say
+from plait.engine.preparation import ModelSource, Preparation
+from plait.errors import ConfigError, ModelError, Problem
+from plait.kernels import has_kernels
+from plait.models import build_model
+from plait.plugins import build, call, load
+from plait.precision import FP32_MODULES, Fp8Linear
+from plait.spec import MessageEvent
+
+
+def build_module(
+    config: RunConfig, model: ModelSource, *, say: Say = lambda _text: None
+) -> tuple[nn.Module, Initializer | None]:
+    """The module, and what will give it values; no such thing where it has them already."""
+    module, initializer = _build(config, model, say)
+    _check_parameters(module, say)
+    return module, initializer
+
+
+def _build(config: RunConfig, model: ModelSource, say: Say) -> tuple[nn.Module, Initializer | None]:
+    if isinstance(model, nn.Module):
+        return model, _initializer_of(model, say)
+    described = config.model if model is None else None
+    if model is None:
+        if described is None:
+            raise ModelError("there is no model: give one as an object, or describe it in the section `model`")
+        model = partial(build_model, described, trust_code=config.trust_code)
+    if config.strategy.meta_init:
+        seed_everything(config.seed, 0)  # a constructor may choose constants by Python's generator
+        on_meta, reason = _build_on_meta(model)
+        if on_meta is not None:
+            return on_meta
+        say(
+            MessageEvent(
+                f"the model is built on a real device, whole on every rank, and not on the meta device: {reason}"
+            )
+        )
+    seed_everything(config.seed, 0)  # whatever the constructor draws, the seed decides
+    module = model()
+    # Plait's own models start from the same values wherever they are built.
+    own = described is not None and not isinstance(described, OWN_MODEL)
+    return module, getattr(module, "init_weights") if own else None  # noqa: B009
+
+
+def _build_on_meta(model: Callable[[], nn.Module]) -> tuple[tuple[nn.Module, Initializer] | None, str]:
+    """A model without memory and what will give it values, or the reason why there is no such thing."""
+    try:
+        with torch.device("meta"), ConstructionRecord() as built:
+            module = model()
+    except (RuntimeError, NotImplementedError, ConfigError) as raised:
+        error = raised.__cause__ if isinstance(raised, ConfigError) else raised
+        if not isinstance(error, (RuntimeError, NotImplementedError)):
+            raise
+        # A constructor that looks at values; if not, it fails again.
+        return None, f"its constructor raised {type(error).__name__} there: {str(error).partition(chr(10))[0]}"
+    initializer = find_initializer(module, built)
+    if initializer is None:
+        return None, why_not_on_meta(module) or "what its constructor did cannot be repeated module by module"
+    return (module, initializer), ""
+
+
+def _initializer_of(module: nn.Module, say: Say) -> Initializer | None:
+    """What gives values to a model that was given as an object: nothing, unless it lies on the meta device."""
+    lie_on_meta = [name for name, tensor in _named_tensors(module) if not is_lazy(tensor) and tensor.is_meta]
+    if not lie_on_meta:
+        return None
+    kind = type(module).__name__
+    initializer = find_initializer(module)
+    if initializer is None:
+        all_there = all(tensor.is_meta for _, tensor in _named_tensors(module))
+        reason = why_not_on_meta(module) or (
+            "some of its modules have no reset_parameters" if all_there else "others of its tensors have values already"
+        )
+        raise ModelError(
+            f"the {kind} lies on the meta device (as {lie_on_meta[0]!r} does), and nothing can give it values: "
+            f"{reason}. Add init_weights(module) to the model, give a function that makes it, or build it on a real "
+            "device"
+        )
+    say(MessageEvent(f"the {kind} lies on the meta device: all of its weights are initialized anew"))
+    return initializer
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _check_parameters(module: nn.Module, say: Say) -> None:
+    """Refuse parameters that nothing can train, and say where training starts from numbers that are not finite."""
+    for name, param in module.named_parameters():
+        if is_lazy(param):
+            raise ModelError(
+                f"the parameter {name!r} has no shape yet (it belongs to a lazy module): call the model once on a "
+                "batch before it is prepared"
+            )
+        if param.shape == (0,):
+            raise ModelError(
+                f"the parameter {name!r} has shape (0,), as after deepspeed.zero.Init or another library that keeps "
+                "weights elsewhere: build the model without that, or load its weights before it is prepared"
+            )
+    there = [(name, param) for name, param in module.named_parameters() if _is_checked(param)]
+    _say_not_finite([name for name, param in there if not _is_finite(param.detach())], say)
+
+
+def _is_finite(values: Tensor) -> bool:
+    return bool(torch.isfinite(values).all())
+
+
+def _say_not_finite(names: Sequence[str], say: Say) -> None:
+    if names:
+        say(
+            f"{len(names)} parameters have initial values that are not finite (NaN or infinite), the first is "
+            f"{names[0]!r}: look at how the model is initialized, or at the weights that were loaded"
+        )
+
+
+def _is_checked(param: nn.Parameter) -> bool:
+    numbers = param.is_floating_point() or param.is_complex()
+    return numbers and not param.is_meta and not is_sharded(param)
+
+
+SMALLER_RANGE = (
+    "the weights were trained in bf16, and precision is fp16, which ends at 65504: what such a model computes may lie "
+    "beyond, and the loss scale then falls to its minimum; write precision: bf16 where the device has it"
+)
+
+
+def warn_of_smaller_range(given: Preparation, module: nn.Module) -> None:
+    """Say that weights which were trained in bf16 are about to be computed with in fp16."""
+    config = given.config
+    if config.precision.compute == "fp16" and "bfloat16" in (_stored_dtype(config), _own_dtype(module)):
+        given.say(SMALLER_RANGE)
+
+
+def _pretrained(config: RunConfig) -> str | None:
+    """The folder of `transformers` that the weights come from; None where they come from nowhere."""
+    described = config.model
+    if not isinstance(described, HFConfig) or not described.pretrained:
+        return None
+    return described.path
+
+
+def _stored_dtype(config: RunConfig) -> str | None:
+    """The format of the weights, as their folder says."""
+    folder = _pretrained(config)
+    if folder is None:
+        return None
+    try:
+        stored = read_json_object(Path(folder) / "config.json", ModelError)
+    except ModelError:
+        return None  # whoever reads the weights says what is wrong
+    found = stored.get("dtype", stored.get("torch_dtype"))
+    return found if isinstance(found, str) else None
+
+
+def _own_dtype(module: nn.Module) -> str | None:
+    first = next(module.parameters(), None)
+    return None if first is None else str(first.dtype).removeprefix("torch.")
+
+
+def load_pretrained_into(
+    given: Preparation, skeleton: nn.Module, module: nn.Module, *, keep: materialize.Keep | None = None
+) -> None:
+    """Fill a model, or the stages of one that this rank holds, from a folder of `transformers`.
+
+    `skeleton` is the whole model, whose names and shapes say what the folder must have. `keep` is given the values of
+    each parameter before they are rounded.
+    """
+    folder = _pretrained(given.config)
+    if folder is None:
+        return
+    from plait.models import load_pretrained
+
+    tensors: dict[str, Tensor] = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+
+    wrong: list[str] = []
+
+    def put(name: str, whole: Tensor) -> None:
+        if name in tensors:
+            tensor = tensors[name]
+            if whole.is_floating_point() and not _is_finite(whole):
+                wrong.append(name)
+            if keep is None or not isinstance(tensor, nn.Parameter) or not keep(tensor, whole):
+                materialize.assign_whole(tensor, whole)
+
+    load_pretrained(skeleton, folder, put)
+    _say_not_finite(wrong, given.say)
+
+
+# Parameters in the format that computes.
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast parameters in place, except those of modules that need fp32.
+
+    A plain parameter stays the object that it is. A DTensor is replaced by another one, everywhere where it is tied:
+    what computes is its local tensor, and new `data` would change the format of the whole only.
+    """
+    # The old parameters are kept here too: an `id` is theirs only as long as they are alive.
+    replaced: dict[int, tuple[Tensor, nn.Parameter]] = {}
+    for part in module.modules():
+        for key, param in part._parameters.items():
+            if param is None or isinstance(part, FP32_MODULES):
+                continue
+            if not is_sharded(param):
+                param.data = param.data.to(dtype)
+                continue
+            if id(param) not in replaced:
+                cast = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)
+                replaced[id(param)] = param, cast
+            part._parameters[key] = replaced[id(param)][1]
+
+
+def round_parameters(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
+    """Cast parameters; returns, for each that has another format now, its values from before."""
+    before = {name: param.data for name, param in module.named_parameters()}
+    cast_parameters(module, dtype)
+    now = {param: before[name] for name, param in module.named_parameters()}
+    return {param: whole for param, whole in now.items() if whole.dtype != param.dtype}
+
+
+# Which of a model's layers are exchanged for others that do the same faster, and saying so.
+
+
+def use_fp8(given: Preparation, module: nn.Module, units: Sequence[WrapUnit]) -> dict[str, Fp8Linear]:
+    """Let linear layers multiply in 8 bits where `precision.fp8` wants that; see `precision.fp8`. Returns them."""
+    config, device, say = given.config, given.device, given.say
+    wanted = config.precision.fp8
+    layers: dict[str, Fp8Linear] = build(wanted, "precision.fp8", _blocks(module, units), device=device)
+    if not layers:
+        return {}
+    head = ", and so does the head in its backward pass" if wanted.head else ""
+    say(MessageEvent(f"fp8 ({wanted.recipe}): {len(layers)} linear layers multiply in 8 bits{head}, the rest is bf16"))
+    if config.strategy.compile.enabled or wanted.emulate:
+        return layers
+    slow = "finding scales and rounding take more time than the products save"
+    if wanted.recipe == "rowwise":
+        say(f"fp8 (rowwise) without strategy.compile: {slow}")
+    elif not has_kernels(torch.empty(0, device=device)):
+        say(f"fp8 without the package triton and without strategy.compile: {slow}")
+    return layers
+
+
+class PrecisionRecipe(Protocol):
+    """What `precision.recipe` may name."""
+
+    tensor_parallel: bool
+    """Whether it can exchange layers that ranks share (`strategy.layout.tp`). Absent: no."""
+
+    def __call__(self, blocks: Sequence[tuple[str, nn.Module]], *, device: torch.device) -> Iterable[str]:
+        """Exchange layers inside these blocks, in place, before anything has values; returns their names.
+
+        Parameters keep their names, shapes and formats: layers may change their class or their `forward`.
+        """
+
+
+def use_recipe(given: Preparation, module: nn.Module, units: Sequence[WrapUnit]) -> None:
+    """Let a recipe of the user's own exchange layers, where `precision.recipe` names one."""
+    config, part, key = given.config, given.config.precision.recipe, "precision.recipe"
+    if part is None:
+        return
+    recipe = load(part, key)
+    if config.strategy.layout.tp > 1 and not getattr(recipe, "tensor_parallel", False):
+        message = f"{str(part)!r} does not say that it can work on layers that ranks share (`tensor_parallel = True`)"
+        raise ConfigError(Problem(key, message, "Write `strategy.layout.tp: 1`, or let it say so."))
+    before = dict(module.named_parameters())
+    blocks = _blocks(module, units)
+    names = call(recipe, key, blocks, name=str(part), arguments=part.arguments, device=given.device)
+    after = dict(module.named_parameters())
+    if changed := [name for name in before if after.get(name) is not before[name]] or list(after.keys() - before):
+        message = f"{str(part)!r} changed the parameter {changed[0]!r}"
+        raise ConfigError(Problem(key, message, "Keep parameters, and their names: a checkpoint knows them by these."))
+    if isinstance(names, str) or not isinstance(names, Iterable) or not (count := len(list(names))):
+        message = f"{str(part)!r} returned no names of layers that it exchanged"
+        raise ConfigError(Problem(key, message, "Return their names, or leave the recipe out."))
+    given.say(MessageEvent(f"precision.recipe: {part} exchanged {count} layers"))
+
+
+def _blocks(module: nn.Module, units: Sequence[WrapUnit]) -> list[tuple[str, nn.Module]]:
+    return [(unit.name, unit.module) for unit in units] or [("", module)]
+
+
+def use_fp8_at_the_head(module: nn.Module, config: RunConfig) -> None:
+    """Let the head compute its gradients in 8 bits where `precision.fp8.head` wants that; the model is whole yet."""
+    wanted, compiler = config.precision.fp8, config.strategy.compile
+    if not wanted.head:
+        return
+    from plait.models import use_fp8_head  # which loads `models.hf`
+
+    use_fp8_head(module, emulated=wanted.emulate, traced=compiler.enabled and compiler.scope == "model")
+
+
+def use_kernels(given: Preparation, module: nn.Module) -> None:
+    """Take kernels where `strategy.kernels` wants them and there are some; see `models.fused`."""
+    strategy, device, say = given.config.strategy, given.device, given.say
+    compiled = strategy.compile.enabled and compile.why_not(strategy.compile, device) is None
+    if strategy.kernels == "plain" or device.type != "cuda" or compiled or strategy.layout.tp > 1:
+        return
+    if not has_kernels(torch.empty(0, device=device)):
+        say("strategy.kernels: the package triton is not installed, so norms, gates and rotations stay plain")
+        return
+    from plait.models import fuse  # which loads all models
+
+    counts = fuse(module)
+    if counts:
+        found = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        say(MessageEvent(f"strategy.kernels: fused kernels for {found}"))

@@ -1,0 +1,208 @@
+"""Who makes the engine of a run, and what that engine says of itself.
+
+An engine of one's own is named by `strategy.engine`: a subclass of `plait.Engine` with a class method `prepare`, or a
+function with the same arguments. It gets one record of all that is to be prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+from torch import nn
+
+from plait.config import (
+    ENGINES,
+    GOVERNED,
+    DeviceArgument,
+    EnginePart,
+    EngineTraits,
+    ModelArgument,
+    OptimArgument,
+    PrecisionArgument,
+    RunConfig,
+    ScheduleArgument,
+    Section,
+    StrategyArgument,
+    StrategyConfig,
+    as_native,
+    check,
+    choose,
+    load_code,
+    parse_sections,
+    refuse_unknown_keywords,
+    resolve_batch,
+    unsupported,
+)
+from plait.distributed import World, open_world, seed_everything
+from plait.engine.base import Engine
+from plait.engine.loss import LossFunction
+from plait.engine.preparation import Length, Preparation
+from plait.errors import ConfigError, Problem
+from plait.plugins import call, load
+
+_KEY = "strategy.engine"
+
+
+class EngineMaker(Protocol):
+    """What `strategy.engine` may name. Only `prepare` is needed, or the function itself; the rest is declared."""
+
+    honours: ClassVar[tuple[str, ...]]
+    """Keys of the run description that it acts on besides `optim` and `batch` (`strategy.zero`, `precision`); `*` for
+    all. Absent: none, so that a description that sets one is refused."""
+    stage: ClassVar[int | None]
+    """The ZeRO stage that it always has. Absent: what `strategy.zero` says where it honours that, else 0."""
+    as_native: ClassVar[bool]
+    """Whether a plan of the native engine at that stage is near. Absent: true; where false, a run has no plan."""
+
+    @classmethod
+    def check_library(cls) -> None:
+        """Raise an error of `plait.errors` where what it needs is not installed. Optional."""
+
+    @classmethod
+    def prepare(cls, given: Preparation, **arguments: Any) -> Engine:
+        """Make a model ready to train; every rank calls it. `arguments` are the further keys of `strategy.engine`."""
+
+
+def traits_of(strategy: StrategyConfig) -> EngineTraits:
+    """What the engine of a run can do; one of the user's own is loaded for it.
+
+    Raises `ConfigError` for a declaration that nobody could read.
+    """
+    engine = strategy.engine
+    if not isinstance(engine, EnginePart):
+        return ENGINES[engine].traits
+    made = load(engine, _KEY)
+    honours = getattr(made, "honours", ())
+    if isinstance(honours, str) or not all(isinstance(each, str) for each in honours):
+        raise _misfit(engine, f"its `honours` is {honours!r}", 'Write a tuple of keys: ("strategy.zero",).')
+    for each in honours:
+        if each != "*" and not _governed(each):
+            raise _misfit(engine, f"its `honours` names {each!r}", choose(each, GOVERNED, "key"))
+    stage = getattr(made, "stage", None)
+    if stage is not None and (type(stage) is not int or not 0 <= stage <= 3):
+        raise _misfit(engine, f"its `stage` is {stage!r}", "Write 0, 1, 2 or 3.")
+    return EngineTraits(frozenset(honours), stage, bool(getattr(made, "as_native", True)))
+
+
+def planned_as(config: RunConfig) -> RunConfig | str:
+    """The run as a plan looks at it; or why there is no plan of it."""
+    traits = traits_of(config.strategy)
+    if not traits.as_native:
+        return f"engine {config.strategy.engine_name} says that the native engine is not like it"
+    return as_native(config, traits.stage)
+
+
+def stage_of(strategy: StrategyConfig) -> int:
+    """The ZeRO stage of a run, under any engine."""
+    stage = traits_of(strategy).stage
+    return strategy.stage if stage is None else stage
+
+
+def prepare_engine(given: Preparation) -> Engine:
+    """Make a model ready to train with the engine that `strategy.engine` names. No other library is loaded."""
+    config, engine = given.config, given.config.strategy.engine
+    if not isinstance(engine, EnginePart):
+        made: Engine = load_code(ENGINES[engine].builds, key=_KEY)(given)
+        return made
+    traits = traits_of(config.strategy)
+    if problems := list(unsupported(config, engine.type, traits)):
+        raise ConfigError(problems)
+    found = load(engine, _KEY)
+    if (check := getattr(found, "check_library", None)) is not None:
+        check()
+    function: Callable[..., Any] | None = getattr(found, "prepare", None)
+    if function is None and isinstance(found, type):
+        raise _misfit(engine, "it is a class without a class method `prepare`", "Give it one, or name a function.")
+    if not callable(function or found):
+        raise _misfit(engine, f"it is a {type(found).__name__}", "Name a class with `prepare`, or a function.")
+    built = call(function or found, _KEY, given, name=engine.type, arguments=engine.arguments)
+    if not isinstance(built, Engine):
+        raise _misfit(engine, f"it made a {type(built).__name__}", "Return a `plait.Engine`.")
+    seed_everything(config.seed, given.world.rank // given.world.layout.tp)  # as under Plait's own engines
+    return built
+
+
+def _governed(path: str) -> bool:
+    """Whether a key is one that engines act on, and exists."""
+    if not any(path == each or path.startswith(f"{each}.") for each in GOVERNED):
+        return False
+    section: Any = RunConfig()
+    for key in path.split("."):
+        if key not in getattr(type(section), "model_fields", {}):
+            return False
+        section = getattr(section, key)
+    return True
+
+
+def _misfit(engine: EnginePart, message: str, remedy: str) -> ConfigError:
+    return ConfigError(Problem(f"{_KEY}.type", f"{str(engine.type)!r} is no engine: {message}", remedy))
+
+
+# `plait.prepare`: an engine for people who keep their own loop.
+
+
+@refuse_unknown_keywords
+def prepare(
+    model: nn.Module | Callable[[], nn.Module] | ModelArgument,
+    *,
+    optim: OptimArgument | None = None,
+    strategy: StrategyArgument | None = None,
+    precision: PrecisionArgument | None = None,
+    schedule: ScheduleArgument | None = None,
+    clip_norm: float | None = None,
+    accumulation: int = 1,
+    total_steps: int | None = None,
+    steps_per_epoch: int | None = None,
+    loss_fn: LossFunction | None = None,
+    model_inputs: int | Sequence[str] | None = None,
+    example: Any = None,
+    seed: int = 0,
+    device: DeviceArgument = "auto",
+    world: World | None = None,
+) -> Engine:
+    """Make a model ready for training; the sections are those of a run description.
+
+    `model` is a module, or a function that makes one: where that can be built without memory, no rank ever
+    holds more than its part. A section describes one: `plait.LlamaModel(…)`, `{"type": "llama", …}`, `"my:Net"`.
+
+    `loss_fn(outputs, batch)` makes a loss of what the model returns. `model_inputs` says what of a micro-batch the
+    model gets: how many of a row's first values, or the names of fields; absent: as its `forward` says.
+
+    Then either `engine.train_step(micro_batches)`, or `loss = engine(batch)`, `engine.backward(loss)`,
+    `engine.step()`, which updates after `accumulation` backward passes.
+    """
+    described = isinstance(model, (str, Mapping, Section))
+    if not described and not callable(model):  # a module is callable, too
+        message = f"a {type(model).__name__} is no model"
+        raise ConfigError(Problem("model", message, "Give a module, a function that makes one, or a section."))
+    sections = {
+        "model": model if described else None,
+        "optim": optim,
+        "strategy": strategy,
+        "precision": precision,
+        "schedule": schedule,
+        "seed": seed,
+        "device": device,
+        "train": None if clip_norm is None else {"clip_norm": clip_norm},
+        "batch": {"accumulation": accumulation},
+        "model_inputs": model_inputs,
+    }
+    parsed = parse_sections(**{key: value for key, value in sections.items() if value is not None})
+    config = parsed.config
+    check(config, has_val=False, require_length=False)
+    world = world or open_world(config)
+    batch = resolve_batch(
+        config.batch, world.layout.data_parallel, micro_batches=config.strategy.pipeline.micro_batches
+    )
+    given = Preparation(
+        config,
+        world,
+        model=None if isinstance(model, (str, Mapping, Section)) else model,
+        loss_function=loss_fn,
+        length=Length(total_steps, steps_per_epoch),
+        accumulation=batch.accumulation,
+        example=example,
+        say=print if world.is_main else lambda _text: None,
+    )
+    return prepare_engine(given)

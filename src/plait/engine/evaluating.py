@@ -1,0 +1,98 @@
+"""One pass over data without training, on all ranks together.
+
+[Note: a rank without a batch]
+Where parameters, sequences or layers are spread, a forward pass is a collective: each rank must run as many of them
+as the others. So before each micro-batch the ranks agree whether any of them has one left; those that have none run
+the one that they had first as a filler, which counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from plait.errors import DataError
+from plait.spec import MicroBatch
+
+if TYPE_CHECKING:
+    from plait.engine.base import Engine
+
+
+class Measures(Protocol):
+    """What `evaluate` asks of a metric (`plait.trainer.Metric`)."""
+
+    def measure(self, outputs: Any, inputs: Any) -> Sequence[Any]:
+        """One record for each sample of a micro-batch."""
+
+    def summarize(self, records: Sequence[Any]) -> Mapping[str, float]:
+        """The numbers, by name, of all ranks' records."""
+
+
+def evaluate(
+    engine: Engine,
+    batches: Iterable[Any],
+    metrics: Sequence[Measures] = (),
+    *,
+    role: str = "batches",
+    even: bool = False,
+) -> dict[str, float]:
+    """The mean loss over all targets of all ranks' micro-batches, and what the metrics say of all samples.
+
+    `role` names the data in messages. `even`: all ranks have equally many micro-batches, so they need not agree on it.
+    Every rank must call it.
+    """
+    world = engine.world
+    totals = [0.0, 0.0]
+    records: list[list[Any]] = [[] for _ in metrics]
+    count = 0
+    for batch in batches if even or world.everyone is None else _in_step(engine, batches, role):
+        count += 1
+        found = engine.evaluate_micro_batch(batch)
+        totals[0] += found.loss_sum
+        totals[1] += found.loss_count
+        inputs, samples = (batch.inputs, batch.samples) if isinstance(batch, MicroBatch) else (batch, 1)
+        if samples and found.outputs is not None:
+            for metric, mine in zip(metrics, records, strict=True):
+                mine.extend(metric.measure(found.outputs, inputs))
+    if count == 0:
+        raise DataError(f"{role} ended before the first batch: there is nothing to measure on")
+    if world.everyone is not None:
+        box = torch.tensor(totals, dtype=torch.float64, device=world.device)
+        dist.all_reduce(box, group=world.everyone)
+        totals = box.tolist()
+    if totals[1] == 0:
+        raise DataError(f"{role} has no targets in {count} micro-batches: is every text empty, or every label -100?")
+    results = {"loss": totals[0] / totals[1]}
+    for metric, mine in zip(metrics, records, strict=True):
+        everybody = [record for part in world.gather(mine) for record in part]
+        results.update(metric.summarize(everybody))
+    return results
+
+
+def _in_step(engine: Engine, batches: Iterable[Any], role: str) -> Iterator[Any]:
+    """As many micro-batches on each rank as on the one that has most; see [Note: a rank without a batch]."""
+    world = engine.world
+    mine = iter(batches)
+    first: Any = None
+    while True:
+        batch = next(mine, None)
+        first = batch if first is None else first
+        box = torch.tensor([batch is not None, first is None], dtype=torch.int32, device=world.device)
+        dist.all_reduce(box, dist.ReduceOp.MAX, group=world.everyone)
+        some_left, some_have_none = box.tolist()
+        if not some_left:
+            return
+        if some_have_none:
+            empty = [rank for rank, began in enumerate(world.gather(first is not None)) if not began]
+            raise DataError(
+                f"{role} ended before the first batch on rank {empty[0]}, and others have some: give every rank one "
+                "micro-batch at least"
+            )
+        yield batch if batch is not None else _filler(first)
+
+
+def _filler(batch: Any) -> MicroBatch:
+    return MicroBatch(batch.inputs if isinstance(batch, MicroBatch) else batch, 0)

@@ -1,0 +1,502 @@
+"""One optimizer step through another library, told and saved as every engine's is."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from plait.config import RunConfig
+from plait.distributed import (
+    apply_recompute,
+    attributes_of,
+    average_buffers,
+    find_wrap_units,
+    give_attributes,
+    is_sharded,
+    local_part,
+    make_deterministic,
+    materialize,
+    persistent_buffers,
+)
+from plait.engine.base import Evaluation, Skips, StepResult
+from plait.engine.construction import build_module, load_pretrained_into
+from plait.engine.forward import Forward, select_inputs
+from plait.engine.loss import LossNormalizer, StepLoss, WeightedLoss, read_loss
+from plait.engine.parallelize import refuse_hooks
+from plait.engine.preparation import Preparation
+from plait.engine.stepping import SteppingEngine, inputs_and_samples, unheard
+from plait.errors import TrainingError
+from plait.optim import GroupSpec, OptimizerGroup, build_optimizer, split_groups
+from plait.spec import Phase, first_part
+
+# A whole model with values, as another library wants to be given it.
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model, and what a library that takes it over will no longer tell."""
+
+    module: nn.Module
+    groups: list[GroupSpec]
+    blanks: dict[str, Tensor]
+    """Every parameter's whole shape, under its name, without memory."""
+    trained: list[str]
+    buffers: list[str]
+    """Those that a checkpoint holds."""
+    originals: dict[str, Tensor]
+    """What is rounded or not trained: the values from before, on the host."""
+
+    def optimizer(self, config: RunConfig) -> torch.optim.Optimizer:
+        """The optimizer of the run over the module's parameters, without any state yet."""
+        params = named_parameters(self.module)
+        views = [
+            OptimizerGroup(spec.names, [params[name] for name in spec.names], spec.options) for spec in self.groups
+        ]
+        optimizer = build_optimizer(config.optim, views)
+        optimizer.state.clear()  # the library exchanges the parameters, and what is kept for these would stay for ever
+        return optimizer
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """A module's parameters under their own names, whatever a library wrapped around its parts."""
+    return {name.replace("_fsdp_wrapped_module.", ""): param for name, param in module.named_parameters()}
+
+
+def build_whole(given: Preparation) -> Built:
+    """Make the model on the host, with the values that it has under every other engine."""
+    config, world, policy, host = given.config, given.world, given.policy, torch.device("cpu")
+    if config.deterministic:
+        make_deterministic()
+    torch.set_float32_matmul_precision("high" if policy.tf32 else "highest")
+    module, initializer = build_module(config, given.model, say=given.say)
+    refuse_hooks(given, module)
+    if initializer is None:
+        module.to(host)
+        if world.everyone is not None:
+            materialize.copy_from_main(module, world.everyone, world.device)
+    else:
+        attributes = attributes_of(module)
+        materialize.give_storage(module, host)
+        give_attributes(module, attributes)
+        materialize.initialize(module, initializer, seed=config.seed, device=world.device)
+    if given.model is None:
+        load_pretrained_into(given, module, module)
+    groups = split_groups(module, config.optim)
+    apply_recompute(find_wrap_units(module, config.strategy.wrap), config.strategy.recompute)
+    params = dict(module.named_parameters())
+    return Built(
+        module,
+        groups,
+        blanks={name: torch.empty(param.shape, device="meta") for name, param in params.items()},
+        trained=[name for name, param in params.items() if param.requires_grad],
+        buffers=[name for name, _ in persistent_buffers(module)],
+        originals={
+            name: param.detach().clone() for name, param in params.items() if policy.mixed or not param.requires_grad
+        },
+    )
+
+
+# The global mean, where another library owns the backward pass.
+
+
+class EvenNormalizer(LossNormalizer):
+    """Divides by the count that a step has if all its micro-batches are like the first.
+
+    Then nothing is left to correct for one micro-batch a step, or equal ones; the native engine can afford a power of
+    two, since there a correction costs nothing.
+    """
+
+    def _choose_divisor(self, weight: Tensor | float, micro_batches: int) -> float:
+        return max(self._count(weight) * micro_batches, 1.0)
+
+    def _count(self, weight: Tensor | float) -> float:
+        """What one micro-batch of every rank counts."""
+        count = torch.as_tensor(weight, dtype=self._dtype, device=self._device).reshape(1).clone()
+        if self._group is not None:
+            dist.all_reduce(count, group=self._group)
+        return float(count)
+
+
+class StepNormalizer(EvenNormalizer):
+    """Divides by the count of each step, which ranks agree on before its backward pass.
+
+    For a library whose gradients cannot be corrected afterwards, and which takes one micro-batch a step.
+    """
+
+    def _choose_divisor(self, weight: Tensor | float, micro_batches: int) -> float:
+        assert micro_batches == 1
+        return self._count(weight) or 1.0
+
+    def finish(self) -> StepLoss:
+        """What the step's loss adds up to; the next one has a count of its own."""
+        sums = super().finish()
+        self._divisor = None
+        return sums
+
+
+# Where a library keeps weights and optimizer states; see [Note: states by way of wholes], `engine/foreign.py`.
+
+
+class ForeignStates(ABC):
+    """The fp32 weights and optimizer states of a library, read and written whole, parameter by parameter."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """`optimizer` is the torch optimizer inside the library's."""
+        self.optimizer = optimizer
+
+    @abstractmethod
+    def home(self, param: Any) -> Tensor:
+        """The tensor under which the torch optimizer keeps the state of a parameter, perhaps with others'."""
+
+    @abstractmethod
+    def read(self, param: Any, key: str | None) -> Tensor:
+        """The whole fp32 weight, or the whole state called `key`."""
+
+    @abstractmethod
+    def write(self, param: Any, key: str | None, whole: Tensor) -> None:
+        """Set what `read` reads, from a whole tensor."""
+
+    def write_computing(self, param: Any, whole: Tensor) -> None:
+        """Set the values that the model computes with, which may be rounded."""
+        param.data.copy_(whole)
+
+    def publish(self) -> None:  # noqa: B027  # where what is written computes
+        """Bring what computes up to date with the weights."""
+
+    def state(self, param: Any) -> dict[str, Any]:
+        """What the torch optimizer keeps for a parameter, by name."""
+        found: dict[str, Any] = self.optimizer.state.get(self.home(param), {})
+        return found
+
+    def keys(self, param: Any) -> list[str]:
+        """Names of the states that are tensors."""
+        return [key for key, value in self.state(param).items() if isinstance(value, Tensor)]
+
+    def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, whole: bool) -> None:
+        """Make room for a state: one as large as the parameter (`whole`), or of `shape` for all at the same home."""
+        home = self.home(param)
+        fused = any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
+        device = home.device if whole or fused else torch.device("cpu")
+        room = torch.zeros(home.shape if whole else shape, dtype=dtype, device=device)
+        self.optimizer.state[home].setdefault(key, room)
+
+    def _scalar(self, param: Any, key: str | None) -> Tensor | None:
+        """A state that is one for all at the same home, such as `step`."""
+        value = None if key is None else self.state(param)[key]
+        return value if isinstance(value, Tensor) and value.ndim == 0 else None
+
+
+class PlainStates(ForeignStates):
+    """Every rank has all; where weights are rounded, the fp32 ones lie beside."""
+
+    def __init__(self, optimizer: Optimizer, masters: Mapping[int, Tensor]) -> None:
+        """`masters` holds the fp32 weights of rounded parameters, by the parameter's `id`."""
+        super().__init__(optimizer)
+        self._masters = masters
+
+    def home(self, param: Any) -> Tensor:
+        """The fp32 weights, or the parameter."""
+        found: Tensor = self._masters.get(id(param), param)
+        return found
+
+    def read(self, param: Any, key: str | None) -> Tensor:
+        """Every rank has it whole: nothing is gathered."""
+        found: Tensor = self.home(param) if key is None else self.state(param)[key]
+        return found.detach()
+
+    def write(self, param: Any, key: str | None, whole: Tensor) -> None:
+        """Copy it in place; also, rounded, into what computes."""
+        self.read(param, key).copy_(whole)
+        if key is None and id(param) in self._masters:
+            self.write_computing(param, whole)
+
+
+# Wholes that the ranks share out among them, so that no checkpoint needs one rank to hold everything.
+#
+# [Note: states by way of wholes]
+# Other libraries lay out their states as they like: flat buffers, chunks, parts that begin in the middle of a row. A
+# checkpoint wants names and whole shapes. So each tensor is made whole, one at a time, and each rank keeps the same
+# part of it that `fully_shard` would give it. Reading a checkpoint goes the same way back.
+
+
+def share_of(whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """This rank's part of a tensor that every rank has, as a DTensor of its own memory; alone, a copy of it."""
+    if mesh is None or whole.ndim == 0:
+        return whole.detach().clone()
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    cut = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
+    return as_share(cut.to_local().clone(), whole, mesh)
+
+
+def as_share(part: Tensor, whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """A part as `share_of` cuts it, as the whole that it belongs to; `whole` need not have values."""
+    if mesh is None or whole.ndim == 0:
+        return part
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=_strides(whole))
+
+
+def _strides(whole: Tensor) -> tuple[int, ...]:
+    strides, size = [], 1
+    for extent in reversed(whole.shape):
+        strides.append(size)
+        size *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+class ForeignEngine(SteppingEngine):
+    """Trains with another library. What is common to all of them; a subclass knows its library's steps and states."""
+
+    def __init__(
+        self,
+        called: nn.Module,
+        states: ForeignStates,
+        built: Built,
+        given: Preparation,
+        *,
+        normalizer: type[LossNormalizer] = EvenNormalizer,
+    ) -> None:
+        """`called` is what the library wants to be called for a forward pass.
+
+        `normalizer` divides losses: as the native engine does it, where a correction of the gradients costs nothing.
+        """
+        config, world = given.config, given.world
+        self.model = built.module
+        self.world = world
+        self.config = config
+        self.steps = 0
+        self.accumulation = given.accumulation
+        self.optimizer = states.optimizer
+        """The torch optimizer whose groups carry the learning rates."""
+        self._built = built
+        self._states = states
+        self._params: dict[str, nn.Parameter] = named_parameters(built.module)
+        self._guard = config.train.guard
+        self.skips = Skips(config.train.guard)
+        scaler = config.precision.scaler
+        self._lowest_scale = scaler.minimum if scaler.static is None else math.inf
+        self._schedule = given.schedule()
+        self._loss_function = given.loss_function
+        self._say = given.say
+        self._normalizer = normalizer(world.everyone, world.device)
+        select = select_inputs(built.module, config.model_inputs, has_loss=given.loss_function is not None)
+        row = _Row.around(called, built.module)
+        self._forward = Forward(row, world.device, given.policy, compiled=(), select=select, say=given.say)
+        self._mesh = world.submesh("dp_replicate", "dp_shard")
+        self._peers = world.group("dp_replicate", "dp_shard")
+        # What was handed out last and may be written to, as long as somebody holds it; see [Note: states by way of
+        # wholes].
+        self._state: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
+        self._weights: dict[str, Tensor] = {}
+        self._frozen = {name: share_of(value, self._mesh) for name, value in self._frozen_values().items()}
+        self.on_phase: Callable[[Phase], None] = unheard
+        self._after_step = getattr(built.module, "after_step", None)
+        self.model.train()
+
+    # ---- what a library does in its own way
+
+    @abstractmethod
+    def _backward(self, loss: Tensor, *, last: bool) -> None:
+        """Backward through a loss that is this rank's part of the global mean; `last` of a step."""
+
+    @abstractmethod
+    def _update(self, correction: float) -> tuple[float, bool]:
+        """Update with the gradients times `correction`; their norm before clipping, and whether it was left out."""
+
+    def _scaler_state(self) -> dict[str, float] | None:
+        """The loss scaler's state, in the native engine's words."""
+        return None
+
+    def _restore_scaler(self, state: Mapping[str, float]) -> None:
+        """Go on from it."""
+
+    # ---- one step
+
+    def train_step(self, micro_batches: Sequence[Any]) -> StepResult:
+        """One optimizer step over this rank's micro-batches."""
+        count = len(micro_batches)
+        if not 0 < count <= self.accumulation:
+            raise TrainingError(
+                f"train_step was called with {count} micro-batches, and the engine was prepared for "
+                f"{self.accumulation}; give `accumulation` to prepare, or set batch.accumulation"
+            )
+        return super().train_step(micro_batches)
+
+    def _forward_loss(self, batch: Any) -> WeightedLoss:
+        self.on_phase(Phase.FORWARD)
+        inputs, samples = inputs_and_samples(batch)
+        inputs = self._forward.ready(inputs)
+        return read_loss(self._forward(inputs), inputs, samples, self._loss_function)
+
+    def _begin_backward(self, loss: Tensor, *, last: bool) -> None:
+        self.on_phase(Phase.BACKWARD)
+        self._backward(loss, last=last)
+
+    def _finish_step(self) -> StepResult:
+        self.on_phase(Phase.STEP)
+        lr = self._schedule.apply(self.optimizer, self.steps)
+        sums = self._normalizer.finish()
+        loss, targets, stop = sums.read()
+        norm, skipped = self._update(1.0 if sums.divisor is None else sums.divisor / (targets or 1.0))
+        self._count_skip(skipped or (self._guard.enabled and not math.isfinite(loss)))
+        if self._after_step is not None:
+            self._after_step(self._peers, updated=not skipped)
+        self.steps += 1
+        self.on_phase(Phase.IDLE)
+        return StepResult(loss, norm, skipped, lr, targets, stop)
+
+    def _count_skip(self, skipped: bool) -> None:
+        scaler = self._scaler_state()
+        if skipped and scaler is not None and scaler["scale"] > self._lowest_scale:
+            return  # an overflow is part of the search for a scale, which ends by itself
+        if not skipped:
+            self.skips.in_a_row = 0
+            return
+        whose = self.whose(self.steps)
+        self._say(f"step {self.steps} skipped on every rank: its loss or gradient is not finite{whose}")
+        self.skips.add(self.steps, whose, scale=None if scaler is None else scaler["scale"])
+
+    def agree_on_buffers(self) -> None:
+        """Average running statistics over the ranks; other buffers become rank 0's."""
+        if self._peers is not None:
+            average_buffers(self.model, self._peers, self.world.size)
+
+    def evaluate_micro_batch(self, batch: Any) -> Evaluation:
+        """Forward one micro-batch without gradients, in evaluation mode."""
+        inputs, samples = inputs_and_samples(batch)
+        inputs = self._forward.ready(inputs)
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                outputs = self._forward(inputs)
+                loss = read_loss(outputs, inputs, samples, self._loss_function)
+                return Evaluation(float(loss.total()), float(loss.weight), outputs)
+        finally:
+            self.model.train(training)
+
+    # ---- state, see [Note: states by way of wholes]
+
+    @torch.no_grad()
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The logical state: `model.<name>`, `optim.<name>.<key>`. Every rank must ask."""
+        weights = self._share_weights()
+        tensors = {f"model.{name}": weights.get(name, self._frozen.get(name)) for name in self._built.blanks}
+        buffers = dict(self.model.named_buffers())
+        tensors |= {f"model.{name}": buffers[name] for name in self._built.buffers}
+        for name in self._built.trained:
+            for key in self._states.keys(self._params[name]):
+                tensors[f"optim.{name}.{key}"] = share_of(self._states.read(self._params[name], key), self._mesh)
+        found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        self._state = WeakValueDictionary(found)
+        return found
+
+    def _share_weights(self) -> dict[str, Tensor]:
+        return {name: share_of(self._states.read(self._params[name], None), self._mesh) for name in self._built.trained}
+
+    @torch.no_grad()
+    def state_loaded(self) -> None:
+        """What `state_tensors` handed out last was written to: give it to the library."""
+        for name in self._built.trained:
+            param = self._params[name]
+            if (weight := self._state.get(f"model.{name}")) is not None:
+                self._states.write(param, None, _whole(weight))
+            for key in self._states.keys(param):
+                if (state := self._state.get(f"optim.{name}.{key}")) is not None:
+                    self._states.write(param, key, _whole(state))
+        for name, share in self._frozen.items():
+            self._states.write_computing(self._params[name], _whole(share))
+        self._states.publish()
+
+    @torch.no_grad()
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's part of each trained weight: a copy, until `weights_changed`. Every rank must ask."""
+        self._weights = self._share_weights()
+        return {name: local_part(share) for name, share in self._weights.items()}
+
+    @torch.no_grad()
+    def weights_changed(self) -> None:
+        """Somebody wrote into what `weights` handed out last. Every rank must ask."""
+        for name, share in self._weights.items():
+            self._states.write(self._params[name], None, _whole(share))
+        self._states.publish()
+        self._weights = {}
+
+    def as_whole(self, name: str, part: Tensor) -> Tensor:
+        """A tensor shaped like this rank's part of a weight, as the logical whole."""
+        return as_share(part, self._built.blanks[name], self._mesh)
+
+    @torch.no_grad()
+    def restore_originals(self) -> None:
+        """Give the library the fp32 values that it was handed rounded; forget them."""
+        rounded = [name for name in self._built.trained if name in self._built.originals]
+        for name in rounded:
+            self._states.write(self._params[name], None, self._built.originals[name].to(self.world.device))
+        if rounded:
+            self._states.publish()
+        self._built.originals.clear()
+
+    def _frozen_values(self) -> dict[str, Tensor]:
+        trained = set(self._built.trained)
+        names = [name for name in self._built.blanks if name not in trained]
+        return {name: self._built.originals[name].to(self.world.device) for name in names}
+
+    def allocate_optimizer_state(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        """Make room for the optimizer state that a checkpoint is about to fill."""
+        for entry, (shape, dtype) in shapes.items():
+            name, _, key = entry.rpartition(".")
+            if name in self._params:
+                whole = shape == self._built.blanks[name].shape and len(shape) > 0
+                self._states.allocate(self._params[name], key, shape, dtype, whole=whole)
+
+    def state(self) -> dict[str, Any]:
+        """The state that is numbers, not tensors."""
+        return {"steps": self.steps, **self.skips.state(), "scaler": self._scaler_state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+        self.steps = int(state["steps"])
+        self.skips.restore(state)
+        if state["scaler"] is not None:
+            self._restore_scaler(state["scaler"])
+
+    def parameter_count(self) -> tuple[int, int]:
+        """How many numbers the whole model has, and how many of them are trained."""
+        sizes = {name: blank.numel() for name, blank in self._built.blanks.items()}
+        return sum(sizes.values()), sum(sizes[name] for name in self._built.trained)
+
+    def frozen(self) -> frozenset[str]:
+        """Names of the parameters that are not trained."""
+        return frozenset(self._built.blanks) - frozenset(self._built.trained)
+
+
+class _Row(nn.Module):
+    """A library's wrapper around a row of layers: of a micro-batch it gets the first part, as the row itself would."""
+
+    def __init__(self, called: nn.Module) -> None:
+        super().__init__()
+        self.called = called
+
+    @classmethod
+    def around(cls, called: nn.Module, module: nn.Module) -> nn.Module:
+        """`called` itself where `module` takes whole micro-batches."""
+        return cls(called) if type(module).forward is nn.Sequential.forward else called
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.called(first_part(named or (inputs[0] if len(inputs) == 1 else inputs)))
+
+
+def _whole(share: Tensor) -> Tensor:
+    return share.full_tensor() if is_sharded(share) else share

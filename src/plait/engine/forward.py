@@ -1,0 +1,307 @@
+"""Calling the model: inputs moved and cast, under the run's precision, compiled where that works."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.distributed import undo_compile
+from plait.errors import ModelError
+from plait.precision import Policy, cast_floats
+from plait.spec import first_part
+
+# Bringing inputs to the device.
+#
+# [Note: copies on a line of their own] The host is a step ahead of the device. A copy in the line of the device's work
+# would begin when that work is done; on a line of its own it begins at once, and a batch has come before the device
+# asks for it. A copy from memory that is not pinned makes the host wait for the line that it is in; this one is empty.
+
+
+class Mover:
+    """Brings whatever a batch is made of to one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._line = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def __call__(self, value: Any) -> Any:
+        """The same structure with every tensor on the device."""
+        moved: list[Tensor] = []
+        found = self._move(value, moved)
+        if moved and self._line is not None:
+            work = torch.cuda.current_stream(self._device)
+            work.wait_stream(self._line)
+            for tensor in moved:
+                tensor.record_stream(work)  # it was made on the other line, which must not use its memory again yet
+        return found
+
+    def _move(self, value: Any, moved: list[Tensor]) -> Any:
+        if isinstance(value, Tensor):
+            return self._copy(value, moved)
+        if isinstance(value, Mapping):
+            return {key: self._move(item, moved) for key, item in value.items()}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self._move(item, moved) for item in value))
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._move(item, moved) for item in value)
+        return value
+
+    def _copy(self, tensor: Tensor, moved: list[Tensor]) -> Tensor:
+        if self._line is None or tensor.device.type != "cpu":
+            return tensor.to(self._device, non_blocking=True)
+        with torch.cuda.stream(self._line):
+            copy = tensor.to(self._device, non_blocking=True)
+        moved.append(copy)
+        return copy
+
+
+# Which fields of a micro-batch the model is called with; a `loss_fn` sees all of them.
+#
+# [Note: what goes to the model]
+# Data of torch come as `(x, y)`: the model takes `x`, the loss compares its output with `y`. `model_inputs` says which
+# fields are the model's. Without that word, and with a `loss_fn` that can use the rest, the signature of `forward`
+# decides where it leaves no doubt: fields of a mapping that `forward` has no parameter for are the loss's, and so are
+# values of a row beyond those that it requires. What would change how the model reads its input (a mask, positions) is
+# never left out by guessing, nor is an optional parameter filled with what may be a target, unless it is named as one
+# (`labels=None`): both are errors that say what to write.
+
+
+Select = Callable[[Any], Any]
+"""From the inputs of a micro-batch to those of the model."""
+
+_OF_THE_LOSS = ("label", "target", "loss", "weight")
+_HOW_TO_READ = ("mask", "position", "document", "segment", "token_type", "seqlens")
+_SEAM = "hidden"
+"""The parameter through which a pipeline hands activations on; no field of a micro-batch."""
+
+
+def select_inputs(model: nn.Module, wanted: int | Sequence[str] | None, *, has_loss: bool) -> Select | None:
+    """What picks the model's fields, as `model_inputs` or the signature of `forward` says; None: it gets all."""
+    if isinstance(wanted, int):
+        return lambda inputs: _first(inputs, wanted)
+    if wanted is not None:
+        return lambda inputs: _named(inputs, wanted)
+    if not has_loss or type(model).forward is nn.Sequential.forward:
+        return None
+    try:
+        parameters = inspect.signature(model.forward).parameters
+    except (TypeError, ValueError):
+        return None
+    return _BySignature(type(model).__name__, parameters)
+
+
+class _BySignature:
+    """Reads off the parameters of `forward` what of a micro-batch is for the loss alone."""
+
+    def __init__(self, model: str, parameters: Mapping[str, inspect.Parameter]) -> None:
+        self._model = model
+        self._takes = ", ".join(parameters)
+        kinds = {parameter.kind for parameter in parameters.values()}
+        named = [p for name, p in parameters.items() if p.kind in _BY_POSITION and name != _SEAM]
+        self._any_row = inspect.Parameter.VAR_POSITIONAL in kinds
+        self._required = sum(parameter.default is inspect.Parameter.empty for parameter in named)
+        self._optional = [p.name for p in named[self._required :]]
+        self._any_name = inspect.Parameter.VAR_KEYWORD in kinds
+        self._names = frozenset(parameters)
+
+    def __call__(self, inputs: Any) -> Any:
+        if isinstance(inputs, Mapping):
+            return self._of_mapping(inputs)
+        if isinstance(inputs, (tuple, list)):
+            return self._of_row(inputs)
+        return inputs
+
+    def _of_mapping(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self._any_name or inputs.keys() <= self._names:
+            return inputs
+        left = [key for key in inputs if key not in self._names]
+        if any(word in key for key in left if not _is_of_loss(key) for word in _HOW_TO_READ):
+            return inputs  # refused where the model is called
+        return {key: value for key, value in inputs.items() if key in self._names}
+
+    def _of_row(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        count = len(inputs)
+        if self._any_row or count <= self._required:
+            return inputs
+        beyond = self._optional[: count - self._required]
+        if len(beyond) == count - self._required and all(_is_of_loss(name) for name in beyond):
+            return inputs  # the model wants the targets, too
+        if self._optional:
+            most = self._required + len(self._optional)
+            raise ModelError(
+                f"model_inputs: {self._model}.forward takes {self._takes}, of which {self._required} must be given, a "
+                f"micro-batch has {count} values, and the loss_fn may want some of them: write `model_inputs="
+                f"{self._required}` for the first {self._required}, or another number, up to {most}"
+            )
+        return inputs[: self._required]
+
+
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _is_of_loss(key: str) -> bool:
+    return key == "y" or any(word in key for word in _OF_THE_LOSS)
+
+
+def _first(inputs: Any, count: int) -> Any:
+    if isinstance(inputs, Mapping):
+        names = ", ".join(map(str, inputs))
+        raise ModelError(
+            f"model_inputs={count} counts the values of a row, and a micro-batch is a mapping with {names}: write the "
+            f"names of the fields that the model gets, such as `model_inputs=({next(iter(inputs), 'x')!r},)`"
+        )
+    row = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    if len(row) < count:
+        raise ModelError(f"model_inputs={count}, and a micro-batch has {len(row)} values: write at most {len(row)}")
+    return row[:count]
+
+
+def _named(inputs: Any, names: Sequence[str]) -> dict[str, Any]:
+    shown = ", ".join(map(repr, names))
+    if not isinstance(inputs, Mapping):
+        count = (
+            f"{len(inputs)} values in a row" if isinstance(inputs, (tuple, list)) else f"one {type(inputs).__name__}"
+        )
+        raise ModelError(
+            f"model_inputs=({shown}) names fields, and a micro-batch is {count}: write how many of them the model "
+            f"gets, such as `model_inputs={len(names)}`, or let the data give them by name"
+        )
+    missing = [name for name in names if name not in inputs]
+    if missing:
+        raise ModelError(
+            f"model_inputs=({shown}): a micro-batch has no {missing[0]!r}, but {', '.join(map(str, inputs))}: write "
+            "some of these"
+        )
+    return {name: inputs[name] for name in names}
+
+
+Say = Callable[[str], None]
+
+
+class Forward:
+    """The model as the engine calls it. What a call needs is decided once, not on every step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        policy: Policy,
+        *,
+        compiled: Sequence[nn.Module],
+        cut: Callable[[Any], Any] | None = None,
+        before: Callable[[], None] | None = None,
+        select: Select | None = None,
+        say: Say,
+    ) -> None:
+        """`cut` makes this rank's part of a micro-batch, where ranks share one; `before` is done before each call.
+
+        `select` picks what of a micro-batch the model gets; see `fields`.
+        """
+        self._model = model
+        self._move = Mover(device) if device.type != "cpu" else None
+        self._cast_to = policy.compute if policy.mixed and policy.cast_inputs else None
+        self._context = policy.context(device) if policy.mixed else None
+        self._compiled = list(compiled)
+        self._cut = cut
+        self._before = before
+        self._select = select
+        self._say = say
+        # An `nn.Sequential` takes one argument. A pipeline calls it with the first part of a micro-batch, and so do we.
+        self._is_row = type(model).forward is nn.Sequential.forward
+        self.plain = self._move is None and self._context is None and cut is None and not compiled and before is None
+        """Whether nothing has to be done to inputs, nor around a call."""
+
+    def ready(self, inputs: Any) -> Any:
+        """Inputs on the device, in the compute format; of a micro-batch that ranks share, this rank's part."""
+        if self._cut is not None:
+            inputs = self._cut(inputs)
+        if self._move is not None:
+            inputs = self._move(inputs)
+        return inputs if self._cast_to is None else cast_floats(inputs, self._cast_to)
+
+    def of_model(self, inputs: Any) -> Any:
+        """What of a micro-batch's inputs the model is called with."""
+        return inputs if self._select is None else self._select(inputs)
+
+    def context(self) -> AbstractContextManager[Any]:
+        """The context for a forward pass that a pipeline runs. What must be done before the pass is done here."""
+        if self._before is not None:
+            self._before()
+        return nullcontext() if self._context is None else self._context
+
+    def __call__(self, inputs: Any) -> Any:
+        """What the model says to inputs that are ready: a mapping or a row of arguments, or the only one."""
+        if self._select is not None:
+            inputs = self._select(inputs)
+        if self._is_row:
+            return self.call((first_part(inputs),), {})
+        kind = type(inputs)
+        args: Sequence[Any] = ()
+        kwargs: Mapping[str, Any] = {}
+        if kind is dict or isinstance(inputs, Mapping):
+            kwargs = inputs
+        else:
+            args = inputs if kind is tuple or kind is list or isinstance(inputs, (tuple, list)) else (inputs,)
+        try:
+            return self.call(args, kwargs)
+        except TypeError as error:
+            if (refusal := _refusal(self._model, args, kwargs)) is not None:
+                raise refusal from error
+            raise
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the model says to arguments that are ready."""
+        if self.plain:
+            return self._model(*args, **kwargs)
+        if self._before is not None:
+            self._before()
+        if self._compiled:
+            return self._call_compiled(args, kwargs)
+        if self._context is not None:
+            with self._context:
+                return self._model(*args, **kwargs)
+        return self._model(*args, **kwargs)
+
+    def _call_compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        from plait.torch_internals import TorchDynamoException
+
+        compiled, self._compiled = self._compiled, []
+        try:
+            outputs = self.call(args, kwargs)
+        except TorchDynamoException as error:
+            cause = getattr(error, "inner_exception", error)  # what the backend raised, where it was the backend
+            reason = next((line for line in str(cause).splitlines() if line.strip()), "")
+            self._say(f"torch.compile gave up, training goes on without it: {type(cause).__name__}: {reason}")
+            undo_compile(compiled)
+            return self.call(args, kwargs)
+        self._compiled = compiled
+        return outputs
+
+
+def _refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelError | None:
+    """What is wrong where a model's `forward` does not take what a micro-batch has; None where it does."""
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        reason = str(error)
+    else:
+        return None
+    name, takes = type(model).__name__.removeprefix("FSDP"), ", ".join(signature.parameters) or "nothing"
+    unknown = [key for key in kwargs if key not in signature.parameters]
+    if unknown:
+        remedy = "Let `forward` take them, leave them out of the data, or say with `model_inputs` what the model gets"
+        if set(unknown) <= {"positions", "document_ids"}:
+            remedy += ": with `data.document_mask: false` nothing says where a document begins"
+        return ModelError(f"{name}.forward takes {takes}, and a micro-batch has {', '.join(unknown)} too. {remedy}")
+    has = ", ".join(kwargs) if kwargs else f"{len(args)} value{'s' if len(args) != 1 else ''} in a row"
+    return ModelError(
+        f"{name}.forward takes {takes}, and a micro-batch has {has}: {reason}. Let `forward` take the targets as well "
+        "and return the loss (`def forward(self, x, y)`), give a loss_fn(outputs, batch) that compares them, or let "
+        "the data give what it takes, by name: `{'x': …}`"
+    )

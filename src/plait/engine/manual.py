@@ -1,0 +1,247 @@
+"""An engine for loops that compute the loss themselves: forward, backward and step, each called by the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from plait.distributed import add_fsdp_roots
+from plait.engine.base import StepResult
+from plait.engine.loss import StepLoss
+from plait.engine.native import NativeEngine
+from plait.engine.preparation import Preparation
+from plait.engine.prepare import prepare_native
+from plait.errors import ConfigError, Problem, TrainingError
+from plait.precision import LossScaler
+from plait.spec import Phase
+from plait.torch_internals import foreach_add_, mark_stepped
+
+
+class ManualEngine(NativeEngine):
+    """What the loops of other frameworks need: any call of the model, any scalar as a loss.
+
+    A loss is this rank's mean over one micro-batch. It is divided by `accumulation`, and gradients are averaged
+    over the ranks with other data, as DistributedDataParallel does it: each micro-batch counts alike, whatever it
+    holds. `train_step` stays, and counts targets.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._losses: list[Tensor] = []
+        self._last_call: tuple[Sequence[Any], Mapping[str, Any]] | None = None
+        self._reduced = False
+        self._complete = False
+        self._share = 1.0 / self.world.layout.replicas
+        self._usual_clip = self.updater.clip_norm
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What updates the weights; a user's own where one was given."""
+        return self.updater.optimizer
+
+    @property
+    def optimizer_type(self) -> str:
+        """The class of a user's own optimizer; else as `config.optim` says."""
+        kind = type(self.optimizer)
+        return super().optimizer_type if kind.__module__.startswith("plait.") else kind.__name__
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The loss scaler; None except in fp16."""
+        return self.updater.scaler
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model: arguments on the device, in the compute format; in whatever mode the model is."""
+        if self._staged is not None:
+            raise TrainingError(
+                "a model spread by strategy.layout.pp cannot be called by itself: a pipeline has several micro-batches "
+                "under way; call train_step (DeepSpeed: train_batch)"
+            )
+        self.on_phase(Phase.FORWARD)
+        if not self._forward.plain:
+            args, kwargs = self._forward.ready(args), self._forward.ready(kwargs)
+        self._last_call = args, kwargs
+        if torch.is_grad_enabled():
+            return self._forward.call(args, kwargs)
+        try:
+            return self._forward.call(args, kwargs)
+        finally:
+            self._wholes.let_go()
+
+    def open_entrances(self) -> None:
+        """At stage 3: let parts of the model be called by themselves, too, and methods that go through them."""
+        if hasattr(self.model, "unshard"):
+            add_fsdp_roots(self.model, self.views.settle)
+
+    def backward(self, loss: Tensor, *, last: bool | None = None, retain_graph: bool = False) -> None:
+        """Backward through the mean loss of one micro-batch.
+
+        `last` says whether `step` follows, so that gradients are reduced meanwhile; absent: after `accumulation`
+        of them.
+        """
+        if loss.ndim != 0:
+            raise TrainingError(
+                f"backward wants a scalar loss, not a tensor of shape {tuple(loss.shape)}: take its mean"
+            )
+        if self._reduced and self._gradients is not None:
+            raise TrainingError(
+                "backward was called again after the last micro-batch of a step: its gradients are summed over ranks "
+                "already. Add the losses and call backward once, or set the number of micro-batches to accumulate"
+            )
+        self._complete = False
+        self.updater.forget_norm()
+        if last is None:
+            last = len(self._losses) + 1 >= self.accumulation
+        self._losses.append(loss.detach())
+        if self._gradients is not None:
+            self._gradients.before_backward(last=last)
+        self._reduced = last
+        self.on_phase(Phase.BACKWARD)
+        scaler = self.updater.scaler
+        factor = self._share / self.accumulation * (1.0 if scaler is None else scaler.scale)
+        # In fp32: a scaled fp16 loss would overflow before any gradient does.
+        counted = loss.float() * factor if factor != 1.0 else loss
+        self._wholes.expect(counted)
+        torch.autograd.backward(counted, retain_graph=retain_graph)
+
+    @property
+    def pending(self) -> int:
+        """Backward passes since the last step."""
+        return len(self._losses)
+
+    @property
+    def _within_step(self) -> bool:
+        return bool(self._losses)
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Complete the step's gradients and clip them in the `step` that follows; returns their norm before.
+
+        A number on the device, as torch's own function gives it. Whoever prints it waits for it, the step does not.
+        """
+        self.updater.clip_norm = clip_limit("max_norm", max_norm)
+        self._finish_gradients()
+        return self.updater.measure_norm()
+
+    def step(self) -> StepResult:
+        """Update the weights with the gradients of all backward passes since the last step.
+
+        The loss in the result is this rank's mean.
+        """
+        if not self._losses:
+            raise TrainingError("step was called without a backward pass before it")
+        self._finish_gradients()
+        # What is decided for all ranks is decided from the norm, which is the same on all of them.
+        nothing = torch.zeros((), device=self.world.device)
+        count = float(len(self._losses) * self.world.layout.replicas)
+        losses, self._losses = self._losses, []
+        self._reduced = self._complete = False
+        mean = torch.stack([loss.float() for loss in losses]).mean()
+        result = self._update(StepLoss(nothing, count, False, divisor=None, own=mean))
+        self.updater.clip_norm = self._usual_clip
+        mark_stepped(self.optimizer)
+        return result
+
+    def _finish_gradients(self) -> None:
+        if not self._complete:
+            if not self._reduced and self._gradients is not None:
+                raise TrainingError(
+                    f"step was called after {len(self._losses)} backward passes, none of which was the last one of a "
+                    f"step; `accumulation` is {self.accumulation}"
+                )
+            self._complete_gradients()
+        self._complete = True
+
+    def _again(self) -> Callable[[], Any]:
+        if self._last_call is None:  # by `train_step`
+            return super()._again()
+        args, kwargs = self._last_call
+        return lambda: self._forward.call(args, kwargs)
+
+
+def clip_limit(name: str, limit: float) -> float:
+    """What gradients are cut down to: torch would turn them around at a negative limit, and erase them at 0 or NaN."""
+    if not limit > 0.0:
+        raise TrainingError(f"{name}={limit!r}: gradients are clipped to a number above 0; leave the call out for none")
+    return float(limit)
+
+
+def prepare_manual(given: Preparation) -> ManualEngine:
+    """Make a model ready for a loop of the user's own."""
+    if given.config.strategy.layout.cp > 1:
+        raise ConfigError(
+            Problem(
+                "strategy.layout.cp",
+                "cuts each sequence, and only a step that sees the whole micro-batch can do that",
+                "Use `train_step`, or leave it out.",
+            )
+        )
+    return prepare_native(given, ManualEngine)
+
+
+# An engine for scripts that call backward whenever they like, and throw gradients away.
+
+
+class LoopEngine(ManualEngine):
+    """A manual engine for scripts that were written for DistributedDataParallel.
+
+    Such scripts may call backward several times before a step, each time complete; sum one loss over several
+    models; or forget about gradients. None of that costs anything where it is not done.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._kept: list[Tensor] = []
+        """Gradients of earlier complete backward passes of this step."""
+        self._usual_value = self.updater.clip_value
+
+    def begin_backward(self, *, last: bool) -> None:
+        """Expect gradients of one backward pass; `last`: complete ones, which a step may follow."""
+        if self._reduced and self._gradients is not None:
+            self._keep()
+        if self._gradients is not None:
+            self._gradients.before_backward(last=last)
+        self._reduced = last
+        self._complete = False
+        self.updater.forget_norm()
+
+    def end_backward(self, loss: Tensor) -> None:
+        """The backward pass is over."""
+        self._losses.append(loss)
+
+    def _keep(self) -> None:
+        """Lay the complete gradients aside, so that further ones can be summed over the ranks alone."""
+        self._finish_gradients()
+        self._kept = [grad.clone() for grad in self.views.gather_gradients()]
+        self.views.clear_gradients()
+        self._complete = False
+
+    def _complete_gradients(self) -> None:
+        super()._complete_gradients()
+        if self._kept:
+            foreach_add_(self.views.gather_gradients(), self._kept)
+            self._kept = []
+
+    def discard(self) -> None:
+        """Forget the gradients since the last step. Every rank must do it."""
+        if self._losses and self._gradients is not None:
+            self._gradients.before_backward(last=True)
+            self._gradients.finish()
+            self._wholes.renew()
+        self.views.clear_gradients()
+        self._kept, self._losses = [], []
+        self._reduced = self._complete = False
+        self.updater.forget_norm()
+
+    def clip_grad_value(self, value: float) -> None:
+        """Clip each element in the `step` that follows."""
+        self.updater.clip_value = clip_limit("clip_value", value)
+
+    def step(self) -> StepResult:
+        """Update the weights with the gradients of all backward passes since the last step."""
+        result = super().step()
+        self.updater.clip_value = self._usual_value
+        return result

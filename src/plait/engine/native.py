@@ -1,0 +1,506 @@
+"""The native engine: one optimizer step, on any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from plait.config import RunConfig
+from plait.distributed import Gradients, UnshardedParams, World, average_buffers, local_part
+from plait.engine import state
+from plait.engine.base import Evaluation, StepResult
+from plait.engine.forward import Forward, Say, Select
+from plait.engine.graphs import RecordedPasses, Recording
+from plait.engine.loss import LossFunction, LossNormalizer, StepLoss, WeightedLoss, read_loss
+from plait.engine.master_weights import MasterWeights
+from plait.engine.stepping import SteppingEngine, inputs_and_samples, unheard
+from plait.engine.update import Updater, refuse_unlike_gradients
+from plait.errors import ModelError, TrainingError
+from plait.optim import is_known, merged
+from plait.precision import EarlierScales, Policy
+from plait.spec import Entry, Phase
+from plait.torch_internals import tree_leaves
+
+if TYPE_CHECKING:
+    from plait.distributed import Bubble, Pipeline
+    from plait.engine.parallelize import StagedSteps
+
+# Which module first made a number that is not finite.
+
+
+class Culprit(NamedTuple):
+    """What a rank found. The smallest one of all ranks says most: outputs come before gradients."""
+
+    order: int
+    what: str
+
+    def __str__(self) -> str:
+        return self.what
+
+
+def find_culprit(
+    model: nn.Module, views: MasterWeights, forward_again: Callable[[], Any], norms: Tensor | None = None
+) -> Culprit:
+    """The first module whose output is not finite, or else the last parameter whose gradient is not.
+
+    Runs the forward pass once more under observation; with sharded parameters every rank must call it. `norms` are
+    those of the gradients, where these are gone.
+    """
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def check(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
+            if not found and not _finite(outputs):
+                found.append(name)
+
+        return check
+
+    hooks = [module.register_forward_hook(watch(name or "the model")) for name, module in model.named_modules()]
+    try:
+        with torch.no_grad():
+            forward_again()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if found:
+        return Culprit(0, f"the output of {found[0]}")
+    # The backward pass meets the last parameters first, so the last bad gradient is the first one made.
+    gradients = [views.gradient(index) for index in range(len(views.names))] if norms is None else list(norms.cpu())
+    bad = [name for name, gradient in zip(views.names, gradients, strict=True) if not _finite(gradient)]
+    if bad:
+        return Culprit(1, f"the gradient of {bad[-1]}")
+    return Culprit(2, "the loss, though every output and gradient is finite")
+
+
+def first_of(culprits: Sequence[Culprit]) -> str:
+    """What says most of what the ranks found, and where there are several, which of them found it."""
+    first = min(culprits)
+    ranks = [rank for rank, culprit in enumerate(culprits) if culprit == first]
+    if len(culprits) == 1:
+        return str(first)
+    if len(ranks) == len(culprits):
+        return f"{first} on every rank"
+    return f"{first} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _finite(value: Any) -> bool:
+    return all(
+        bool(torch.isfinite(local_part(leaf)).all())
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    )
+
+
+class Done(NamedTuple):
+    """A step that was taken, and what there is to explain it by."""
+
+    result: StepResult
+    step: int
+    again: Callable[[], Any]
+    """Repeats its last forward pass."""
+    norms: Tensor | None
+    """The norm of each gradient, where the gradients themselves will be gone."""
+
+
+class NativeEngine(SteppingEngine):
+    """Trains with plain PyTorch. What is spread how was decided in `prepare`; here it only runs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        config: RunConfig,
+        *,
+        policy: Policy,
+        gradients: Gradients | None,
+        views: MasterWeights,
+        updater: Updater,
+        loss_function: LossFunction | None,
+        accumulation: int,
+        compiled: Sequence[nn.Module],
+        cut: Callable[[Any], Any] | None = None,
+        staged: StagedSteps | None = None,
+        scales: EarlierScales | None = None,
+        recording: Recording | None = None,
+        select: Select | None = None,
+        say: Say,
+    ) -> None:
+        """`recording`: when both passes of a step are recorded and repeated; see `recorded`.
+
+        `select` picks what of a micro-batch the model gets; see `fields`.
+        """
+        self.model = model
+        self.world = world
+        self.config = config
+        self.steps = 0
+        self.accumulation = accumulation
+        self.views = views
+        self.updater = updater
+        self.skips = updater.skips
+        self._gradients = gradients
+        self._wholes = UnshardedParams(model)
+        self._loss_function = loss_function
+        self._staged = staged
+        self._scales = scales
+        # Ranks along `tp` compute the same losses; they are counted once. In a pipeline, the last stage has them.
+        self._counts = world.coordinate("tp") == 0 and (staged is None or staged.pipeline.has_last)
+        self._normalizer = LossNormalizer(world.everyone, world.device, counts=self._counts)
+        self._forward = Forward(
+            model,
+            world.device,
+            policy,
+            compiled=compiled,
+            cut=cut,
+            before=views.before_forward,
+            select=select,
+            say=say,
+        )
+        self._recorded: RecordedPasses | None = None
+        if recording is not None:
+            self._recorded = RecordedPasses(self._both_passes, model, gradients, world.device, recording, say)
+        self._say = say
+        self._compares = world.layout.tp > 1 and views.shows_gradients
+        """Whether gradients are still to be compared between the ranks that should have the same ones."""
+        self._last_batch: Any = None
+        self._under_way: Done | None = None
+        """The latest step, where its numbers have yet to come."""
+        self._peers = world.group("dp_replicate", "dp_shard", "ep", "cp")
+        """The ranks that see other data for the same parameters."""
+        self.on_phase: Callable[[Phase], None] = unheard
+        """Is told what this rank begins to do."""
+        parts = [model] if staged is None else [stage.module for stage in staged.pipeline.stages]
+        self._after_step: list[Any] = [part.after_step for part in parts if hasattr(part, "after_step")]
+        model.train()
+
+    # ---- one step
+
+    def train_step(self, micro_batches: Sequence[Any]) -> StepResult:
+        """One optimizer step over this rank's micro-batches."""
+        if not micro_batches:
+            raise TrainingError("train_step was called without micro-batches; every rank needs at least one")
+        if self._staged is not None:
+            self.on_phase(Phase.FORWARD)
+            self._train_staged(self._staged, micro_batches)
+            return self._finish_step()
+        if self._recorded is not None and len(micro_batches) == 1:
+            self._train_recorded(self._recorded, micro_batches[0])
+            return self._finish_step()
+        return super().train_step(micro_batches)
+
+    def _train_staged(self, staged: StagedSteps, micro_batches: Sequence[Any]) -> None:
+        self._last_batch = micro_batches[-1]
+        given = [inputs_and_samples(batch) for batch in micro_batches]
+        if len(given) < self.accumulation:  # the last step of an epoch may be short: the rest are fillers
+            given += [(given[0][0], 0)] * (staged.at_least(len(given)) - len(given))
+        ready = [self._forward.ready(inputs) for inputs, _ in given]
+        scaler = self.updater.scaler
+
+        def read(outputs: Any, index: int) -> WeightedLoss:
+            return self._read_loss(outputs, ready[index], given[index][1])
+
+        def scale(loss: Tensor) -> Tensor:
+            return loss if scaler is None else loss * scaler.scale
+
+        with self._forward.context():
+            staged.train(ready, [self._forward.of_model(each) for each in ready], read, self._normalizer, scale)
+
+    def _train_recorded(self, recorded: RecordedPasses, batch: Any) -> None:
+        self.on_phase(Phase.FORWARD)
+        self._last_batch = batch
+        inputs, samples = inputs_and_samples(batch)
+        scaler = self.updater.scaler
+        loss = recorded(self._forward.ready(inputs), samples, None if scaler is None else scaler.scale)
+        self._normalizer.add(loss, micro_batches=1)
+
+    def _both_passes(self, inputs: Any, samples: float, scale: Tensor | float | None) -> WeightedLoss:
+        """Forward and backward over the only micro-batch of one process, whose count is that of the step."""
+        loss = self._read_loss(self._forward(inputs), inputs, samples)
+        self._backward(loss.mean(), scale, last=True)
+        weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
+        return WeightedLoss(loss.value.detach(), weight, loss.is_mean)
+
+    def _forward_loss(self, batch: Any) -> WeightedLoss:
+        self.on_phase(Phase.FORWARD)
+        self._last_batch = batch
+        inputs, samples = inputs_and_samples(batch)
+        forward = self._forward
+        if not forward.plain:
+            inputs = forward.ready(inputs)
+        return self._read_loss(forward(inputs), inputs, samples)
+
+    def _read_loss(self, outputs: Any, inputs: Any, samples: float) -> WeightedLoss:
+        loss = read_loss(outputs, inputs, samples, self._loss_function)
+        if loss.is_mean and self.world.layout.cp > 1:
+            raise ModelError(
+                "the model returned a mean over its tokens, but each rank of strategy.layout.cp has another number of "
+                "them: return a LossTerm(sum, count)"
+            )
+        return loss
+
+    def _begin_backward(self, loss: Tensor, *, last: bool) -> None:
+        scaler = self.updater.scaler
+        self._backward(loss, None if scaler is None else scaler.scale, last=last)
+
+    def _backward(self, loss: Tensor, scale: Tensor | float | None, *, last: bool) -> None:
+        if self._gradients is not None:
+            self._gradients.before_backward(last=last)
+        self.on_phase(Phase.BACKWARD)
+        torch.autograd.backward(loss if scale is None else loss * scale)
+
+    def _finish_step(self) -> StepResult:
+        self._complete_gradients()
+        return self._update(self._normalizer.finish())
+
+    def _complete_gradients(self) -> None:
+        self.on_phase(Phase.REDUCE)
+        if self._gradients is not None:
+            self._gradients.finish()
+        if self._staged is not None:
+            self._staged.finish()
+        if self._compares:
+            self._compares = not refuse_unlike_gradients(self.views, self.world)
+
+    def _update(self, sums: StepLoss) -> StepResult:
+        self.on_phase(Phase.STEP)
+        result = self.updater.apply(sums, self.steps)
+        if self.updater.scaler is not None:  # whose numbers are here already: the scale depends on them
+            self._normalizer.learn(result.targets)
+        done = None
+        if result.late or result.skipped or self.skips.in_a_row:
+            done = Done(result, self.steps, self._again(), self.updater.norms)
+        if done is not None and not result.late:
+            self._look_at(done)
+        self.views.clear_gradients()
+        self._renew_wholes()
+        for after_step in self._after_step:
+            after_step(self._peers, updated=self.updater.updated)
+        if self._scales is not None:
+            self._scales.after_step(self._peers)
+        self.steps += 1
+        if result.late:  # the one before, now that the device has this one to do
+            self.settle()
+            self._under_way = done
+        self.on_phase(Phase.IDLE)
+        return result
+
+    def settle(self) -> None:
+        """Wait for the step under way, and report it if it was skipped. Every rank must do so."""
+        if self._under_way is not None:
+            done, self._under_way = self._under_way, None
+            self._look_at(done)
+
+    def _look_at(self, done: Done) -> None:
+        """Count a step that was skipped, and say so. [Note: one step behind]"""
+        if not done.result.skipped:
+            self.skips.in_a_row = 0
+            return
+        scaler = self.updater.scaler
+        if scaler is not None and not scaler.at_minimum:
+            return  # an overflow is part of the search for a scale, which ends by itself
+        culprits = self.world.gather(find_culprit(self.model, self.views, done.again, done.norms))
+        self._wholes.let_go()
+        seen = f"{first_of(culprits)}{self.whose(done.step)}"
+        self._say(f"step {done.step} skipped on every rank: not finite, first seen in {seen}")
+        scale = None if scaler is None else scaler.scale
+        self.skips.add(done.step, f"; first seen in {seen}", scale=scale)
+
+    def _again(self) -> Callable[[], Any]:
+        """What repeats the latest forward pass."""
+        batch = self._last_batch
+        return lambda: self._answer(self._forward.ready(inputs_and_samples(batch)[0]))
+
+    def _answer(self, ready: Any) -> Any:
+        """What the model says; in a pipeline, None on ranks without the last stage."""
+        if self._staged is None:
+            return self._forward(ready)
+        with self._forward.context():
+            return self._staged.answer(self._forward.of_model(ready))
+
+    def keep_wholes(self) -> None:
+        """Below stage 3: have whole weights between steps, too. Every rank must call it."""
+        self._wholes.keep()
+
+    def _renew_wholes(self) -> None:
+        if self._wholes.kept:
+            self.views.settle()
+        self._wholes.renew()
+
+    @contextmanager
+    def parts_shown(self) -> Iterator[None]:
+        """While this lasts, the model holds parts, even if somebody called it past the engine, as `generate` does."""
+        if not self._within_step:
+            self._wholes.let_go()
+        with self._wholes.hidden():
+            yield
+
+    @property
+    def _within_step(self) -> bool:
+        """Whether gradients are being collected: until they are, whole weights are to stay."""
+        return False
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Forward one micro-batch; returns its mean loss."""
+        if self._staged is not None:
+            raise TrainingError(
+                "engine(batch) cannot be used with strategy.layout.pp: a pipeline has several micro-batches under way; "
+                "call engine.train_step(micro_batches)"
+            )
+        if self._recorded is not None and self._recorded.asked_for:
+            raise TrainingError(
+                "engine(batch) cannot be used with strategy.graphs, which records forward and backward pass as one; "
+                "call engine.train_step(micro_batches)"
+            )
+        self._recorded = None  # this loop asks for passes one by one
+        return super().__call__(batch)
+
+    def agree_on_buffers(self) -> None:
+        """Average running statistics over the ranks; other buffers become rank 0's."""
+        if self._peers is not None:
+            average_buffers(self.model, self._peers, self.world.layout.replicas)
+
+    def evaluate_micro_batch(self, batch: Any) -> Evaluation:
+        """Forward one micro-batch without gradients, in evaluation mode."""
+        with self.weights_to_use():
+            return self._evaluate(batch)
+
+    def _evaluate(self, batch: Any) -> Evaluation:
+        inputs, samples = inputs_and_samples(batch)
+        inputs = self._forward.ready(inputs)
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                outputs = self._answer(inputs)
+                if not self._counts:
+                    return Evaluation(0.0, 0.0, None)
+                loss = self._read_loss(outputs, inputs, samples)
+                return Evaluation(float(loss.total()), float(loss.weight), outputs)
+        finally:
+            self.model.train(training)
+            self._wholes.let_go()
+
+    def bubble(self) -> Bubble | None:
+        """How idle the ranks of this rank's pipeline were; None where there is none."""
+        return None if self._staged is None else self._staged.pipeline.bubble()
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """This rank's part of a pipeline, where there is one."""
+        return None if self._staged is None else self._staged.pipeline
+
+    @property
+    def gradients(self) -> Gradients | None:
+        """What collects the gradients of a step; None where autograd's own are all there is."""
+        return self._gradients
+
+    # ---- state
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The logical state: `model.<name>`, `optim.<name>.<key>`."""
+        with self.parts_shown():
+            return state.collect(self.model, self.views, self.updater.optimizer)
+
+    def weight_behind(self, param: nn.Parameter) -> Tensor:
+        """What the logical state has of one parameter, which may itself be without memory, or be updated just now."""
+        return state.weight(self.views, param)
+
+    def state_entries(self) -> dict[str, Entry]:
+        """The same for whoever saves or loads it: what is in another form while it trains stays in that."""
+        with self.parts_shown():
+            return state.collect_entries(self.model, self.views, self.updater.optimizer)
+
+    def allocate_optimizer_state(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        """Make room for the optimizer state that a checkpoint is about to fill."""
+        state.allocate(self.views, self.updater.optimizer, shapes)
+
+    def state_loaded(self) -> None:
+        """Bring the model up to date with freshly loaded weights."""
+        self.views.publish()
+        self.views.publish_frozen()
+        self._renew_wholes()
+
+    def state(self) -> dict[str, Any]:
+        """The state that is numbers, not tensors. Every rank must ask."""
+        self.settle()
+        scaler = self.updater.scaler
+        found: dict[str, Any] = {
+            "steps": self.steps,
+            **self.skips.state(),
+            "scaler": None if scaler is None else scaler.state(),
+        }
+        if numbers := merged(self._numbers(), type(self.updater.optimizer).__name__):
+            found["optimizer"] = numbers
+        if scaler is not None or self._scales is not None:  # how large gradients are depends on it
+            found["divisor"] = self._normalizer.divisor
+        return found if self._scales is None else {**found, "fp8": {"peaks": self._peaks(self._scales)}}
+
+    def _numbers(self) -> list[dict[str, Any] | None]:
+        """What the optimizer of each rank keeps besides tensors."""
+        if is_known(self.updater.optimizer):
+            return []
+        mine = self.updater.numbers.state(self._updated())
+        return self.world.gather(mine)
+
+    def _updated(self) -> list[tuple[str, Tensor]]:
+        """What this rank's optimizer updates, by name."""
+        pairs = zip(self.views.names, self.views.updated, strict=True)
+        return [(name, tensor) for name, tensor in pairs if tensor is not None]
+
+    @contextmanager
+    def weights_to_use(self) -> Iterator[None]:
+        """While this lasts, the model has the weights to evaluate, save and generate with."""
+        self.settle()
+        with self.updater.weights_to_use() as changed:
+            if changed:
+                self._renew_wholes()
+            yield
+        if changed:
+            self._renew_wholes()
+
+    def _peaks(self, scales: EarlierScales) -> dict[str, Any]:
+        """What scales of 8-bit numbers are made from, of the whole model."""
+        parts = [scales.state()] if self.world.layout.pp == 1 else self.world.gather(scales.state())
+        return {name: numbers for part in parts for name, numbers in part.items()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+        self._under_way = None
+        self.steps = int(state["steps"])
+        self.skips.restore(state)
+        if self.updater.scaler is not None and state["scaler"] is not None:
+            self.updater.scaler.restore(state["scaler"])
+        self._normalizer.learn(state.get("divisor") or 0.0)
+        if state.get("optimizer") is not None:
+            self.updater.numbers.restore(state["optimizer"], self._updated())
+            self.updater.train()
+            self._renew_wholes()
+        if self._scales is not None:
+            self._scales.restore((state.get("fp8") or {"peaks": {}})["peaks"])
+
+    def parameter_count(self) -> tuple[int, int]:
+        """How many numbers the whole model has, and how many of them are trained."""
+        sizes = {name: (param.numel(), param.requires_grad) for name, param in self.model.named_parameters()}
+        if self.world.layout.pp > 1:
+            sizes = {name: entry for part in self.world.gather(sizes) for name, entry in part.items()}
+        return sum(size for size, _ in sizes.values()), sum(size for size, trained in sizes.values() if trained)
+
+    def frozen(self) -> frozenset[str]:
+        """Names of the parameters that are not trained."""
+        return frozenset(name for name, _ in self.model.named_parameters()) - frozenset(self.views.names)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights that the optimizer updates, this rank's part of each, as plain tensors."""
+        return {name: self.views.local(index).detach() for index, name in enumerate(self.views.names)}
+
+    def as_whole(self, name: str, part: Tensor) -> Tensor:
+        """A tensor shaped like this rank's part of a weight, as the logical whole."""
+        return self.views.logical(self.views.names.index(name), part)
+
+    def weights_changed(self) -> None:
+        """Bring the model up to date with `weights`."""
+        self.views.publish()
+        self._renew_wholes()

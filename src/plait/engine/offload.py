@@ -1,0 +1,389 @@
+"""How the weights of a model are taken away from its device while it is being made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.config import RunConfig
+from plait.distributed import (
+    CopyStreams,
+    GradientBuckets,
+    Gradients,
+    Home,
+    ParamLimits,
+    ParamStream,
+    StreamedGradients,
+    WrapUnit,
+    as_one,
+    gathering_stream,
+    is_sharded,
+    listen_to_shards,
+    local_part,
+    part_of,
+    same_kind,
+    settled_part,
+)
+from plait.engine.master_weights import MasterWeights, make_buckets, trainable
+from plait.engine.preparation import Preparation
+from plait.engine.update import Updater
+from plait.errors import ConfigError, Problem
+from plait.kernels import link_gbps
+from plait.launch import cpu_count
+from plait.optim import (
+    MakeState,
+    Offload,
+    OffloadOptions,
+    check_space,
+    norm_of,
+    numbers_in_a_bucket,
+    state_bytes,
+    updates_on_device,
+)
+
+# Weights whose update is computed away from the device: what the optimizer sees of them, and who decides a step.
+
+
+class OffloadedParams(MasterWeights):
+    """The optimizer sees tensors in host memory or in files, one for this rank's part of each parameter.
+
+    Gradients come as they are made (`StreamedGradients`), from buckets that sum them over ranks, or, where neither is
+    given, from the parameters once they are complete.
+    """
+
+    shows_gradients = False
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: Sequence[nn.Parameter],
+        store: Offload,
+        frozen: Mapping[nn.Parameter, Tensor],
+        *,
+        streamed: bool,
+        buckets: GradientBuckets | None,
+    ) -> None:
+        self.store = store
+        self.frozen = frozen
+        self._streamed = streamed
+        self.buckets = buckets
+        self._gathered = False
+        super().__init__(names, params)
+
+    def _make_tensors(self) -> list[nn.Parameter]:
+        return self.store.masters
+
+    def gather_gradients(self) -> list[Tensor]:
+        """See that all gradients are on their way; they are not for others to touch, so none is returned."""
+        if not self._streamed and not self._gathered:
+            with torch.no_grad():
+                for index, param in enumerate(self.params):
+                    self.store.outbox.take(index, self._gradient_now(index, param))
+        self._gathered = True
+        return []
+
+    def _gradient_now(self, index: int, param: nn.Parameter) -> Tensor:
+        if self.buckets is not None:
+            return self.buckets.view_of(index)
+        return local_part(torch.zeros_like(param)) if param.grad is None else settled_part(param.grad, param)
+
+    @property
+    def in_buckets(self) -> bool:
+        """Only where parameters are replicated."""
+        return self.buckets is not None
+
+    def gradient_of(self, name: str) -> Tensor:
+        """This rank's part of a gradient, where it is collected."""
+        assert self.buckets is not None
+        return self.buckets.view_of(self.names.index(name))
+
+    def gradient(self, index: int) -> Tensor | None:
+        """The gradient of this step, while there is one."""
+        return self.store.outbox.of(index)
+
+    def clear_gradients(self) -> None:
+        """Forget those of a step that was skipped; an update has taken the others."""
+        super().clear_gradients()
+        self.store.outbox.drop()
+        self._gathered = False
+
+    def norms(self) -> list[Tensor]:
+        """The norm of each gradient."""
+        return self.store.outbox.norms()
+
+    def publish(self) -> None:
+        """Bring the model up to date with the masters, which somebody has set."""
+        self.store.publish()
+
+    def settle(self) -> None:
+        """Wait for the update under way."""
+        self.store.settle()
+
+    def publish_frozen(self) -> None:
+        """Bring the model up to date with what does not train, wherever its weights live."""
+        stream = self.store.stream
+        with torch.no_grad():
+            for param, whole in self.frozen.items():
+                place = None if stream is None else stream.place_of(param)
+                if place is None or stream is None:
+                    local_part(param).copy_(local_part(whole))
+                else:
+                    stream.put(place, local_part(whole).to(param.dtype))
+
+    def local(self, index: int) -> Tensor:
+        """This rank's part of one tensor; one in a file as memory of the file."""
+        return self.store.weight(index)
+
+    def revealed(self) -> AbstractContextManager[None]:
+        """Masters and states are ordinary tensors meanwhile."""
+        return self.store.revealed()
+
+    def make_room(self, wanted: Mapping[int, Mapping[str, MakeState]]) -> frozenset[int]:
+        """Files for the states that a checkpoint is about to fill; returns whose that are."""
+        self.store.make_room(wanted)
+        return frozenset(index for index in wanted if self.store.in_files(index))
+
+
+class OffloadedUpdater(Updater):
+    """Decides as every updater does, and lets the update go on while training does."""
+
+    _views: OffloadedParams
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stays_on_device = False  # the host must know the norm to begin
+
+    def _norm(self, grads: list[Tensor]) -> float:
+        return norm_of(self._views.norms(), self._views.norm_group, self._views.norm_weights)
+
+    def _apply(self, grads: list[Tensor], norm: float, factor: float) -> None:
+        self._views.store.begin(self._clipped(norm, factor), self.clip_value)
+
+
+class Offloading:
+    """Takes the weights of a model away from the device while it is being made."""
+
+    def __init__(self, given: Preparation) -> None:
+        config, world, policy = given.config, given.world, given.policy
+        if config.strategy.offload.ratio == "auto":
+            message = "`auto` is resolved by `plait train` before the ranks start, and this run is not"
+            remedy = "Start it with `plait train`, or write the number that `plait.plan.shares.with_ratio` finds."
+            raise ConfigError(Problem("strategy.offload.ratio", message, remedy))
+        self._given = given
+        self._config = config
+        self._world = world
+        self._say = given.say
+        self.rounds = policy.mixed and policy.master
+        """Whether the model computes with weights in a smaller format."""
+        self._policy = policy
+        self._wholes: dict[str, Tensor] = {}
+        self._kept: dict[nn.Parameter, Tensor] = {}
+        self._index_of: dict[nn.Parameter, int] = {}
+        self.store: Offload | None = None
+        self._lanes = CopyStreams(world.device, fake=world.fake)
+        self._stream = _param_stream(config, self._lanes)
+        self.take_params = None if self._stream is None else self._stream.take
+        """What takes the weights of a unit away, where they do not live on the device."""
+
+    def set_aside(self, part: nn.Module) -> None:
+        """Remember the values of a model that came with them, before they are rounded or taken away."""
+        if self.rounds or self._stream is not None:
+            self._wholes |= {name: param.data for name, param in part.named_parameters() if not param.is_meta}
+
+    def take_aside(self, part: nn.Module) -> None:
+        """Keep what was set aside, now that each rank has its part of the parameters."""
+        if self._stream is not None and self._wholes:
+            for module in [module for module in part.modules() if hasattr(module, "unshard")]:
+                self._stream.take(module)
+        for name, param in part.named_parameters():
+            if name in self._wholes:
+                whole = self._wholes.pop(name)
+                # Of layers that were spread before, each rank has set a part aside, and sharding has cut it again.
+                self.keep(param, whole.full_tensor() if is_sharded(whole) else whole)
+
+    def keep(self, param: nn.Parameter, whole: Tensor) -> bool:
+        """Take the fp32 values of a parameter, and keep this rank's part; see `materialize.Keep`.
+
+        Returns whether the parameter itself can do without them.
+        """
+        place = None if self._stream is None else self._stream.place_of(param)
+        with torch.no_grad():
+            part = part_of(param, whole)
+            index = self._index_of.get(param)
+            if index is not None:
+                assert self.store is not None
+                self.store.keep(index, part)
+            elif self.rounds or place is not None:
+                self._kept[param] = part.to("cpu", copy=True)
+            if place is not None and not param.requires_grad:
+                assert self._stream is not None
+                self._stream.put(place, part.to("cpu", param.dtype))
+        return place is not None
+
+    def open(self, model: nn.Module, units: Sequence[Sequence[WrapUnit]]) -> None:
+        """Make the places for the trained weights of a model; whatever was kept before moves there."""
+        names, params = trainable(model)
+        offload = self._config.strategy.offload
+        with torch.no_grad():
+            parts = [local_part(param.detach()) for param in params]
+        sizes = [part.numel() for part in parts]
+        dtypes = [self._master_dtype(part) for part in parts]
+        folder = offload_folder(self._config) if offload.uses_files else None
+        if not self._world.fake:
+            warning = check_space(self._config, self._world, sizes, folder)
+            if warning and self._world.is_main:
+                self._say(warning)
+        limit = numbers_in_a_bucket(self._config, sizes, names)
+        home: Home = "nvme" if offload.optimizer == "nvme" else "cpu"
+        options = OffloadOptions(
+            home,
+            limit,
+            ratio=offload.share,
+            host_ratio=offload.host_ratio,
+            state_bytes=state_bytes(self._config),
+            delayed=offload.delayed,
+            on_device=self._on_device(),
+            folder=folder,
+        )
+        order = _order(params, [unit for each in units for unit in each])
+        self.store = Offload(
+            params, dtypes, order=order, lanes=self._lanes, options=options, stream=self._stream, say=self._say
+        )
+        self._index_of = {param: index for index, param in enumerate(params)}
+        for param in params:
+            if param in self._kept:
+                self.store.keep(self._index_of[param], self._kept.pop(param))
+
+    def _on_device(self) -> bool:
+        """Whether the device computes the update; all ranks must do the same, for some may hold the same weights."""
+        world = self._world
+        mine = updates_on_device(
+            self._config,
+            world.device.type,
+            cores=cpu_count() / world.ranks.local_size,
+            link_gbps=lambda: float("inf") if world.fake else link_gbps(world.device),
+        )
+        return mine if world.fake else not world.any(not mine)
+
+    def _master_dtype(self, part: Tensor) -> torch.dtype:
+        return torch.float32 if self.rounds and part.dtype == self._policy.compute else part.dtype
+
+    def views(
+        self,
+        model: nn.Module,
+        parts: Sequence[nn.Module],
+        units: Sequence[Sequence[WrapUnit]],
+        collectors: Sequence[Gradients],
+        compiled: Sequence[nn.Module],
+    ) -> tuple[Gradients | None, OffloadedParams]:
+        """What collects gradients, and what the optimizer sees. The weights have their values by now.
+
+        `parts` are the pipeline stages that `model` is joined from, or the model alone; `collectors` are those of
+        sharded parts.
+        """
+        store = self.store
+        assert store is not None
+        names, params = trainable(model)
+        buckets = None if collectors else self._buckets(params)
+        with torch.no_grad():
+            for index, param in enumerate(params):
+                if not self.rounds and (self._stream is None or self._stream.place_of(param) is None):
+                    store.keep(index, local_part(param.detach()))  # the parameters themselves have the values
+            if self._stream is not None:
+                store.publish()
+            frozen = {param: same_kind(part, param) for param, part in self._kept.items() if not param.requires_grad}
+        self._kept = {}
+        inner: Gradients | None = as_one(collectors) if collectors else buckets
+        # In a pipeline, stages that share a weight add up its gradients first, and look for them in the parameters.
+        streamed = buckets is None and self._world.layout.pp == 1
+        views = OffloadedParams(names, params, store, frozen, streamed=streamed, buckets=buckets)
+        if compiled or self._config.strategy.forward_prefetch:
+            views.before_forward = store.settle  # inside compiled code, or of units gathered ahead, nobody can wait
+        else:
+            for part, mine in zip(parts, units, strict=True):
+                self._wait_by_unit(part, mine, params)
+        if not streamed:
+            return inner if buckets is None else Settled(buckets, store), views
+        collector = StreamedGradients(store.outbox, self._sum_dtype, inner)
+        if inner is None:
+            collector.listen(params)
+        else:
+            listen_to_shards(model, {id(param): index for index, param in enumerate(params)}, collector.receive)
+        return collector, views
+
+    def _buckets(self, params: list[nn.Parameter]) -> GradientBuckets | None:
+        """What sums gradients over replicas, and over stages that share a weight; None where nothing is summed."""
+        layout = self._world.layout
+        if layout.replicas == 1 and layout.pp == 1:
+            return None
+        return make_buckets(self._given, params)
+
+    def _sum_dtype(self, tensor: Tensor) -> torch.dtype:
+        return self._policy.reduce if tensor.dtype == self._policy.compute else tensor.dtype
+
+    def _wait_by_unit(self, part: nn.Module, units: Sequence[WrapUnit], params: Sequence[nn.Parameter]) -> None:
+        """Let the forward pass wait for the weights of each unit when it comes to the unit."""
+        index_of = {id(param): index for index, param in enumerate(params)}
+        inside: set[int] = set()
+        for unit in units:
+            mine = {index_of[id(param)] for param in unit.module.parameters() if id(param) in index_of}
+            inside |= mine
+            self._wait_before(unit.module, mine)
+        of_part = {index_of[id(param)] for param in part.parameters() if id(param) in index_of}
+        self._wait_before(part, of_part - inside)
+
+    def _wait_before(self, module: nn.Module, indices: set[int]) -> None:
+        store = self.store
+        assert store is not None
+        buckets = [bucket for bucket in store.buckets if indices.intersection(bucket.span.indices)]
+
+        def wait(_module: nn.Module, _inputs: object) -> None:
+            store.wait_for(buckets, gathering_stream(module))
+
+        module.register_forward_pre_hook(wait, prepend=True)
+
+
+class Settled:
+    """Buckets of gradients that an update may still be reading when the next backward pass wants to fill them.
+
+    So that pass waits for the update first.
+    """
+
+    def __init__(self, buckets: GradientBuckets, store: Offload) -> None:
+        self._buckets = buckets
+        self._store = store
+
+    def before_backward(self, *, last: bool) -> None:
+        """Prepare for one micro-batch. Its forward pass is over: the weights must stay what they were in it."""
+        self._store.finish()
+        self._buckets.before_backward(last=last)
+
+    def finish(self) -> None:
+        """Complete the step's gradients."""
+        self._buckets.finish()
+
+
+def _param_stream(config: RunConfig, lanes: CopyStreams) -> ParamStream | None:
+    offload = config.strategy.offload
+    if offload.params == "none":
+        return None
+    limits = ParamLimits(offload.prefetch_params, offload.live_params, offload.persistent_params)
+    folder = offload_folder(config) if offload.params == "nvme" else None
+    return ParamStream(lanes, limits, folder)
+
+
+def offload_folder(config: RunConfig) -> Path:
+    """Where files of this run lie."""
+    path = config.strategy.offload.path
+    return Path(config.work_dir) / "offload" if path is None else Path(path)
+
+
+def _order(params: Sequence[nn.Parameter], units: Sequence[WrapUnit]) -> list[int]:
+    """The order in which the forward pass wants them: those of no unit first, since all of it may use them."""
+    unit_of = {id(param): number for number, unit in enumerate(units) for param in unit.module.parameters()}
+    return sorted(range(len(params)), key=lambda index: (unit_of.get(id(params[index]), -1), index))

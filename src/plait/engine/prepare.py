@@ -1,0 +1,466 @@
+"""All techniques on one page, in the order in which they must be applied.
+
+build on meta → pipeline stages → tensor and sequence → context → experts → recompute → compile → shard or
+replicate → give values → optimizer
+
+`docs/architecture.md` says why in this order; the numbers below are those of its list.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from plait.config import OptimPart, check_graphs, may_record
+from plait.distributed import (
+    Attributes,
+    Gradients,
+    Initializer,
+    World,
+    WrapUnit,
+    as_one,
+    attributes_of,
+    compile,
+    find_wrap_units,
+    give_attributes,
+    is_sharded,
+    make_deterministic,
+    materialize,
+    offload_activations,
+    recompute,
+    seed_everything,
+    tile_sequence,
+    train_without_caches,
+)
+from plait.engine.construction import (
+    build_module,
+    cast_parameters,
+    load_pretrained_into,
+    use_fp8,
+    use_fp8_at_the_head,
+    use_kernels,
+    use_recipe,
+    warn_of_smaller_range,
+)
+from plait.engine.forward import Select, select_inputs
+from plait.engine.graphs import Recording
+from plait.engine.master_weights import MasterWeights, ShardedParams, replicate, trainable
+from plait.engine.native import NativeEngine
+from plait.engine.offload import OffloadedParams, OffloadedUpdater, Offloading
+from plait.engine.parallelize import (
+    Cut,
+    Stages,
+    carry_attributes,
+    joined,
+    rebound,
+    refuse_exchange,
+    refuse_hooks,
+    shard_part,
+    split_stages,
+    spread_axes,
+    staged_steps,
+)
+from plait.engine.preparation import Preparation
+from plait.engine.recompute_budget import WholeModel, choose_ways, count_whole, gradients_come_late
+from plait.engine.update import Updater, weigh_norms
+from plait.errors import ConfigError, ModelError, Problem
+from plait.kernels import choose_attention
+from plait.optim import (
+    GroupSpec,
+    OnePassAdam,
+    OptimizerGroup,
+    OptimizerNeeds,
+    OwnRates,
+    Schedule,
+    Sees,
+    WrappedOptimizer,
+    base_rate,
+    build_optimizer,
+    examine_optimizer,
+    is_known,
+    make_part,
+    split_groups,
+    twins_of,
+    what_it_sees,
+)
+from plait.precision import Fp8Linear, LossScaler, scale_by_earlier_steps
+
+
+@dataclass(frozen=True, slots=True)
+class StageModel:
+    """The model, or one of the pipeline stages of it that this rank holds."""
+
+    module: nn.Module
+    units: list[WrapUnit] = field(default_factory=list)
+    """The submodules that are handled as one (step 4)."""
+    experts: list[nn.Module] = field(default_factory=list)
+    """The modules that hold experts (step 3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """How far a model has come. Each step of `prepare_native` takes one, and returns the next."""
+
+    given: Preparation
+    whole_steps: bool
+    """Whether the engine trains whole steps; other loops may look at gradients, and sum as many as they like."""
+
+    # ---- from step 1 on
+    module: nn.Module
+    """The whole model; in a pipeline, reduced to the last stage (step 2), and then this rank's stages (step 8)."""
+    initializer: Initializer | None
+    """What gives the model its values; None where it has them already."""
+    attributes: Attributes
+    """What an author put on parameters."""
+    adopted: WrappedOptimizer | None
+    """The user's own optimizer."""
+    specs: Sequence[GroupSpec]
+    """The parameter groups, by name."""
+    skeleton: nn.Module
+    """The whole model, whose names and shapes a folder of pretrained weights is compared with."""
+    counted: WholeModel | None
+    """What the whole model keeps for its backward pass, where `recompute: auto` needs to know."""
+    select: Select | None
+    """What picks the model's fields of a micro-batch."""
+
+    # ---- from step 2, 3 and 4 on
+    stages: Stages = ()
+    parts: tuple[StageModel, ...] = ()
+    cut: Cut | None = None
+    """What cuts a micro-batch for this rank of `cp`."""
+    fp8_layers: Mapping[str, Fp8Linear] = field(default_factory=dict)
+
+    # ---- from step 6, 7 and 9 on
+    compiled: Sequence[nn.Module] = ()
+    offloading: Offloading | None = None
+    collectors: Sequence[Gradients] = ()
+    """What collects the gradients of each sharded part."""
+    gradients: Gradients | None = None
+
+    @property
+    def sees(self) -> Sees:
+        """What the optimizer is given of each parameter."""
+        return what_it_sees(self.given.config.optim) if self.adopted is None else self.adopted.sees
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether the optimizer may be given a part of each parameter."""
+        return self.sees == "parts"
+
+    @property
+    def leaves(self) -> bool:
+        """Whether gradients may stay what one backward pass made them."""
+        return self.whole_steps and self.adopted is None and self.given.accumulation == 1 and not self.stages
+
+    @property
+    def units(self) -> list[list[WrapUnit]]:
+        """Those of each part."""
+        return [part.units for part in self.parts]
+
+
+AnyEngine = TypeVar("AnyEngine", bound=NativeEngine)
+
+
+@overload
+def prepare_native(given: Preparation) -> NativeEngine: ...
+@overload
+def prepare_native(given: Preparation, engine: type[AnyEngine]) -> AnyEngine: ...
+def prepare_native(given: Preparation, engine: type[NativeEngine] = NativeEngine) -> NativeEngine:
+    """Make a model ready to train with plain PyTorch, by an engine of this class."""
+    model = _build(given, whole_steps=engine is NativeEngine)  # 1
+    model = _split_into_stages(model)  # 2
+    model = _spread(model)  # 3
+    model = _find_units(model)  # 4
+    model = _recompute(model)  # 5
+    model = _compile(model)  # 6
+    model = _shard_and_give_values(model)  # 7, 8
+    model, views = _make_views(model)  # 9
+    return _finish(model, views, engine)  # 10
+
+
+def _build(given: Preparation, *, whole_steps: bool) -> Assembly:
+    """1. Build the model, on the meta device where that can be."""
+    config, world, policy = given.config, given.world, given.policy
+    check_graphs(config, ranks=world.size, accumulation=given.accumulation, whole_steps=whole_steps)
+    if config.deterministic:
+        make_deterministic()
+    torch.set_float32_matmul_precision("high" if policy.tf32 else "highest")
+    choose_attention(config.strategy.attention, given.device)
+    module, initializer = build_module(config, given.model, say=given.say)
+    refuse_hooks(given, module, whole_steps=whole_steps)
+    refuse_exchange(given, module)
+    select = select_inputs(module, config.model_inputs, has_loss=given.loss_function is not None)
+    if select is not None and given.example is not None:
+        given = replace(given, example=select(given.example))
+    attributes = attributes_of(module)
+    warn_of_smaller_range(given, module)
+    if initializer is None and world.everyone is not None:
+        materialize.copy_from_main(module, world.everyone, given.device)
+    adopted = _adopt(given, module)
+    # Of the whole model: a pattern may fit what only other ranks will hold.
+    specs = split_groups(module, config.optim) if adopted is None else adopted.specs
+    skeleton = copy.deepcopy(module) if world.layout.pp > 1 and initializer is not None else module
+    use_fp8_at_the_head(module, config)  # of the whole model: one stage of several has it
+    counted = count_whole(given, module)
+    return Assembly(given, whole_steps, module, initializer, attributes, adopted, specs, skeleton, counted, select)
+
+
+def _split_into_stages(model: Assembly) -> Assembly:
+    """2. In a pipeline, keep this rank's stages; everything below is done to each as if it were a model."""
+    stages = split_stages(model.given, model.module)
+    modules = [stage.module for stage in stages] or [model.module]
+    return replace(model, stages=stages, parts=tuple(StageModel(module) for module in modules))
+
+
+def _spread(model: Assembly) -> Assembly:
+    """3. Spread layers, sequences and experts over ranks."""
+    found = [spread_axes(model.given, part.module, stage=bool(model.stages)) for part in model.parts]
+    parts = [replace(part, experts=experts) for part, (_, experts) in zip(model.parts, found, strict=True)]
+    return replace(model, parts=tuple(parts), cut=found[0][0])
+
+
+def _find_units(model: Assembly) -> Assembly:
+    """4. Find what is handled as one, and exchange layers for faster ones."""
+    given, fp8_layers = model.given, dict[str, Fp8Linear]()
+    parts = [replace(part, units=find_wrap_units(part.module, given.config.strategy.wrap)) for part in model.parts]
+    for part in parts:
+        fp8_layers |= use_fp8(given, part.module, part.units)
+        use_recipe(given, part.module, part.units)
+        use_kernels(given, part.module)
+    return replace(model, parts=tuple(parts), fp8_layers=fp8_layers)
+
+
+def _recompute(model: Assembly) -> Assembly:
+    """5. Tiles, recompute, offload of activations: each replaces the `forward` of layers or units."""
+    given, strategy = model.given, model.given.config.strategy
+    late = model.leaves and not given.sharded and gradients_come_late(given)
+    modules = [part.module for part in model.parts]
+    ways = choose_ways(given, modules, model.units, late=late, whole=model.counted)
+    for part, chosen in zip(model.parts, ways, strict=True):
+        tile_sequence(part.module, strategy.tiles)
+        if recompute.apply_recompute(part.units, strategy.recompute, ways=chosen):
+            train_without_caches(part.module)
+        # Around recomputing, whose inputs travel.
+        offload_activations(part.units, strategy.offload.activations, given.device)
+    return model
+
+
+def _compile(model: Assembly) -> Assembly:
+    """6. Compile, in place."""
+    given, settings = model.given, model.given.config.strategy.compile
+    if not settings.enabled:
+        return model
+    compiled: list[nn.Module] = []
+    for part in model.parts:
+        reason = compile.why_not(settings, given.device)
+        if reason is not None:
+            given.say(f"strategy.compile is on, but {reason}: training goes on without it")
+            continue
+        own = settings
+        if own.scope == "auto" and part.units and given.config.precision.fp8.recipe != "none":
+            # A whole model of written-out roundings takes minutes to compile; equal blocks are compiled once.
+            own = own.model_copy(update={"scope": "block"})
+        sharded = given.sharded or bool(model.stages)
+        compiled += compile.compile_wrapped_modules(part.module, part.units, own, sharded=sharded)
+    return replace(model, compiled=compiled)
+
+
+def _shard_and_give_values(model: Assembly) -> Assembly:
+    """7. Cast and shard; 8. give storage and values. Part by part, so that no more than one is whole at a time."""
+    given, initializer, attributes = model.given, model.initializer, model.attributes
+    config, policy, device = given.config, given.policy, given.device
+    collectors: list[Gradients] = []
+    away = _offloading(model)
+    keep = None if away is None else away.keep
+    for part in model.parts:
+        module = part.module
+        if away is not None and initializer is None:
+            away.set_aside(module)
+        if not policy.master or (away is not None and away.rounds):
+            cast_parameters(module, policy.compute)
+        if given.sharded:
+            collectors.append(shard_part(given, module, part.units, part.experts))
+            carry_attributes(module, attributes)
+        if initializer is None:
+            module.to(device)
+        else:
+            materialize.give_storage(module, device, then=None if away is None else away.take_params)
+        give_attributes(module, attributes)
+        if away is not None:
+            away.take_aside(module)
+            if len(model.parts) == 1:  # else parts may come to share parameters yet
+                away.open(module, model.units)
+        if initializer is not None:
+            materialize.initialize(module, rebound(initializer, module), seed=config.seed, device=device, keep=keep)
+    modules = [part.module for part in model.parts]
+    whole = modules[0] if len(modules) == 1 else joined(modules, sharded=given.sharded)
+    if away is not None and len(modules) > 1:
+        away.open(whole, model.units)
+    if given.model is None:
+        load_pretrained_into(given, model.skeleton, whole, keep=keep)
+    if model.stages and hasattr(model.skeleton, "flops_per_token"):
+        whole.flops_per_token = model.skeleton.flops_per_token  # of the model, not of a stage
+    return replace(model, module=whole, offloading=away, collectors=collectors)
+
+
+def _make_views(model: Assembly) -> tuple[Assembly, MasterWeights]:
+    """9. Views: what the optimizer sees. Replicated parameters get their gradient buckets."""
+    given, away, collectors = model.given, model.offloading, model.collectors
+    views: MasterWeights
+    gradients: Gradients | None
+    if away is not None:
+        modules = [part.module for part in model.parts]
+        gradients, views = away.views(model.module, modules, model.units, collectors, model.compiled)
+    elif given.sharded:
+        gradients, views = as_one(collectors), ShardedParams(*trainable(model.module), elementwise=model.elementwise)
+    else:
+        gradients, views = replicate(given, model.module, elementwise=model.elementwise, leaves=model.leaves)
+    if model.sees == "wholes":
+        views.share_out()
+    return replace(model, gradients=gradients), views
+
+
+def _finish(model: Assembly, views: MasterWeights, engine: type[NativeEngine]) -> NativeEngine:
+    """10. Optimizer, schedule and scaler, over the tensors as they finally are; and the engine that has them."""
+    given, config, world = model.given, model.given.config, model.given.world
+    staged = staged_steps(given, model.stages, model.collectors, views) if model.stages else None
+    weigh_norms(views, world, model.stages)
+    with views.in_place():
+        optimizer = _optimizer(model, views)
+    _try_out(model, optimizer, views)
+    seed_everything(config.seed, world.rank // world.layout.tp)  # those along `tp` must drop the same elements
+    if isinstance(views, OffloadedParams):
+        views.store.attach(optimizer)
+    updater = (Updater if model.offloading is None else OffloadedUpdater)(
+        views,
+        optimizer,
+        _schedule(model, optimizer),
+        scaler=LossScaler(config.precision.scaler) if given.policy.compute == torch.float16 else None,
+        config=config.train,
+        device=given.device,
+        planned=world.fake,
+    )
+    return engine(
+        model.module,
+        world,
+        config,
+        policy=given.policy,
+        gradients=model.gradients,
+        views=views,
+        updater=updater,
+        loss_function=given.loss_function,
+        accumulation=given.accumulation,
+        compiled=model.compiled,
+        cut=model.cut,
+        staged=staged,
+        scales=scale_by_earlier_steps(model.fp8_layers, config.precision.fp8, given.device),
+        recording=_recording(model),
+        select=model.select,
+        say=given.say,
+    )
+
+
+def _made_already(config: OptimPart, world: World) -> Optimizer:
+    """The optimizer that a script made over the parameters of the model that it gives."""
+    for key in ("lr", "weight_decay", "no_decay", *config.arguments):
+        if key in config.model_fields_set or key in config.arguments:
+            message = f"a {type(config.given).__name__} that is made already takes no arguments"
+            raise ConfigError(Problem(f"optim.{key}", message, "Give them where it is made."))
+    if world.fake:
+        message = f"a {type(config.given).__name__} that is made already is over real parameters, and a plan has none"
+        raise ConfigError(Problem("optim", message, "Give its class, or a function that makes it from parameters."))
+    made: Optimizer = config.given
+    return made
+
+
+def _adopt(given: Preparation, module: nn.Module) -> WrappedOptimizer | None:
+    source = given.optimizer
+    if source is None and isinstance(given.config.optim, OptimPart) and isinstance(given.config.optim.given, Optimizer):
+        source = _made_already(given.config.optim, given.world)
+    if source is None:
+        return None
+    adopted = WrappedOptimizer(source, module)
+    left_out = frozenset(adopted.left_out(module))
+    if left_out:
+        names = f"{min(left_out)}, …"
+        given.say(f"{len(left_out)} trainable parameters are not in the optimizer and stay as they are: {names}")
+        for name, param in module.named_parameters():
+            if name in left_out:
+                param.requires_grad_(False)
+    return adopted
+
+
+def _optimizer(model: Assembly, views: MasterWeights) -> Optimizer:
+    """The optimizer over the views: the user's own where one was given, else as `config.optim` says."""
+    config = model.given.config
+    by_name = {name: tensor for name, tensor in zip(views.names, views.updated, strict=True) if tensor is not None}
+    if model.adopted is not None:
+        return model.adopted.onto(by_name)
+    groups = [
+        OptimizerGroup(names, [by_name[name] for name in names], spec.options)
+        for spec in model.specs
+        if (names := tuple(name for name in spec.names if name in by_name)) or isinstance(config.optim, OptimPart)
+    ]
+    optimizer = build_optimizer(model.given.config.optim, groups, in_place=model.offloading is None)
+    if isinstance(optimizer, OnePassAdam):
+        optimizer.publish_into(views.rooms())
+    return optimizer
+
+
+def _schedule(model: Assembly, optimizer: Optimizer) -> Schedule | OwnRates:
+    given, config, adopted = model.given, model.given.config, model.adopted is not None
+    if config.schedule is None and (adopted or isinstance(config.optim, OptimPart)):
+        return OwnRates()
+    rate = optimizer.param_groups[0]["initial_lr"] if adopted else base_rate(config.optim, optimizer)
+    return given.length.schedule(config, rate, optimizer)
+
+
+def _try_out(model: Assembly, optimizer: Optimizer, views: MasterWeights) -> None:
+    """Find out whether an optimizer that nobody knows is right for this layout; a plan has no values to try it on."""
+    config, world, adopted = model.given.config, model.given.world, model.adopted is not None
+    if is_known(optimizer) or world.fake:
+        return
+    spread = world.layout.pp > 1 or views.shared_out is not None
+    save = config.checkpoint
+    asked = OptimizerNeeds(
+        one_by_one=spread,
+        by_element=model.elementwise and any(is_sharded(param) for param in views.params),
+        alike=world.layout.replicas > 1 or world.size > 1,
+        saved=not adopted and (save.last or save.every is not None or save.best is not None),
+    )
+    make = twins_of(optimizer)
+    if not adopted:
+        assert isinstance(config.optim, OptimPart)
+        make = partial(make_part, config.optim)
+    examine_optimizer(optimizer, make, asked)
+
+
+def _recording(model: Assembly) -> Recording | None:
+    """Whether both passes of a step are recorded: not on other devices, and not by a plan."""
+    given, config = model.given, model.given.config
+    described = given.model is None and given.loss_function is None
+    by_itself = model.whole_steps and may_record(
+        config, ranks=given.world.size, accumulation=given.accumulation, described=described
+    )
+    if not (config.strategy.graphs is True or by_itself) or given.world.fake:
+        return None
+    if given.device.type == "cuda":
+        return "where it pays" if by_itself else "always"
+    if not by_itself:
+        given.say("strategy.graphs is on, but there is no CUDA device: training goes on without it")
+    return None
+
+
+def _offloading(model: Assembly) -> Offloading | None:
+    if not model.given.config.strategy.offload.on:
+        return None
+    if not model.elementwise:
+        raise ModelError("strategy.offload updates weights in parts, and this optimizer looks at whole parameters")
+    return Offloading(model.given)

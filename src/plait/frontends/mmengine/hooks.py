@@ -1,0 +1,863 @@
+"""Code that runs at named points of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint import MANIFEST_NAME
+from plait.config import read_json_object, read_lines
+from plait.distributed import on_main
+from plait.errors import CheckpointError, ConfigError, Problem
+from plait.frontends.mmengine.registry import HOOKS
+from plait.frontends.mmengine.visualization import Visualizer
+from plait.torch_internals import foreach_copy_, foreach_lerp_
+
+# The points of a run at which a hook may act, and in which order hooks do.
+
+
+PRIORITIES = {
+    "HIGHEST": 0,
+    "VERY_HIGH": 10,
+    "HIGH": 30,
+    "ABOVE_NORMAL": 40,
+    "NORMAL": 50,
+    "BELOW_NORMAL": 60,
+    "LOW": 70,
+    "VERY_LOW": 90,
+    "LOWEST": 100,
+}
+
+
+class Hook:
+    """Override the points you need. Every rank runs every hook."""
+
+    priority: int | str = "NORMAL"
+    """A number from 0, the first, to 100, or one of the words."""
+
+    def before_run(self, runner: Any) -> None:
+        """The run begins."""
+
+    def after_run(self, runner: Any) -> None:
+        """The run is over."""
+
+    def before_train(self, runner: Any) -> None:
+        """Training begins."""
+
+    def after_train(self, runner: Any) -> None:
+        """Training is over."""
+
+    def before_val(self, runner: Any) -> None:
+        """A validation begins."""
+
+    def after_val(self, runner: Any) -> None:
+        """A validation is over."""
+
+    def before_test(self, runner: Any) -> None:
+        """A test begins."""
+
+    def after_test(self, runner: Any) -> None:
+        """A test is over."""
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint is about to be written; what is put into the dict, and JSON can hold, goes with it."""
+
+    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint was read; the dict is what `before_save_checkpoint` saw."""
+
+    def before_train_epoch(self, runner: Any) -> None:
+        """An epoch of training begins."""
+        self._before_epoch(runner, mode="train")
+
+    def before_val_epoch(self, runner: Any) -> None:
+        """The pass over the validation data begins."""
+        self._before_epoch(runner, mode="val")
+
+    def before_test_epoch(self, runner: Any) -> None:
+        """The pass over the test data begins."""
+        self._before_epoch(runner, mode="test")
+
+    def after_train_epoch(self, runner: Any) -> None:
+        """An epoch of training is over."""
+        self._after_epoch(runner, mode="train")
+
+    def after_val_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
+        """The pass over the validation data is over."""
+        self._after_epoch(runner, mode="val")
+
+    def after_test_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
+        """The pass over the test data is over."""
+        self._after_epoch(runner, mode="test")
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        """A batch is about to be trained on."""
+        self._before_iter(runner, batch_idx=batch_idx, data_batch=data_batch, mode="train")
+
+    def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        """A batch is about to be validated on."""
+        self._before_iter(runner, batch_idx=batch_idx, data_batch=data_batch, mode="val")
+
+    def before_test_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        """A batch is about to be tested on."""
+        self._before_iter(runner, batch_idx=batch_idx, data_batch=data_batch, mode="test")
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """A batch was trained on; `outputs` are the losses."""
+        self._after_iter(runner, batch_idx=batch_idx, data_batch=data_batch, outputs=outputs, mode="train")
+
+    def after_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """A batch was validated on; `outputs` are the predictions."""
+        self._after_iter(runner, batch_idx=batch_idx, data_batch=data_batch, outputs=outputs, mode="val")
+
+    def after_test_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """A batch was tested on; `outputs` are the predictions."""
+        self._after_iter(runner, batch_idx=batch_idx, data_batch=data_batch, outputs=outputs, mode="test")
+
+    def _before_epoch(self, runner: Any, mode: str = "train") -> None:
+        """Any pass begins."""
+
+    def _after_epoch(self, runner: Any, mode: str = "train") -> None:
+        """Any pass is over."""
+
+    def _before_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, mode: str = "train") -> None:
+        """Any batch is about to be worked on."""
+
+    def _after_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None, mode: str = "train"
+    ) -> None:
+        """Any batch was worked on."""
+
+    # ---- when?
+
+    def every_n_epochs(self, runner: Any, n: int, start: int = 0) -> bool:
+        """Whether the epoch just done is one of every n, counted from `start`."""
+        done = runner.epoch + 1 - start
+        return n > 0 and done >= 0 and done % n == 0
+
+    def every_n_inner_iters(self, batch_idx: int, n: int) -> bool:
+        """Whether the batch is one of every n of its pass."""
+        return n > 0 and (batch_idx + 1) % n == 0
+
+    def every_n_train_iters(self, runner: Any, n: int, start: int = 0) -> bool:
+        """Whether the iteration just done is one of every n, counted from `start`."""
+        done = runner.iter + 1 - start
+        return n > 0 and done >= 0 and done % n == 0
+
+    def end_of_epoch(self, dataloader: Any, batch_idx: int) -> bool:
+        """Whether the batch is the last one of its pass."""
+        return batch_idx + 1 == len(dataloader)
+
+    def is_last_train_epoch(self, runner: Any) -> bool:
+        """Whether this is the last epoch."""
+        return bool(runner.epoch + 1 == runner.max_epochs)
+
+    def is_last_train_iter(self, runner: Any) -> bool:
+        """Whether this is the last iteration."""
+        return bool(runner.iter + 1 == runner.max_iters)
+
+
+def priority_of(value: Any) -> int:
+    """A priority as a number."""
+    if isinstance(value, str) and value.upper() in PRIORITIES:
+        return PRIORITIES[value.upper()]
+    number = getattr(value, "value", value)  # MMEngine has an enum of its own
+    if isinstance(number, int) and 0 <= number <= 100:
+        return number
+    remedy = f"Write a number from 0 to 100, or one of {', '.join(PRIORITIES)}."
+    raise ConfigError(Problem("hook.priority", f"{value!r}", remedy))
+
+
+def seems_greater(metric: str, greater: tuple[str, ...] = (), less: tuple[str, ...] = ()) -> bool:
+    """Whether more of a metric is better, judged by its name as MMEngine judges it."""
+    usual = ("acc", "top", "AR@", "auc", "precision", "mAP", "mDice", "mIoU", "mAcc", "aAcc")
+    if metric in greater or metric in less:
+        return metric in greater
+    folded = metric.lower()
+    if any(word.lower() in folded for word in (*(greater or usual),)):
+        return True
+    if any(word.lower() in folded for word in (*(less or ("loss",)),)):
+        return False
+    message = f"whether more or less of {metric!r} is better cannot be told from its name"
+    raise ConfigError(Problem("hook.rule", message, "Write rule='greater' or rule='less'."))
+
+
+# Ends training when a metric no longer gets better.
+
+
+@HOOKS.register_module()
+class EarlyStoppingHook(Hook):
+    """Stops after `patience` validations without a gain of `min_delta`."""
+
+    priority = "LOWEST"
+
+    def __init__(
+        self,
+        monitor: str,
+        rule: str | None = None,
+        min_delta: float = 0.1,
+        strict: bool = False,
+        check_finite: bool = True,
+        patience: int = 5,
+        stopping_threshold: float | None = None,
+    ) -> None:
+        """`strict`: a validation without the metric is an error. `stopping_threshold`: good enough to stop at once."""
+        if rule not in (None, "greater", "less"):
+            raise ConfigError(Problem("EarlyStoppingHook.rule", f"{rule!r}", "Write 'greater' or 'less'."))
+        greater = rule == "greater" if rule is not None else seems_greater(monitor)
+        self.monitor, self.strict, self.check_finite, self.patience = monitor, strict, check_finite, patience
+        self._sign = 1.0 if greater else -1.0
+        self._delta = abs(min_delta)
+        self._enough = stopping_threshold
+        self._best = -math.inf
+        self._waited = 0
+
+    def after_val_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
+        """Look at the metric."""
+        if not metrics or self.monitor not in metrics:
+            if self.strict:
+                remedy = f"The metrics are {', '.join(metrics or {}) or 'none'}."
+                raise ConfigError(Problem("EarlyStoppingHook.monitor", f"there is no {self.monitor!r}", remedy))
+            return
+        reason = self._reason(float(metrics[self.monitor]))
+        if reason and runner.is_training:
+            runner.logger.info(f"training stops early: {reason}")
+            runner.train_loop.stop_training = True
+
+    def _reason(self, value: float) -> str | None:
+        score = self._sign * value
+        if self.check_finite and not math.isfinite(value):
+            return f"{self.monitor} is {value}"
+        if self._enough is not None and score > self._sign * self._enough:
+            return f"{self.monitor} is {value:g}, beyond stopping_threshold={self._enough:g}"
+        if score > self._best + self._delta:
+            self._best, self._waited = score, 0
+            return None
+        self._waited += 1
+        if self._waited < self.patience:
+            return None
+        return f"{self.monitor} did not gain {self._delta:g} in {self._waited} validations"
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Remember how far it got."""
+        best = self._best if math.isfinite(self._best) else None
+        checkpoint["early_stopping"] = {"best": best, "waited": self._waited}
+
+    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Go on from there."""
+        if (state := checkpoint.get("early_stopping")) is not None:
+            self._best = -math.inf if state["best"] is None else float(state["best"])
+            self._waited = int(state["waited"])
+
+
+# A moving average of the weights.
+
+
+_TYPES = ("ExponentialMovingAverage", "MomentumAnnealingEMA", "StochasticWeightAverage")
+
+
+@HOOKS.register_module()
+class EMAHook(Hook):
+    """Averages each rank's part of the weights; validates and tests with the average, and saves it beside them."""
+
+    priority = "NORMAL"
+    state_name = "ema"
+    """Under which name a checkpoint has its tensors."""
+
+    def __init__(
+        self,
+        ema_type: str = "ExponentialMovingAverage",
+        begin_iter: int = 0,
+        begin_epoch: int = 0,
+        momentum: float = 0.0002,
+        gamma: int = 100,
+        interval: int = 1,
+    ) -> None:
+        """`momentum` is the share of the new weights; `gamma` belongs to MomentumAnnealingEMA."""
+        if ema_type not in _TYPES:
+            raise ConfigError(Problem("EMAHook.ema_type", f"{ema_type!r}", f"Write one of {', '.join(_TYPES)}."))
+        if begin_iter and begin_epoch:
+            raise ConfigError(Problem("EMAHook.begin_iter", "and `begin_epoch` are both given", "Leave one out."))
+        self._type, self._momentum, self._gamma, self._interval = ema_type, momentum, gamma, interval
+        self._begin_iter, self._begin_epoch = begin_iter, begin_epoch
+        self._average: dict[str, Tensor] = {}
+        self._steps = 0
+
+    def before_train(self, runner: Any) -> None:
+        """Start from the weights as they are, unless a checkpoint brought an average."""
+        if not self._average:
+            self._average = {name: weight.clone() for name, weight in runner.engine.weights().items()}
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """Move the average towards the new weights."""
+        weights = list(runner.engine.weights().values())
+        average = list(self._average.values())
+        if not self._started(runner) or self._steps == 0:
+            foreach_copy_(average, weights)
+        elif self._steps % self._interval == 0:
+            foreach_lerp_(average, weights, self._share())
+        if self._started(runner):
+            self._steps += 1
+
+    def _share(self) -> float:
+        if self._type == "StochasticWeightAverage":
+            return 1.0 / (self._steps // self._interval + 1)
+        if self._type == "MomentumAnnealingEMA":
+            return max(self._momentum, self._gamma / (self._gamma + self._steps))
+        return self._momentum
+
+    def _started(self, runner: Any) -> bool:
+        if self._begin_iter:
+            return bool(runner.iter + 1 >= self._begin_iter)
+        return bool(runner.epoch + 1 >= self._begin_epoch)
+
+    def before_val_epoch(self, runner: Any) -> None:
+        """Validate with the average."""
+        self._swap(runner)
+
+    def after_val_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
+        """Go on training with the weights."""
+        self._swap(runner)
+
+    def before_test_epoch(self, runner: Any) -> None:
+        """Test with the average."""
+        self._swap(runner)
+
+    def after_test_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
+        """Go on with the weights."""
+        self._swap(runner)
+
+    def _swap(self, runner: Any) -> None:
+        if self._average:
+            with torch.no_grad():
+                for name, weight in runner.engine.weights().items():
+                    kept = weight.clone()
+                    weight.copy_(self._average[name])
+                    self._average[name].copy_(kept)
+            runner.engine.weights_changed()
+
+    # ---- in a checkpoint
+
+    def tensors(self, runner: Any) -> dict[str, Tensor]:
+        """The average, as the logical whole that a checkpoint stores."""
+        self.before_train(runner)
+        return {name: runner.engine.as_whole(name, part) for name, part in self._average.items()}
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Remember how many weights were averaged."""
+        checkpoint["ema"] = {"steps": self._steps}
+
+    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._steps = int(checkpoint.get("ema", {}).get("steps", 0))
+
+
+# Gives memory that torch keeps back to the device.
+
+
+@HOOKS.register_module()
+class EmptyCacheHook(Hook):
+    """Before or after passes, or after iterations. On CPU torch keeps nothing back."""
+
+    priority = "NORMAL"
+
+    def __init__(self, before_epoch: bool = False, after_epoch: bool = True, after_iter: bool = False) -> None:
+        self._wanted = {"before_epoch": before_epoch, "after_epoch": after_epoch, "after_iter": after_iter}
+
+    def _before_epoch(self, runner: Any, mode: str = "train") -> None:
+        self._empty("before_epoch")
+
+    def _after_epoch(self, runner: Any, mode: str = "train") -> None:
+        self._empty("after_epoch")
+
+    def _after_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None, mode: str = "train"
+    ) -> None:
+        self._empty("after_iter")
+
+    def _empty(self, moment: str) -> None:
+        if self._wanted[moment] and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+# Measures how long iterations take, and how much of that is waiting for data.
+
+
+@HOOKS.register_module()
+class IterTimerHook(Hook):
+    """Sets `time`, `data_time` and, from their mean, `eta`."""
+
+    priority = "NORMAL"
+
+    def __init__(self) -> None:
+        self._since = 0.0
+        self._trained = 0.0
+        self._evaluated = 0.0
+        self._start = 0
+
+    def before_train(self, runner: Any) -> None:
+        """Count from here: a run may have been resumed."""
+        self._start, self._trained = runner.iter, 0.0
+
+    def _before_epoch(self, runner: Any, mode: str = "train") -> None:
+        self._since = time.perf_counter()
+
+    def _after_epoch(self, runner: Any, mode: str = "train") -> None:
+        self._evaluated = 0.0
+
+    def _before_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, mode: str = "train") -> None:
+        runner.message_hub.update_scalar(f"{mode}/data_time", time.perf_counter() - self._since)
+
+    def _after_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None, mode: str = "train"
+    ) -> None:
+        now = time.perf_counter()
+        took, self._since = now - self._since, now
+        runner.message_hub.update_scalar(f"{mode}/time", took)
+        if mode == "train":
+            self._trained += took
+            each = self._trained / (runner.iter - self._start + 1)
+            left = runner.max_iters - runner.iter - 1
+        else:
+            self._evaluated += took
+            each = self._evaluated / (batch_idx + 1)
+            left = len(runner.loader_of(mode)) - batch_idx - 1
+        runner.message_hub.update_info("eta", each * left, resumed=False)
+
+
+# Writes the lines of the log, and hands numbers to the sinks.
+
+
+@HOOKS.register_module()
+class LoggerHook(Hook):
+    """A line every `interval` iterations, and one after each validation and test."""
+
+    priority = "BELOW_NORMAL"
+
+    def __init__(
+        self,
+        interval: int = 10,
+        ignore_last: bool = True,
+        interval_exp_name: int = 1000,
+        out_dir: str | Path | None = None,
+        out_suffix: str | tuple[str, ...] = (".json", ".log", ".py", "yaml"),
+        keep_local: bool = True,
+        file_client_args: Mapping[str, Any] | None = None,
+        log_metric_by_epoch: bool = True,
+        backend_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`ignore_last`: no line for the last iterations of an epoch, where fewer than `interval` are left."""
+        for key, value in (("interval", interval), ("interval_exp_name", interval_exp_name)):
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(Problem(f"default_hooks.logger.{key}", f"{value!r}", "Write a number, 1 or more."))
+        remote = {"out_dir": out_dir, "file_client_args": file_client_args, "backend_args": backend_args}
+        problems = [
+            Problem(f"default_hooks.logger.{key}", f"{value!r}: logs stay in work_dir", "Copy them from there.")
+            for key, value in remote.items()
+            if value is not None
+        ]
+        if problems:
+            raise ConfigError(problems)
+        self.interval = interval
+        self.ignore_last = ignore_last
+        self.interval_exp_name = interval_exp_name
+        self.log_metric_by_epoch = log_metric_by_epoch
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """A line, when it is due."""
+        last = self.end_of_epoch(runner.train_dataloader, batch_idx)
+        if last or self.every_n_train_iters(runner, self.interval_exp_name):
+            runner.logger.info(f"Exp name: {runner.experiment_name}")
+        short = not self.ignore_last or len(runner.train_dataloader) <= self.interval
+        if self.every_n_inner_iters(batch_idx, self.interval) or (last and short):
+            tag, line = runner.log_processor.get_log_after_iter(runner, batch_idx, "train")
+            runner.logger.info(line)
+            _show(runner, tag, runner.iter + 1, "train")
+
+    def after_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """A line, when it is due."""
+        self._after_batch(runner, batch_idx, "val")
+
+    def after_test_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """A line, when it is due."""
+        self._after_batch(runner, batch_idx, "test")
+
+    def _after_batch(self, runner: Any, batch_idx: int, mode: str) -> None:
+        if self.every_n_inner_iters(batch_idx, self.interval):
+            runner.logger.info(runner.log_processor.get_log_after_iter(runner, batch_idx, mode)[1])
+
+    def after_val_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
+        """A line with the metrics."""
+        tag, line = runner.log_processor.get_log_after_epoch(runner, len(runner.val_dataloader), "val")
+        runner.logger.info(line)
+        step = runner.epoch if self.log_metric_by_epoch else runner.iter
+        _show(runner, tag, step if runner.is_training else 0, "val")
+
+    def after_test_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
+        """A line with the metrics, and a file of them."""
+        tag, line = runner.log_processor.get_log_after_epoch(runner, len(runner.test_dataloader), "test")
+        runner.logger.info(line)
+        _show(runner, tag, 0, "test")
+        if runner.world.is_main:
+            (runner.log_dir / f"{runner.timestamp}.json").write_text(json.dumps(tag, default=str), encoding="utf-8")
+
+
+def _show(runner: Any, tag: dict[str, Any], step: int, mode: str) -> None:
+    """Hand numbers to the visualizer; one of MMEngine's own does not ask of which phase they are."""
+    more = {"mode": mode} if isinstance(runner.visualizer, Visualizer) else {}
+    runner.visualizer.add_scalars(tag, step=step, **more)
+
+
+# Moves the schedules on.
+
+
+@HOOKS.register_module()
+class ParamSchedulerHook(Hook):
+    """Those by iterations after each of them, those by epochs after each epoch."""
+
+    priority = "LOW"
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """Step the schedules that count iterations."""
+        for scheduler in runner.param_schedulers:
+            if not scheduler.by_epoch:
+                scheduler.step()
+
+    def after_train_epoch(self, runner: Any) -> None:
+        """Step the schedules that count epochs."""
+        for scheduler in runner.param_schedulers:
+            if scheduler.by_epoch:
+                scheduler.step()
+
+    def after_val_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
+        """Show metrics to the schedules that wait for them."""
+        if metrics is not None and runner.is_training:
+            for scheduler in runner.param_schedulers:
+                if getattr(scheduler, "need_val_args", False):
+                    scheduler.step(metrics)
+
+
+# Tells the message hub where the run is, and what it measured.
+
+
+@HOOKS.register_module()
+class RuntimeInfoHook(Hook):
+    """Position, learning rates, losses and metrics, for whoever asks the hub."""
+
+    priority = "VERY_HIGH"
+
+    def __init__(self) -> None:
+        self._result: Any = None
+        self._stage: Any = None
+
+    def before_run(self, runner: Any) -> None:
+        """Note what the run is."""
+        words = {"cfg": runner.cfg.pretty_text, "seed": runner.seed, "experiment_name": runner.experiment_name}
+        runner.message_hub.update_info_dict(words, resumed=False)
+
+    def before_train(self, runner: Any) -> None:
+        """Note where training begins, and ends."""
+        hub = runner.message_hub
+        hub.update_info("loop_stage", "train", resumed=False)
+        for key in ("epoch", "iter", "max_epochs", "max_iters"):
+            hub.update_info(key, getattr(runner, key))
+        if (meta := getattr(runner.train_dataloader.dataset, "metainfo", None)) is not None:
+            hub.update_info("dataset_meta", meta, resumed=False)
+
+    def before_train_epoch(self, runner: Any) -> None:
+        """Note the epoch."""
+        runner.message_hub.update_info("epoch", runner.epoch)
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        """Note the iteration and the learning rates."""
+        runner.message_hub.update_info("iter", runner.iter)
+        for name, rates in runner.optim_wrapper.get_lr().items():
+            runner.message_hub.update_scalar(f"train/{name}", rates[0])
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """Note the losses and, where gradients are clipped by their norm, that."""
+        wrapper = runner.optim_wrapper
+        result = wrapper.last_result
+        if "clip_norm" in wrapper.clip and result is not self._result:
+            self._result = result
+            runner.message_hub.update_scalar("train/grad_norm", lambda: result.grad_norm)
+        for key, value in (outputs or {}).items():
+            runner.message_hub.update_scalar(f"train/{key}", value)
+
+    def after_train(self, runner: Any) -> None:
+        """Training is over."""
+        runner.message_hub.pop_info("loop_stage")
+
+    def before_val(self, runner: Any) -> None:
+        """A validation, perhaps in the middle of training."""
+        self._stage = runner.message_hub.get_info("loop_stage")
+        runner.message_hub.update_info("loop_stage", "val", resumed=False)
+
+    def after_val(self, runner: Any) -> None:
+        """Back to what was before."""
+        runner.message_hub.update_info("loop_stage", self._stage, resumed=False)
+
+    def after_val_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
+        """Note the metrics."""
+        _note(runner, "val", metrics)
+
+    def before_test(self, runner: Any) -> None:
+        """A test."""
+        runner.message_hub.update_info("loop_stage", "test", resumed=False)
+
+    def after_test(self, runner: Any) -> None:
+        """It is over."""
+        runner.message_hub.pop_info("loop_stage")
+
+    def after_test_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
+        """Note the metrics."""
+        _note(runner, "test", metrics)
+
+
+def _note(runner: Any, mode: str, metrics: Mapping[str, Any] | None) -> None:
+    for key, value in (metrics or {}).items():
+        single = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+        if single or hasattr(value, "item"):
+            runner.message_hub.update_scalar(f"{mode}/{key}", value)
+        else:
+            runner.message_hub.update_info(f"{mode}/{key}", value, resumed=False)
+
+
+# Another order of samples in every epoch.
+
+
+@HOOKS.register_module()
+class DistSamplerSeedHook(Hook):
+    """Tells the sampler which epoch it is."""
+
+    priority = "NORMAL"
+
+    def before_train_epoch(self, runner: Any) -> None:
+        """Set the epoch of the sampler, or of the sampler inside a batch sampler."""
+        set_epoch(runner.train_loop.dataloader, runner.epoch)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell whichever sampler of a loader wants to know."""
+    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    for sampler in (getattr(loader, "sampler", None), inner):
+        if (tell := getattr(sampler, "set_epoch", None)) is not None:
+            tell(epoch)
+            return
+
+
+# Makes running statistics the same on all ranks.
+
+
+@HOOKS.register_module()
+class SyncBuffersHook(Hook):
+    """After every epoch. Before a validation and before saving, the runner does so in any case."""
+
+    priority = "NORMAL"
+
+    def after_train_epoch(self, runner: Any) -> None:
+        """Average them."""
+        runner.engine.agree_on_buffers()
+
+
+# Names of checkpoints in a work_dir: `epoch_3`, `iter_500`, `best_accuracy_epoch_3`, and which of them is the last.
+
+
+def last_checkpoint(work_dir: Path) -> Path | None:
+    """What the file `last_checkpoint` names; None where there is none."""
+    note = work_dir / "last_checkpoint"
+    if not note.is_file():
+        return None
+    path = Path("\n".join(read_lines(note, CheckpointError)).strip())
+    if not path.is_absolute() and not path.exists():
+        path = work_dir / path.name
+    return path if (path / MANIFEST_NAME).exists() else None
+
+
+def resolve(text: str | Path) -> Path:
+    """A checkpoint's folder or file, by its name; a `.pth` that was written here is the folder without the ending."""
+    path = Path(text)
+    if (path / MANIFEST_NAME).exists() or path.is_file():
+        return path
+    bare = path.with_suffix("") if path.suffix == ".pth" else path
+    if (bare / MANIFEST_NAME).exists():
+        return bare
+    if path.is_dir() and (last := last_checkpoint(path)) is not None:
+        return last
+    raise CheckpointError(
+        f"there is no checkpoint at {str(path)!r}: name a folder that a run wrote (work_dir/epoch_3), its work_dir, or "
+        "a file of torch.save"
+    )
+
+
+def keep_newest(folder: Path, template: str, count: int) -> None:
+    """Remove all but the newest checkpoints of a template (`epoch_{}`)."""
+    pattern = re.compile(re.escape(template).replace(r"\{\}", r"(\d+)") + "$")
+    numbered = [(int(found[1]), path) for path in folder.iterdir() if (found := pattern.match(path.name))]
+    for _, path in sorted(numbered)[:-count]:
+        forget(path)
+
+
+def forget(path: Path) -> None:
+    """Remove a checkpoint. Without its manifest it is none any more, so a kill in between leaves nothing half."""
+    if (path / MANIFEST_NAME).exists():
+        (path / MANIFEST_NAME).unlink()
+        shutil.rmtree(path)
+
+
+# Decides when a checkpoint is written, and which are kept.
+
+
+@HOOKS.register_module()
+class CheckpointHook(Hook):
+    """Every `interval` epochs or iterations, at the end, and after the best validation so far."""
+
+    priority = "VERY_LOW"
+
+    def __init__(
+        self,
+        interval: int = -1,
+        by_epoch: bool = True,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        out_dir: str | Path | None = None,
+        max_keep_ckpts: int = -1,
+        save_last: bool = True,
+        save_best: str | Sequence[str] | None = None,
+        rule: str | Sequence[str] | None = None,
+        greater_keys: Sequence[str] | None = None,
+        less_keys: Sequence[str] | None = None,
+        file_client_args: Mapping[str, Any] | None = None,
+        filename_tmpl: str | None = None,
+        backend_args: Mapping[str, Any] | None = None,
+        published_keys: str | Sequence[str] | None = None,
+        save_begin: int = 0,
+    ) -> None:
+        refuse = {
+            "file_client_args": (file_client_args, "Write to a folder, and copy it from there."),
+            "backend_args": (backend_args, "Write to a folder, and copy it from there."),
+            "published_keys": (published_keys, "`plait convert FOLDER FILE --to torch` makes a file of the weights."),
+        }
+        problems = [
+            Problem(f"default_hooks.checkpoint.{key}", f"{value!r} is not offered here", remedy)
+            for key, (value, remedy) in refuse.items()
+            if value is not None
+        ]
+        if problems:
+            raise ConfigError(problems)
+        self.interval, self.by_epoch, self.save_begin = interval, by_epoch, save_begin
+        self.options = {"save_optimizer": save_optimizer, "save_param_scheduler": save_param_scheduler}
+        self.out_dir, self.max_keep_ckpts, self.save_last = out_dir, max_keep_ckpts, save_last
+        self.filename_tmpl = (filename_tmpl or ("epoch_{}" if by_epoch else "iter_{}")).removesuffix(".pth")
+        self._found: dict[str, dict[str, Any]] = {}
+        """The best so far, by the ending of its keys in the message hub."""
+        self._best = [] if save_best is None else [save_best] if isinstance(save_best, str) else list(save_best)
+        self._rules = [rule] if isinstance(rule, str) else list(rule or ())
+        self._greater, self._less = tuple(greater_keys or ()), tuple(less_keys or ())
+        if len(self._rules) not in (0, 1, len(self._best)):
+            message = f"{len(self._rules)} rules for {len(self._best)} metrics"
+            raise ConfigError(Problem("default_hooks.checkpoint.rule", message, "Give one, or one a metric."))
+        for word in self._rules:
+            if word not in ("greater", "less"):
+                raise ConfigError(Problem("default_hooks.checkpoint.rule", f"{word!r}", "Write 'greater' or 'less'."))
+
+    def before_train(self, runner: Any) -> None:
+        """Find the folder, and what the run that goes on had found."""
+        self._folder = Path(runner.work_dir if self.out_dir is None else self.out_dir)
+        if self.out_dir is not None:
+            self._folder /= Path(runner.work_dir).name
+        self._note = Path(runner.work_dir) / "best_checkpoints.json"
+        done = self._count(runner)
+        # A checkpoint is written before the validation that follows it, and does not know what that has found.
+        for key, found in on_main(runner.world, self._read_note).items():
+            if found["at"] <= done:  # not that of a run which went further than the one that goes on
+                runner.message_hub.update_info(f"best_score{key}", found["score"])
+                runner.message_hub.update_info(f"best_ckpt{key}", found["path"])
+                self._found[key] = found
+
+    def _read_note(self) -> dict[str, Any]:
+        found = read_json_object(self._note, CheckpointError, "remove it") if self._note.is_file() else {}
+        for key, best in found.items():
+            match best:
+                case {"at": int(), "score": int() | float(), "path": str()}:
+                    continue
+            raise CheckpointError(f"{self._note}: {key} is {best!r:.80}, expected at, score and path; remove the file")
+        return found
+
+    def _count(self, runner: Any) -> int:
+        return int(runner.epoch if self.by_epoch else runner.iter)
+
+    def after_train_epoch(self, runner: Any) -> None:
+        """Save, where epochs are counted."""
+        due = self.every_n_epochs(runner, self.interval, self.save_begin)
+        if self.by_epoch and (due or (self.save_last and self._is_last(runner))):
+            runner.logger.info(f"Saving checkpoint at {runner.epoch + 1} epochs")
+            self._save(runner, runner.epoch + 1)
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """Save, where iterations are counted."""
+        due = self.every_n_train_iters(runner, self.interval, self.save_begin)
+        if not self.by_epoch and (due or (self.save_last and self.is_last_train_iter(runner))):
+            runner.logger.info(f"Saving checkpoint at {runner.iter + 1} iterations")
+            self._save(runner, runner.iter + 1)
+
+    def _is_last(self, runner: Any) -> bool:
+        return self.is_last_train_epoch(runner)
+
+    def _save(self, runner: Any, count: int) -> None:
+        name = self.filename_tmpl.format(count)
+        folder, note = self._folder, Path(runner.work_dir) / "last_checkpoint"
+
+        def tidy() -> None:  # once it is complete
+            note.write_text(str(folder / name), encoding="utf-8")
+            if self.max_keep_ckpts > 0:
+                keep_newest(folder, self.filename_tmpl, self.max_keep_ckpts)
+
+        runner.save_checkpoint(folder, name, by_epoch=self.by_epoch, tidy=tidy, **self.options)
+
+    def after_val_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
+        """Save, where a metric is the best so far."""
+        if not self._best or not runner.is_training or not metrics:
+            return
+        if self._best == ["auto"]:
+            self._best = [next(iter(metrics))]
+        for index, metric in enumerate(self._best):
+            if metric not in metrics:
+                remedy = f"The metrics are {', '.join(metrics)}."
+                raise ConfigError(Problem("default_hooks.checkpoint.save_best", f"there is no {metric!r}", remedy))
+            self._save_if_best(runner, metric, float(metrics[metric]), index)
+
+    def _save_if_best(self, runner: Any, metric: str, value: float, index: int) -> None:
+        rule = (self._rules * len(self._best))[index] if self._rules else None
+        greater = seems_greater(metric, self._greater, self._less) if rule is None else rule == "greater"
+        hub, key = runner.message_hub, f"_{metric}" if len(self._best) > 1 else ""
+        before = hub.get_info(f"best_score{key}")
+        if before is not None and (value <= before if greater else value >= before):
+            return
+        old = hub.get_info(f"best_ckpt{key}")
+        unit, count = "epoch" if self.by_epoch else "iter", self._count(runner)
+        name = f"best_{metric.replace('/', '_')}_{unit}_{count}"
+        path = str(self._folder / name)
+        hub.update_info(f"best_score{key}", value)
+        hub.update_info(f"best_ckpt{key}", path)
+        self._found[key] = {"score": value, "path": path, "at": count}
+        note, text, replaced = self._note, json.dumps(self._found), old is not None and old != path
+
+        def tidy() -> None:  # once it is complete
+            note.write_text(text, encoding="utf-8")
+            if replaced:
+                forget(Path(str(old)))
+
+        # Training stands between two epochs here: this one is over, and counted.
+        runner.save_checkpoint(self._folder, name, by_epoch=None, tidy=tidy, **self.options)
+        if replaced:
+            runner.logger.info(f"The previous best checkpoint {old} is removed")
+        runner.logger.info(f"The best checkpoint with {value:.4f} {metric} at {count} {unit} is saved to {name}.")

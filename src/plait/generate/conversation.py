@@ -1,0 +1,321 @@
+"""A model with its tokenizer and its way of writing conversations down: what can be talked to."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from plait.config import half_character
+from plait.data import TextTokenizer
+from plait.errors import ContextError, GenerateError
+from plait.generate.batch import GenerationRow
+from plait.generate.generator import Generator
+from plait.generate.options import Completion, Sampling
+
+ROOM = 16
+"""New tokens that must have room behind a conversation, before its beginning is left out."""
+_HALF = "\ufffd"
+"""What a character decodes to of which not all bytes have come."""
+_MOST_PENDING = 8
+"""Tokens that are waited for until bytes make up a character; one has 4 bytes at most."""
+
+
+class Turn(NamedTuple):
+    """What one side says."""
+
+    role: str
+    """`system`, `user` or `assistant`; `tool` where tools are used."""
+    content: str
+    more: Mapping[str, Any] | None = None
+    """What a message has beside these where tools are used: `tool_calls`, `tool_call_id`."""
+
+
+class AnswerPiece(NamedTuple):
+    """A part of an answer, as it grows."""
+
+    text: str
+    """What is new."""
+    finish_reason: Literal["stop", "length"] | None
+    """Of the last piece."""
+
+
+class EncodedPrompt(NamedTuple):
+    """A conversation as a prompt."""
+
+    tokens: list[int]
+    left_out: int
+    """Earliest turns that had no room."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What `plait chat`, `plait serve` and `plait generate` talk to."""
+
+    name: str
+    generator: Generator
+    tokenizer: TextTokenizer
+    write_down: Callable[[Sequence[Turn]], list[int]]
+    """From a conversation to the prompt that an answer follows."""
+    stop: tuple[int | str, ...]
+    """What ends an answer in any case."""
+    write_with_tools: Callable[[Sequence[Turn], Sequence[Mapping[str, Any]]], list[int]] | None = None
+    """Like `write_down`, with tools that may be called as in `generate.tools`; None where the template has none."""
+    begin: tuple[int, ...] = ()
+    """What a text that is no conversation begins with, where the model was trained on rows that do."""
+    template: str = "own"
+    """Which way of writing conversations down it is, for people."""
+
+    def encode(self, text: str) -> list[int]:
+        """A text as a prompt; an empty one is the beginning of a document."""
+        return [*self.begin, *self.tokenizer.encode(text)] or [self.tokenizer.end]
+
+    def ask(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> EncodedPrompt:
+        """A conversation as a prompt. Where it is longer than the model sees, its earliest turns are left out.
+
+        What the system says stays. `tools` are those that the model may call, in the form of OpenAI's API.
+        """
+        write_down = self.write_down
+        if tools or any(turn.more for turn in turns):
+            if (with_tools := self.write_with_tools) is None:
+                raise GenerateError(
+                    "tools: the chat template of this model does not write calls as <tool_call>; leave out tools, "
+                    "tool_calls and messages of the role tool"
+                )
+
+            def write_down(turns: Sequence[Turn]) -> list[int]:
+                return with_tools(turns, tools)
+
+        if not turns:
+            raise GenerateError("the conversation is empty: say something first")
+        if wrong := next(filter(None, (half_character(turn.content) for turn in turns)), None):
+            raise GenerateError(f"{wrong}; leave it out")
+        system = [turn for turn in turns[:1] if turn.role == "system"]
+        rest, context = list(turns[len(system) :]), self.generator.context
+
+        def written(left_out: int) -> list[int]:
+            tokens = write_down([*system, *rest[left_out:]])
+            if not tokens:
+                raise GenerateError("nothing of that is known to the tokenizer of this model; say it in its own words")
+            return tokens
+
+        def fits(tokens: list[int]) -> bool:
+            return context is None or len(tokens) + ROOM <= context
+
+        if fits(tokens := written(0)):
+            return EncodedPrompt(tokens, 0)
+        # What is left begins with a question, as some templates insist. The number of questions that fit is looked for
+        # from the end: a long conversation is not written down again for each of its turns.
+        questions = [index for index in range(1, len(rest)) if rest[index].role == "user"]
+        most, too_many, tried = 0, len(questions) + 1, 1
+        while too_many - most > 1:
+            shorter = written(questions[-tried])
+            if fits(shorter):
+                most, tokens = tried, shorter
+            else:
+                too_many = tried
+            tried = min(2 * most, len(questions)) if too_many > len(questions) else (most + too_many) // 2
+        if most:
+            return EncodedPrompt(tokens, questions[-most])
+        left_out = questions[-1] if questions else 0
+        tokens = written(left_out)
+        if context is not None and len(tokens) < context:
+            return EncodedPrompt(tokens, left_out)
+        raise ContextError(f"the last turn alone takes {len(tokens)} tokens, and the model sees {context}; say less")
+
+    def write(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[tuple[str, Completion]]:
+        """An answer to each prompt, as text without what ended it, and as tokens."""
+        sampling = self._with_stops(sampling)
+        found = self.generator.generate(prompts, sampling)
+        for each in found:
+            refuse_no_numbers(each.logprobs[-1:])
+        return [(cut(self.tokenizer.decode(each.tokens), sampling.stop_texts), each) for each in found]
+
+    def tell(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[AnswerPiece]:
+        """The answer to one prompt, piece by piece. Text is held back while it may be the beginning of a stop text."""
+        row, text = self.row(prompt, sampling), self.text_of(sampling)
+        with self.generator.continuous() as batch:
+            (token,) = batch.add([row])
+            for number in range(1, row.room + 1):
+                refuse_no_numbers([token.logprob])
+                if new := text.push(token.id):
+                    yield AnswerPiece(new, None)
+                if text.stopped or number == row.room:
+                    break
+                (token,) = batch.step()
+        yield AnswerPiece(text.finish(), "stop" if text.stopped else "length")
+
+    def row(self, prompt: Sequence[int], sampling: Sampling, *, key: int = 0, top: int = 0) -> GenerationRow:
+        """A prompt as a row of a batch; `text_of` says when its answer is over."""
+        return self.generator.row(prompt, self._with_stops(sampling), key=key, top=top)
+
+    def text_of(self, sampling: Sampling) -> AnswerText:
+        """The text of one answer, to be fed with its tokens."""
+        sampling = self._with_stops(sampling)
+        return AnswerText(self.tokenizer.decode, sampling.stop_tokens, sampling.stop_texts)
+
+    def _with_stops(self, sampling: Sampling) -> Sampling:
+        stops = (*sampling.stop, *self.stop)
+        # The text of a special token never shows in an answer: the token itself is waited for.
+        special = (self.tokenizer.special_token(stop) for stop in stops if isinstance(stop, str))
+        return replace(sampling, stop=tuple(dict.fromkeys((*stops, *(each for each in special if each is not None)))))
+
+
+def refuse_no_numbers(logprobs: Sequence[float]) -> None:
+    """Weights that diverged give tokens all the same, and no number says how likely they are."""
+    if any(map(math.isnan, logprobs)):
+        raise GenerateError(
+            "the model gives numbers that are not finite: its weights are damaged or diverged in training; open an "
+            "earlier checkpoint, or another --dtype where fp16 overflows"
+        )
+
+
+def cut(text: str, stops: Sequence[str]) -> str:
+    """A text up to the first stop text in it."""
+    found = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return text[: min(found)] if found else text
+
+
+class AnswerText:
+    """The text of one answer as its tokens come: incremental detokenization, and stop texts of which nothing shows.
+
+    A token is decoded together with the few before it, so the work is linear in the length of the answer.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stop_tokens: Sequence[int], stops: Sequence[str]
+    ) -> None:
+        self._decode, self._stop_tokens, self._stops = decode, frozenset(stop_tokens), stops
+        self._window: list[int] = []
+        """The tokens whose text was settled last, for the spaces between words, and those behind them."""
+        self._settled = 0
+        """How many of them are settled."""
+        self._shown = 0
+        """How many characters these have."""
+        self._held = ""
+        """Settled text that may be the beginning of a stop text."""
+        self.is_cut = False
+        """Whether a stop text came."""
+        self.length = 0
+        """Settled characters, those that are held back included."""
+        self.stopped = False
+        """Whether a stop token or text came."""
+
+    @property
+    def held(self) -> int:
+        """Settled characters that are held back."""
+        return len(self._held)
+
+    def push(self, token: int) -> str:
+        """Take the next token; returns the text that will stay."""
+        assert not self.stopped, "the answer is over"
+        if token in self._stop_tokens:
+            self.stopped = True
+            return ""
+        self._window.append(token)
+        ready, text = len(self._window), self._decode(self._window)
+        if text.endswith(_HALF):
+            if ready - self._settled < _MOST_PENDING:
+                return ""
+            ready -= _MOST_PENDING // 2  # bytes of no character; the last may still become one
+            text = self._decode(self._window[:ready])
+        new = text[self._shown :]
+        if not new:  # a token without text, as special ones are, says nothing about spaces
+            del self._window[self._settled : ready]
+            return ""
+        self._window, self._settled = self._window[self._settled :], ready - self._settled
+        self._shown = len(self._decode(self._window[: self._settled]))
+        return self._release(new)
+
+    def finish(self) -> str:
+        """What was held back, when no token comes any more."""
+        if self.is_cut:
+            return ""
+        new = self._release(self._decode(self._window)[self._shown :])
+        if not self.is_cut:
+            new, self._held = new + self._held, ""
+        return new
+
+    def _release(self, new: str) -> str:
+        before, text = self.length - len(self._held), self._held + new
+        kept = cut(text, self._stops)
+        if len(kept) < len(text):
+            self.stopped = self.is_cut = True
+            self.length, self._held = before + len(kept), ""
+            return kept
+        self.length = before + len(text)
+        held = _held(text, self._stops)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _held(text: str, stops: Sequence[str]) -> int:
+    """How many last characters may be the beginning of a stop text."""
+    most = max((len(stop) for stop in stops), default=0)
+    lengths = range(min(most, len(text)), 0, -1)
+    return next((length for length in lengths if any(stop.startswith(text[-length:]) for stop in stops)), 0)
+
+
+# Tool calls in the form of Hermes, which Qwen and others write: JSON between `<tool_call>` and `</tool_call>`.
+
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class ToolCall(NamedTuple):
+    """A function that a model wants called."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+def read_calls(text: str) -> list[ToolCall] | None:
+    """The calls that a text consists of; None where it is anything else."""
+    calls, rest = [], text.strip()
+    while rest:
+        inner, closed, after = rest.removeprefix(OPEN).partition(CLOSE)
+        if not rest.startswith(OPEN) or not closed:
+            return None
+        try:
+            said = json.loads(inner)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(said, dict) or said.keys() != {"name", "arguments"}:
+            return None
+        name, arguments = said["name"], said["arguments"]
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return None
+        calls.append(ToolCall(name, arguments))
+        rest = after.strip()
+    return calls
+
+
+class ToolReader:
+    """Separates the content of an answer from the calls at its end, as the text comes."""
+
+    def __init__(self) -> None:
+        self._pending: list[str] = []
+        """Text from where calls may have begun."""
+        self._is_open = False
+
+    def push(self, text: str) -> str:
+        """Take more text; returns what is content for certain."""
+        if self._is_open:
+            self._pending.append(text)
+            return ""
+        whole = "".join([*self._pending, text])
+        begin = whole.find(OPEN)
+        self._is_open = begin >= 0
+        if not self._is_open:  # its end may be the beginning of a call
+            last = range(max(len(whole) - len(OPEN) + 1, 0), len(whole))
+            begin = next((at for at in last if OPEN.startswith(whole[at:])), len(whole))
+        self._pending = [whole[begin:]]
+        return whole[:begin]
+
+    def finish(self) -> tuple[str, list[ToolCall]]:
+        """Content that is left, and the calls. What looks like a call and is none is content."""
+        rest = "".join(self._pending)
+        calls = read_calls(rest)
+        return (rest, []) if calls is None else ("", calls)

@@ -1,0 +1,166 @@
+"""Kernels, each beside its plain twin, and file I/O that does not wait."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from plait.kernels.adam import AdamNumbers as AdamNumbers
+    from plait.kernels.adam import ThreadPool as ThreadPool
+    from plait.kernels.adam import adam_step as adam_step
+    from plait.kernels.adam import adam_step_plain as adam_step_plain
+    from plait.kernels.adam8bit import PASSING as PASSING
+    from plait.kernels.adam8bit import Levels as Levels
+    from plait.kernels.adam8bit import Packed as Packed
+    from plait.kernels.adam8bit import adam8bit_step as adam8bit_step
+    from plait.kernels.adam8bit import make_levels as make_levels
+    from plait.kernels.adam8bit import pack_from_host as pack_from_host
+    from plait.kernels.adam8bit import pack_into as pack_into
+    from plait.kernels.adam8bit import unpack_on_host as unpack_on_host
+    from plait.kernels.adam8bit import width_of as width_of
+    from plait.kernels.adam8bit import zeros as zeros
+    from plait.kernels.attention import choose_attention as choose_attention
+    from plait.kernels.cuda_graphs import record as record
+    from plait.kernels.cuda_graphs import recording_stream as recording_stream
+    from plait.kernels.decode.attention import attend_cached as attend_cached
+    from plait.kernels.decode.attention import takes as takes
+    from plait.kernels.decode.dependent_launch import AHEAD as AHEAD
+    from plait.kernels.decode.dependent_launch import Ahead as Ahead
+    from plait.kernels.decode.embed_sample import At as At
+    from plait.kernels.decode.embed_sample import drawn as drawn
+    from plait.kernels.decode.embed_sample import likeliest as likeliest
+    from plait.kernels.decode.embed_sample import look_up as look_up
+    from plait.kernels.decode.sampling import CounterRNG as CounterRNG
+    from plait.kernels.decode.sampling import bits_of as bits_of
+    from plait.kernels.decode.sampling import draw as draw
+    from plait.kernels.decode.sampling import greedy as greedy
+    from plait.kernels.decode.sampling import logprob_of as logprob_of
+    from plait.kernels.decode.sampling import place_of as place_of
+    from plait.kernels.decode.sampling import weights_of as weights_of
+    from plait.kernels.decode.sampling import with_seed as with_seed
+    from plait.kernels.decode.skinny_gemm import EARLY as EARLY
+    from plait.kernels.decode.skinny_gemm import Norm as Norm
+    from plait.kernels.decode.skinny_gemm import ResidualStream as ResidualStream
+    from plait.kernels.decode.skinny_gemm import add as add
+    from plait.kernels.decode.skinny_gemm import ahead_of as ahead_of
+    from plait.kernels.decode.skinny_gemm import gated as gated
+    from plait.kernels.decode.skinny_gemm import make_counters as make_counters
+    from plait.kernels.decode.skinny_gemm import project as project
+    from plait.kernels.decode.tokens import TokenRecords as TokenRecords
+    from plait.kernels.decode.tokens import record_tokens as record_tokens
+    from plait.kernels.direct_io import FileQueue as FileQueue
+    from plait.kernels.direct_io import FileTransfer as FileTransfer
+    from plait.kernels.direct_io import TensorFile as TensorFile
+    from plait.kernels.fp8 import AT_ONCE as AT_ONCE
+    from plait.kernels.fp8 import E4M3 as E4M3
+    from plait.kernels.fp8 import E5M2 as E5M2
+    from plait.kernels.fp8 import FORMATS as FORMATS
+    from plait.kernels.fp8 import MULTIPLE as MULTIPLE
+    from plait.kernels.fp8 import Earlier as Earlier
+    from plait.kernels.fp8 import Fp8Matrix as Fp8Matrix
+    from plait.kernels.fp8 import cast as cast
+    from plait.kernels.fp8 import fp8_linears as fp8_linears
+    from plait.kernels.fp8 import is_fused as is_fused
+    from plait.kernels.fp8 import pair as pair
+    from plait.kernels.fp8 import peaks_of as peaks_of
+    from plait.kernels.fp8 import scaled_product as scaled_product
+    from plait.kernels.fp8 import turn as turn
+    from plait.kernels.fp8_gated import fp8_feed_forward as fp8_feed_forward
+    from plait.kernels.fused_adam import Tables as Tables
+    from plait.kernels.fused_adam import WeightPointers as WeightPointers
+    from plait.kernels.fused_adam import adam_many as adam_many
+    from plait.kernels.linears import feed_forward as feed_forward
+    from plait.kernels.linears import is_plain as is_plain
+    from plait.kernels.linears import is_untouched as is_untouched
+    from plait.kernels.linears import spoken_for as spoken_for
+    from plait.kernels.linears import through_all as through_all
+    from plait.kernels.pinned import copy_gbps as copy_gbps
+    from plait.kernels.pinned import host_empty as host_empty
+    from plait.kernels.pinned import link_gbps as link_gbps
+    from plait.kernels.pinned import rounded as rounded
+    from plait.kernels.rms_norm import add_rms_norm as add_rms_norm
+    from plait.kernels.rms_norm import rms_norm as rms_norm
+    from plait.kernels.rms_norm import rms_norm_beside as rms_norm_beside
+    from plait.kernels.rotate import rotate as rotate
+    from plait.kernels.scaled import scaled as scaled
+    from plait.kernels.scaled import scaled_plain as scaled_plain
+    from plait.kernels.swiglu import swiglu as swiglu
+    from plait.kernels.token_mixers import attends_both_ways as attends_both_ways
+    from plait.kernels.token_mixers import blocks_without_registry as blocks_without_registry
+    from plait.kernels.token_mixers import mixer_without_mask as mixer_without_mask
+    from plait.kernels.triton import HAS_TRITON as HAS_TRITON
+    from plait.kernels.triton import has_kernels as has_kernels
+    from plait.kernels.triton import interprets as interprets
+    from plait.kernels.triton import on_device_of as on_device_of
+else:
+    from plait.lazy import attach_names
+
+    attach_names(
+        __name__,
+        {
+            "adam": ["AdamNumbers", "ThreadPool", "adam_step", "adam_step_plain"],
+            "adam8bit": [
+                "Levels",
+                "PASSING",
+                "Packed",
+                "adam8bit_step",
+                "make_levels",
+                "pack_from_host",
+                "pack_into",
+                "unpack_on_host",
+                "width_of",
+                "zeros",
+            ],
+            "attention": ["choose_attention"],
+            "cuda_graphs": ["record", "recording_stream"],
+            "decode.attention": ["attend_cached", "takes"],
+            "decode.dependent_launch": ["AHEAD", "Ahead"],
+            "decode.embed_sample": ["At", "drawn", "likeliest", "look_up"],
+            "decode.sampling": [
+                "CounterRNG",
+                "bits_of",
+                "draw",
+                "greedy",
+                "logprob_of",
+                "place_of",
+                "weights_of",
+                "with_seed",
+            ],
+            "decode.skinny_gemm": [
+                "EARLY",
+                "Norm",
+                "ResidualStream",
+                "add",
+                "ahead_of",
+                "gated",
+                "make_counters",
+                "project",
+            ],
+            "decode.tokens": ["TokenRecords", "record_tokens"],
+            "direct_io": ["FileQueue", "FileTransfer", "TensorFile"],
+            "fp8": [
+                "AT_ONCE",
+                "E4M3",
+                "E5M2",
+                "Earlier",
+                "FORMATS",
+                "Fp8Matrix",
+                "MULTIPLE",
+                "cast",
+                "fp8_linears",
+                "is_fused",
+                "pair",
+                "peaks_of",
+                "scaled_product",
+                "turn",
+            ],
+            "fp8_gated": ["fp8_feed_forward"],
+            "fused_adam": ["Tables", "WeightPointers", "adam_many"],
+            "linears": ["feed_forward", "is_plain", "is_untouched", "spoken_for", "through_all"],
+            "pinned": ["copy_gbps", "host_empty", "link_gbps", "rounded"],
+            "rms_norm": ["add_rms_norm", "rms_norm", "rms_norm_beside"],
+            "rotate": ["rotate"],
+            "scaled": ["scaled", "scaled_plain"],
+            "swiglu": ["swiglu"],
+            "token_mixers": ["attends_both_ways", "blocks_without_registry", "mixer_without_mask"],
+            "triton": ["HAS_TRITON", "has_kernels", "interprets", "on_device_of"],
+        },
+    )

@@ -1,0 +1,564 @@
+"""Few rows times large weights, as a decoder has them while it writes: what matters is that weights are read fast.
+
+[Note: a stream carries its norm] An RMSNorm is a gain for each feature and a factor for each row. Who writes the
+residual stream writes it a second time, times the gain of the norm that comes next, and its sums of squares. Who reads
+it multiplies that with a weight, and the result with the factor. So a norm takes no pass of its own, and nothing is
+computed between reading and multiplying. Numbers of 16 bits must have the range of fp32 for it, as bf16 has.
+
+Nothing here has gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from plait.kernels.decode.dependent_launch import AHEAD, Ahead, ahead_options, dependent_launch_options, is_chained
+from plait.kernels.rms_norm import rms_norm
+from plait.kernels.swiglu import product_of
+from plait.kernels.triton import HAS_TRITON, has_kernels, on_device_of
+
+# The Triton forms of `skinny`: few rows times large weights, each weight read once.
+#
+# [Note: the last one adds up] Where there are too few tiles to keep the device busy, several programs share one, each
+# along a part of the summed dim. Each leaves its sums in `partial` and counts itself. Who counts last adds up what all
+# have left, always in the same order, and sets the count back to zero for the next launch.
+#
+# [Note: early loads] What is needed behind the product is loaded before it, so that nobody waits for it at the end. The
+# stream that a product is added to is older than what is multiplied, so at least two kernels old: it is loaded before
+# the wait of [Note: chained kernels].
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from plait.kernels.decode.dependent_launch import NO_KEYS, ask_for, follow, look_ahead
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def _rows(x, row, at, rows, width):  # type: ignore[no-untyped-def]
+        """A piece of the input (rows, width)."""
+        inside = (row < rows)[:, None] & (at < width)[None, :]
+        return tl.load(x + row.to(tl.int64)[:, None] * width + at[None, :], mask=inside, other=0.0)
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def _piece(weight, column, at, width):  # type: ignore[no-untyped-def]
+        """A piece of a weight (features, width), which nobody reads a second time."""
+        here = weight + column.to(tl.int64)[:, None] * width + at[None, :]
+        return tl.load(here, mask=(at < width)[None, :], other=0.0, eviction_policy="evict_first")
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def squares_of(squares, begin, pieces, row, rows, block_m: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Some of the sums of squares (pieces, rows)."""
+        at_once: tl.constexpr = 2048 // block_m if block_m <= 32 else 4096 // block_m
+        piece = begin + tl.arange(0, at_once)
+        inside = (piece < pieces)[:, None] & (row < rows)[None, :]
+        return tl.load(squares + piece[:, None] * rows + row[None, :], mask=inside, other=0.0)
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def scale_of(begun, squares, pieces, row, rows, width, eps, block_m: tl.constexpr):  # type: ignore[no-untyped-def]
+        """What an RMSNorm multiplies each row with, from sums of squares of which the first are there."""
+        total = tl.sum(begun, 0)
+        for begin in range(begun.shape[0], pieces, begun.shape[0]):
+            total += tl.sum(squares_of(squares, begin, pieces, row, rows, block_m), 0)
+        return 1.0 / tl.sqrt(total / width + eps)
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def _beside(residual, gain, here, column, inside):  # type: ignore[no-untyped-def]
+        """What a product is added to, and the gain of the norm behind it."""
+        own = tl.load(residual + here, mask=inside, other=0.0, cache_modifier=".cg")
+        return own.to(tl.float32), tl.load(gain + column).to(tl.float32)
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def skinny_product_of(  # type: ignore[no-untyped-def]
+        x,
+        weight,
+        row,
+        column,
+        first,
+        last,
+        rows,
+        width,
+        block_m: tl.constexpr,
+        block_n: tl.constexpr,
+        block_k: tl.constexpr,
+    ):
+        """Rows times columns of a weight, added up along some steps of the width."""
+        total = tl.zeros((block_m, block_n), dtype=tl.float32)
+        for step in range(first, last):
+            at = step * block_k + tl.arange(0, block_k)
+            value, piece = _rows(x, row, at, rows, width), _piece(weight, column, at, width)
+            total = tl.dot(value, tl.trans(piece), total, input_precision="ieee")
+        return total
+
+    @triton.jit(do_not_specialize=["rows", "pieces", *NO_KEYS])  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def project_kernel(  # type: ignore[no-untyped-def]
+        x,
+        squares,
+        first,
+        second,
+        third,
+        residual,
+        gain,
+        out,
+        gained,
+        new_squares,
+        partial,
+        counters,
+        rows,
+        width,
+        n_first,
+        n_second,
+        n_third,
+        pieces,
+        eps,
+        ahead_first,
+        ahead_second,
+        ahead_third,
+        ahead_n_first,
+        ahead_n_second,
+        ahead_n_third,
+        ahead_width,
+        ahead_stride,
+        ahead_part_bits,
+        ahead_line_bits,
+        is_normed: tl.constexpr,
+        adds: tl.constexpr,
+        split: tl.constexpr,
+        block_m: tl.constexpr,
+        block_n: tl.constexpr,
+        block_k: tl.constexpr,
+        chained: tl.constexpr,
+        early: tl.constexpr,
+        looks: tl.constexpr,
+    ):
+        """One program for a tile of one of up to three weights, and a part of the summed dim."""
+        tile, part = tl.program_id(0), tl.program_id(1)
+        weight, features, begin, own = first, n_first, 0, tile
+        if own >= tl.cdiv(n_first, block_n):
+            own -= tl.cdiv(n_first, block_n)
+            weight, features, begin = second, n_second, n_first
+            if own >= tl.cdiv(n_second, block_n):
+                own -= tl.cdiv(n_second, block_n)
+                weight, features, begin = third, n_third, n_first + n_second
+        weight = tl.multiple_of(weight, 16)
+        row, column = tl.arange(0, block_m), own * block_n + tl.arange(0, block_n)
+        safe = tl.minimum(column, features - 1)
+        here = row.to(tl.int64)[:, None] * (n_first + n_second + n_third) + (begin + column)[None, :]
+        inside = (row < rows)[:, None] & (column < features)[None, :]
+        steps = tl.cdiv(tl.cdiv(width, block_k), split)
+        if adds and early:  # see [Note: early loads]
+            beside, factor = _beside(residual, gain, here, safe, inside)
+        if chained:  # see [Note: chained kernels]
+            ask_for(weight, safe, part * steps * block_k, tl.minimum((part + 1) * steps * block_k, width), width, 16)
+            follow()
+        if is_normed and early:
+            begun = squares_of(squares, 0, pieces, row, rows, block_m)
+        total = skinny_product_of(
+            x, weight, row, safe, part * steps, (part + 1) * steps, rows, width, block_m, block_n, block_k
+        )
+        if looks:
+            look_ahead(
+                ahead_first,
+                ahead_second,
+                ahead_third,
+                ahead_n_first,
+                ahead_n_second,
+                ahead_n_third,
+                ahead_width,
+                ahead_stride,
+                ahead_part_bits,
+                ahead_line_bits,
+                tile + part * tl.num_programs(0),
+                tl.num_programs(0) * split,
+            )
+        last = True
+        if split > 1:  # see [Note: the last one adds up]
+            size: tl.constexpr = block_m * block_n
+            place = row[:, None] * block_n + tl.arange(0, block_n)[None, :]
+            tl.store(partial + (tile * split + part).to(tl.int64) * size + place, total)
+            tl.debug_barrier()
+            last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == split - 1
+            if last:
+                total = tl.zeros((block_m, block_n), dtype=tl.float32)
+                theirs = partial + (tile * split).to(tl.int64) * size + place
+                for each in tl.static_range(split):
+                    total += tl.load(theirs + each * size, cache_modifier=".cg")
+                tl.store(counters + tile, 0)
+        if last:
+            if is_normed:
+                if not early:
+                    begun = squares_of(squares, 0, pieces, row, rows, block_m)
+                total *= scale_of(begun, squares, pieces, row, rows, width, eps, block_m)[:, None]
+            kind = out.dtype.element_ty
+            if adds:
+                if not early:
+                    beside, factor = _beside(residual, gain, here, safe, inside)
+                # Rounded before it is added, as a layer would leave it, and after, as it goes on.
+                total = (total.to(kind).to(tl.float32) + beside).to(kind).to(tl.float32)
+                tl.store(gained + here, (total * factor[None, :]).to(kind), mask=inside)
+                squared = tl.sum(tl.where(inside, total * total, 0.0), 1)
+                tl.store(new_squares + tile * rows + row, squared, mask=row < rows)
+            tl.store(out + here, total.to(kind), mask=inside)
+
+    @triton.jit(do_not_specialize=["rows", "pieces", *NO_KEYS])  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def gated_kernel(  # type: ignore[no-untyped-def]
+        x,
+        squares,
+        gate,
+        up,
+        out,
+        rows,
+        width,
+        features,
+        pieces,
+        eps,
+        ahead_first,
+        ahead_second,
+        ahead_third,
+        ahead_n_first,
+        ahead_n_second,
+        ahead_n_third,
+        ahead_width,
+        ahead_stride,
+        ahead_part_bits,
+        ahead_line_bits,
+        is_normed: tl.constexpr,
+        block_m: tl.constexpr,
+        block_n: tl.constexpr,
+        block_k: tl.constexpr,
+        chained: tl.constexpr,
+        early: tl.constexpr,
+        looks: tl.constexpr,
+    ):
+        """One program for the same tile of two weights."""
+        row, k = tl.arange(0, block_m), tl.arange(0, block_k)
+        column = tl.program_id(0) * block_n + tl.arange(0, block_n)
+        safe = tl.minimum(column, features - 1)
+        g = tl.zeros((block_m, block_n), dtype=tl.float32)
+        u = tl.zeros((block_m, block_n), dtype=tl.float32)
+        if chained:  # see [Note: chained kernels]
+            ask_for(gate, safe, 0, width, width, 16)
+            ask_for(up, safe, 0, width, width, 16)
+            follow()
+        if is_normed and early:
+            begun = squares_of(squares, 0, pieces, row, rows, block_m)
+        for step in range(tl.cdiv(width, block_k)):
+            at = step * block_k + k
+            value = _rows(x, row, at, rows, width)
+            g = tl.dot(value, tl.trans(_piece(gate, safe, at, width)), g, input_precision="ieee")
+            u = tl.dot(value, tl.trans(_piece(up, safe, at, width)), u, input_precision="ieee")
+        if looks:
+            look_ahead(
+                ahead_first,
+                ahead_second,
+                ahead_third,
+                ahead_n_first,
+                ahead_n_second,
+                ahead_n_third,
+                ahead_width,
+                ahead_stride,
+                ahead_part_bits,
+                ahead_line_bits,
+                tl.program_id(0),
+                tl.num_programs(0),
+            )
+        if is_normed:
+            if not early:
+                begun = squares_of(squares, 0, pieces, row, rows, block_m)
+            scale = scale_of(begun, squares, pieces, row, rows, width, eps, block_m)[:, None]
+            g, u = g * scale, u * scale
+        here = row.to(tl.int64)[:, None] * features + column[None, :]
+        inside = (row < rows)[:, None] & (column < features)[None, :]
+        tl.store(out + here, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=inside)
+
+
+MOST_ROWS, MOST_WEIGHTS = 128, 3
+"""What the kernels take."""
+MOST_ROWS_WIDE = 16
+"""Of fp32, which they multiply one by one."""
+COUNTERS = 4096
+"""Tiles that programs may share, see [Note: the last one adds up]."""
+
+
+class Norm(NamedTuple):
+    """An RMSNorm: its weight, and what keeps it from dividing by zero."""
+
+    weight: Tensor
+    eps: float
+
+
+class ResidualStream(NamedTuple):
+    """The residual stream in front of a norm; see [Note: a stream carries its norm]."""
+
+    x: Tensor
+    """(rows, width)"""
+    norm: Norm
+    gained: Tensor | None = None
+    """`x` times the norm's weight."""
+    squares: Tensor | None = None
+    """Sums of squares of each row, in pieces (pieces, rows), fp32."""
+
+    def normed(self) -> Tensor:
+        """The norm itself."""
+        return rms_norm(self.x, *self.norm)
+
+    def readable(self) -> tuple[Tensor, Tensor | None]:
+        """What is multiplied, and sums of squares where the norm is not done yet."""
+        return (self.normed(), None) if self.gained is None else (self.gained, self.squares)
+
+
+class Tiles(NamedTuple):
+    """How a kernel cuts its work up."""
+
+    n: int
+    """Features of a tile."""
+    k: int
+    """Numbers of 16 bits that are added up at a time."""
+    warps: int
+    stages: int
+    programs: int = 0
+    """Where tiles are fewer, programs share them, up to so many."""
+
+
+Table = Mapping[tuple[str, int], Tiles | None]
+TILES: Table = MappingProxyType(
+    {
+        ("project", 16): Tiles(n=32, k=256, warps=4, stages=4, programs=132),
+        ("project", 32): Tiles(n=32, k=256, warps=4, stages=4, programs=132),
+        ("project", 64): Tiles(n=32, k=128, warps=4, stages=4, programs=132),
+        ("project", 128): Tiles(n=32, k=128, warps=4, stages=4, programs=132),
+        ("add", 16): Tiles(n=16, k=128, warps=2, stages=4, programs=528),
+        ("add", 32): Tiles(n=32, k=128, warps=4, stages=4, programs=264),
+        ("add", 64): Tiles(n=32, k=128, warps=4, stages=4, programs=264),
+        ("add", 128): Tiles(n=32, k=128, warps=4, stages=4, programs=132),
+        ("wide", 16): Tiles(n=64, k=128, warps=4, stages=4),
+        ("wide", 32): Tiles(n=128, k=256, warps=4, stages=2),
+        ("wide", 64): Tiles(n=256, k=64, warps=4, stages=5),
+        ("wide", 128): Tiles(n=256, k=64, warps=8, stages=4),
+        ("gated", 16): Tiles(n=64, k=128, warps=4, stages=4),
+        ("gated", 32): Tiles(n=64, k=128, warps=4, stages=4),
+        ("gated", 64): Tiles(n=64, k=64, warps=4, stages=6),
+        ("gated", 128): Tiles(n=64, k=64, warps=4, stages=6),
+    }
+)
+"""For each form and number of rows, found on an H200 by `benchmarks/skinny.py`. Nothing: torch's own operations."""
+WIDE = 16384
+"""From so many features on there are tiles enough for any device."""
+EARLY = True
+"""See [Note: early loads] in `skinny_kernel`."""
+
+
+def make_counters(device: torch.device) -> Tensor:
+    """What `project` and `add` count with; one tensor serves all launches of one CUDA stream."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+def project(
+    stream: ResidualStream,
+    weights: Sequence[Tensor],
+    counters: Tensor,
+    *,
+    table: Table = TILES,
+    ahead: Ahead | None = None,
+    early: bool = EARLY,
+) -> Tensor:
+    """The norm of the stream times each weight (features, width), side by side."""
+    form = "wide" if sum(map(len, weights)) >= WIDE else "project"
+    tiles = tiles_for(form, stream.x, weights, table)
+    if tiles is None:
+        return project_plain(stream, weights)
+    x, squares = stream.readable()
+    out = x.new_empty(len(x), sum(map(len, weights)))
+    _launch(x, squares, stream.norm.eps, weights, tiles, counters, out, ahead=ahead, early=early)
+    return out
+
+
+def project_plain(stream: ResidualStream, weights: Sequence[Tensor]) -> Tensor:
+    """The plain twin."""
+    x = stream.normed()
+    return torch.cat([F.linear(x, weight) for weight in weights], dim=1)
+
+
+def add(
+    stream: ResidualStream,
+    y: Tensor,
+    weight: Tensor,
+    norm: Norm,
+    counters: Tensor,
+    *,
+    table: Table = TILES,
+    ahead: Ahead | None = None,
+    early: bool = EARLY,
+) -> ResidualStream:
+    """The stream plus `y` (rows, features) times a weight (width, features), in front of its next norm.
+
+    In a chain, a kernel must lie between what wrote the stream and this: that of `y`.
+    """
+    tiles = tiles_for("add", y, [weight], table)
+    if tiles is None:
+        return add_plain(stream, y, weight, norm)
+    x, gained = (torch.empty_like(stream.x) for _ in range(2))
+    squares = torch.empty(-(-len(weight) // tiles.n), len(x), dtype=torch.float32, device=x.device)
+    after = ResidualStream(x, norm, gained, squares)
+    _launch(y, None, 0.0, [weight], tiles, counters, x, stream.x, after, ahead=ahead, early=early)
+    return after
+
+
+def add_plain(stream: ResidualStream, y: Tensor, weight: Tensor, norm: Norm) -> ResidualStream:
+    """The plain twin."""
+    return ResidualStream(stream.x + F.linear(y, weight), norm)
+
+
+def gated(
+    stream: ResidualStream,
+    gate: Tensor,
+    up: Tensor,
+    *,
+    table: Table = TILES,
+    ahead: Ahead | None = None,
+    early: bool = EARLY,
+) -> Tensor:
+    """`silu(x gateᵀ) * (x upᵀ)`, of the stream's norm and weights (features, width)."""
+    tiles = tiles_for("gated", stream.x, (gate, up), table)
+    if tiles is None:
+        return gated_plain(stream, gate, up)
+    x, squares = stream.readable()
+    (rows, width), features = x.shape, len(gate)
+    out = x.new_empty(rows, features)
+    with on_device_of(x):
+        gated_kernel[(-(-features // tiles.n),)](
+            x,
+            x if squares is None else squares,
+            gate,
+            up,
+            out,
+            rows,
+            width,
+            features,
+            0 if squares is None else len(squares),
+            stream.norm.eps,
+            **ahead_options(x, ahead),
+            is_normed=squares is not None,
+            early=early,
+            **launch_options(tiles, x),
+        )
+    return out
+
+
+def gated_plain(stream: ResidualStream, gate: Tensor, up: Tensor) -> Tensor:
+    """The plain twin."""
+    x = stream.normed()
+    return product_of(F.linear(x, gate), F.linear(x, up))
+
+
+def _launch(
+    x: Tensor,
+    squares: Tensor | None,
+    eps: float,
+    weights: Sequence[Tensor],
+    tiles: Tiles,
+    counters: Tensor,
+    out: Tensor,
+    residual: Tensor | None = None,
+    after: ResidualStream | None = None,
+    *,
+    ahead: Ahead | None,
+    early: bool,
+) -> None:
+    assert len(weights) <= MOST_WEIGHTS
+    (rows, width), block_m, block_k = x.shape, padded(len(x)), depth_of(tiles, x)
+    count, split = _shares(tiles, weights, block_k)
+    partial = torch.empty(count * split * block_m * tiles.n if split > 1 else 1, dtype=torch.float32, device=x.device)
+    spare = MOST_WEIGHTS - len(weights)
+    with on_device_of(x):
+        project_kernel[(count, split)](
+            x,
+            x if squares is None else squares,
+            *weights,
+            *[weights[0]] * spare,
+            x if residual is None else residual,
+            x if after is None else after.norm.weight,
+            out,
+            out if after is None else after.gained,
+            out if after is None else after.squares,
+            partial,
+            counters,
+            rows,
+            width,
+            *map(len, weights),
+            *[0] * spare,
+            0 if squares is None else len(squares),
+            eps,
+            **ahead_options(x, ahead),
+            is_normed=squares is not None,
+            adds=after is not None,
+            split=split,
+            early=early,
+            **launch_options(tiles, x),
+        )
+
+
+def ahead_of(form: str, rows: int, weights: Sequence[Tensor], *, table: Table = TILES, budget: int = AHEAD) -> Ahead:
+    """What the next kernel begins with, by its form, the number of rows and its weights (features, width)."""
+    tiles = table.get((form, padded(min(rows, MOST_ROWS))))
+    if tiles is None:
+        return Ahead(weights, budget=budget)
+    width, depth = weights[0].shape[1], depth_of(tiles, weights[0])
+    split = _shares(tiles, weights, depth)[1]
+    return Ahead(weights, split, -(-width // (depth * split)) * depth, budget)
+
+
+def _shares(tiles: Tiles, weights: Sequence[Tensor], depth: int) -> tuple[int, int]:
+    """How many tiles there are, and how many programs share one."""
+    count, split = sum(-(-len(weight) // tiles.n) for weight in weights), 1
+    while 2 * split * count <= min(tiles.programs, COUNTERS) and 4 * split * depth <= weights[0].shape[1]:
+        split *= 2
+    return count, split
+
+
+def launch_options(tiles: Tiles, x: Tensor) -> dict[str, Any]:
+    """How to launch a kernel that multiplies `x` in such tiles."""
+    return {
+        "block_m": padded(len(x)),
+        "block_n": tiles.n,
+        "block_k": depth_of(tiles, x),
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+        **dependent_launch_options(is_chained(x)),
+    }
+
+
+def tiles_for(form: str, x: Tensor, weights: Sequence[Tensor], table: Table) -> Tiles | None:
+    """None where torch's own operations are to do it."""
+    if not suits(x, *weights) or (x.itemsize > 2 and len(x) > MOST_ROWS_WIDE):
+        return None
+    return table.get((form, padded(len(x))))
+
+
+def suits(x: Tensor, *weights: Tensor) -> bool:
+    """Whether kernels can multiply an input with such weights."""
+    if not has_kernels(x) or x.dtype == torch.float64 or not x.is_contiguous():
+        return False
+    return all(w.dtype == x.dtype and w.is_contiguous() and w.data_ptr() % 16 == 0 for w in weights)
+
+
+def padded(rows: int) -> int:
+    """Rows of a tile."""
+    return max(16, power_of(rows))
+
+
+def power_of(number: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << (number - 1).bit_length()
+
+
+def depth_of(tiles: Tiles, x: Tensor) -> int:
+    """Numbers that are added up at a time."""
+    # What is multiplied one by one would be long code for deep tiles.
+    return tiles.k if x.itemsize == 2 else 32

@@ -1,0 +1,619 @@
+"""Linear layers whose three matrix products are computed from 8-bit numbers.
+
+[Note: numbers in 8 bits] Eight bits hold few numbers in a narrow range, so a tensor is stretched to that range first:
+it is multiplied by a scale, found from its largest number, and rounded; the product is divided by both scales. What
+the optimizer and the other layers see stays in 16 bits.
+
+- `tensorwise`: one scale for a tensor. Activations and weights are e4m3, gradients, which vary more, e5m2.
+- `rowwise`: one scale for each row that is summed over, so a large number costs its own row only; all are e4m3. In the
+  backward pass other dimensions are summed over, so tensors are scaled anew there.
+
+[Note: layers of one input] Queries, keys and values are made from one input, and so are the two sides of a gate. It is
+rounded once for all of them, and the copy that their weights' gradients will want is made in the same reading: that is
+what is kept, in place of the input itself, at half its size. On the way back the gradients of all outputs lie side by
+side, so that one product adds up the input's gradient, and one gives those of all weights. Hence such layers have one
+scale for their weights, and one for their gradients.
+
+For `rowwise`, and for `torch.compile` to fuse with what stands before them, the operations are written out, layer by
+layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from plait.fake_tensors import on_fake_tensors
+from plait.kernels.triton import HAS_TRITON, has_kernels, interprets, on_device_of
+from plait.torch_internals import scaled_mm
+
+# The Triton forms of `fp8_cast`: a tensor is read once for its largest number, and once for both copies in 8 bits.
+#
+# The second reading begins where the first one ended, in what the cache still holds. With a scale of earlier steps
+# there is one reading, which also notes the largest number; see [Note: scales of earlier steps] in `fp8_earlier`.
+#
+# [Note: turned over in words] To be turned over, a tile goes through memory that all threads of a program share, and
+# that memory moves words of four bytes as fast as single bytes. So a program takes every fourth row of its tile at a
+# time, and what four such rows hold in one column, which lies side by side in the copy that is turned over, becomes one
+# word.
+
+
+PEAKS = 256
+"""At most so many programs look for a tensor's largest number; each leaves what it found. Two for a multiprocessor."""
+FEW = 4
+"""Layers that are computed together, at most; each has a peak from earlier steps."""
+READ = 16384
+"""Numbers that such a program reads at a time."""
+_TALL, _WIDE = 128, 64
+"""Rows and columns of a tile: what is read of it, and what is written turned over, are lines of the cache."""
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def size_bits(value):  # type: ignore[no-untyped-def]
+        """The bits of absolute values: their order is that of the numbers, and what is not a number comes last."""
+        return tl.abs(value).to(tl.int32, bitcast=True)
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def _peak_kernel(x, peaks, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The largest absolute value of every so many blocks, from the last one to the first."""
+        program = tl.program_id(0)
+        blocks = tl.cdiv(count, block)
+        at = tl.arange(0, block)
+        largest = tl.zeros((block,), dtype=tl.int32)
+        for index in range(program, blocks, tl.num_programs(0)):
+            here = (blocks - 1 - index).to(tl.int64) * block + at
+            value = tl.load(x + here, mask=here < count, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, size_bits(value))
+        tl.store(peaks + program, tl.max(largest, 0).to(tl.float32, bitcast=True))
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def scale_from(peaks, count, smallest, limit, inverse, block: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The scale that goes with these peaks; the first program stores its inverse."""
+        at = tl.arange(0, block)
+        found = tl.load(peaks + at, mask=at < count, other=0.0).to(tl.int32, bitcast=True)
+        peak = tl.max(found, 0).to(tl.float32, bitcast=True)
+        peak = tl.maximum(peak, smallest, propagate_nan=tl.PropagateNan.ALL)
+        scale = tl.math.div_rn(1.0, peak) * limit
+        if tl.program_id(0) == 0:
+            tl.store(inverse, tl.math.div_rn(1.0, scale))
+        return scale
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def fitted(value, scale, limit, saturates: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The numbers as they are to be rounded; with `saturates` they may be larger than those the scale was made for.
+
+        These are cut to the range. What is not finite must not be: it becomes NaN, which both formats have.
+        """
+        scaled = value * scale
+        if saturates:
+            cut = tl.minimum(tl.maximum(scaled, -limit), limit)
+            scaled = tl.where(tl.abs(value) < float("inf"), cut, float("nan"))
+        return scaled
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def note(bits, notes, count: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Raise so many notes to the largest of a tile, as `size_bits` has it."""
+        if count > 0:
+            largest = tl.max(tl.max(bits, 1), 0)
+            for at in tl.static_range(count):
+                tl.atomic_max(notes + at, largest, sem="relaxed")
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def pair(first, second, like, by_hand: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Two numbers, in the format that `like` points to, in the lower half of a word, the first one lowest.
+
+        `by_hand` is for the interpreter. On a device Triton 3.6 makes other bytes of these operations where the same
+        numbers are stored, too.
+        """
+        kind: tl.constexpr = like.dtype.element_ty
+        if by_hand:
+            low = first.to(kind).to(tl.uint8, bitcast=True).to(tl.int32)
+            both = low | (second.to(kind).to(tl.uint8, bitcast=True).to(tl.int32) << 8)
+        elif kind == tl.float8e5:
+            both = tl.inline_asm_elementwise(
+                "{ .reg .b16 two; cvt.rn.satfinite.e5m2x2.f32 two, $2, $1; cvt.u32.u16 $0, two; }",
+                "=r,f,f",
+                [first, second],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            both = tl.inline_asm_elementwise(
+                "{ .reg .b16 two; cvt.rn.satfinite.e4m3x2.f32 two, $2, $1; cvt.u32.u16 $0, two; }",
+                "=r,f,f",
+                [first, second],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+        return both
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def turn(  # type: ignore[no-untyped-def]
+        word, columns, stride, top, left, height, width, quarter: tl.constexpr, wide: tl.constexpr
+    ):
+        """Write a tile of words, turned over, where its numbers belong in `columns`, of a matrix (height, width)."""
+        corner = (columns + left.to(tl.int64) * stride + top).to(tl.pointer_type(tl.int32))
+        down, right = tl.arange(0, quarter)[None, :], tl.arange(0, wide)[:, None]
+        room = (right < width - left) & (down < (height - top) // 4)
+        tl.store(corner + right * (stride // 4) + down, tl.trans(word), mask=room)
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def _cast_kernel(  # type: ignore[no-untyped-def]
+        x,
+        peaks,
+        peak_count,
+        rows,
+        columns,
+        inverse,
+        notes,
+        height,
+        width,
+        padded,
+        rows_stride,
+        columns_stride,
+        smallest,
+        limit,
+        has_rows: tl.constexpr,
+        has_columns: tl.constexpr,
+        note_count: tl.constexpr,
+        saturates: tl.constexpr,
+        peak_block: tl.constexpr,
+        by_hand: tl.constexpr,
+        tall: tl.constexpr,
+        wide: tl.constexpr,
+    ):
+        """One program a tile, which it writes as it lies, and turned over; see [Note: turned over in words]."""
+        across = tl.cdiv(width, wide)
+        top = (tl.program_id(0) // across).to(tl.int64) * tall
+        left = (tl.program_id(0) % across) * wide
+        quarter: tl.constexpr = tall // 4
+        down, right = 4 * tl.arange(0, quarter)[:, None], left + tl.arange(0, wide)[None, :]
+        x, rows, below = x + top * width, rows + top * rows_stride, height - top
+        scale = scale_from(peaks, peak_count, smallest, limit, inverse, peak_block)
+        seen = tl.zeros((quarter, wide), dtype=tl.int32)
+        word = tl.zeros((quarter, wide), dtype=tl.int32)
+        for part in tl.static_range(4):
+            at = down + part
+            inside = (at < below) & (right < width)
+            value = tl.load(x + at * width + right, mask=inside, other=0.0).to(tl.float32)
+            # By a scale of its own it is above the limit by its last bit at most, which rounding takes away.
+            scaled = fitted(value, scale, limit, saturates)
+            seen = tl.maximum(seen, size_bits(value))
+            if has_rows:
+                tl.store(rows + at * rows_stride + right, scaled.to(rows.dtype.element_ty), mask=inside)
+            if part % 2 == 0:
+                before = scaled
+            else:
+                word |= pair(before, scaled, columns, by_hand) << (8 * (part - 1))
+        note(seen, notes, note_count)
+        if has_columns:
+            turn(word, columns, columns_stride, top, left, padded, width, quarter, wide)
+
+
+def _peaks_fake(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([x.amax() for x in tensors]).float().repeat(PEAKS)
+
+
+@on_fake_tensors(_peaks_fake)
+def peaks_triton(tensors: Sequence[Tensor]) -> Tensor:
+    """Numbers the largest of which is the largest absolute value in these contiguous tensors, fp32."""
+    counts = [programs_for(x.numel(), READ) for x in tensors]
+    peaks = torch.empty(sum(counts), dtype=torch.float32, device=tensors[0].device)
+    with on_device_of(peaks):
+        for x, count, found in zip(tensors, counts, peaks.split_with_sizes(counts), strict=True):
+            _peak_kernel[(count,)](x, found, x.numel(), block=READ, num_warps=16)
+    return peaks
+
+
+def programs_for(numbers: int, block: int) -> int:
+    """Programs that look for the largest of so many numbers, a block at a time."""
+    return min(PEAKS, max(1, -(-numbers // block)))
+
+
+def room_for(peaks: Tensor) -> int:
+    """A power of two that peaks fit into: one for those of earlier steps, and one for tensors of all sizes.
+
+    A kernel is compiled for each.
+    """
+    return FEW if len(peaks) <= FEW else int(max(PEAKS, triton.next_power_of_2(len(peaks))))
+
+
+def _cast_fake(
+    x: Tensor,
+    peaks: Tensor,
+    rows: Tensor | None,
+    columns: Tensor | None,
+    inverse: Tensor,
+    smallest: float,
+    *,
+    notes: Tensor | None,
+    saturates: bool,
+) -> None:
+    if rows is not None:
+        rows.copy_(x)
+    if columns is not None:
+        columns[:, : len(x)].copy_((x if rows is None else rows).t())
+
+
+@on_fake_tensors(_cast_fake)
+def cast_triton(
+    x: Tensor,
+    peaks: Tensor,
+    rows: Tensor | None,
+    columns: Tensor | None,
+    inverse: Tensor,
+    smallest: float,
+    *,
+    notes: Tensor | None,
+    saturates: bool,
+) -> None:
+    """Write a contiguous matrix in 8 bits into `rows` and, turned over, into `columns`.
+
+    Both may be parts of larger ones. `columns` may be longer than `x` is high: what is left is zero. `inverse` is given
+    what the numbers are to be multiplied by, and all `notes` are raised to the largest one.
+    """
+    height, width = x.shape
+    room = rows if columns is None else columns
+    assert room is not None
+    padded = height if columns is None else columns.shape[1]
+    programs = triton.cdiv(padded, _TALL) * triton.cdiv(width, _WIDE)
+    with on_device_of(x):
+        _cast_kernel[(programs,)](
+            x,
+            peaks,
+            len(peaks),
+            room if rows is None else rows,
+            room,
+            inverse,
+            peaks if notes is None else notes,
+            height,
+            width,
+            padded,
+            room.stride(0) if rows is None else rows.stride(0),
+            room.stride(0),
+            smallest,
+            torch.finfo(room.dtype).max,
+            has_rows=rows is not None,
+            has_columns=columns is not None,
+            note_count=0 if notes is None else len(notes),
+            saturates=saturates,
+            peak_block=room_for(peaks),
+            by_hand=interprets(),
+            tall=_TALL,
+            wide=_WIDE,
+            num_warps=4,
+        )
+
+
+# Tensors in 8 bits: their scale, and copies that lie row by row and column by column.
+#
+# [Note: copies for three products] A product takes both of its matrices along the dimension that is summed over. Each
+# tensor takes part in two of the three products of a linear layer, and another dimension is summed over in each, so it
+# is wanted as it is and turned over. Both copies are made in one reading.
+
+
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+
+MULTIPLE = 16
+"""What both sides of a matrix must be a multiple of."""
+SMALLEST = 1e-12
+"""A tensor of zeros has no scale; a smaller number than this counts as zero."""
+
+
+class Fp8Matrix(NamedTuple):
+    """A matrix in 8 bits."""
+
+    rows: Tensor
+    """As it is; without elements where it was not asked for."""
+    columns: Tensor
+    """Turned over, with zeros at the end of each row up to a multiple of 16; empty where it was not asked for."""
+    inverse: Tensor
+    """What the numbers are to be multiplied by, fp32."""
+
+
+def is_fused(x: Tensor) -> bool:
+    """Whether there is a kernel for such a tensor; Triton rounds to these formats where the device does."""
+    return has_kernels(x, (8, 9))
+
+
+def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:
+    """What a tensor is multiplied by to fill the range of `dtype`, fp32; one for each slice along `dim`."""
+    return _scale(torch.linalg.vector_norm(x, float("inf"), dim=dim, keepdim=dim is not None).float(), dtype)
+
+
+def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scaled tensor in 8 bits, row by row. Rounding may not lead out of the range: there is only NaN."""
+    limit = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-limit, limit).to(dtype).contiguous()
+
+
+def peaks_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Numbers the largest of which is the largest absolute value in these tensors; NaN where one is in them."""
+    if is_fused(tensors[0]):
+        return peaks_triton([x.contiguous() for x in tensors])
+    return peaks_plain(tensors)
+
+
+def peaks_plain(tensors: Sequence[Tensor]) -> Tensor:
+    """The plain twin of `peaks_of`."""
+    return torch.stack([torch.linalg.vector_norm(x, float("inf")) for x in tensors]).float()
+
+
+def cast(
+    tensors: Sequence[Tensor],
+    peaks: Tensor,
+    dtype: torch.dtype,
+    *,
+    dim: int = 0,
+    rows: bool,
+    columns: bool,
+    notes: Tensor | None = None,
+    saturates: bool = False,
+) -> Fp8Matrix:
+    """These matrices, put together along `dim`, in 8 bits with one scale; `peaks` are from `peaks_of`.
+
+    `saturates`: peaks of other tensors, and numbers beyond them are cut. `notes`, int32, are the bits of numbers that
+    are raised to the largest of these: one for each matrix, or all for the only one.
+    """
+    if not is_fused(tensors[0]):
+        return cast_plain(tensors, peaks, dtype, dim=dim, rows=rows, columns=columns, notes=notes, saturates=saturates)
+    sizes = [x.shape[dim] for x in tensors]
+    other, total = tensors[0].shape[1 - dim], sum(sizes)
+    height, width = (other, total) if dim else (total, other)
+    by_row = tensors[0].new_empty((height, width) if rows else 0, dtype=dtype)
+    by_column = tensors[0].new_empty((width, height + -height % MULTIPLE) if columns else 0, dtype=dtype)
+    inverse = peaks.new_empty(())
+    noted: Sequence[Tensor | None] = [None] * len(tensors) if notes is None else notes.chunk(len(tensors))
+    start = 0
+    for x, size, places in zip(tensors, sizes, noted, strict=True):
+        # Only one matrix alone, or several side by side, may be in need of padding.
+        room = size if len(tensors) > 1 or dim else by_column.shape[-1]
+        row_part = by_row.narrow(dim, start, size) if rows else None
+        column_part = by_column.narrow(1 - dim, start, room) if columns else None
+        start += size
+        cast_triton(x.contiguous(), peaks, row_part, column_part, inverse, SMALLEST, notes=places, saturates=saturates)
+    return Fp8Matrix(by_row, by_column, inverse)
+
+
+def cast_plain(
+    tensors: Sequence[Tensor],
+    peaks: Tensor,
+    dtype: torch.dtype,
+    *,
+    dim: int = 0,
+    rows: bool,
+    columns: bool,
+    notes: Tensor | None = None,
+    saturates: bool = False,
+) -> Fp8Matrix:
+    """The plain twin of `cast`."""
+    if notes is not None:
+        note_plain(tensors, notes)
+    scale = _scale(peaks.amax(), dtype)
+    whole = torch.cat(tuple(tensors), dim)
+    if saturates:  # what is not finite must not be cut to something that is
+        whole = whole.where(whole.isfinite(), torch.nan)
+    small = rounded(whole, scale, dtype)
+    none = small.new_empty(0)
+    # Bytes, because not every operation knows these formats.
+    turned = F.pad(small.view(torch.uint8).t(), (0, -len(small) % MULTIPLE)).contiguous().view(dtype)
+    return Fp8Matrix(small if rows else none, turned if columns else none, scale.reciprocal())
+
+
+def note_plain(tensors: Sequence[Tensor], notes: Tensor) -> None:
+    """Raise notes, the bits of numbers, to the largest absolute value of each tensor, or of the only one."""
+    seen = notes.view(torch.float32)
+    seen.copy_(torch.maximum(seen, peaks_plain(tensors)))
+
+
+def _scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    return largest.clamp(min=SMALLEST).reciprocal() * torch.finfo(dtype).max
+
+
+# Scales that come from earlier steps, so that a tensor is read once.
+#
+# [Note: scales of earlier steps] To find a tensor's own scale takes a reading, before the one that rounds. But from one
+# step to the next, the largest number of a layer's input, weight or gradient changes little. So a scale may be made
+# from the largest numbers of a few steps before, with some room above; what is beyond that all the same is cut to the
+# range. The kernel that rounds notes the largest number in passing. `precision.earlier` keeps the notes, and makes the
+# peaks of the next step from them. Within a step peaks do not change: micro-batches, and a forward pass that is
+# computed again, have the same scales, and a note that is taken twice is the same note.
+#
+# Every layer has notes of its own. Layers that are computed together share the largest of their peaks.
+
+
+INPUT, WEIGHT, GRADIENT = range(3)
+"""The kinds of tensors that a layer multiplies."""
+FORMATS: tuple[torch.dtype, ...] = (E4M3, E4M3, E5M2)
+"""Of each kind."""
+
+
+class Earlier(NamedTuple):
+    """What is known of the tensors of some layers, and where to note what is seen: a row a kind, a column a layer."""
+
+    peaks: Tensor | None = None
+    """Numbers that scales are made for, fp32; where there are none, scales are found at once."""
+    notes: Tensor | None = None
+    """The bits of the largest numbers of this step, int32; where there are none, nothing is noted."""
+
+    @property
+    def saturates(self) -> bool:
+        """Whether a tensor may have larger numbers than its scale is made for."""
+        return self.peaks is not None
+
+    def part(self, start: int, stop: int) -> Earlier:
+        """The same for some of the layers."""
+        peaks, notes = (None if each is None else each[:, start:stop] for each in self)
+        return Earlier(peaks, notes)
+
+    def notes_of(self, kind: int) -> Tensor | None:
+        """Where the largest numbers of this kind are noted."""
+        return None if self.notes is None else self.notes[kind]
+
+    def peaks_of(self, kind: int, tensors: Sequence[Tensor]) -> Tensor:
+        """Numbers the largest of which is what the scale of these tensors is made for."""
+        return peaks_of(tensors) if self.peaks is None else self.peaks[kind]
+
+    def cast(
+        self, kind: int, tensors: Sequence[Tensor], peaks: Tensor, *, dim: int = 0, rows: bool, columns: bool
+    ) -> Fp8Matrix:
+        """`fp8_cast.cast` in the format of the kind, noting what it sees."""
+        return cast(
+            tensors,
+            peaks,
+            FORMATS[kind],
+            dim=dim,
+            rows=rows,
+            columns=columns,
+            notes=self.notes_of(kind),
+            saturates=self.saturates,
+        )
+
+
+AT_ONCE = Earlier()
+"""Every tensor's scale is its own."""
+
+
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, rowwise: bool, emulated: bool) -> Tensor:
+    """`F.linear` with products in 8 bits, of 16-bit tensors; the features on both sides are multiples of 16.
+
+    `emulated`: rounded to 8 bits in the same way, multiplied in fp32. For devices without such products.
+    """
+    return fp8_linears(x, [weight], [bias], rowwise=rowwise, emulated=emulated)[0]
+
+
+def fp8_linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    rowwise: bool,
+    emulated: bool,
+    earlier: Earlier = AT_ONCE,
+) -> tuple[Tensor, ...]:
+    """`fp8_linear` for layers that have one input; see [Note: layers of one input].
+
+    `earlier` is what is known of each layer, for `tensorwise` that is not compiled.
+    """
+    flat = x.flatten(0, -2)
+    outputs: tuple[Tensor, ...]
+    if rowwise or torch.compiler.is_compiling():
+        outputs = tuple(_Linear.apply(flat, weight, rowwise, emulated) for weight in weights)  # type: ignore[no-untyped-call]
+    else:
+        keeps = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+        outputs = _Fp8Linears.apply(flat, keeps, emulated, earlier, *weights)  # type: ignore[no-untyped-call]
+    shaped = [y.view(*x.shape[:-1], y.shape[-1]) for y in outputs]
+    return tuple(y if bias is None else y + bias for y, bias in zip(shaped, biases, strict=True))
+
+
+def scaled_product(
+    a: Tensor, b: Tensor, inverses: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool, emulated: bool
+) -> Tensor:
+    """`a @ b`, in `dtype`, of 8-bit matrices that are to be multiplied by these numbers.
+
+    `a` lies row by row, `b` column by column. `fast` adds up with fewer bits.
+    """
+    if not emulated:
+        return scaled_mm(a, b, scale_a=inverses[0], scale_b=inverses[1], out_dtype=dtype, use_fast_accum=fast)
+    with torch.autocast(a.device.type, enabled=False):
+        return (torch.mm(a.float(), b.float()) * inverses[0] * inverses[1]).to(dtype)
+
+
+class _Fp8Linears(torch.autograd.Function):
+    """The products of linear layers that have one input, with one scale a tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, keeps: bool, emulated: bool, earlier: Earlier, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        x = x.contiguous()
+        small = earlier.cast(INPUT, [x], earlier.peaks_of(INPUT, [x]), rows=True, columns=keeps)
+        peaks = earlier.peaks_of(WEIGHT, weights)
+        stacked = earlier.cast(WEIGHT, weights, peaks, rows=True, columns=False)
+        # Weights are rounded again on the way back: a sharded one is not here all the time, and its copy would be.
+        ctx.save_for_backward(small.columns, small.inverse, peaks, *weights)
+        ctx.emulated, ctx.earlier = emulated, earlier
+        inverses = small.inverse, stacked.inverse
+        return tuple(
+            scaled_product(small.rows, part.t(), inverses, x.dtype, fast=True, emulated=emulated)
+            for part in stacked.rows.split_with_sizes([len(weight) for weight in weights])
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        columns, inverse, peaks, *weights = ctx.saved_tensors
+        needs_x, _, _, _, *needed = ctx.needs_input_grad
+        earlier: Earlier = ctx.earlier
+        grad_x: Tensor | None = None
+        grad_weights: list[Tensor | None] = [None] * len(weights)
+        grads = tuple(grad.contiguous() for grad in grads)
+        grad_peaks = earlier.peaks_of(GRADIENT, grads)
+        small = earlier.cast(GRADIENT, grads, grad_peaks, dim=1, rows=needs_x, columns=any(needed))
+        if needs_x:
+            stacked = cast(weights, peaks, E4M3, rows=False, columns=True, saturates=earlier.saturates)
+            inverses = small.inverse, stacked.inverse
+            b = stacked.columns.t()
+            grad_x = scaled_product(small.rows, b, inverses, grads[0].dtype, fast=False, emulated=ctx.emulated)
+        if any(needed):
+            inverses, dtype = (small.inverse, inverse), weights[0].dtype
+            whole = scaled_product(small.columns, columns.t(), inverses, dtype, fast=False, emulated=ctx.emulated)
+            parts = whole.split_with_sizes([len(weight) for weight in weights])
+            grad_weights = [part if wanted else None for part, wanted in zip(parts, needed, strict=True)]
+        return grad_x, None, None, None, *grad_weights
+
+
+class _Linear(torch.autograd.Function):
+    """The three products of one linear layer, in operations that a compiler can fuse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rowwise: bool, emulated: bool) -> Tensor:
+        along = 1 if rowwise else None
+        x_scale, w_scale = scale_of(x, E4M3, along), scale_of(weight, E4M3, along)
+        ctx.save_for_backward(x, weight, x_scale, w_scale)
+        ctx.rowwise, ctx.emulated = rowwise, emulated
+        a, b = rounded(x, x_scale, E4M3), rounded(weight, w_scale, E4M3).t()
+        return _product(a, x_scale, b, w_scale.t() if rowwise else w_scale, x.dtype, fast=True, emulated=emulated)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight, x_scale, w_scale = ctx.saved_tensors
+        rowwise, emulated = ctx.rowwise, ctx.emulated
+        small = E4M3 if rowwise else E5M2
+        grad_x = grad_weight = None
+        g_scale = scale_of(grad, small, 1 if rowwise else None)
+        if ctx.needs_input_grad[0]:
+            if rowwise:
+                w_scale = scale_of(weight, E4M3, 0)
+            a, b = rounded(grad, g_scale, small), _by_column(rounded(weight, w_scale, E4M3))
+            grad_x = _product(a, g_scale, b, w_scale, x.dtype, fast=False, emulated=emulated)
+        if ctx.needs_input_grad[1]:
+            if rowwise:
+                g_scale, x_scale = scale_of(grad, small, 0), scale_of(x, E4M3, 0)
+            missing = -len(x) % MULTIPLE  # tokens are what is summed over here
+            if missing:
+                grad, x = F.pad(grad, (0, 0, 0, missing)), F.pad(x, (0, 0, 0, missing))
+            a, b = rounded(grad, g_scale, small).t().contiguous(), _by_column(rounded(x, x_scale, E4M3))
+            scale = g_scale.t() if rowwise else g_scale
+            grad_weight = _product(a, scale, b, x_scale, weight.dtype, fast=False, emulated=emulated)
+        return grad_x, grad_weight, None, None
+
+
+def _product(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, *, fast: bool, emulated: bool
+) -> Tensor:
+    return scaled_product(a, b, (a_scale.reciprocal(), b_scale.reciprocal()), dtype, fast=fast, emulated=emulated)
+
+
+def _by_column(x: Tensor) -> Tensor:
+    """The same matrix, lying column by column."""
+    return x.t().contiguous().t()

@@ -1,0 +1,341 @@
+"""AdamW over many tensors at once, which also rounds the new weights: one launch on CUDA, a loop elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import log
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from plait.fake_tensors import on_fake_tensors
+from plait.kernels.adam import AdamNumbers, adam_step, adam_step_plain
+from plait.kernels.triton import HAS_TRITON, has_kernels, on_device_of
+from plait.torch_internals import foreach_add_, foreach_sub_, fused_adamw_
+
+# The Triton form of `adam_many`: one launch over many tensors, by a table of their addresses.
+#
+# A program updates one piece of one tensor. It reads the gradient, the fp32 weight and both moments, and writes the
+# weight, the moments and the rounded weight: nothing passes through memory twice, and no tensor costs a launch of its
+# own. Scale and skip are read on the device, so the host need not know them.
+
+
+BLOCK = 1024
+"""Numbers that a program looks at together."""
+PIECE = 8 * BLOCK
+"""Numbers that a program updates, one block after another."""
+WARPS = 4
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def _address(table, row, count, index, dtype: tl.constexpr, aligned: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Where one of the tensors of an entry begins."""
+        address = tl.load(table + row * count + index).to(tl.pointer_type(dtype))
+        if aligned:
+            address = tl.multiple_of(address, 16)  # lets several numbers travel in one access
+        return address
+
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def _kernel(  # type: ignore[no-untyped-def]
+        table,
+        pieces,
+        rates,
+        scale,
+        found_inf,
+        count,
+        kept,
+        decay,
+        gain1,
+        beta2,
+        gain2,
+        eps,
+        weight_type: tl.constexpr,
+        grad_type: tl.constexpr,
+        room_type: tl.constexpr,
+        has_room: tl.constexpr,
+        has_scale: tl.constexpr,
+        has_skip: tl.constexpr,
+        aligned: tl.constexpr,
+        blocks: tl.constexpr,
+        block: tl.constexpr,
+    ):
+        """One program a piece."""
+        piece = tl.program_id(0).to(tl.int64)
+        index = tl.load(pieces + 2 * piece).to(tl.int64)
+        begin = tl.load(pieces + 2 * piece + 1).to(tl.int64) * (blocks * block)
+        weight = _address(table, 0, count, index, weight_type, aligned)
+        grad = _address(table, 1, count, index, grad_type, aligned)
+        mean = _address(table, 2, count, index, weight_type, aligned)
+        square = _address(table, 3, count, index, weight_type, aligned)
+        room = _address(table, 4, count, index, room_type, aligned)
+        length = tl.load(table + 5 * count + index)
+        if has_skip:
+            length = tl.where(tl.load(found_inf) == 0, length, 0)
+        if aligned:
+            length = tl.multiple_of(length, 16)
+        rate = tl.load(rates + index)
+        root = tl.load(rates + count + index)
+        factor = 1.0
+        if has_scale:
+            factor = 1.0 / tl.load(scale)
+        for number in range(blocks):
+            at = begin + number * block + tl.arange(0, block)
+            inside = at < length
+            w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+            g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * factor
+            m = tl.load(mean + at, mask=inside, other=0.0).to(tl.float32)
+            v = tl.load(square + at, mask=inside, other=0.0).to(tl.float32)
+            g += w * decay
+            m += (g - m) * gain1
+            v = v * beta2 + g * g * gain2
+            w = w * kept - rate * m / (tl.sqrt(v) / root + eps)
+            tl.store(weight + at, w.to(weight_type), mask=inside)
+            tl.store(mean + at, m.to(weight_type), mask=inside)
+            tl.store(square + at, v.to(weight_type), mask=inside)
+            if has_room:
+                tl.store(room + at, w.to(room_type), mask=inside)
+
+
+class LaunchKind(NamedTuple):
+    """What entries of one launch have in common."""
+
+    weight: torch.dtype
+    grad: torch.dtype
+    room: torch.dtype | None
+    aligned: bool
+    """Whether all begin and end where wide accesses do."""
+
+
+class WeightPointers(NamedTuple):
+    """What belongs to one weight. All of one shape, and dense in the same order."""
+
+    weight: Tensor
+    grad: Tensor
+    mean: Tensor
+    square: Tensor
+    room: Tensor | None
+    """Where the new weight is also written, rounded."""
+
+    @property
+    def kind(self) -> LaunchKind:
+        """Which launch it belongs to."""
+        tensors = [self.weight, self.grad, self.mean, self.square, *([] if self.room is None else [self.room])]
+        aligned = self.weight.numel() % 16 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        return LaunchKind(self.weight.dtype, self.grad.dtype, None if self.room is None else self.room.dtype, aligned)
+
+
+class Launch(NamedTuple):
+    """What the kernel has to know of the entries that it updates at once."""
+
+    kind: LaunchKind
+    lengths: list[int]
+    chosen: Tensor | None
+    """Which of all entries they are; None where they are all."""
+    table: Tensor
+    pieces: Tensor
+
+
+class Tables:
+    """The launches that update a list of entries, kept on the device as long as nothing in the list moves.
+
+    Whether something moved is asked in every step, so it is asked in one sweep: for a model of many small tensors it
+    is the greater part of an update.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[Any] = []
+        self._launches: list[Launch] = []
+
+    def of(self, entries: Sequence[WeightPointers]) -> list[Launch]:
+        """One for each kind of them."""
+        seen: list[Any] = []
+        for weight, grad, mean, square, room in entries:
+            seen += (weight.data_ptr(), grad.data_ptr(), mean.data_ptr(), square.data_ptr(), grad.dtype, weight.numel())
+            seen.append(0 if room is None else room.data_ptr())
+        if seen != self._seen:
+            kinds = [entry.kind for entry in entries]
+            self._launches = [self._launch(kind, kinds, entries) for kind in dict.fromkeys(kinds)]
+            self._seen = seen
+        return self._launches
+
+    def _launch(self, kind: LaunchKind, kinds: list[LaunchKind], entries: Sequence[WeightPointers]) -> Launch:
+        chosen = [index for index, found in enumerate(kinds) if found == kind]
+        part = [entries[index] for index in chosen]
+        device = part[0].weight.device
+        lengths = [entry.weight.numel() for entry in part]
+        rows = [entry.weight.data_ptr() for entry in part]
+        rows += [entry.grad.data_ptr() for entry in part]
+        rows += [entry.mean.data_ptr() for entry in part]
+        rows += [entry.square.data_ptr() for entry in part]
+        rows += [0 if entry.room is None else entry.room.data_ptr() for entry in part]
+        known = next((launch.pieces for launch in self._launches if launch.lengths == lengths), None)
+        if known is None:
+            pairs = [(index, piece) for index, n in enumerate(lengths) for piece in range(-(-n // PIECE))]
+            known = _sent(torch.tensor(pairs, dtype=torch.int32).view(-1, 2), device)
+        picked = None if len(chosen) == len(kinds) else _sent(torch.tensor(chosen), device)
+        return Launch(kind, lengths, picked, _sent(torch.tensor(rows + lengths), device), known)
+
+
+def adam_many_triton(
+    kept: float,
+    decay: float,
+    betas: tuple[float, float],
+    eps: float,
+    rates: Tensor,
+    scale: Tensor | None,
+    found_inf: Tensor | None,
+    launch: Launch,
+) -> None:
+    """Update entries of one kind. `rates` holds each one's rate and the root of its second correction, fp32."""
+    kind, lengths, _, table, pieces = launch
+    if len(pieces) == 0:
+        return  # a rank may have no part of any of them
+    # What is close to 1 is worked out here: the kernel gets its numbers in fp32.
+    with on_device_of(table):
+        _kernel[(len(pieces),)](
+            table,
+            pieces,
+            rates,
+            rates if scale is None else scale,
+            rates if found_inf is None else found_inf,
+            len(lengths),
+            kept,
+            decay,
+            1.0 - betas[0],
+            betas[1],
+            1.0 - betas[1],
+            eps,
+            weight_type=_TYPES[kind.weight],
+            grad_type=_TYPES[kind.grad],
+            room_type=_TYPES[kind.room or kind.weight],
+            has_room=kind.room is not None,
+            has_scale=scale is not None,
+            has_skip=found_inf is not None,
+            aligned=kind.aligned,
+            blocks=PIECE // BLOCK,
+            block=BLOCK,
+            num_warps=WARPS,
+        )
+
+
+_TYPES: dict[torch.dtype, Any] = (
+    {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16} if HAS_TRITON else {}
+)
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+@torch.no_grad()
+def adam_many(
+    numbers: AdamNumbers,
+    entries: Sequence[WeightPointers],
+    steps: Sequence[Tensor],
+    *,
+    scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    tables: Tables,
+) -> None:
+    """Update weights and moments in place and write the rounded weights.
+
+    `steps` count the updates of each entry, on its device, and are counted on here; the `step` of `numbers` is not
+    looked at. Gradients are divided by `scale`; where `found_inf` is not 0, nothing changes. Both are read where they
+    are. `tables` keeps what the launches need, for one list of entries.
+    """
+    if not entries:
+        return
+    if not has_kernels(entries[0].weight):
+        adam_many_plain(numbers, entries, steps, scale=scale, found_inf=found_inf)
+        return
+    _update(numbers, entries, steps, scale, found_inf, tables)
+
+
+@torch.no_grad()
+def adam_many_plain(
+    numbers: AdamNumbers,
+    entries: Sequence[WeightPointers],
+    steps: Sequence[Tensor],
+    *,
+    scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """The plain twin: one tensor after another, in any precision, on any device; the host waits."""
+    if found_inf is not None and float(found_inf) != 0.0:
+        return
+    factor = 1.0 if scale is None else 1.0 / float(scale)
+    for entry, step in zip(entries, steps, strict=True):
+        step += 1
+        now = replace(numbers, step=int(step), scale=factor)
+        weight, grad, mean, square, room = entry
+        on_host = all(t.device.type == "cpu" and t.is_contiguous() for t in (weight, grad, mean, square))
+        update = adam_step if on_host and weight.dtype == torch.float32 else adam_step_plain
+        update(now, [weight], [grad], [mean], [square], [room])
+
+
+def _rates(numbers: AdamNumbers, steps: Tensor) -> Tensor:
+    """Of each entry: the learning rate over the first correction, and the root of the second."""
+    # In float64: in float32, 1 - 0.999 has four digits left.
+    counts = steps.double()
+    first = -torch.expm1(counts * log(numbers.betas[0])) if numbers.betas[0] > 0.0 else torch.ones_like(counts)
+    second = -torch.expm1(counts * log(numbers.betas[1])) if numbers.betas[1] > 0.0 else torch.ones_like(counts)
+    return torch.stack((numbers.lr / first, second.sqrt())).float()
+
+
+def _update_fake(
+    numbers: AdamNumbers,
+    entries: Sequence[WeightPointers],
+    steps: Sequence[Tensor],
+    scale: Tensor | None,
+    found_inf: Tensor | None,
+    tables: Tables,
+) -> None:
+    """torch's own update, which moves as many bytes but for the rounded weights."""
+    fused_adamw_(
+        [entry.weight for entry in entries],
+        [entry.grad for entry in entries],
+        [entry.mean for entry in entries],
+        [entry.square for entry in entries],
+        [],
+        list(steps),
+        lr=0.0,
+        beta1=0.9,
+        beta2=0.999,
+        weight_decay=0.0,
+        eps=1e-8,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+@on_fake_tensors(_update_fake, argument=1)
+def _update(
+    numbers: AdamNumbers,
+    entries: Sequence[WeightPointers],
+    steps: Sequence[Tensor],
+    scale: Tensor | None,
+    found_inf: Tensor | None,
+    tables: Tables,
+) -> None:
+    foreach_add_(list(steps), 1.0)
+    if found_inf is not None:
+        # A list: given one tensor, torch would wait for the device to tell its value.
+        foreach_sub_(list(steps), [found_inf] * len(steps))
+    rates = _rates(numbers, torch.stack(list(steps)))
+    for launch in tables.of(entries):
+        adam_many_triton(
+            1.0 - numbers.lr * numbers.weight_decay if numbers.decoupled else 1.0,
+            0.0 if numbers.decoupled else numbers.weight_decay,
+            numbers.betas,
+            numbers.eps,
+            rates if launch.chosen is None else rates.index_select(1, launch.chosen),
+            scale,
+            found_inf,
+            launch,
+        )

@@ -1,0 +1,421 @@
+"""One page for an abnormal end: who failed first, at what, why; what became of the others; what to change."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+from plait.launch.failure import merged
+from plait.launch.records import RankRecord, causes, signal_name
+
+# Why a rank ended, from its exit code, its last lines and what the host knows; and what to change.
+
+
+_BYTES_PER_GIB = 1 << 30
+_MESSAGE_LINES = 5
+_EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Iteration)\b(?::|$)")
+_ANY_NAME = re.compile(r"^[A-Za-z_][\w.]*(?:: |$)")
+_FRAME = re.compile(r'^  File ".*", line \d+')
+_TORCHS_PREFIX = re.compile(r"^\[rank\d+\]:\s?")
+_GROUPS_PREFIX = re.compile(r"^  \| ")
+_GPU_FULL = re.compile(r"out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
+_HOST_FULL = re.compile(r"^MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc")
+_CUT_OFF = re.compile(
+    r"Connection (?:closed|reset) by peer|Broken pipe|Connection refused|remote process (?:exited|has terminated)|"
+    r"ncclRemoteError|ncclSystemError|Socket (?:closed|Timeout)|failed to (?:recv|send)|recvValue failed|"
+    r"Read error|Connection was likely closed",
+    re.IGNORECASE,
+)
+_MISMATCH = re.compile("Received data size doesn't match expected size")
+_LOST_WORKER = re.compile(r"DataLoader worker \(pid.*(?:exited unexpectedly|is killed by signal)")
+_WORKERS_SIGNAL = re.compile(r"DataLoader worker \(pid.* is killed by signal: ([\w ]+)\.")
+_TIMED_OUT = re.compile(r"timed? ?out|DistStoreError", re.IGNORECASE)
+
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+_LESS_HOST_MEMORY = (
+    "let ranks hold less host memory: fewer ranks a host, fewer data workers, no offload to the host; or raise the "
+    "limit of the container"
+)
+_SENT = "somebody or something on its host sent the signal: a batch system at its limit, an operator, a clean-up"
+_HOST_KILLED = "the kernel killed a process of this host at that time, and nothing shows that it was this one"
+_ASK_THE_KERNEL = "look for its process in the kernel's log (`dmesg -T | grep -i 'killed process'`)"
+LEAK_REMEDY = (
+    "something keeps what belongs to a step: a loss that is added up without .item() or .detach(), outputs in a list, "
+    "a cache without a bound; smaller micro-batches only put off the end, so they are not tried"
+)
+_LESS_GPU_MEMORY = (
+    "let the rank hold less: a smaller batch.micro with more accumulation, strategy.recompute, a higher strategy.zero"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What ended a rank."""
+
+    what: str
+    remedy: str = ""
+    victim: bool = False
+    """It only noticed that another one was gone or late."""
+    outside: bool = False
+    """Somebody else ended it, for reasons that are not the run's."""
+    full: bool = False
+    """There was not enough memory where it computes: smaller micro-batches may fit."""
+
+
+def diagnose(record: RankRecord) -> Diagnosis:
+    """The verdict on a rank that ended badly of itself."""
+    if record.lost:
+        return Diagnosis(
+            "is lost: its host no longer answers",
+            "look at the host and its network; it may have been restarted, or reclaimed",
+        )
+    code = record.exit_code or 0
+    if code < 0:
+        return _of_signal(record, -code)
+    exception = exception_in(record.tail) if code == 1 else ""
+    if exception:
+        return _of_exception(record, exception)
+    if record.message:
+        return Diagnosis(f"stopped: {record.message}")
+    return Diagnosis(
+        f"left with exit code {code} and no exception",
+        "something called sys.exit or os._exit, or a library ended the process; its last lines may say which",
+    )
+
+
+def _of_signal(record: RankRecord, number: int) -> Diagnosis:
+    name, found = signal_name(number), record.evidence
+    if number == signal.SIGKILL and found.oom_kills and (found.oom_of_group or found.grew_into_the_limit):
+        return _short_of_host_memory(record, f"was killed by the kernel: {_host_full(record)}")
+    if number == signal.SIGKILL and found.oom_kills:
+        what = "was ended by SIGKILL, perhaps for want of memory"
+        return Diagnosis(f"{what}: {_HOST_KILLED}", f"{_ASK_THE_KERNEL}; else {_SENT}", outside=True)
+    if number == signal.SIGKILL:
+        return Diagnosis(
+            "was ended by SIGKILL, and not for want of memory: the kernel counts no such kill",
+            _SENT,
+            outside=True,
+        )
+    if number == signal.SIGBUS:
+        return Diagnosis("crashed with SIGBUS, bad access to mapped memory", "is /dev/shm full? see `plait doctor`")
+    if number == signal.SIGABRT and any(_MISMATCH.search(line) for line in record.tail):
+        return Diagnosis(
+            "got other data than it waited for: another rank was in another collective, or had another shape",
+            "every rank must call the same collectives, in the same order, with the same shapes",
+        )
+    if number in _CRASHES:
+        return Diagnosis(
+            f"crashed with {name}, in native code",
+            "the stack below shows which call; an extension or a library there does not fit, or has an error",
+        )
+    return Diagnosis(f"was ended by {name}", "somebody sent the signal; Plait did not", outside=True)
+
+
+def _of_exception(record: RankRecord, exception: str) -> Diagnosis:
+    text = "\n".join(record.tail)
+    shown = exception if len(exception) < 300 else f"{exception[:300]} …"
+    if _GPU_FULL.search(exception) and not _HOST_FULL.search(exception):
+        return _short(f"ran out of GPU memory: {shown}", _LESS_GPU_MEMORY, record.evidence.gpu_steps, smaller=True)
+    if _HOST_FULL.search(exception):
+        return _short_of_host_memory(record, f"was refused host memory: {shown}")
+    if _LOST_WORKER.search(exception):
+        return _of_worker(record, text)
+    if _CUT_OFF.search(exception):
+        return Diagnosis(f"lost the connection to another rank: {shown}", victim=True)
+    if _TIMED_OUT.search(exception) and "distributed" in text:
+        return Diagnosis(f"waited too long for another rank: {shown}", victim=True)
+    return Diagnosis(f"raised {shown}", "its last lines show where")
+
+
+def _of_worker(record: RankRecord, text: str) -> Diagnosis:
+    """A process that read data for the rank has ended; what torch raises then names its signal, if anything."""
+    found, kills = _WORKERS_SIGNAL.findall(text), record.evidence.recent_oom_kills
+    how = f"ended by a signal: {found[-1]}" if found else "which ended by itself"
+    if found and found[-1] == "Bus error":
+        remedy = "is /dev/shm full? see `plait doctor`; fewer data.workers need less"
+        return Diagnosis(f"lost a data worker, {how}", remedy)
+    killed = not found or found[-1] == "Killed"
+    if killed and kills and record.evidence.oom_of_group:
+        return Diagnosis(f"lost a data worker, killed by the kernel: {_host_full(record)}", _LESS_HOST_MEMORY)
+    if found and found[-1] == "Killed" and kills:
+        what = f"lost a data worker, {how}, perhaps for want of memory: {_HOST_KILLED}"
+        return Diagnosis(what, f"{_ASK_THE_KERNEL}; else {_SENT}", outside=True)
+    if found and found[-1] == "Killed":
+        what = f"lost a data worker, {how}; not for want of memory: the kernel counts no such kill"
+        return Diagnosis(what, _SENT, outside=True)
+    return Diagnosis(
+        f"lost a data worker, {how}",
+        "what reads the samples crashes, or leaves: with data.workers 0 the rank does, and its stack shows where",
+    )
+
+
+def _short_of_host_memory(record: RankRecord, what: str) -> Diagnosis:
+    return _short(what, _LESS_HOST_MEMORY, record.evidence.host_steps, smaller=_computes_on_host(record))
+
+
+def _short(what: str, remedy: str, steps: tuple[int, int, int] | None, *, smaller: bool) -> Diagnosis:
+    """There was too little memory; `smaller` micro-batches may fit, unless it grew from step to step."""
+    if steps is None:
+        return Diagnosis(what, remedy, full=smaller)
+    return Diagnosis(f"{what}; {growth_text(steps)}", LEAK_REMEDY)
+
+
+def growth_text(steps: tuple[int, int, int]) -> str:
+    """Of memory that grows from step to step: from which to which, and by how much."""
+    first, last, grown = steps
+    return f"its memory grew from step to step, by {grown / _BYTES_PER_GIB:.2f} GiB from step {first} to {last}"
+
+
+def _host_full(record: RankRecord) -> str:
+    limit = record.evidence.limit
+    of = "" if limit is None else f" of the {limit / _BYTES_PER_GIB:.1f} GiB that its container may have"
+    return f"the host ran out of memory{of}"
+
+
+def _computes_on_host(record: RankRecord) -> bool:
+    beat = record.evidence.beat
+    return beat is not None and beat.gpu_peak == 0
+
+
+def exception_in(lines: Sequence[str]) -> str:
+    """The exception that Python printed last, its message on one line; empty where there is none."""
+    found = [_GROUPS_PREFIX.sub("", _TORCHS_PREFIX.sub("", line)) for line in lines]
+    starts = [index for index, line in enumerate(found) if _EXCEPTION.match(line) or _ends_a_stack(found, index)]
+    return " ".join(line.strip() for line in found[starts[-1] :][:_MESSAGE_LINES]) if starts else ""
+
+
+def _ends_a_stack(lines: Sequence[str], index: int) -> bool:
+    """Whether a line is what follows the frames of a stack: an exception, whatever its name."""
+    if not _ANY_NAME.match(lines[index]):
+        return False
+    frames = takewhile(lambda line: line.startswith("  "), reversed(lines[:index]))
+    return any(_FRAME.match(line) for line in frames)
+
+
+# Which rank the others wait for.
+
+
+def missing(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
+    """The ranks that did not come to where the others wait, and what is odd about them; none where nobody knows."""
+    if stopped := [record for record in records if record.evidence.state == "T"]:
+        return stopped, "is stopped by a signal, while the others wait for it"
+    known = [record for record in records if record.evidence.beat is not None]
+    silent = [record for record in records if record not in known and not record.failed and record.exit_code != 0]
+    if known and silent:
+        return silent, "did not join the others"
+    away = [record for record in known if not _waits(record)]
+    if away and len(away) < len(known):
+        left = [record for record in away if record.exit_code == 0]
+        if left:
+            return left, "has left, and its exit code is 0, while the others wait for it"
+        return away, f"did not come to {_where(known)}"
+    # All of them wait, so they wait for different things: whoever is not where most are has taken another turn.
+    groups = Counter(_what(record) for record in known)
+    common = groups.most_common()
+    if len(common) < 2 or common[0][1] == common[1][1]:
+        return [], ""
+    odd = [record for record in known if _what(record) != common[0][0]]
+    rest = [record for record in known if record not in odd]
+    return odd, f"waits for another collective than the others, who wait in {_where(rest)}"
+
+
+def _waits(record: RankRecord) -> bool:
+    beat = record.evidence.beat
+    return beat is not None and beat.pending and record.exit_code != 0
+
+
+def _what(record: RankRecord) -> tuple[str, str, int]:
+    beat = record.evidence.beat
+    assert beat is not None
+    return beat.collective, beat.phase, beat.step
+
+
+def _where(known: Sequence[RankRecord]) -> str:
+    """The collective that most wait in."""
+    found = Counter(r.evidence.beat.collective for r in known if r.evidence.beat is not None and _waits(r))
+    return found.most_common(1)[0][0] if found else "the collective"
+
+
+TOLD = 2
+"""The exit code of a rank that knew what was wrong with the run."""
+_GIB = 1 << 30
+_LAST_LINES = 15
+_STACK_LINES = 25
+_STACKS_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class FailureFinding:
+    """Who is to blame, and for what. No record: nobody can tell."""
+
+    records: tuple[RankRecord, ...]
+    verdict: Diagnosis
+
+
+def conclude(records: Sequence[RankRecord], *, hung: bool, log_dir: str | None, several_hosts: bool) -> None:
+    """Say how a run ended that ended badly: on the console, and as `report.txt` where the run keeps its things.
+
+    Where every rank that failed said itself what is wrong with the run, that is all there is to say.
+    """
+    failed = causes(records)
+    if not failed and not hung:
+        return
+    messages = {record.place.rank: record.message for record in failed if record.message}
+    if not hung and messages and all(record.message or record.exit_code == TOLD for record in failed):
+        _print(merged(messages))
+        return
+    page = report(records, hung=hung, several_hosts=several_hosts)
+    folders = [record.evidence.beat.folder for record in records if record.evidence.beat is not None]
+    folder = next(filter(None, folders), log_dir)
+    print(f"\n{page}", file=sys.stderr, flush=True)
+    if folder is not None:
+        with suppress(OSError):  # on another host, or full: the console has it
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            Path(folder, "report.txt").write_text(page, encoding="utf-8")
+            _print([f"this page is in {Path(folder, 'report.txt')}"])
+
+
+def _print(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(f"plait: {line}", file=sys.stderr, flush=True)
+
+
+def find(records: Sequence[RankRecord], *, hung: bool) -> FailureFinding:
+    """The root cause: of the ranks that failed the first that is nobody's victim, or the one the others waited for."""
+    verdicts = [(record, diagnose(record)) for record in causes(records)]
+    culprits = [(record, verdict) for record, verdict in verdicts if not verdict.victim]
+    if culprits and not hung:
+        return FailureFinding((culprits[0][0],), culprits[0][1])
+    absent, why = missing(records)
+    if absent:
+        return FailureFinding(tuple(absent), Diagnosis(why, _remedy_for_absence(absent[0])))
+    if hung:
+        what = "all ranks wait, for each other, and no rank stands out"
+        return FailureFinding(
+            (), Diagnosis(what, "compare the stacks below: the ranks took different ways through the code")
+        )
+    left = [record for record in records if record.exit_code == 0]
+    if left:
+        what = "has left, and its exit code is 0, while the others still needed it"
+        return FailureFinding((min(left, key=lambda record: record.ended or 0.0),), Diagnosis(what, _SAME_STEPS))
+    return FailureFinding((verdicts[0][0],), verdicts[0][1])
+
+
+def wants_stacks(records: Sequence[RankRecord]) -> bool:
+    """Whether those that failed are victims only, so that the stacks of the others may show whose.
+
+    Where a rank is to blame nobody reads them; and a rank that loses its peers is not disturbed without need.
+    """
+    return all(diagnose(record).victim for record in causes(records))
+
+
+_SAME_STEPS = "every rank must take equally many steps, and call collectives in the same order"
+
+
+def _remedy_for_absence(record: RankRecord) -> str:
+    beat = record.evidence.beat
+    if record.evidence.state == "T":
+        return (
+            "find what sent SIGSTOP: Ctrl-Z, a debugger, a batch system that suspends jobs; SIGCONT lets a rank go on"
+        )
+    if record.evidence.state == "D":
+        return "it waits inside of the kernel: look whether the disks and network file systems of its host answer"
+    if beat is None and record.exit_code != 0:
+        return "it had not come to its part of the run: its imports, its data or its own code before that take too long"
+    if record.exit_code == 0 or (beat is not None and beat.pending):
+        return _SAME_STEPS
+    return "its stack below shows what keeps it; if that may take so long, raise timeout_s"
+
+
+def report(records: Sequence[RankRecord], *, hung: bool, several_hosts: bool) -> str:
+    """The page that explains how a run ended."""
+    found = find(records, hung=hung)
+    blamed = found.records
+    lines = ["The run hangs, and was ended." if hung else "The run failed.", ""]
+    subject = ", ".join(_name(record, several_hosts) for record in blamed[:_STACKS_SHOWN])
+    lines.append(f"{subject} {found.verdict.what}" if subject else found.verdict.what)
+    for record in blamed[:_STACKS_SHOWN]:
+        lines += _details(record, several_hosts=several_hosts and len(blamed) > 1)
+    if found.verdict.remedy:
+        lines += ["", f"What to do: {found.verdict.remedy}."]
+    lines += _others([record for record in records if record not in blamed])
+    for record in blamed[:_STACKS_SHOWN]:
+        if record.tail:
+            said = [f"  {line}" for line in list(record.tail)[-_LAST_LINES:]]
+            lines += ["", f"Last lines of rank {record.place.rank}:", *said]
+    return "\n".join([*lines, *_stacks(records, blamed, hung)]) + "\n"
+
+
+def _name(record: RankRecord, several_hosts: bool) -> str:
+    return f"rank {record.place.rank}" + (f" on {record.place.host}" if several_hosts else "")
+
+
+def _details(record: RankRecord, *, several_hosts: bool) -> list[str]:
+    found, rows = record.evidence, []
+    if several_hosts:
+        rows.append(("rank", _name(record, several_hosts)))
+    if found.beat is not None:
+        rows.append(("doing", f"{_doing(record)}, for {max(found.at - found.beat.since, 0.0):.1f} s"))
+        if found.beat.collective:
+            state = f"waiting for {found.waiting_s:.1f} s" if found.beat.pending else "done"
+            rows.append(("collective", f"{found.beat.collective}, no. {found.beat.count} ({state})"))
+    if found.memory:
+        seconds, growth = found.growth
+        limit = "" if found.limit is None else f", limit {found.limit / _GIB:.2f} GiB"
+        moved = f"; {growth / _GIB:+.2f} GiB in the last {seconds:.0f} s" if abs(growth) > _GIB // 10 else ""
+        peak = found.memory_peak / _GIB
+        rows.append(("host memory", f"{found.memory / _GIB:.2f} GiB, peak {peak:.2f} GiB{limit}{moved}"))
+    if found.beat is not None and found.beat.gpu_peak:
+        rows.append(("GPU memory", f"{found.beat.gpu / _GIB:.2f} GiB, peak {found.beat.gpu_peak / _GIB:.2f} GiB"))
+    return [f"  {name:<12} {value}" for name, value in rows]
+
+
+def _doing(record: RankRecord) -> str:
+    beat = record.evidence.beat
+    return "unknown" if beat is None else f"{beat.phase}, after step {beat.step}"
+
+
+def _others(records: Sequence[RankRecord]) -> list[str]:
+    """The rest, those together of whom the same is to be said."""
+    same: dict[str, list[str]] = {}
+    for record in records:
+        beat = record.evidence.beat
+        end = "was ended by the launcher" if record.exit_code else "ended well"
+        what = textwrap.shorten(diagnose(record).what, 160, placeholder=" …") if record.failed else end
+        wait = f", waiting in {beat.collective}" if beat is not None and beat.pending else ""
+        text = f"{what} ({_doing(record)}{wait})" if beat is not None else what
+        same.setdefault(text, []).append(str(record.place.rank))
+    if not same:
+        return []
+    return ["", "The others:", *(f"  rank {', '.join(who)}: {text}" for text, who in same.items())]
+
+
+def _stacks(records: Sequence[RankRecord], blamed: Sequence[RankRecord], hung: bool) -> list[str]:
+    """Of all ranks where the run hung, else of those to blame; the same stack once."""
+    same: dict[str, list[int]] = {}
+    order = [*blamed, *(record for record in records if record not in blamed)] if hung else blamed
+    for record in order:
+        if text := "\n".join(_main_thread(record.evidence.stacks)[:_STACK_LINES]):
+            same.setdefault(text, []).append(record.place.rank)
+    lines: list[str] = []
+    for text, ranks in list(same.items())[:_STACKS_SHOWN]:
+        lines += ["", f"Stack of rank {', '.join(map(str, ranks))}, the innermost call first:", text]
+    return lines
+
+
+def _main_thread(stacks: str) -> list[str]:
+    """Of the thread that got the signal: the main one where a rank was asked, or the one that crashed.
+
+    Where that one has no Python of its own, a library's, the main one all the same: it is written last.
+    """
+    head = "Current thread" if "Current thread" in stacks else "\nThread "
+    current = stacks.rpartition(head)[2].splitlines()[1:]
+    return list(takewhile(lambda line: line.startswith("  "), current))

@@ -1,0 +1,307 @@
+"""Starting again after a failure: with the same ranks, or with those that are left, or with more that came back.
+
+Each attempt has processes of its own, which find each other at a fresh port, so nothing of the last one can be in
+their way. They go on from the last checkpoint: `PLAIT_ATTEMPT` tells the Runner so.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
+
+from plait.launch.diagnosis import TOLD, FailureFinding, find
+from plait.launch.environment import meeting_place, unused_hosts
+from plait.launch.job import Job, Node
+from plait.launch.local import run_job
+from plait.launch.network import DEFAULT_PORT, check_port
+from plait.launch.records import LaunchOutcome, causes
+
+GRACE_S = 2.0
+"""How long ranks may take to leave once one has failed. They wait for it, and cannot finish a step."""
+PROBE_S = 10.0
+"""How often a host that is away is asked whether it is back."""
+WAIT_S = 600.0
+"""How long to wait for hosts where too few are left."""
+
+_AGAIN = "starting again from the last checkpoint, if there is one"
+SMALLER = "micro-batches are split, batch.total stays"
+"""Said of a run that is started again with smaller ones."""
+
+Slot = tuple[str, int]
+Reach = Callable[[str, Sequence[str]], list[str]]
+"""(host, words) → the command that runs them there."""
+
+
+@dataclass
+class Membership:
+    """Who could take part, who does, and what is known about the sizes that fit."""
+
+    job: Job
+    least: int
+    """Hosts that must be there."""
+    most: int
+    reach: Reach
+    away: set[str] = field(default_factory=set)
+    """Hosts that no longer answer."""
+    bad: set[Slot] = field(default_factory=set)
+    """Slots on which ranks fail again and again."""
+    sizes: tuple[int, ...] = ()
+    """Numbers of ranks that fit the run; none: any does."""
+    size: int = 0
+    split: int = 1
+    """Into how many parts each micro-batch is split, since larger ones did not fit into memory."""
+    _probes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _next: float = 0.0
+
+    def nodes(self) -> tuple[Node, ...]:
+        """The hosts that are there, with their good slots; at most as many as wanted."""
+        found = []
+        for node in self.job.nodes:
+            slots = tuple(slot for slot in node.slots if (node.host, slot) not in self.bad)
+            if slots and node.host not in self.away:
+                found.append(Node(node.host, slots))
+        return tuple(found[: self.most])
+
+    @property
+    def available(self) -> int:
+        """How many ranks there could be."""
+        return sum(len(node.slots) for node in self.nodes())
+
+    def learn(self, outcome: LaunchOutcome) -> None:
+        """Who is gone, and with how many ranks the run can go on."""
+        beats = (record.evidence.beat for record in outcome.records)
+        self.sizes = next((beat.sizes for beat in beats if beat is not None and beat.sizes), self.sizes)
+        self.away |= {record.place.host for record in outcome.records if record.lost}
+
+    def fitting(self, available: int) -> int:
+        """The most ranks, of those there are, with which the run can go on; 0: none."""
+        if not self.sizes:
+            return available
+        return max((size for size in self.sizes if size <= available), default=0)
+
+    def someone_is_back(self) -> bool:
+        """Ask hosts that are away, in the background; whether one has come back and would make the run larger."""
+        if not self.away:
+            return False
+        if time.monotonic() > self._next:
+            self._next = time.monotonic() + PROBE_S
+            self._ask()
+        back = {host for host, probe in self._probes.items() if probe.poll() == 0}
+        self._probes = {host: probe for host, probe in self._probes.items() if probe.poll() is None}
+        self.away -= back
+        return bool(back) and self.fitting(self.available) > self.size
+
+    def _ask(self) -> None:
+        for host in self.away - self._probes.keys():
+            quiet = subprocess.DEVNULL
+            command = self.reach(host, ["true"])
+            self._probes[host] = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, process_group=0)
+
+    def close(self) -> None:
+        """Ask no more."""
+        for probe in self._probes.values():
+            probe.kill()
+            probe.wait()
+
+
+def run_again_and_again(
+    crew: Membership, once: Callable[[Job, Callable[[], bool]], LaunchOutcome], *, restarts: int
+) -> int:
+    """Attempt a job until it ends well, or there is no use in another attempt; returns the last exit code."""
+    past, attempt = _Past(restarts), 0
+    try:
+        while True:
+            outcome = once(_job(crew, attempt), crew.someone_is_back)
+            attempt += 1
+            if outcome.interrupted or (outcome.code == 0 and not outcome.reform):
+                return outcome.code
+            crew.learn(outcome)
+            if outcome.reform:
+                _say("hosts have come back; all ranks saved, left, and start again together")
+            elif (why := past.useless(outcome, crew) or _too_few(crew)) is not None:
+                _say(f"not started again: {why}")
+                return outcome.code or 1
+            else:
+                _say(f"starting again from the last checkpoint with {_those_of(crew)} ({past})")
+    finally:
+        crew.close()
+
+
+def run_here(command: Sequence[str], count: int) -> int:
+    """Run a command once for each rank on this host; again where there was too little memory for micro-batches.
+
+    Any other failure ends it. Returns the exit code of the last attempt.
+    """
+    nodes, split, attempt = (Node("localhost", tuple(range(count))),), 1, 0
+    if (unused := unused_hosts()) is not None:
+        _say(f"note: {unused}")
+    while True:
+        address, port = meeting_place()
+        job = Job(tuple(command), nodes, address=address, port=port, environment=_told(attempt, count, split))
+        outcome = run_job(job, 0, patience=None)
+        if outcome.code == 0 or outcome.interrupted or not causes(outcome.records):
+            return outcome.code
+        found = find(outcome.records, hung=outcome.hung)
+        if not _wants_smaller_batches(found):
+            return outcome.code
+        split, attempt = 2 * split, attempt + 1
+        _say_smaller(_who_was_short(found))
+        _say(_AGAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """Several machines, on each of which the same command is started by hand."""
+
+    count: int
+    rank: int
+    """Which of them this one is."""
+    address: str
+    """Of the first one."""
+    port: int = DEFAULT_PORT
+    """On which the first one listens."""
+
+
+def run_share(command: Sequence[str], count: int, machines: Machines) -> int:
+    """Run a command once for each rank on this machine, of so many on each; returns the exit code.
+
+    Nothing is started again: the other machines would have to agree.
+    """
+    if machines.rank == 0:
+        check_port(machines.port, asked_by="main_process_port")
+    nodes = tuple(Node(f"machine-{number}", tuple(range(count))) for number in range(machines.count))
+    job = Job(tuple(command), nodes, address=machines.address, port=machines.port)
+    return run_job(job, machines.rank, patience=None).code
+
+
+def become_smaller(command: Sequence[str], *, attempt: int, split: int, why: str) -> NoReturn:
+    """Run a command instead of this process, whose attempt this was; micro-batches are split once more.
+
+    It has this process's number, and nothing of what it held.
+    """
+    _say_smaller(why)
+    _say(_AGAIN)
+    sys.stdout.flush()
+    os.execve(command[0], list(command), {**os.environ, **_told(attempt + 1, 1, 2 * split)})
+
+
+def _told(attempt: int, most: int, split: int) -> dict[str, str]:
+    """What the ranks of an attempt are told in their environment; `distributed/ranks.py` reads it."""
+    return {"PLAIT_ATTEMPT": str(attempt), "PLAIT_MOST_RANKS": str(most), "PLAIT_SPLIT": str(split)}
+
+
+def _job(crew: Membership, attempt: int) -> Job:
+    """The job with those who can take part in this attempt."""
+    nodes = _cut(crew.nodes(), crew.fitting(crew.available))
+    crew.size = sum(len(node.slots) for node in nodes)
+    most = sum(len(node.slots) for node in crew.job.nodes)
+    told = _told(attempt, most, crew.split)
+    return replace(crew.job, nodes=nodes, environment={**crew.job.environment, **told})
+
+
+def _cut(nodes: Sequence[Node], size: int) -> tuple[Node, ...]:
+    """The first so many slots."""
+    found = []
+    for node in nodes:
+        slots = node.slots[:size]
+        size -= len(slots)
+        if slots:
+            found.append(Node(node.host, slots))
+    return tuple(found)
+
+
+class _Past:
+    """How earlier attempts ended, to tell bad luck from what will happen again."""
+
+    def __init__(self, restarts: int) -> None:
+        self._restarts, self._done = restarts, 0
+        self._last: tuple[str, int, Slot] | None = None
+
+    def __str__(self) -> str:
+        return f"new beginning {self._done} of {self._restarts}"
+
+    def useless(self, outcome: LaunchOutcome, crew: Membership) -> str | None:
+        """Why another attempt would end no better. A slot that fails twice in the same place is left out."""
+        failed = causes(outcome.records)
+        if not failed and not outcome.hung and any(record.stopped for record in outcome.records):
+            return "its ranks were told to stop, and not by the launcher; they have saved and left"
+        if any(record.message for record in failed) and all(record.exit_code == TOLD for record in failed):
+            return "what is wrong will be wrong again"
+        if not any(record.pid for record in outcome.records):
+            return "no rank could be started"
+        self._done += 1
+        if self._done > self._restarts:
+            return f"{self._restarts} new beginnings are all that --max_restarts allows"
+        found = find(outcome.records, hung=outcome.hung)
+        if _wants_smaller_batches(found):
+            crew.split *= 2
+            _say_smaller(_who_was_short(found))
+            return None
+        place, last = _place(found), self._last
+        self._last = place
+        if place is None or last is None or place[:2] != last[:2]:
+            return None
+        host, slot = place[2]
+        if place[2] != last[2]:
+            own = "another rank failed in the same place before, so the run itself is at fault"
+            return None if found.verdict.outside else own
+        crew.bad.add(place[2])
+        _say(f"slot {slot} of {host} failed twice in the same place and is left out")
+        return None
+
+
+def _wants_smaller_batches(found: FailureFinding) -> bool:
+    """Whether memory was short while a Runner computed: only there are micro-batches, and only it can split them."""
+    beat = found.records[0].evidence.beat if found.records else None
+    return found.verdict.full and beat is not None and bool(beat.sizes) and beat.phase.has_batches
+
+
+def _who_was_short(found: FailureFinding) -> str:
+    return f"rank {found.records[0].place.rank} {found.verdict.what.partition(':')[0]}"
+
+
+def _say_smaller(why: str) -> None:
+    _say(f"{why}; {SMALLER}")
+
+
+def _place(found: FailureFinding) -> tuple[str, int, Slot] | None:
+    """Where in the run it failed, and on which slot; None where that is not known."""
+    record = found.records[0] if found.records else None
+    if record is None or record.lost:
+        return None
+    beat = record.evidence.beat
+    return found.verdict.what, -1 if beat is None else beat.step, (record.place.host, record.place.slot)
+
+
+def _too_few(crew: Membership) -> str | None:
+    """Wait for hosts where too few are left; why it is in vain."""
+    deadline = time.monotonic() + WAIT_S
+    if len(crew.nodes()) < crew.least:
+        _say(f"{len(crew.nodes())} hosts are left, and {crew.least} are needed: waiting for others to come back")
+    while len(crew.nodes()) < crew.least:
+        if time.monotonic() > deadline or not crew.away:
+            return f"{len(crew.nodes())} hosts are left, and {crew.least} are needed"
+        crew.someone_is_back()
+        time.sleep(0.2)
+    if crew.fitting(crew.available) == 0:
+        sizes = ", ".join(map(str, crew.sizes))
+        return (
+            f"{crew.available} ranks are left, but the layout and the batch fit only {sizes}; set batch.total, "
+            "and leave batch.micro or batch.accumulation open"
+        )
+    return None
+
+
+def _those_of(crew: Membership) -> str:
+    available, size = crew.available, crew.fitting(crew.available)
+    rest = f", of {available} that are there: only so many fit the layout and the batch" if size < available else ""
+    return f"{size} {'rank' if size == 1 else 'ranks'}{rest}"
+
+
+def _say(text: str) -> None:
+    print(f"plait: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,316 @@
+"""Gathers what is to be known of the ranks of this host: heartbeats, stacks, memory, last lines."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+
+from plait.launch.records import FailureRecord, RankRecord
+from plait.spec import STACK_SIGNAL, read_beat
+
+# Memory: what a rank held, whether it grew from step to step, and whether the kernel killed it for want of memory.
+
+
+_EVERY_S = 0.2
+_KEPT = 64
+_ROOT = Path("/sys/fs/cgroup")
+
+_WARM_STEPS, _LEAST_STEPS, _MOST_STEPS = 2, 24, 512
+_PARTS, _SHARE = 6, 0.1
+"""Memory grows from step to step where it does in every one of so many parts of the run, and by so much in all."""
+
+
+class StepMemory:
+    """The least memory that was in use at each step: what a step leaves to the next one.
+
+    Where something keeps what belongs to a step, that grows from step to step, however small the micro-batches are.
+    """
+
+    def __init__(self) -> None:
+        self._least: dict[int, int] = {}
+
+    def add(self, step: int, used: int) -> None:
+        """So many bytes are in use at this step."""
+        if step < _WARM_STEPS or not used:  # the optimizer's state and the allocator's caches are still growing
+            return
+        self._least[step] = min(used, self._least.get(step, used))
+        if len(self._least) > _MOST_STEPS:
+            items = list(self._least.items())
+            pairs = zip(items[::2], items[1::2], strict=False)
+            self._least = {step: min(first, second) for (step, first), (_, second) in pairs}
+
+    @property
+    def growth(self) -> tuple[int, int, int] | None:
+        """From which step to which it has grown by how many bytes; None where it has not, part after part of the run.
+
+        Looks come at any moment of a step, so the least of several steps is what counts.
+        """
+        steps = sorted(self._least)
+        if len(steps) < _LEAST_STEPS:
+            return None
+        size = len(steps) // _PARTS
+        floors = [min(self._least[step] for step in steps[at * size : (at + 1) * size]) for at in range(_PARTS)]
+        grown = floors[-1] - floors[0]
+        steadily = all(before < after for before, after in pairwise(floors))
+        return (steps[0], steps[-1], grown) if steadily and grown > _SHARE * floors[-1] else None
+
+
+class Trail:
+    """The resident memory of a process over its last seconds, and at its peak."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int]] = deque(maxlen=_KEPT)
+        self._next = 0.0
+        self.peak = 0
+
+    def is_due(self) -> bool:
+        """Whether it is time for a sample: a few times a second."""
+        return time.monotonic() >= self._next
+
+    def follow(self, pid: int) -> bool:
+        """Take a sample of the process's memory; whether there is such a process."""
+        now, resident = time.monotonic(), resident_bytes(pid)
+        self._next = now + _EVERY_S
+        if resident:
+            self._samples.append((now, resident))
+            self.peak = max(self.peak, resident)
+        return bool(resident)
+
+    @property
+    def last(self) -> int:
+        """What it held when it was last seen."""
+        return self._samples[-1][1] if self._samples else 0
+
+    @property
+    def growth(self) -> tuple[float, int]:
+        """Over how many seconds before that it grew by how much."""
+        if not self._samples:
+            return 0.0, 0
+        (start, first), (end, last) = self._samples[0], self._samples[-1]
+        return end - start, last - first
+
+
+def resident_bytes(pid: int) -> int:
+    """Of a process; 0 where it is gone, or where the system does not say."""
+    return _pages(pid)[0]
+
+
+def anonymous_bytes(pid: int) -> int:
+    """The part of it that belongs to no file: of a mapped data set ever more is resident, and can be given back."""
+    resident, of_files = _pages(pid)
+    return resident - of_files
+
+
+def _pages(pid: int) -> tuple[int, int]:
+    try:
+        _, resident, of_files, *_ = _read(Path(f"/proc/{pid}/statm")).split()
+    except ValueError:
+        return 0, 0
+    size = os.sysconf("SC_PAGE_SIZE")
+    return int(resident) * size, int(of_files) * size
+
+
+class OomCounter:
+    """Counts processes that the kernel has killed for want of memory.
+
+    Those of a process's own control group where that has a counter (`memory.events`, or `memory.oom_control` in version
+    1), otherwise those of the whole host (`/proc/vmstat`), of which nobody knows who they were.
+    """
+
+    def __init__(self, pid: int | str = "self") -> None:
+        self._group = memory_group(pid)
+        self.of_group = self._of_group() is not None
+        """Whether it counts the processes of the control group alone."""
+
+    def read(self) -> int:
+        """How many there have been."""
+        found = self._of_group()
+        return (_number(_read(Path("/proc/vmstat"))) or 0) if found is None else found
+
+    def headroom(self) -> int | None:
+        """Bytes that a process may still take: of the control group, or of the host; None where nobody says."""
+        found = [available_bytes()]
+        if self.limit is not None:
+            names = ("memory.current", "memory.usage_in_bytes")
+            used = next((text for name in names if (text := self._text(name)).isdecimal()), None)
+            # What the page cache holds is counted as used, and given back before anybody is killed.
+            cached = re.search(r"^(?:total_)?inactive_file (\d+)$", self._text("memory.stat"), re.MULTILINE)
+            if used is not None:
+                found.append(max(self.limit - int(used) + (int(cached[1]) if cached else 0), 0))
+        known = [bytes_ for bytes_ in found if bytes_ is not None]
+        return min(known, default=None)
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes that the control group may have; None without a limit."""
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = self._text(name)
+            if text.isdecimal() and int(text) < 1 << 60:
+                return int(text)
+        return None
+
+    def _of_group(self) -> int | None:
+        return next(
+            (n for name in ("memory.events", "memory.oom_control") if (n := _number(self._text(name))) is not None),
+            None,
+        )
+
+    def _text(self, name: str) -> str:
+        return "" if self._group is None else _read(self._group / name).strip()
+
+
+def available_bytes() -> int | None:
+    """Of the host, that a process could take without swapping; None where the system does not say."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE)
+    return int(found[1]) << 10 if found else None
+
+
+def memory_group(pid: int | str) -> Path | None:
+    """The folder of the control group that limits a process's memory."""
+    for line in _read(Path(f"/proc/{pid}/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" and (_ROOT / "cgroup.controllers").exists():
+            folder = _ROOT / path.lstrip("/")
+        elif "memory" in controllers.split(","):
+            folder = _ROOT / "memory" / path.lstrip("/")
+        else:
+            continue
+        # Inside a container the path may be that of the host, while the group is mounted at the root.
+        return folder if folder.is_dir() else folder.parents[len(Path(path).parts) - 2]
+    return None
+
+
+def _number(text: str) -> int | None:
+    found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+_LOG_BYTES = 1 << 14
+_RECENT_S = 30.0
+_LOOKS_OF_AN_END = 2
+
+
+class Observer:
+    """Looks at ranks from outside, so that it sees also what those cannot tell who are gone or stuck."""
+
+    def __init__(self, records: Sequence[RankRecord], folder: Path) -> None:
+        self._records = records
+        self._folder = folder
+        self._trails = {record.place.rank: _Trails() for record in records}
+        self._oom: OomCounter | None = None
+
+    def begin(self) -> None:
+        """The ranks have started."""
+        pids = [record.pid for record in self._records if record.pid is not None]
+        self._oom = OomCounter(pids[0] if pids else "self")
+        for trails in self._trails.values():
+            trails.note_kills(self._oom.read())
+
+    def follow(self, record: RankRecord) -> None:
+        """Look at the memory of a rank that runs."""
+        rank, trails = record.place.rank, self._trails[record.place.rank]
+        if record.pid is None or self._oom is None or not trails.resident.is_due():
+            return
+        kills = self._oom.read()
+        if trails.resident.follow(record.pid):
+            trails.note_kills(kills)
+            trails.headroom = self._oom.headroom()
+            beat = read_beat(self._folder / f"{rank}.beat")
+            if beat is not None:
+                trails.gpu.add(beat.step, beat.gpu)
+                trails.host.add(beat.step, anonymous_bytes(record.pid))
+
+    def look(self, record: RankRecord) -> FailureRecord:
+        """Everything that is known of a rank now; kept in its record."""
+        rank, trails, oom = record.place.rank, self._trails[record.place.rank], self._oom
+        beat = read_beat(self._folder / f"{rank}.beat")
+        kills, recent = (0, 0) if oom is None else trails.kills_since(oom.read())
+        record.evidence = FailureRecord(
+            beat=beat,
+            at=time.time() if record.ended is None else record.ended,
+            state=_state(record.pid if beat is None else beat.pid) if record.running else record.evidence.state,
+            stacks=_text(self._folder / f"{rank}.stacks"),
+            memory=trails.resident.last,
+            memory_peak=trails.resident.peak,
+            growth=trails.resident.growth,
+            oom_kills=kills,
+            recent_oom_kills=recent,
+            oom_of_group=oom is not None and oom.of_group,
+            headroom=trails.headroom,
+            gpu_steps=trails.gpu.growth,
+            host_steps=trails.host.growth,
+            limit=None if oom is None else oom.limit,
+        )
+        record.message = _text(self._folder / str(rank))
+        if record.log is not None:
+            record.tail.clear()
+            record.tail.extend(_text(Path(record.log), _LOG_BYTES).splitlines()[-(record.tail.maxlen or 0) :])
+        return record.evidence
+
+    def look_at_all(self) -> None:
+        """At those that still run; the others were looked at when they ended."""
+        for record in self._records:
+            if record.running:
+                self.look(record)
+
+    def ask_for_stacks(self) -> None:
+        """Of the ranks that run; those that are not prepared for it do not notice."""
+        for record in self._records:
+            if record.running and record.pid is not None:
+                beat = read_beat(self._folder / f"{record.place.rank}.beat")
+                with suppress(ProcessLookupError):
+                    os.kill(record.pid if beat is None else beat.pid, STACK_SIGNAL)
+
+
+class _Trails:
+    """The memory of one rank, as it was followed, and the kernel's kills meanwhile."""
+
+    def __init__(self) -> None:
+        self.resident, self.gpu, self.host = Trail(), StepMemory(), StepMemory()
+        self.headroom: int | None = None
+        self._kills: deque[tuple[float, int]] = deque()
+
+    def note_kills(self, count: int) -> None:
+        """How many there have been by now, while the rank is seen to run."""
+        now = time.monotonic()
+        self._kills.append((now, count))
+        while len(self._kills) > _LOOKS_OF_AN_END and self._kills[1][0] < now - _RECENT_S:
+            self._kills.popleft()
+
+    def kills_since(self, count: int) -> tuple[int, int]:
+        """How many there were about its end, and in the half minute before.
+
+        The kernel counts a kill before the process is gone, so the last look may have seen the one and the other.
+        """
+        if not self._kills:
+            return 0, 0
+        return count - self._kills[-min(_LOOKS_OF_AN_END, len(self._kills))][1], count - self._kills[0][1]
+
+
+def _state(pid: int | None) -> str:
+    """One letter; a tracer that halts a process is a stop like any other."""
+    _, _, facts = _text(Path(f"/proc/{pid}/stat")).rpartition(")")  # its name, before that, may hold anything
+    return facts.split()[0].upper() if facts else ""
+
+
+def _text(path: Path, last: int | None = None) -> str:
+    try:
+        with path.open("rb") as file:
+            if last is not None:
+                file.seek(max(file.seek(0, os.SEEK_END) - last, 0))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,224 @@
+"""Commands on other hosts. ssh is all that is needed there: no pdsh, no daemon."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from plait.config import whole_number
+from plait.errors import WorldError
+from plait.launch.controller import Command
+from plait.launch.hostfile import Pool
+from plait.launch.job import Job
+from plait.launch.options import LaunchOptions, without
+from plait.launch.rank import rank_words
+
+OPTIONS = (
+    ("BatchMode", "yes"),  # an error instead of a question nobody sees
+    ("ConnectTimeout", "10"),
+    ("ServerAliveInterval", "5"),
+    ("ServerAliveCountMax", "3"),  # a host that is unplugged is noticed after 15 seconds
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ssh:
+    """How to get onto a host."""
+
+    port: int | None = None
+    arguments: tuple[str, ...] = ()
+    """More of ssh's own, from `--launcher_args`; they come first and so win."""
+
+    def command(self, host: str, remote: str) -> list[str]:
+        """The ssh command that runs a line of shell on `host`."""
+        options = [word for name, value in OPTIONS for word in ("-o", f"{name}={value}")]
+        port = ["-p", str(self.port)] if self.port is not None else []
+        return ["ssh", *self.arguments, *options, *port, "-T", host, remote]
+
+
+def options_and_first(words: Sequence[str]) -> tuple[tuple[str, ...], str]:
+    """`--launcher_args` for ssh and pdsh: their own options, and what each host is to do first (`source env.sh`)."""
+    begins = next((at for at, word in enumerate(words) if word in ("source", ".")), len(words))
+    if words and not words[0].startswith("-"):
+        begins = 0
+    first = list(words[begins:])
+    if first[:1] == ["source"]:
+        first[0] = "."  # which every shell knows; but it looks for a bare name elsewhere
+    if first[:1] == ["."] and len(first) > 1 and "/" not in first[1]:
+        first[1] = f"./{first[1]}"
+    return tuple(words[:begins]), shlex.join(first)
+
+
+def shell_line(words: Sequence[str], *, folder: str | None, environment: Mapping[str, str], first: str = "") -> str:
+    """A command as a line of shell: from a folder, after what is to be done `first`, with some variables."""
+    start = f"cd {shlex.quote(folder)} && " if folder else ""
+    start += f"{first} && " if first else ""
+    # Only what Python itself needs to start; the rest goes with the job, out of sight of `ps`.
+    variables = [f"{name}={value}" for name, value in environment.items() if name.startswith("PYTHON")]
+    return start + shlex.join(["exec", *(["env", *variables] if variables else []), *words])
+
+
+def node_words(node: int) -> list[str]:
+    """The command of the hand on a host."""
+    return [sys.executable, "-m", "plait.launch.agent", "--node", str(node)]
+
+
+# Hosts reached by pdsh, for those who have it set up. It passes nothing in, so the job goes on its command line.
+
+
+def pdsh_command(job: Job, arguments: Sequence[str], *, ssh_port: int | None) -> Command:
+    """The pdsh of a job: the same line on every host, which finds its number by the name pdsh calls it by."""
+    words = [sys.executable, "-m", "plait.launch.agent", "--job", job.to_json().replace("%", "%%"), "--node", "%n"]
+    return _command(job, arguments, words, ssh_port)
+
+
+def pdsh_end(job: Job, arguments: Sequence[str], *, ssh_port: int | None) -> Command:
+    """What ends the ranks that a pdsh has left."""
+    return _command(job, arguments, [sys.executable, "-m", "plait.launch.agent", "--end", job.id], ssh_port)
+
+
+def _command(job: Job, arguments: Sequence[str], words: Sequence[str], ssh_port: int | None) -> Command:
+    options, first = options_and_first(arguments)
+    remote = shell_line(words, folder=job.folder, environment=job.environment, first=first)
+    hosts = ",".join(node.host for node in job.nodes)
+    start = ("pdsh", "-S", "-R", "ssh", "-f", str(max(len(job.nodes), 32)), "-w", hosts)
+    return Command((*start, *options, remote), environment=_environment(ssh_port))
+
+
+def _environment(ssh_port: int | None) -> dict[str, str]:
+    words = ["-o", "BatchMode=yes", *(["-p", str(ssh_port)] if ssh_port is not None else [])]
+    present = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
+    return {"PDSH_SSH_ARGS_APPEND": f"{present} {shlex.join(words)}".strip()}
+
+
+# Ranks that an mpirun starts: OpenMPI's, and those of the MPICH family.
+
+
+FAMILIES = ("openmpi", "mpich", "mvapich", "impi")
+
+
+def mpi_command(family: str, job: Job, arguments: Sequence[str]) -> Command:
+    """The mpirun of a job. Its hosts and slots are the chosen ones, in a file that this run has for itself."""
+    hosts = str(Path(tempfile.gettempdir(), f"plait-{job.id}.hosts"))
+    rank = rank_words(job)
+    if family == "openmpi":
+        lines = [f"{node.host} slots={len(node.slots)}" for node in job.nodes]
+        # Each rank gets its cores from us or none: mpirun's own binding would put a rank's threads on one core.
+        start = ["mpirun", "-n", str(job.size), "--hostfile", hosts, "--map-by", "slot", "--bind-to", "none"]
+        exports = [word for name in job.environment for word in ("-x", name)]
+    else:
+        lines = [f"{node.host}:{len(node.slots)}" for node in job.nodes]
+        start = ["mpirun" if family == "impi" else "mpiexec.hydra", "-n", str(job.size), "-f", hosts]
+        exports = ["-genvlist", ",".join(job.environment)] if job.environment else []
+        if family == "impi":
+            exports += ["-genv", "I_MPI_PIN", "0"]
+        if family == "mvapich":
+            exports += ["-genv", "MV2_SMP_USE_CMA", "0", "-genv", "MV2_ENABLE_AFFINITY", "0"]
+    argv = (*start, *exports, *arguments, *rank)
+    return Command(argv, environment=job.environment, files={hosts: "\n".join(lines) + "\n"})
+
+
+openmpi_command = partial(mpi_command, "openmpi")
+mpich_command = partial(mpi_command, "mpich")
+mvapich_command = partial(mpi_command, "mvapich")
+impi_command = partial(mpi_command, "impi")
+
+# Slurm: `srun` inside an allocation; outside of one, a batch file that gets one and starts again inside it.
+
+
+def in_allocation() -> bool:
+    """Whether Slurm has given us hosts already."""
+    return "SLURM_JOB_ID" in os.environ
+
+
+def allocation(slots: int | None) -> Pool:
+    """The hosts of our allocation. Slots of each: as many as were asked for, else its tasks, else its GPUs, else 1."""
+    found = os.environ.get("SLURM_JOB_NODELIST", "")
+    listed = subprocess.run(["scontrol", "show", "hostnames", found], capture_output=True, text=True, check=False)
+    if listed.returncode or not listed.stdout.split():
+        raise WorldError(f"scontrol cannot read the node list {found!r} of this allocation: {listed.stderr.strip()}")
+    count = slots or _first_number("SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE") or 1
+    return {host: tuple(range(count)) for host in listed.stdout.split()}
+
+
+def job_port() -> int:
+    """A port that only this job is likely to take: rank 0 may be on another host, where nobody can look."""
+    digits = re.sub(r"\D", "", os.environ.get("SLURM_JOB_ID", ""))
+    return 20000 + int(digits or "0") % 10000
+
+
+def srun_command(job: Job, arguments: Sequence[str]) -> Command:
+    """The srun of a job inside its allocation. Slurm sees to devices and cores; the environment goes along whole."""
+    counts = [len(node.slots) for node in job.nodes]
+    if len(set(counts)) > 1:
+        raise _uneven(job)
+    hosts = ",".join(node.host for node in job.nodes)
+    ranks = (f"--nodes={len(counts)}", f"--ntasks={job.size}", f"--ntasks-per-node={counts[0]}")
+    start = ("srun", *ranks, f"--nodelist={hosts}")
+    # One rank's end is everybody's, and the worst exit code is srun's own.
+    return Command(
+        (*start, "--kill-on-bad-exit=1", "--export=ALL", *arguments, *rank_words(job)), environment=job.environment
+    )
+
+
+def _uneven(job: Job) -> WorldError:
+    return WorldError(
+        "srun gives equally many ranks to each host, but the filter leaves "
+        + ", ".join(f"{node.host} with {len(node.slots)}" for node in job.nodes)
+        + "; choose as many slots on each, or use --launcher ssh inside the allocation"
+    )
+
+
+def batch_file(options: LaunchOptions, words: Sequence[str], environment: Mapping[str, str]) -> str:
+    """The text of a batch file that asks for hosts and runs the same `plait launch` on the first of them."""
+    per_node = options.num_gpus or _plain(options.nproc_per_node) or 1
+    nodes = options.num_nodes or _plain(options.nnodes) or 1
+    name = Path(options.script).stem or "plait"
+    asked = {"job-name": name, "nodes": nodes, "ntasks-per-node": per_node, "output": f"{name}-%j.out"}
+    if options.num_gpus is not None:
+        asked["gpus-per-node"] = options.num_gpus
+    if options.include:
+        asked["nodelist"] = _hosts(options.include, "--include")
+    if options.exclude:
+        asked["exclude"] = _hosts(options.exclude, "--exclude")
+    lines = ["#!/bin/bash", *(f"#SBATCH --{key}={value}" for key, value in asked.items())]
+    if options.launcher_args:
+        lines.append(f"#SBATCH {shlex.join(options.launcher_args)}")
+    lines += ["", f"cd {shlex.quote(str(Path.cwd()))} || exit 1"]
+    lines += [f"export {key}={shlex.quote(value)}" for key, value in environment.items()]
+    again = without(words, "launcher_args", "dry_run")  # the first are sbatch's, not srun's
+    lines += [f"exec {shlex.join([sys.executable, '-m', 'plait', 'launch', *again])}"]
+    return "\n".join(lines) + "\n"
+
+
+def sbatch_command(options: LaunchOptions, words: Sequence[str], environment: Mapping[str, str]) -> Command:
+    """Writes the batch file into the current folder and submits it."""
+    path = f"{Path(options.script).stem or 'plait'}.sbatch"
+    return Command(("sbatch", path), files={path: batch_file(options, words, environment)}, keep_files=True)
+
+
+def _hosts(text: str, flag: str) -> str:
+    if ":" in text:
+        raise WorldError(
+            f"{flag} {text!r}: Slurm gives out whole hosts before it is known which slots they have; name hosts"
+        )
+    return ",".join(text.split("@"))
+
+
+def _plain(text: str | None) -> int | None:
+    return None if text is None else whole_number(text)
+
+
+def _first_number(*names: str) -> int | None:
+    for name in names:
+        if (found := re.search(r"\d+", os.environ.get(name, ""))) and int(found.group()):
+            return int(found.group())
+    return None

@@ -1,0 +1,584 @@
+"""A `transformers` model that speaks Plait's protocol.
+
+The model itself is not wrapped and not edited: its class is extended in place, as `fully_shard` does it. So
+every parameter keeps the name it has in `transformers`, a checkpoint is a `transformers` checkpoint, and
+`save_pretrained`, `generate` and `peft` work on it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, wraps
+from pathlib import Path
+from types import FunctionType, MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from plait.config import HFConfig, read_json_object, transformers_code
+from plait.distributed import is_sharded
+from plait.errors import MissingExtraError, ModelError, PlaitError
+from plait.kernels import attends_both_ways, mixer_without_mask, rms_norm, rotate
+from plait.models.common.attention import document_mask
+from plait.models.common.losses import PLAIN_BYTES, Fp8Head, cross_entropy, linear_cross_entropy
+from plait.models.common.weights import Put, stream_weights
+from plait.precision import feed_forward, go_together, through_all
+from plait.spec import LossTerm
+from plait.torch_internals import forward_hooks
+from plait.transformers_internals import (
+    attn_implementation,
+    init_weights,
+    initializes,
+    may_be_missing,
+    may_be_unexpected,
+    no_split_modules,
+    taken_for_initialized,
+)
+
+# Which modules of a foreign model are its repeated units.
+
+
+def find_block_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """The classes that `transformers` never splits over devices; failing these, those of the longest list.
+
+    What holds the input embedding is left out: it is no repeated unit, and a tied head shares its parameter,
+    so both must stay with the root.
+    """
+    named = no_split_modules(model)
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    found = dict.fromkeys(type(module) for module in model.modules() if type(module).__name__ in named)
+    for module in model.modules():
+        if type(module) in found and any(part is embedding for part in module.modules()):
+            del found[type(module)]
+    if not found:
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        found = dict.fromkeys(type(module) for module in max(lists, key=len, default=()))
+    return tuple(found)
+
+
+# The same for models of `transformers`: norms, gates and rotations of Llama, Mistral and Qwen, exchanged in place.
+#
+# A module's class is extended, as `models.hf.model` does it with the whole model. Rotations are a function that the
+# attention of `transformers` finds among the names of its file; a copy of its `forward` finds another one there, so
+# that nobody else's models change. That copy is called with a stand-in for the module, whose projections are there
+# already.
+
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_ROTATION = "apply_rotary_pos_emb"
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+class _HFRMSNorm(nn.Module):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        own: Any = self
+        return rms_norm(hidden_states, own.weight, own.variance_epsilon)
+
+
+class _Gated(nn.Module):
+    together: ClassVar[tuple[tuple[str, ...], ...]] = (("gate_proj", "up_proj"), ("down_proj",))
+
+    def forward(self, x: Tensor) -> Tensor:
+        own: Any = self
+        return feed_forward(x, own.gate_proj, own.up_proj, own.down_proj)
+
+
+class _Projected:
+    """Stands for an attention during one call: what its projections answer is known, all else is the module's."""
+
+    def __init__(self, module: nn.Module, x: Tensor) -> None:
+        self._module = module
+        # Each is let go of when it is asked for.
+        known = dict(
+            zip(_PROJECTIONS, through_all(x, [module.get_submodule(name) for name in _PROJECTIONS]), strict=True)
+        )
+        self.q_proj, self.k_proj, self.v_proj = (partial(_answer, known, name) for name in _PROJECTIONS)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _answer(known: dict[str, Tensor], name: str, _: Tensor) -> Tensor:
+    return known.pop(name)
+
+
+_KINDS: Mapping[str, str] = MappingProxyType({"RMSNorm": "norms", "MLP": "gates", "Attention": "attentions"})
+
+
+def fuse_transformers(model: nn.Module) -> Counter[str]:
+    """Exchange what is recognised; returns how many of each kind."""
+    counts: Counter[str] = Counter()
+    made: dict[type[nn.Module], type[nn.Module] | None] = {}
+    for module in model.modules():
+        original = type(module)
+        word = _word(original)
+        if word is None or (word == "MLP" and not _is_silu(module)):
+            continue
+        if original not in made:
+            made[original] = _extended(original, word)
+        fused = made[original]
+        if fused is not None:
+            module.__class__ = fused
+            counts[_KINDS[word]] += 1
+    return counts
+
+
+def _word(kind: type[nn.Module]) -> str | None:
+    """What a class of a known family is, by its name."""
+    parts = kind.__module__.split(".")
+    if parts[:2] != ["transformers", "models"] or parts[2] not in _FAMILIES:
+        return None
+    return next((word for word in _KINDS if kind.__name__.lower() == f"{parts[2]}{word}".lower()), None)
+
+
+def _is_silu(module: Any) -> bool:
+    return type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
+
+
+def _extended(original: type[nn.Module], word: str) -> type[nn.Module] | None:
+    members: dict[str, object] = {"__module__": original.__module__}
+    if word == "Attention":
+        forward = original.forward
+        if not isinstance(forward, FunctionType) or forward.__closure__ or _ROTATION not in forward.__code__.co_names:
+            return None  # another release of `transformers`, in which it goes about it differently
+        members["forward"] = copy = _with_rotation(forward)
+        if set(_PROJECTIONS) <= set(forward.__code__.co_names) and forward.__code__.co_varnames[1] == "hidden_states":
+            members |= {"forward": _with_projections(copy), "together": (_PROJECTIONS,)}
+        return type(original.__name__, (original,), members)
+    return type(original.__name__, ({"RMSNorm": _HFRMSNorm, "MLP": _Gated}[word], original), members)
+
+
+def _with_rotation(forward: FunctionType) -> FunctionType:
+    """A copy of a function that finds another rotation under the usual name."""
+    names = {**forward.__globals__, _ROTATION: _rotation(forward.__globals__[_ROTATION])}
+    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
+
+
+def _with_projections(forward: FunctionType) -> Callable[..., Any]:
+    """A forward that goes through all projections at once, where they go together."""
+
+    @wraps(forward)
+    def together(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        at_once = go_together([self.get_submodule(name) for name in _PROJECTIONS])
+        return forward(_Projected(self, hidden_states) if at_once else self, hidden_states, *args, **kwargs)
+
+    return together
+
+
+def _rotation(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def together(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        if unsqueeze_dim != 1 or cos.ndim != 3 or cos.shape[-1] != q.shape[-1]:
+            return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return rotate(q, k, cos, sin)
+
+    return together
+
+
+# The last layer of a `transformers` decoder, made to finish the loss where all logits would be too many.
+#
+# [Note: a loss without logits] `transformers` computes all logits first. For the length of one call the head's
+# `forward` is replaced by one that goes from hidden states straight to the loss, in tiles of tokens; see [Note: chunked
+# loss] in `models.common.chunked_loss`. The head is still called where the model calls it, so whatever is done around
+# its call (a weight that is gathered for it) happens as before. That is right only if the model hands the head's answer
+# on as it is. Whether it does is tried once, when the model is built, with everything before the head left out.
+
+
+def hands_on_its_logits(model: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Whether a decoder's own `forward` answers with what its head gave it; False where that cannot be told."""
+    head, body = head_of(model), _body_of(model)
+    if head is None or body is None or head.bias is not None:
+        return False
+    from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+    # The sizes do not matter: nothing is computed with them.
+    answer = torch.zeros(1, 1, 1, device="cpu")
+    before = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=torch.zeros(1, 1, 1, device="cpu"))
+    before.router_logits = None
+    with _instead(body, lambda *_, **__: before), _instead(head, lambda *_, **__: answer):
+        try:
+            output = forward(model, torch.zeros(1, 1, dtype=torch.long, device="cpu"), return_dict=True)
+        except Exception:  # whatever it needs from its body that was not there
+            return False
+    return getattr(output, "logits", None) is answer
+
+
+def are_many(model: nn.Module, labels: Tensor, fp8: Fp8Head | None) -> bool:
+    """Whether the logits of these labels are better never whole, and need not be; with `fp8` any are."""
+    head = head_of(model)
+    if head is None or is_sharded(head.weight) or torch.compiler.is_compiling():
+        return False
+    if "forward" in vars(head) or any(forward_hooks(head)):
+        return False  # somebody does more there than multiply
+    return fp8 is not None or labels.numel() * head.out_features * head.weight.element_size() > PLAIN_BYTES
+
+
+@contextmanager
+def loss_at_the_head(model: nn.Module, labels: Tensor, fp8: Fp8Head | None) -> Iterator[list[LossTerm]]:
+    """While this lasts, the head answers with the sum of the losses; the list will hold the whole term."""
+    head = head_of(model)
+    assert head is not None
+    found: list[LossTerm] = []
+
+    def finish(hidden: Tensor) -> Tensor:
+        found.append(linear_cross_entropy(hidden, head.weight, labels, fp8=fp8))
+        return found[-1].sum
+
+    with _instead(head, finish):
+        yield found
+
+
+def head_of(model: Any) -> nn.Linear | None:
+    """The last layer of a `transformers` model, where that is a plain linear one."""
+    head = model.get_output_embeddings()
+    return head if type(head) is nn.Linear else None
+
+
+def _body_of(model: Any) -> nn.Module | None:
+    body = getattr(model, model.base_model_prefix, None)
+    return body if isinstance(body, nn.Module) else None
+
+
+@contextmanager
+def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+AUTO_CLASSES: Mapping[str, str] = MappingProxyType(
+    {
+        "causal-lm": "AutoModelForCausalLM",
+        "masked-lm": "AutoModelForMaskedLM",
+        "seq2seq-lm": "AutoModelForSeq2SeqLM",
+        "sequence-classification": "AutoModelForSequenceClassification",
+        "base": "AutoModel",
+    }
+)
+"""The `transformers` class that builds the model for each `model.task`."""
+
+_OLD_KEYS = frozenset({"rope_theta", "rope_scaling", "torch_dtype", "transformers_version"})
+"""Keys of older config files that `transformers` still reads, though its config classes no longer list them."""
+
+
+def build_hf_model(config: HFConfig, *, trust_code: bool = False) -> nn.Module:
+    """The architecture that `config` describes, with random weights; `load_pretrained` fills them.
+
+    Parameters have torch's default dtype whatever the stored config says: precision is a choice of the run.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError("transformers", "model.type: hf", "hf") from error
+    auto = getattr(transformers, AUTO_CLASSES[config.task])
+    source, key = (config.config or {}, "model.config") if config.path is None else (config.path, "model.path")
+    try:
+        with transformers_code(source, trust_code=trust_code, key=key) as trusted:
+            described = _described(config, trust_code=trusted)
+            model: nn.Module = auto.from_config(described, dtype=torch.get_default_dtype(), trust_remote_code=trusted)
+    except PlaitError:
+        raise
+    except Exception as error:  # a value that no layer can have is found out by whatever it breaks
+        raise ModelError(
+            f"transformers cannot build {key}={source!r:.200} for model.task={config.task!r}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if config.task == "causal-lm" and attends_both_ways(model):
+        raise ModelError(
+            f"model.config.is_decoder=False: a {described.model_type!r} model is an encoder then, and sees the token "
+            "that model.task='causal-lm' has it predict; set is_decoder: true in the model's config"
+        )
+    return adapt(model, CausalLM if config.task == "causal-lm" else OtherTask)
+
+
+def adapt(model: nn.Module, adapter: type[HFMethods]) -> nn.Module:
+    """Extend the class of one `transformers` model by `adapter`, in place."""
+    original = type(model)
+    members: dict[str, object] = {
+        "__module__": original.__module__,
+        "block_classes": find_block_classes(model),
+        "accepts": frozenset(inspect.signature(original.forward).parameters),
+    }
+    if issubclass(adapter, CausalLM):
+        members["tiles_loss"] = hands_on_its_logits(model, original.forward)
+    model.__class__ = type(original.__name__, (adapter, original), members)
+    return model
+
+
+class HFMethods(nn.Module):
+    """What every adapted model has beside its own members."""
+
+    block_classes: ClassVar[tuple[type[nn.Module], ...]]
+    accepts: ClassVar[frozenset[str]]
+    """The parameters of the original forward."""
+
+    def init_weights(self, module: nn.Module | None = None) -> None:
+        """Fill the direct parameters and buffers of one module, as `transformers` would.
+
+        Some rules of `transformers` sit on a parent and reach into its children (GPT-2 scales its residual
+        projections that way), so those of all ancestors are applied too, from the inside out as it does
+        itself, while its own mark for finished tensors protects every tensor but this module's.
+        Without a module it is what `transformers` calls so: all of the model.
+        """
+        if module is None:
+            super().init_weights()  # type: ignore[misc]
+            return
+        own = {id(t) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
+        others = [t for t in (*self.parameters(), *self.buffers()) if id(t) not in own]
+        with taken_for_initialized(others):
+            for owner, holder in reversed(_owners(self, module)):
+                init_weights(owner, holder)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """6 FLOPs for each parameter but the looked-up embedding; attention differs too much to count."""
+        model: Any = self
+        inputs, head = model.get_input_embeddings(), model.get_output_embeddings()
+        tied = head is not None and head.weight is inputs.weight
+        lookups = 0 if tied else inputs.weight.numel()
+        return 6.0 * (sum(p.numel() for p in self.parameters()) - lookups)
+
+
+class CausalLM(HFMethods):
+    """A decoder: Plait's batch in, `LossTerm` or logits out."""
+
+    tiles_loss: ClassVar[bool]
+    """Whether the loss can be finished in the head; see [Note: a loss without logits] in `models.hf.head`."""
+    fp8_head: Fp8Head | None = None
+    """How the loss computes its gradients, where that is in 8 bits."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Loss where labels (shifted already) are given, logits where not.
+
+        Other keywords go to `transformers` as they are. With `return_dict` the call is in its own words, as
+        `generate` makes it, and is answered so.
+        """
+        if "return_dict" in kwargs:
+            return super().forward(input_ids, labels=labels, **kwargs)
+        if positions is not None:
+            self._require("position_ids", "positions")
+            kwargs["position_ids"] = positions
+        if document_ids is not None:
+            self._require("attention_mask", "document_ids")
+            kwargs["attention_mask"] = self._document_mask(document_ids)
+        if "use_cache" in self.accepts:
+            kwargs["use_cache"] = False
+        if labels is not None and self.tiles_loss and are_many(self, labels, self.fp8_head):
+            with loss_at_the_head(self, labels, self.fp8_head) as found:
+                output = super().forward(input_ids, return_dict=True, **kwargs)
+            (loss,) = found
+        else:
+            output = super().forward(input_ids, return_dict=True, **kwargs)
+            if labels is None:
+                return output.logits
+            loss = cross_entropy(output.logits, labels)
+        balance = getattr(output, "aux_loss", None)
+        if balance is None:
+            return loss
+        # A mixture of experts adds a mean; times the count it is a sum like the rest.
+        weight: Any = self.router_aux_loss_coef
+        return LossTerm(loss.sum + weight * balance * loss.count, loss.count)
+
+    def _require(self, parameter: str, given: str) -> None:
+        if parameter not in self.accepts:
+            raise ModelError(
+                f"{type(self).__name__} takes no {parameter}, so it cannot be given {given}; set data.document_mask: "
+                "false to train on rows as they are"
+            )
+
+    def _document_mask(self, document_ids: Tensor) -> Tensor:
+        config: Any = self.config
+        mixer = mixer_without_mask(self)
+        if mixer is not None:
+            raise ModelError(
+                f"{type(self).__name__} has {mixer}, which no mask keeps from running on into the next document of a "
+                "packed row; set data.document_mask: false to train on rows as they are, or sft.packing: false for one "
+                "example in each row"
+            )
+        if getattr(config, "output_router_logits", False):
+            raise ModelError(
+                "document_ids with output_router_logits: the balance loss of transformers cannot read such a "
+                "mask; set output_router_logits: false or pack without document ids"
+            )
+        text = config.get_text_config()
+        for key, what in (("sliding_window", "a sliding window"), ("attention_chunk_size", "attention in chunks")):
+            length = getattr(text, key, None)
+            if length is not None and document_ids.shape[1] > length:
+                raise ModelError(
+                    f"document_ids with {what} of {length} tokens: {type(self).__name__} cannot combine "
+                    f"both for rows of {document_ids.shape[1]}; shorten the rows or pack without document ids"
+                )
+        mask = document_mask(document_ids)
+        if attn_implementation(config) == "sdpa":
+            return mask
+        if attn_implementation(config) == "eager":
+            blocked = torch.finfo(torch.get_default_dtype()).min
+            return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, blocked)
+        raise ModelError(
+            f"document_ids need attention 'sdpa' or 'eager', not {attn_implementation(config)!r}; "
+            "set attn_implementation in the model's config"
+        )
+
+
+class OtherTask(HFMethods):
+    """Any other task: the batch goes in, and the model's own dictionary with its mean `loss` comes out."""
+
+
+def _owners(root: nn.Module, module: nn.Module) -> list[tuple[Any, nn.Module]]:
+    """Every module from `root` down to `module`, each beside the innermost (sub)model that it belongs to."""
+    name = next(name for name, candidate in root.named_modules() if candidate is module)
+    owner, chain = root, [(root, root)]
+    for child in name.split(".") if name else ():
+        holder = chain[-1][1].get_submodule(child)
+        owner = holder if initializes(holder) else owner
+        chain.append((owner, holder))
+    return chain
+
+
+def _described(config: HFConfig, *, trust_code: bool) -> Any:
+    """The `transformers` config that `model.path` or `model.config` stands for."""
+    from transformers import AutoConfig, GenerationConfig
+
+    if (config.path is None) == (config.config is None):
+        raise ModelError("model.type: hf takes either model.path or model.config, and exactly one of them")
+    if config.path is not None:
+        if not (Path(config.path) / "config.json").is_file():
+            raise ModelError(f"model.path={config.path!r} is no model folder: it has no config.json")
+        read_json_object(Path(config.path) / "config.json", ModelError)
+        return AutoConfig.from_pretrained(config.path, local_files_only=True, trust_remote_code=trust_code)
+    given = dict(config.config or {})
+    model_type = given.pop("model_type", None)
+    try:
+        default = AutoConfig.for_model(model_type)
+    except ValueError as error:
+        raise ModelError(
+            f"model.config.model_type={model_type!r} is unknown to the installed transformers; "
+            "write one of its model types, such as llama, gpt2 or qwen3"
+        ) from error
+    # transformers keeps unknown keys without a word, so a misspelt one would change nothing.
+    generation = GenerationConfig()  # type: ignore[no-untyped-call]
+    for key in given:
+        listed = key in _OLD_KEYS or hasattr(default, key) or hasattr(generation, key)
+        if not listed and not _is_asked_for(key, model_type):
+            close = difflib.get_close_matches(key, default.to_dict(), n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ModelError(f"model.config.{key} is no setting of a {model_type!r} model{hint}")
+    return AutoConfig.for_model(model_type, **given)
+
+
+def _is_asked_for(key: str, model_type: str) -> bool:
+    """Whether a model's own code asks for a setting that its config class does not list, as many do for `head_dim`."""
+    name = model_type.replace("-", "_")
+    found = importlib.util.find_spec(f"transformers.models.{name}.modeling_{name}")
+    if found is None or found.origin is None:
+        return False
+    return f'getattr(config, "{key}"' in Path(found.origin).read_text(encoding="utf-8")
+
+
+# The `config.json` of a model that was built here.
+
+
+def describe(config: HFConfig, *, trust_code: bool = False) -> dict[str, Any]:
+    """The settings with which `transformers` builds the same model again, its class included.
+
+    A model trained for another task than its folder was saved for is of another class, so the folder's own
+    `config.json` would not do.
+    """
+    with torch.device("meta"):
+        model: Any = build_hf_model(config, trust_code=trust_code)
+    found: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=True))
+    # What a config says of its class and dtype is where it came from; these are of the model as it is now.
+    return {**found, "architectures": [type(model).__name__]}
+
+
+# Tiny models of three families, as keywords of `HFConfig`; for tests and first steps.
+
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "tiny-llama": {"config": {"model_type": "llama", **_SIZES}},
+        "tiny-qwen": {"config": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True, **_SIZES}},
+        "tiny-gpt2": {
+            "config": {
+                "model_type": "gpt2",
+                "vocab_size": 256,
+                "n_embd": 64,
+                "n_layer": 2,
+                "n_head": 4,
+                "n_positions": 64,
+                "bos_token_id": 0,
+                "eos_token_id": 0,
+            }
+        },
+    }
+)
+
+# Weights of `transformers` models, streamed from the folder they were saved to.
+
+
+def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, ...]:
+    """Stream a folder into an adapted model; return the parameters that keep their random start.
+
+    Those are none where the folder holds the same architecture: then everything has to fit. For another task
+    (a classifier from a language model) only the body has to fit, and the heads of both sides may differ.
+    Weights that `transformers` stores under other names than it uses (some mixtures of experts) are refused
+    like any others that do not fit.
+    """
+    hf: Any = model
+    names = model.state_dict().keys()
+    body = f"{hf.base_model_prefix}."
+
+    def translate(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """A body saved alone lacks the prefix; a body loaded alone has none."""
+        candidates = (name, body + name, name.removeprefix(body))
+        yield next((candidate for candidate in candidates if candidate in names), name), tensor
+
+    may_skip = [*may_be_unexpected(model), r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
+    may_miss = may_be_missing(model)
+    if type(model).__name__ not in _architectures(path):
+        head = _outside(body)
+        if any(name.startswith(body) for name in names):
+            may_miss += [head, r"\.pooler\."]  # a pooler is part of the body for some tasks only
+        may_skip.append(head)
+    return stream_weights(model, path, put, translate=translate, may_miss=may_miss, may_skip=may_skip)
+
+
+def _architectures(path: str | Path) -> list[str]:
+    found = read_json_object(Path(path) / "config.json", ModelError).get("architectures")
+    return found if isinstance(found, list) else []
+
+
+def _outside(prefix: str) -> str:
+    """A pattern for the names that do not start with `prefix`."""
+    return rf"^(?!{re.escape(prefix)})"

@@ -1,0 +1,662 @@
+"""The whole of a mixture-of-experts Llama."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from plait.config import MoeConfig
+from plait.errors import ModelError
+from plait.models import llama as llama
+from plait.models.common.attention import Attention, Shared
+from plait.models.common.init import (
+    LM_STD,
+    decoder_flops_per_token,
+    decoder_plan,
+    init_lm_module,
+    residual_output,
+    start_scale,
+)
+from plait.models.common.protocol import IGNORE_INDEX
+from plait.models.common.weights import Made, Put, by_translation, same, stream_weights, weight_files
+from plait.models.llama import DENSE, Llama, SwiGLU, ffn_dim
+from plait.spec import LossTerm
+
+# The experts of one mixture: three stacks of matrices, and a product that takes each row to its own.
+
+
+class Experts(nn.Module):
+    """Gated feed-forwards side by side, as 3-D parameters (experts, out, in).
+
+    What is chosen, and what an answer counts, comes from outside. `forward` has the arguments and the answer
+    that the experts of `transformers` have, so whatever spreads experts over ranks can treat both alike.
+    """
+
+    def __init__(self, experts: int, dim: int, hidden: int, *, layers: int, drops: bool = False) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.drops = drops
+        """Whether a choice may be `num_experts`, which means: none."""
+        self.gate = nn.Parameter(torch.empty(experts, hidden, dim))
+        self.up = nn.Parameter(torch.empty(experts, hidden, dim))
+        self.down = nn.Parameter(torch.empty(experts, dim, hidden))
+        residual_output(self, layers)
+
+    def reset_parameters(self) -> None:
+        """Start like the matrices of a dense feed-forward; only `down` writes into the residual stream."""
+        nn.init.normal_(self.gate, std=LM_STD)
+        nn.init.normal_(self.up, std=LM_STD)
+        nn.init.normal_(self.down, std=LM_STD * start_scale(self))
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The weighted answers to `hidden` (tokens, dim), whose experts are `index` (tokens, top_k)."""
+        tokens, top_k = index.shape
+        chosen, order = index.flatten().sort(stable=True)
+        ends = torch.searchsorted(chosen, torch.arange(1, self.num_experts + 1, device=index.device), out_int32=True)
+        # Repeated, then reordered: both have a gradient that adds up in a fixed order.
+        rows = hidden[:, None].expand(-1, top_k, -1).flatten(0, 1).index_select(0, order)
+        if self.drops:
+            # No product reads or writes the rows behind the last expert's, so they hold anything.
+            real = (torch.arange(len(order), device=index.device) < ends[-1])[:, None]
+            rows = rows.where(real, 0.0)
+        inner = F.silu(grouped_linear(rows, self.gate, ends)) * grouped_linear(rows, self.up, ends)
+        answers = grouped_linear(inner, self.down, ends)
+        if self.drops:
+            answers = answers.where(real, 0.0)
+        back = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
+        answers = answers.index_select(0, back).reshape(tokens, top_k, hidden.shape[1])
+        return (answers * weights[..., None]).sum(1).to(hidden.dtype)
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Each row (rows, in) times the matrix of its group (groups, out, in).
+
+    Rows are sorted by group, and `ends` (int32) says where each group ends. An empty group's matrix gets a
+    gradient of zeros. Rows behind the last end are left out: what comes back for them is anything at all.
+    """
+    dtype = weight.dtype
+    if torch.is_autocast_enabled(weight.device.type):  # which knows no grouped product
+        dtype = torch.get_autocast_dtype(weight.device.type)
+    rows, weight = rows.to(dtype), weight.to(dtype)
+    if can_be_grouped(rows, weight):
+        return F.grouped_mm(rows, weight.mT, offs=ends)
+    product: Tensor = looped_linear(rows, weight, ends)
+    return product
+
+
+def can_be_grouped(rows: Tensor, weight: Tensor) -> bool:
+    """Whether torch's grouped product takes these; it wants rows of whole 16 bytes, both ways."""
+    if any(size * weight.element_size() % 16 for size in weight.shape[1:]) or not len(rows):
+        return False
+    if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 0):
+        return False
+    if torch.compiler.is_compiling() or type(rows) is not Tensor:  # traced, or of no values: known in bf16 only
+        return weight.dtype == torch.bfloat16
+    return weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+
+# The plain twin: group by group, for what the grouped product does not take. One operator to `torch.compile`,
+# which could not follow a loop over sizes that are data.
+@torch.library.custom_op("plait::looped_linear", mutates_args=())
+def looped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_linear`, one product a group; rows behind the last end become zeros."""
+    product = rows.new_zeros(len(rows), weight.shape[1])
+    for group, (start, end) in enumerate(_groups(ends)):
+        torch.mm(rows[start:end], weight[group].t(), out=product[start:end])
+    return product
+
+
+@torch.library.custom_op("plait::looped_linear_backward", mutates_args=())
+def _looped_backward(grad: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of the rows and of the matrices."""
+    grad_rows, grad_weight = torch.zeros_like(rows), torch.zeros_like(weight)
+    for group, (start, end) in enumerate(_groups(ends)):
+        torch.mm(grad[start:end], weight[group], out=grad_rows[start:end])
+        torch.mm(grad[start:end].t(), rows[start:end], out=grad_weight[group])
+    return grad_rows, grad_weight
+
+
+def _groups(ends: Tensor) -> list[tuple[int, int]]:
+    stops = ends.tolist()
+    return list(zip([0, *stops], stops, strict=False))
+
+
+@looped_linear.register_fake
+def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1])
+
+
+@_looped_backward.register_fake
+def _(grad: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rows), torch.empty_like(weight)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _back(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *_looped_backward(grad.contiguous(), *ctx.saved_tensors), None
+
+
+looped_linear.register_autograd(_back, setup_context=_keep)
+
+# Which experts a token goes to, and what keeps them evenly busy.
+#
+# [Note: balance does not depend on how a batch was cut]
+# A load is a property of many tokens, and the tokens that one forward pass sees depend on the layout: on the
+# size of a micro-batch, and on how many ranks share a step. So nothing here is taken over a forward pass.
+#
+# - The balance loss, the z loss and the capacity are defined on one row of a batch, which no axis but the
+#   context axis cuts (see `Router.sum_over_row`). The model weights a row's penalty by the row's number of
+#   targets, so it adds up over rows as the loss itself does, and divided by the number of all targets it is a
+#   mean over rows.
+# - The bias is moved once a step, by the choices of the whole step: counted on each rank, summed over ranks as
+#   integers, and compared with an even share. Only the sign of the difference is used.
+#
+# A row counts into that load in the backward pass, and only if its penalty has a gradient. So a pass that is
+# computed twice counts once, one without a backward pass does not count, nor does a row without targets or a
+# filler: all the rows that count in the loss, and no others.
+
+
+class Routing(NamedTuple):
+    """Where the tokens of one forward go."""
+
+    choices: Tensor
+    """(tokens, top_k): experts, by number. The number of experts itself stands for a choice that was dropped."""
+    weights: Tensor
+    """(tokens, top_k), fp32: how much each expert's answer counts."""
+    penalty: Tensor
+    """(rows,), fp32: balance and z loss, each with its weight; zero outside of training."""
+
+
+class Router(nn.Module):
+    """Scores every expert for every token, in fp32, and chooses the best `top_k`.
+
+    See [Note: balance does not depend on how a batch was cut].
+    """
+
+    bias: Tensor | None
+    """Added to the scores for choosing, not for weighting; `balance` moves it."""
+    load: Tensor | None
+    """How often each expert was chosen since `balance` was called last, on this rank."""
+
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__()
+        if config.top_k > config.experts:
+            raise ModelError(
+                f"model.top_k={config.top_k} is more than model.experts={config.experts}: "
+                "a token cannot be sent to more experts than there are"
+            )
+        self.num_experts, self.top_k = config.experts, config.top_k
+        self.score, self.normalize = config.score, config.normalize
+        self.balance_loss, self.z_loss = config.balance_loss, config.z_loss
+        self.bias_rate = config.bias_rate
+        self.capacity_factor = config.capacity_factor
+        self.sum_over_row: Callable[[Tensor], Tensor] = _as_it_is
+        """Sums of a row's tokens here → sums of the whole row. Where ranks share rows, another takes its place."""
+        self.weight = nn.Parameter(torch.empty(config.experts, config.dim))
+        balanced = config.bias_rate > 0
+        self.register_buffer("bias", torch.zeros(config.experts) if balanced else None)
+        self.register_buffer(
+            "load", torch.zeros(config.experts, dtype=torch.int64) if balanced else None, persistent=False
+        )
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Routing:
+        """Route the tokens of (rows, tokens, dim); those that are not `real` (rows, tokens) go along and do not count.
+
+        Absent, all are real.
+        """
+        # In fp32 whatever the run computes in: bf16 makes ties of scores that differ, and a choice is not
+        # something that can be off by a little.
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.float(), self.weight.float())
+        scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
+        index = (scores if self.bias is None else scores + self.bias).topk(self.top_k).indices
+        weights = scores.gather(-1, index)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, index, True)
+        counted = chosen if real is None else chosen & real[..., None]
+        penalty = self._penalty(logits, scores, counted, real)
+        if self.load is not None:
+            # Of a row that ranks share, a part without targets counts as well: its gradient is the sum over the row.
+            penalty = penalty + self.sum_over_row(_Tally.apply(_nothing(scores), counted.sum(1), self.load))  # type: ignore[no-untyped-call]
+        if self.training and self.capacity_factor is not None:
+            index = self._drop(index, chosen)
+        return Routing(index.flatten(0, 1), weights.flatten(0, 1), penalty)
+
+    def _penalty(self, logits: Tensor, scores: Tensor, chosen: Tensor, real: Tensor | None) -> Tensor:
+        """What each row is charged for uneven load and for large logits."""
+        rows, tokens, experts = scores.shape
+        if not self.training or not (self.balance_loss or self.z_loss):
+            return _nothing(scores)
+        shares = scores / scores.sum(-1, keepdim=True)
+        squares = logits.logsumexp(-1, keepdim=True).square()
+        lengths = scores.new_full((rows, 1), tokens)
+        if real is not None:
+            shares, squares, lengths = shares * real[..., None], squares * real[..., None], real.sum(1, keepdim=True)
+        sums = torch.cat([chosen.sum(1).float(), shares.sum(1), squares.sum(1), lengths.float()], 1)
+        sums = self.sum_over_row(sums)
+        counts, shares, squares, length = torch.split(sums, [experts, experts, 1, 1], 1)
+        balance = (counts * shares).sum(1, keepdim=True) * (experts / self.top_k) / length.square()
+        return torch.add(self.balance_loss * balance, squares / length, alpha=self.z_loss).squeeze(1)
+
+    def _drop(self, index: Tensor, chosen: Tensor) -> Tensor:
+        """Replace the choices of each row that come too late for their expert."""
+        capacity = math.ceil(self.capacity_factor * chosen.shape[1] * self.top_k / self.num_experts)  # type: ignore[operator]
+        place = chosen.cumsum(1).gather(-1, index)
+        return index.where(place <= capacity, self.num_experts)
+
+
+def balance(routers: list[Router], loads: Tensor) -> None:
+    """Move each router's bias against its experts' `loads` (routers, experts), which are those of all ranks."""
+    # Times the number of experts instead of divided by it: whole numbers, the same on every rank.
+    above = loads.sum(1, keepdim=True) - loads * loads.shape[1]
+    for router, sign in zip(routers, above.sign(), strict=True):
+        assert router.bias is not None
+        router.bias.add_(sign, alpha=router.bias_rate)
+
+
+class _Tally(torch.autograd.Function):
+    """Part of the penalties, as it is. Going back, the rows that count are added to the load."""
+
+    @staticmethod
+    def forward(ctx: Any, penalty: Tensor, counts: Tensor, load: Tensor) -> Tensor:
+        """`counts` (rows, experts) are the choices of each row."""
+        ctx.save_for_backward(counts)
+        ctx.load = load
+        return penalty.view_as(penalty)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Count, and pass on."""
+        (counts,) = ctx.saved_tensors
+        ctx.load.add_((counts * (grad != 0)[:, None]).sum(0))
+        return grad, None, None
+
+
+def _nothing(scores: Tensor) -> Tensor:
+    """Zeros (rows,), but not constants: their gradient tells which rows count."""
+    return scores[:, :0].sum((1, 2))
+
+
+def _as_it_is(sums: Tensor) -> Tensor:
+    return sums
+
+
+# One layer of a mixture-of-experts Llama.
+
+
+class RoutedStream(NamedTuple):
+    """What goes from block to block: hidden states, and beside them what the routers charge for each row.
+
+    Penalties travel with the hidden states, through whatever stands between two blocks, because a gradient has to
+    come back to each router: whoever cuts a model between blocks has to carry both.
+    """
+
+    hidden: Tensor
+    """(rows, tokens, dim)"""
+    penalty: Tensor
+    """(rows,), fp32"""
+
+    @classmethod
+    def of(cls, x: Tensor | tuple[Tensor, Tensor]) -> RoutedStream:
+        """The stream as it is; of an embedding's output, one without penalties so far.
+
+        They depend on the hidden states from the start, as they will later, so a gradient comes back at any cut.
+        """
+        return cls(*x) if isinstance(x, tuple) else cls(x, x[:, :0].float().sum((1, 2)))
+
+
+class MixtureOfExperts(nn.Module):
+    """A feed-forward of many experts, of which each token sees a few; and of shared ones, which all see."""
+
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__()
+        hidden = expert_dim(config)
+        self.router = Router(config)
+        self.experts = Experts(
+            config.experts, config.dim, hidden, layers=config.layers, drops=config.capacity_factor is not None
+        )
+        shared = config.shared_experts * hidden
+        self.shared = SwiGLU(config.dim, shared, layers=config.layers) if shared else None
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The answer to (rows, tokens, dim), and each row's penalty, which only `real` tokens have a part in."""
+        index, weights, penalty = self.router(x, real)
+        hidden = x.flatten(0, 1)
+        if torch.is_autocast_enabled(x.device.type):  # once, before rows are repeated, and perhaps sent
+            hidden = hidden.to(torch.get_autocast_dtype(x.device.type))
+        y = self.experts(hidden, index, weights).unflatten(0, x.shape[:2])
+        return (y if self.shared is None else y + self.shared(x)), penalty
+
+
+class MoeBlock(nn.Module):
+    """Attention, then a feed-forward, dense or mixed; each normed before and added to the residual stream."""
+
+    def __init__(self, config: MoeConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config.dim, config.heads, config.kv_heads or config.heads, layers=config.layers)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn: MixtureOfExperts | SwiGLU = (
+            MixtureOfExperts(config)
+            if is_mixture(config, layer)
+            else SwiGLU(config.dim, ffn_dim(config), layers=config.layers)
+        )
+
+    def forward(self, x: Tensor, shared: Shared, penalty: Tensor) -> RoutedStream:
+        """One step along the stream of hidden states (rows, tokens, dim) and penalties (rows)."""
+        x = x + self.attention(self.attention_norm(x), shared)
+        if not isinstance(self.ffn, MixtureOfExperts):
+            return RoutedStream(x + self.ffn(self.ffn_norm(x)), penalty)
+        answer, charged = self.ffn(self.ffn_norm(x), real=shared.real)
+        return RoutedStream(x + answer, penalty + charged)
+
+
+def is_mixture(config: MoeConfig, layer: int) -> bool:
+    """Whether a layer's feed-forward is a mixture: the last one of each `moe_every` layers."""
+    return (layer + 1) % config.moe_every == 0
+
+
+def expert_dim(config: MoeConfig) -> int:
+    """The width of one expert: as configured, or that of the dense feed-forward."""
+    return config.expert_dim or ffn_dim(config)
+
+
+class Moe(Llama):
+    """A Llama with mixtures of experts; keeps the protocol of `models.common.protocol.LanguageModel`.
+
+    In training the loss has the routers' penalties in it, each row's as often as the row has targets; see
+    [Note: balance does not depend on how a batch was cut]. In evaluation it is the cross-entropy alone.
+    """
+
+    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (MoeBlock,)
+
+    config: MoeConfig
+
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__(config)
+
+    def make_block(self, layer: int) -> nn.Module:
+        """One layer, with a mixture or without."""
+        return MoeBlock(self.config, layer)
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        hidden: Tensor | tuple[Tensor, Tensor] | None = None,
+        real: Tensor | None = None,
+    ) -> Tensor | RoutedStream | LossTerm:
+        """Loss where labels are given, logits where not. Routers are not charged for tokens that are not `real`.
+
+        A model without its first layers starts from `hidden`; one without its head answers with its `Stream`.
+        """
+        shared = self.shared(input_ids, positions, document_ids)
+        shared.real = real
+        x, penalty = RoutedStream.of(self.embedding(input_ids) if hidden is None else hidden)
+        for block in self.blocks:
+            x, penalty = block(x, shared, penalty)
+        if self.head is None:
+            return RoutedStream(x, penalty)
+        tied = self.embedding.weight if self.config.tie_embeddings else None
+        answer: Tensor | LossTerm = self.head(self.norm(x), labels, tied)
+        if labels is None or not isinstance(answer, LossTerm):
+            return answer
+        targets = (labels != IGNORE_INDEX).sum(1)
+        return LossTerm(answer.sum + (penalty * targets).sum(), answer.count)
+
+    def init_weights(self, module: nn.Module) -> None:
+        """Fill one module."""
+        if isinstance(module, Experts):
+            module.reset_parameters()
+        else:
+            init_lm_module(module)
+        for buffer in module.buffers(recurse=False):  # of a router
+            nn.init.zeros_(buffer)
+
+    def tensor_plan(self) -> dict[str, str]:
+        """How ranks share its layers: those of a Llama as there, and so what all tokens of a mixture see.
+
+        Its other experts are shared by expert parallelism, over these ranks too.
+        """
+        feed_forward: dict[str, str] = {}
+        for layer in range(self.config.layers):
+            words = self._mixture_plan() if is_mixture(self.config, layer) else DENSE
+            feed_forward |= {f"blocks.{layer}.ffn{part}": word for part, word in words.items()}
+        return decoder_plan(feed_forward)
+
+    def _mixture_plan(self) -> dict[str, str]:
+        shared = {f".shared{part}": word for part, word in DENSE.items()} if self.config.shared_experts else {}
+        return {"": "whole_sequence", **shared}
+
+    @torch.no_grad()
+    def after_step(self, group: dist.ProcessGroup | None, *, updated: bool | Tensor = True) -> None:
+        """Move the routers' biases against the load of the step just done, if it `updated` the weights.
+
+        A tensor is an answer on the device, which is not waited for. To be called on every rank after every step, with
+        the group of all ranks that see other tokens for the same parameters; None where there is one rank. Afterwards
+        the biases are the same on all of them.
+        """
+        routers = [module for module in self.modules() if isinstance(module, Router) and module.load is not None]
+        if not routers:
+            return
+        loads = torch.stack([router.load for router in routers if router.load is not None])
+        for router in routers:
+            assert router.load is not None
+            router.load.zero_()
+        if isinstance(updated, Tensor):
+            loads *= updated  # no load moves nothing
+        elif not updated:
+            return
+        if group is not None:
+            dist.all_reduce(loads, group=group)
+        balance(routers, loads)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Model FLOPs of forward and backward for one token, which goes through `top_k` experts of a mixture."""
+        config = self.config
+        lookups = [] if config.tie_embeddings else [self.embedding]
+        total = decoder_flops_per_token(self, lookups, layers=config.layers, dim=config.dim, seq_len=seq_len)
+        routed = sum(p.numel() for m in self.modules() if isinstance(m, Experts) for p in m.parameters())
+        return total - 6.0 * routed * (config.experts - config.top_k) / config.experts
+
+
+# Named sizes, as keywords of `MoeConfig`. The larger ones have the shapes of the published Mixtral.
+
+
+_MIXTRAL: dict[str, Any] = {"vocab_size": 32000, "kv_heads": 8, "rope_base": 1e6, "experts": 8, "top_k": 2}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "tiny": {
+            "vocab_size": 256,
+            "dim": 64,
+            "layers": 2,
+            "heads": 4,
+            "kv_heads": 2,
+            "seq_len": 64,
+            "experts": 4,
+            "expert_dim": 64,
+        },
+        "8x7b": _MIXTRAL | {"dim": 4096, "layers": 32, "heads": 32, "ffn_dim": 14336, "seq_len": 32768},
+        "8x22b": _MIXTRAL | {"dim": 6144, "layers": 56, "heads": 48, "ffn_dim": 16384, "seq_len": 65536},
+    }
+)
+
+# Mixtral weights in the names of `transformers`.
+#
+# On disk each expert's matrices are tensors of their own; here, and in the memory of `transformers`, they lie in
+# stacks. Folders in either form are read, the first is written.
+
+
+_STACKS = {"w1": "gate", "w3": "up", "w2": "down"}
+"""Mixtral's names for the matrices of an expert, and ours."""
+_ROUTER = re.compile(r"\.(?:block_sparse_moe|mlp)\.gate\.")
+_ONE = re.compile(r"\.(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(w[123])\.weight$")
+_STACKED = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")
+_PIECE = re.compile(r"^(.*\.experts\.(?:gate|up|down))\.(\d+)$")
+
+UNUSED = llama.UNUSED
+"""Stored tensors, in the names of `transformers`, that a `Moe` computes itself."""
+
+
+def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, ...]:
+    """Stream a `transformers` Mixtral folder into a `Moe` of the same sizes; see `stream_weights`.
+
+    Of the experts, at most the stacks of one layer are in memory at a time.
+    """
+    tied = [] if "head.weight" in model.state_dict() else [r"^head\.weight$"]
+    if not any(_STACKED.search(name) for name in weight_files(path)):
+        model, put = _Unstacked(model), _Stacking(model, put)
+    return stream_weights(
+        model, path, put, translate=from_transformers, may_miss=[r"\.router\.bias$"], may_skip=[*UNUSED, *tied]
+    )
+
+
+def from_transformers(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """What one tensor of `MixtralForCausalLM` is here.
+
+    One expert's matrix is a slice of ours, under our name with the expert's number behind: `….experts.gate.3`.
+    """
+    ((name, tensor),) = llama.from_transformers(_ROUTER.sub(".ffn.router.", name), tensor)
+    if one := _ONE.search(name):
+        expert, matrix = one.groups()
+        yield f"{name[: one.start()]}.ffn.experts.{_STACKS[matrix]}.{expert}", tensor
+    elif stacked := _STACKED.search(name):
+        stem = f"{name[: stacked.start()]}.ffn.experts."
+        if stacked[1] == "down":
+            yield stem + "down", tensor
+        else:
+            yield from zip((stem + "gate", stem + "up"), tensor.chunk(2, 1), strict=True)
+    else:
+        yield name, tensor
+
+
+def made_from_transformers(shapes: Mapping[str, torch.Size]) -> dict[str, Made]:
+    """Our tensors, each made of stored ones with these names and shapes."""
+    made: dict[str, Made] = {}
+    stacks: dict[str, dict[int, Made]] = {}
+    for name, part in by_translation(from_transformers, shapes).items():
+        if piece := _PIECE.match(name):
+            stacks.setdefault(piece[1], {})[int(piece[2])] = part
+        else:
+            made[name] = part
+    for name, pieces in stacks.items():
+        made[name] = Made(tuple(part for expert in sorted(pieces) for part in pieces[expert].parts), _stack)
+    return made
+
+
+def to_transformers(config: MoeConfig) -> dict[str, Made]:
+    """The tensors of `MixtralForCausalLM`, each made of ours; `ModelError` where a Mixtral computes otherwise."""
+    _refuse_what_mixtral_lacks(config)
+    made = {name: part for name, part in llama.to_transformers(config).items() if ".mlp." not in name}
+    for layer in range(config.layers):
+        theirs, ours = f"model.layers.{layer}.block_sparse_moe", f"blocks.{layer}.ffn"
+        made[f"{theirs}.gate.weight"] = Made((f"{ours}.router.weight",), same)
+        for expert in range(config.experts):
+            for matrix, stack in _STACKS.items():
+                name = f"{theirs}.experts.{expert}.{matrix}.weight"
+                made[name] = Made((f"{ours}.experts.{stack}",), partial(_one, expert))
+    return made
+
+
+def describe(config: MoeConfig) -> dict[str, Any]:
+    """The `config.json` with which `transformers` builds the same model."""
+    _refuse_what_mixtral_lacks(config)
+    dense = llama.describe(config)
+    for key in ("attention_bias", "mlp_bias"):
+        del dense[key]
+    return {
+        **dense,
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "intermediate_size": expert_dim(config),
+        "num_local_experts": config.experts,
+        "num_experts_per_tok": config.top_k,
+        "sliding_window": None,
+        "router_aux_loss_coef": config.balance_loss,
+    }
+
+
+def from_description(found: Mapping[str, Any]) -> MoeConfig:
+    """Our configuration for a `config.json` of a Mixtral; `ModelError` where a `Moe` computes otherwise."""
+    wanted = {"model_type": "mixtral", "sliding_window": None}
+    for key, needed in wanted.items():
+        if found.get(key) != needed:
+            raise ModelError(
+                f"config.json has {key} {found.get(key)!r}, and Plait's moe knows {needed!r} only; "
+                "use `model.type: hf` for it"
+            )
+    dense = llama.from_description({**found, "model_type": "llama"}).model_dump(exclude={"type"})
+    return MoeConfig(**dense, experts=found["num_local_experts"], top_k=found["num_experts_per_tok"])
+
+
+def _refuse_what_mixtral_lacks(config: MoeConfig) -> None:
+    mixtral = {"moe_every": 1, "shared_experts": 0, "score": "softmax", "normalize": True, "bias_rate": 0.0}
+    for key, needed in mixtral.items():
+        if getattr(config, key) != needed:
+            raise ModelError(
+                f"model.{key}={getattr(config, key)} has no counterpart in the Mixtral of transformers, which knows "
+                f"{needed} only; write a plain state dict with `--to torch`, or a checkpoint with `--to plait`"
+            )
+
+
+def _stack(*experts: Tensor) -> Tensor:
+    return torch.stack(experts)
+
+
+def _one(expert: int, stack: Tensor) -> Tensor:
+    return stack[expert]
+
+
+class _Unstacked(nn.Module):
+    """A model's tensors as a folder has them: each expert's matrices under names of their own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._tensors: dict[str, Tensor] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if _PIECE.match(f"{name}.0"):
+                slice_ = torch.empty(tensor.shape[1:], device="meta")
+                self._tensors |= {f"{name}.{expert}": slice_.clone() for expert in range(tensor.shape[0])}
+            else:
+                self._tensors[name] = tensor
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        """The names and shapes to be filled."""
+        return self._tensors
+
+
+class _Stacking:
+    """Hands on whole tensors, and stacks as soon as they are complete."""
+
+    def __init__(self, model: nn.Module, put: Put) -> None:
+        self._experts = {name: t.shape[0] for name, t in model.state_dict().items() if _PIECE.match(f"{name}.0")}
+        self._put = put
+        self._pieces: dict[str, dict[int, Tensor]] = {}
+
+    def __call__(self, name: str, tensor: Tensor) -> None:
+        piece = _PIECE.match(name)
+        if piece is None:
+            self._put(name, tensor)
+            return
+        pieces = self._pieces.setdefault(piece[1], {})
+        pieces[int(piece[2])] = tensor
+        if len(pieces) == self._experts[piece[1]]:
+            del self._pieces[piece[1]]
+            self._put(piece[1], torch.stack([pieces[expert] for expert in range(len(pieces))]))

@@ -1,0 +1,209 @@
+"""One JSON object a line: the record of a run that every report is made from."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from plait.config import parse_json
+from plait.errors import DataError
+from plait.monitor.format import scalars, tables
+from plait.spec import Event, EventKind
+
+MEASUREMENTS = (EventKind.TRAIN, EventKind.VALIDATE, EventKind.TEST)
+
+
+def events_path(work_dir: Path, rank: int) -> Path:
+    """Where a rank of the run in `work_dir` writes its events."""
+    return work_dir / f"events-rank{rank}.jsonl"
+
+
+class JsonlSink:
+    """Appends every event to `events-rank{r}.jsonl` and flushes it, so that a crash loses nothing.
+
+    A file of an earlier run is continued, never truncated: a resumed run is the next part of the same story.
+    """
+
+    every_rank = True
+
+    def __init__(self, work_dir: Path, rank: int) -> None:
+        self._rank = rank
+        path = events_path(work_dir, rank)
+        torn = _ends_within_a_line(path)
+        self._file = path.open("a", encoding="utf-8")
+        if torn:
+            self._file.write("\n")
+
+    def write(self, event: Event) -> None:
+        """Write one line, complete on disk when this returns."""
+        self._file.write(encode(event, self._rank) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def encode(event: Event, rank: int) -> str:
+    """The event as one line of valid JSON; NaN and infinities, which JSON lacks, become strings."""
+    record = {
+        "kind": event.kind.value,
+        "step": event.step,
+        "epoch": event.epoch,
+        "time": event.time,
+        "rank": rank,
+        "data": event.data,
+    }
+    return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bool | int | str | None):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    # A number of another library (numpy's, or a tensor of one element) says what it is in Python's terms.
+    item = getattr(value, "item", None)
+    return _plain(item()) if callable(item) and getattr(value, "ndim", 1) == 0 else str(value)
+
+
+def _revive(value: Any) -> Any:
+    """Turn the strings that stand for NaN and infinities back into numbers."""
+    if isinstance(value, dict):
+        return {key: _revive(item) for key, item in value.items()}
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    """Whether an earlier run died in the middle of a write."""
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
+
+
+def read_events(paths: Iterable[Path | str]) -> list[Event]:
+    """The story of a run from the files of its ranks, in the order of the paths.
+
+    Rank 0 tells it; what the others add is their messages, marked with `rank`. A line that a crash
+    left unfinished is passed over, as is a kind that a later version may have added.
+    """
+    return [event for path in paths for event in _read(Path(path))]
+
+
+def _read(path: Path) -> Iterator[Event]:
+    kinds = set(EventKind)
+    try:
+        opened = path.open(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    with opened as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = parse_json(line)
+            except ValueError:
+                continue
+            if not isinstance(record, dict) or str(record.get("kind")) not in kinds:
+                continue
+            kind, rank, data = EventKind(record["kind"]), record.get("rank", 0), record.get("data", {})
+            step, epoch, moment = _checked(record, kind, data, f"{path}, line {number}")
+            if kind in MEASUREMENTS:
+                data = _revive(data)
+            if rank == 0:
+                yield Event(kind, step, epoch, data, moment)
+            elif kind is EventKind.MESSAGE:
+                yield Event(kind, step, epoch, {**data, "rank": rank}, moment)
+
+
+_LATEST = 250_000_000_000
+"""Seconds since 1970 that a calendar still has a date for."""
+
+
+def _checked(record: Mapping[str, Any], kind: EventKind, data: Any, where: str) -> tuple[int, int, float]:
+    """Step, epoch and time of an event. What a report could not show is a `DataError` that names the line."""
+    step, epoch, moment = (record.get(key) for key in ("step", "epoch", "time"))
+    if type(step) is not int or type(epoch) is not int:
+        raise DataError(f"{where}: step is {step!r:.40} and epoch {epoch!r:.40}, expected two numbers; remove the line")
+    if not isinstance(moment, int | float) or not 0 <= moment < _LATEST:
+        raise DataError(f"{where}: time is {moment!r:.40}, expected seconds since 1970; remove the line")
+    if not isinstance(data, dict) or not isinstance(data.get("metrics", {}), dict):
+        raise DataError(f"{where}: data is {data!r:.80}, expected an object; remove the line")
+    if kind is EventKind.RUN_START:
+        try:
+            tables(data)
+        except (TypeError, ValueError):
+            raise DataError(f"{where}: its rows are not labels with values; remove the line") from None
+    return step, epoch, moment
+
+
+# `train.csv`, `validate.csv`, `test.csv`: one row an event, for a spreadsheet.
+
+
+KINDS = (EventKind.TRAIN, EventKind.VALIDATE, EventKind.TEST)
+
+
+class CsvSink:
+    """A file for each kind of measurement. Files of an earlier run are continued."""
+
+    def __init__(self, work_dir: Path) -> None:
+        self._files = {kind: GrowingCsv(work_dir / f"{kind.value}.csv") for kind in KINDS}
+
+    def write(self, event: Event) -> None:
+        """Add a row for a measurement; other kinds have none."""
+        if file := self._files.get(event.kind):
+            file.append({"step": event.step, "epoch": event.epoch, "timestamp": event.time, **scalars(event)})
+
+    def close(self) -> None:
+        """Nothing is held open between rows."""
+
+
+class GrowingCsv:
+    """A CSV file whose header widens when a row brings a column that it did not have.
+
+    Appending is the common case. A new column rewrites the file once, and leaves it empty in older rows.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._columns: tuple[str, ...] = ()
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                self._columns = tuple(next(csv.reader(file), ()))
+            self._end_last_line()
+
+    def append(self, row: dict[str, float]) -> None:
+        """Add one row, complete on disk when this returns."""
+        new = [key for key in row if key not in self._columns]
+        if new:
+            self._widen((*self._columns, *new))
+        with self._path.open("a", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerow([row.get(column, "") for column in self._columns])
+
+    def _widen(self, columns: Sequence[str]) -> None:
+        rows: list[list[str]] = []
+        if self._path.exists():
+            with self._path.open(newline="", encoding="utf-8") as file:
+                rows = list(csv.reader(file))[1:]
+        # Written beside and moved over it, so that no moment exists without a whole file.
+        beside = self._path.with_suffix(".csv.tmp")
+        with beside.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            writer.writerows([*row, *[""] * (len(columns) - len(row))] for row in rows)
+        beside.replace(self._path)
+        self._columns = tuple(columns)
+
+    def _end_last_line(self) -> None:
+        content = self._path.read_bytes()
+        if content and not content.endswith(b"\n"):
+            with self._path.open("ab") as file:
+                file.write(b"\r\n")

@@ -1,0 +1,135 @@
+"""The progress bar at the bottom of a terminal. The only module that imports rich."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from plait.monitor.format import Table, clock, compact, decimal, number
+from plait.spec import Event
+
+REFRESH_S = 0.2
+COLOURS = {"info": "default", "warning": "yellow", "error": "bold red"}
+
+
+class Bar:
+    """Two rows that stay at the bottom: how far the run is, and what it last measured.
+
+    It is drawn when an event or a tick comes, at most every `REFRESH_S` seconds, and never from a
+    thread of its own: a thread that holds the terminal's lock while data workers fork would hang them.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream, highlight=False)
+        self._live: Live | None = None
+        self._began = self._drawn = time.monotonic()
+        self._step = 0
+        self._epoch = 0
+        self._total: int | None = None
+        self._data: dict[str, Any] = {}
+        self._measured = self._began
+
+    def table(self, table: Table) -> None:
+        """Print a two-column table above the bar."""
+        grid = RichTable(
+            title=table.title or None, title_justify="left", title_style="bold", box=box.ROUNDED,
+            show_header=False,
+        )  # fmt: skip
+        grid.add_column(style="cyan", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for label, value in table.rows:
+            grid.add_row(Text(label), Text(value))
+        self._console.print(grid)
+
+    def line(self, head: str, text: str, level: str) -> None:
+        """Print a log line above the bar: quiet where it repeats itself, coloured where it warns."""
+        colour = COLOURS.get(level, "default")
+        self._console.print(Text.assemble((head, "dim" if level == "info" else colour), (text, colour)), soft_wrap=True)
+
+    def start(self, event: Event) -> None:
+        """Show the bar."""
+        self._began = time.monotonic()
+        self._step, self._total = event.step, event.data.get("max_steps")
+        self._open()
+
+    def progress(self, event: Event) -> None:
+        """Take what the run measured."""
+        self._step, self._epoch, self._data = event.step, event.epoch, dict(event.data)
+        self._total = self._data.get("max_steps") or self._total
+        self._measured = time.monotonic()
+        self._open()
+        self._refresh()
+
+    def tick(self, step: int) -> None:
+        """Move to `step`; drawn only if the last drawing is old enough."""
+        self._step = step
+        if time.monotonic() - self._drawn >= REFRESH_S:
+            self._refresh()
+
+    def stop(self) -> None:
+        """Take the bar away and give the cursor back."""
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()
+
+    def _open(self) -> None:
+        if self._live is None:
+            self._live = Live(get_renderable=self._render, console=self._console, auto_refresh=False, transient=True)
+            self._live.start(refresh=True)
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            self._live.refresh()
+            self._drawn = time.monotonic()
+
+    def _render(self) -> RenderableType:
+        now = time.monotonic()
+        row = RichTable.grid(padding=(0, 1), expand=True)
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True, justify="right")
+        row.add_column(no_wrap=True, justify="right")
+        count = f"{self._step}/{self._total}" if self._total else f"step {self._step}"
+        row.add_row(
+            Text(self._label(), "bold"),
+            ProgressBar(total=self._total or 1, completed=self._step if self._total else 0),
+            Text(count),
+            Text(self._times(now), "dim"),
+        )
+        return Group(row, self._measures())
+
+    def _label(self) -> str:
+        if self._data.get("by_epoch") and self._epoch:
+            of = self._data.get("max_epochs")
+            return f"Epoch {self._epoch}/{of}" if of else f"Epoch {self._epoch}"
+        return "Training"
+
+    def _times(self, now: float) -> str:
+        elapsed = clock(now - self._began)
+        eta = number(self._data.get("eta"))
+        if eta is None:
+            return elapsed
+        return f"{elapsed} · {clock(max(0.0, eta - (now - self._measured)))} left"
+
+    def _measures(self) -> Text:
+        forms = (
+            ("loss", "loss {}", decimal),
+            ("lr", "lr {}", lambda value: f"{value:.2e}"),
+            ("tokens_per_s", "{} tok/s", compact),
+            ("samples_per_s", "{} samples/s", compact),
+            ("grad_norm", "grad norm {}", decimal),
+            ("mfu", "mfu {}", lambda value: f"{value:.1%}"),
+        )
+        # Tokens say more than samples where both are known, and the row has to fit 80 columns.
+        hidden = "samples_per_s" if self._data.get("tokens_per_s") is not None else ""
+        found = ((key, text, form, number(self._data.get(key))) for key, text, form in forms)
+        parts = [text.format(form(v)) for key, text, form, v in found if v is not None and key != hidden]
+        text = " · ".join(parts) if parts else "waiting for the first measurement"
+        return Text(text, "cyan" if parts else "dim", no_wrap=True, overflow="ellipsis")

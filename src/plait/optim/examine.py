@@ -1,0 +1,223 @@
+"""What an optimizer that says little of itself does, found out with a few small parameters before training.
+
+[Note: parameters one by one] Ranks that share parameters out, and stages of a pipeline, each update some of them. That
+is what one process does only if the update of a parameter depends on no other: a learning rate that is estimated from
+all of them, or a limit on the norm of all updates, would be another on each rank. So the optimizer updates small
+parameters together, then each alone, and both must come to the same: weights, and the numbers of its groups. One that
+draws random numbers draws others on each rank, which shows when it does the same twice.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plait.errors import ConfigError, Problem
+from plait.optim.state import flatten
+
+Make = Callable[[list[dict[str, Any]]], Optimizer]
+"""From parameter groups to another optimizer of the kind."""
+
+_STEPS = 4
+_SIDES = (4, 3, 2, 2)
+"""Of a small parameter, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerNeeds:
+    """What a run needs of its optimizer."""
+
+    one_by_one: bool
+    """Ranks update different parameters."""
+    by_element: bool
+    """Ranks update different parts of parameters."""
+    alike: bool
+    """Several ranks update the same parameters."""
+    saved: bool
+    """A checkpoint is to be written."""
+
+
+def examine_optimizer(optimizer: Optimizer, make: Make, asked: OptimizerNeeds) -> None:
+    """Raise `ConfigError` where an optimizer does not give what a run needs."""
+    kind = type(optimizer).__name__
+    spread = asked.one_by_one or asked.by_element
+    if not (spread or asked.alike or asked.saved):
+        return
+    try:
+        with torch.random.fork_rng(devices=[]):
+            trial = _Trial(make, _small(optimizer))
+            reason, remedy = trial.refuse(kind, asked)
+    except Exception as error:  # whatever somebody else's code raises on small parameters
+        if not spread:
+            return  # it trains, or says in the first step why not
+        reason = (
+            f"{kind} could not be tried on small parameters ({type(error).__name__}: {error}), and ranks that share "
+            "parameters out must know that it treats them one by one"
+        )
+        remedy = _WHOLE
+    if reason:
+        raise ConfigError(Problem("optim.type", reason, remedy))
+
+
+_WHOLE = "Train with strategy.zero: 0 and without tensor and pipeline ranks, or use another optimizer."
+
+
+class _Trial:
+    """One kind of optimizer, on some groups of small parameters."""
+
+    def __init__(self, make: Make, groups: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
+        self._make = make
+        self._groups = groups
+        """Options, and the values to start from."""
+        generator = torch.Generator().manual_seed(1)
+        self._grads = [
+            [[torch.randn(each.shape, generator=generator).to(each) for each in tensors] for _, tensors in groups]
+            for _ in range(_STEPS)
+        ]
+
+    def refuse(self, kind: str, asked: OptimizerNeeds) -> tuple[str, str]:
+        """Why it cannot be used, and what to do; empty where it can."""
+        everything = [
+            (group, index) for group, (_, tensors) in enumerate(self._groups) for index in range(len(tensors))
+        ]
+        torch.manual_seed(1)
+        together, optimizer = self._run(everything)
+        if asked.saved and (lost := _lost(optimizer)):
+            return (
+                f"{kind} keeps {lost}, which a checkpoint cannot hold",
+                "Use another optimizer, or save nothing: `checkpoint.last: false`, without `every` and `best`.",
+            )
+        spread = asked.one_by_one or asked.by_element
+        torch.manual_seed(2)
+        if (spread or asked.alike) and not _same(together, self._run(everything)[0]):
+            return f"{kind} draws random numbers, which would be others on each rank", "Train on one process."
+        if not spread:
+            return "", ""
+        for place in everything:
+            alone, _ = self._run([place])
+            if not _same({key: together[key] for key in alone}, alone):
+                reason = f"{kind} looks across parameters: alone, one is updated otherwise than together with others"
+                return reason, _WHOLE
+        if asked.by_element and not self._takes_parts(together):
+            reason = f"{kind} does not go number by number: a part is updated otherwise than within the whole"
+            return reason, "Leave out `optim.elementwise`: it gets whole parameters then."
+        return "", ""
+
+    def _run(
+        self, places: Sequence[tuple[int, int]], part: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    ) -> tuple[dict[Any, Any], Optimizer]:
+        """What a few steps with some of the parameters, or parts of them, come to."""
+        params = {(group, index): nn.Parameter(part(self._groups[group][1][index]).clone()) for group, index in places}
+        groups = [
+            {"params": [param for (each, _), param in params.items() if each == group], **copy.deepcopy(options)}
+            for group, (options, _) in enumerate(self._groups)
+        ]
+        optimizer: Any = self._make(groups)
+        if has_two_modes(optimizer):
+            optimizer.train()
+        for grads in self._grads:
+            for (group, index), param in params.items():
+                param.grad = part(grads[group][index]).clone()
+            optimizer.step()
+        found: dict[Any, Any] = {place: param.detach() for place, param in params.items()}
+        for number, options in enumerate(optimizer.param_groups):
+            if options["params"]:
+                found[number] = {key: _plain(value) for key, value in options.items() if key not in _NAMES}
+        return found, optimizer
+
+    def _takes_parts(self, together: Mapping[Any, Any]) -> bool:
+        for place, whole in together.items():
+            if isinstance(place, tuple) and whole.ndim and len(whole) > 1:
+                halves = [self._run([place], half)[0][place] for half in (_first_half, _second_half)]
+                if not _same({place: whole}, {place: torch.cat(halves)}):
+                    return False
+        return True
+
+
+def _first_half(tensor: Tensor) -> Tensor:
+    return tensor[: len(tensor) // 2]
+
+
+def _second_half(tensor: Tensor) -> Tensor:
+    return tensor[len(tensor) // 2 :]
+
+
+_NAMES = ("params", "param_names")
+
+
+def _small(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[Tensor]]]:
+    """For each group its options, and one small tensor for each number of dimensions that it has."""
+    generator = torch.Generator().manual_seed(0)
+
+    def room(tensor: Tensor) -> Tensor:
+        sides = [min(side, _SIDES[min(place, 3)]) for place, side in enumerate(tensor.shape)]
+        return torch.randn(sides, generator=generator).to(tensor.device, tensor.dtype)
+
+    found = []
+    for group in optimizer.param_groups:
+        kinds = {tensor.ndim: tensor for tensor in group["params"] if tensor.numel()}
+        options = {key: value for key, value in group.items() if key not in (*_NAMES, "initial_lr")}
+        found.append((options, [room(tensor) for tensor in kinds.values()]))
+    filled = [tensors for _, tensors in found if tensors]
+    if len(filled) == 1 and len(filled[0]) == 1:  # somebody must be there to be looked at
+        filled[0].append(filled[0][0] * 2 + 1)
+    return found
+
+
+def twins_of(optimizer: Optimizer) -> Make:
+    """What makes others like an optimizer that exists, without knowing what it was made from."""
+
+    def make(groups: list[dict[str, Any]]) -> Optimizer:
+        made: Optimizer = object.__new__(type(optimizer))
+        for key, value in vars(optimizer).items():
+            if key not in ("param_groups", "state", "step"):
+                if isinstance(value, Optimizer | Tensor):
+                    raise TypeError(f"its attribute {key!r} is a {type(value).__name__}")
+                made.__dict__[key] = copy.deepcopy(value)
+        made.param_groups = groups
+        made.state = type(optimizer.state)(dict)
+        return made
+
+    return make
+
+
+def has_two_modes(optimizer: Any) -> bool:
+    """Whether an optimizer has other weights to use than those that it trains, by `eval()` and `train()`."""
+    return callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))
+
+
+def _lost(optimizer: Optimizer) -> str | None:
+    """What of its state cannot be stored."""
+    for key, state in optimizer.state.items():
+        if not isinstance(key, Tensor):
+            return f"a state of its own, {key!r}, besides those of parameters"
+        for name, value in state.items():
+            try:
+                flatten(name, value)
+            except TypeError as error:
+                return str(error)
+    return None
+
+
+def _plain(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
+def _same(expected: Any, found: Any) -> bool:
+    if isinstance(expected, Tensor):
+        return isinstance(found, Tensor) and torch.allclose(expected.float(), found.float(), rtol=1e-5, atol=1e-8)
+    if isinstance(expected, Mapping):
+        return expected.keys() == found.keys() and all(_same(each, found[key]) for key, each in expected.items())
+    if isinstance(expected, float):
+        return math.isclose(expected, found, rel_tol=1e-6) or expected == found
+    try:
+        return bool(expected == found)
+    except Exception:  # objects that cannot be compared say nothing
+        return True

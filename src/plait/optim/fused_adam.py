@@ -1,0 +1,97 @@
+"""Adam and AdamW in one pass over memory: gradients in any format in, fp32 weights and rounded ones out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam
+from torch.optim.optimizer import ParamsT
+
+from plait.kernels import AdamNumbers, Tables, WeightPointers, adam_many
+
+
+class OnePassAdam(Adam):
+    """torch's Adam, with another step: the same states and the same numbers up to rounding.
+
+    Where the model computes with rounded weights, the step writes those too, and takes their gradients as they are.
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        decoupled: bool,
+    ) -> None:
+        """`decoupled` is AdamW: weights decay by themselves."""
+        super().__init__(params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=decoupled)
+        self._rooms: dict[Tensor, Tensor] = {}
+        self._tables: defaultdict[int, Tables] = defaultdict(Tables)
+
+    @property
+    def publishes(self) -> bool:
+        """Whether a step brings the model's rounded weights up to date."""
+        return bool(self._rooms)
+
+    def publish_into(self, rooms: Mapping[Tensor, Tensor]) -> None:
+        """From now on write each of these parameters, rounded, to its room as well.
+
+        A parameter without a gradient is updated with that of its room.
+        """
+        self._rooms = dict(rooms)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update; `closure`, if given, computes the gradients first, and its loss is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for number, group in enumerate(self.param_groups):
+            entries, steps = self._entries(group)
+            numbers = AdamNumbers(
+                1,
+                float(group["lr"]),
+                group["betas"],
+                group["eps"],
+                group["weight_decay"],
+                decoupled=group["decoupled_weight_decay"],
+            )
+            tables = self._tables[number]
+            adam_many(numbers, entries, steps, scale=self.grad_scale, found_inf=self.found_inf, tables=tables)
+        return loss
+
+    def _entries(self, group: dict[str, Any]) -> tuple[list[WeightPointers], list[Tensor]]:
+        entries: list[WeightPointers] = []
+        steps: list[Tensor] = []
+        for param in group["params"]:
+            room = self._rooms.get(param)
+            grad = param.grad if param.grad is not None or room is None else room.grad
+            if grad is None:
+                continue
+            state = self.state[param]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+                state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            if grad.stride() != param.stride():
+                grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+            entries.append(WeightPointers(param, grad, state["exp_avg"], state["exp_avg_sq"], room))
+            steps.append(state["step"])
+        return entries, steps
+
+
+def takes_one_pass(tensor: Tensor) -> bool:
+    """Whether the kernel is made for such a weight: dense, in a format that it knows."""
+    dense = tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+    return dense and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)

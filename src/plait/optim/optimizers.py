@@ -1,0 +1,288 @@
+"""From a configuration and parameter groups to an optimizer.
+
+[Note: dynamo is loaded late] torch loads its compiler when a function is called that is not to be compiled, in order
+to tell it so. One of them is `Optimizer.add_param_group`, which every optimizer calls as it is made; and the compiler
+takes as long to load as half of torch. A run that compiles nothing does without: here the function itself is called.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
+
+from plait.config import (
+    AdagradConfig,
+    AdamConfig,
+    AdamWConfig,
+    OptimConfig,
+    OptimPart,
+    SGDConfig,
+)
+from plait.distributed import is_sharded, replaced
+from plait.errors import ConfigError, ModelError, Problem
+from plait.kernels import has_kernels
+from plait.optim.base import kind_of
+from plait.optim.fused_adam import OnePassAdam, takes_one_pass
+from plait.optim.groups import OptimizerGroup
+from plait.plugins import build
+
+# An optimizer of one's own: made from its name, over these groups, and held against what Plait asks of it.
+
+
+def build_part(config: OptimPart, groups: Sequence[OptimizerGroup]) -> Optimizer:
+    """The optimizer that somebody names, over groups of plain parameters, each of which may be empty."""
+    optimizer = make_part(config, [{"params": list(group.tensors), **group.options} for group in groups])
+    if config.weight_decay is not None and "weight_decay" not in optimizer.defaults:
+        message = f"{type(optimizer).__name__} has no weight decay"
+        raise ConfigError(Problem("optim.weight_decay", message, "Leave it out."))
+    name_of = {tensor: name for group in groups for name, tensor in zip(group.names, group.tensors, strict=True)}
+    left = dict(name_of)
+    for number, group in enumerate(optimizer.param_groups):
+        for tensor in group["params"]:
+            if left.pop(tensor, None) is None:
+                message = f"{config.type!r} has a tensor in group {number} that it was not given, or has it twice"
+                raise ConfigError(Problem("optim.type", message, "Have it update the parameters that it is given."))
+        group["param_names"] = [name_of[tensor] for tensor in group["params"]]
+        if "lr" not in group:
+            message = f"{type(optimizer).__name__} has no `lr` in its groups, which schedules set and logs show"
+            raise ConfigError(Problem("optim.type", message, "Have it keep its rate there."))
+    if left:
+        message = f"{config.type!r} leaves out {len(left)} of the parameters that it was given: {min(left.values())}, …"
+        remedy = "Have it update all of them; what is not to be trained has requires_grad=False."
+        raise ConfigError(Problem("optim.type", message, remedy))
+    return optimizer
+
+
+def make_part(config: OptimPart, groups: list[dict[str, Any]]) -> Optimizer:
+    """Call what the section names with parameter groups."""
+    if isinstance(config.given, Optimizer):
+        message = "an optimizer that is made already is over the parameters of one model, and here others are updated"
+        raise ConfigError(Problem("optim", message, "Give its class, or a function that makes it from parameters."))
+    rate: dict[str, Any] = {} if config.lr is None else {"lr": config.lr}
+    made = build(config, "optim", groups, **rate)
+    if not isinstance(made, Optimizer):
+        message = f"{str(config.type)!r} made a {type(made).__name__}, which is no torch.optim.Optimizer"
+        raise ConfigError(Problem("optim.type", message, "Derive it from torch.optim.Optimizer."))
+    if reason := unusable(made):
+        raise ConfigError(Problem("optim.type", reason, "Use AdamW, or another that steps once for each gradient."))
+    return made
+
+
+def unusable(optimizer: Optimizer) -> str | None:
+    """Why no engine can step an optimizer; None where it can."""
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, LBFGS):
+        return f"{kind} evaluates the model several times a step, and an engine has its gradients once"
+    if isinstance(optimizer, SparseAdam):
+        return f"{kind} wants sparse gradients, and here gradients are dense"
+    # Of the class: a scheduler of torch puts a function around the step of the object.
+    closure = next(islice(inspect.signature(type(optimizer).step).parameters.values(), 1, None), None)
+    if closure is not None and closure.default is closure.empty and closure.kind is closure.POSITIONAL_OR_KEYWORD:
+        return f"{kind} wants a closure in step(), to evaluate the model again, and an engine has its gradients once"
+    return None
+
+
+def base_rate(config: OptimConfig, optimizer: Optimizer) -> float:
+    """The rate that schedules scale: `optim.lr`, or the one that the optimizer has by itself."""
+    if config.lr is not None:
+        return config.lr
+    return float(optimizer.defaults.get("lr", optimizer.param_groups[0]["initial_lr"]))
+
+
+# Where fused steps are known to exist in every supported torch, and to honour `grad_scale` and `found_inf`.
+_FUSED_DEVICES = {
+    "AdamW": ("cpu", "cuda"),
+    "Adam": ("cpu", "cuda"),
+    "SGD": ("cpu", "cuda"),
+    "Adagrad": ("cpu",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ToUpdate:
+    """What an optimizer of Plait's own is made from, besides its section."""
+
+    groups: Sequence[OptimizerGroup]
+    in_place: bool = True
+    """Whether the tensors stay where they are, so that a kernel may know them by their addresses."""
+
+    @property
+    def params(self) -> list[dict[str, Any]]:
+        """As torch's optimizers take them, with names."""
+        return [
+            {"params": list(zip(group.names, group.tensors, strict=True)), **group.options} for group in self.groups
+        ]
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All of them."""
+        return (tensor for group in self.groups for tensor in group.tensors)
+
+
+def supports_grad_scale(optimizer: Optimizer) -> bool:
+    """Whether `step` honours the attributes `grad_scale` and `found_inf`.
+
+    With both set to scalar tensors, the fused kernels divide gradients by the one (in place) and change
+    nothing where the other is 1, without the host waiting to know.
+    """
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused and (isinstance(optimizer, OnePassAdam) or kind_of(type(optimizer)) in (AdamW, Adam, SGD, Adagrad))
+
+
+def build_optimizer(config: OptimConfig, groups: Sequence[OptimizerGroup], *, in_place: bool = True) -> Optimizer:
+    """The optimizer that `config` describes, over these groups.
+
+    Each of its groups carries `param_names`, and `initial_lr`: the rate that schedules scale. `in_place`: the tensors
+    stay where they are, so that a kernel may know them by their addresses.
+    """
+    if not isinstance(config, OptimPart) and not config.elementwise:
+        _check_rows(config, groups)
+    bare = inspect.unwrap(Optimizer.add_param_group)
+    with replaced(Optimizer, "add_param_group", bare):  # [Note: dynamo is loaded late]
+        if isinstance(config, OptimPart):
+            optimizer = build_part(config, groups)
+        else:
+            optimizer = build(config, "optim", ToUpdate(groups, in_place))
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
+def _check_rows(config: OptimConfig, groups: Sequence[OptimizerGroup]) -> None:
+    """Refuse what an optimizer could not update, before the first step; see [Note: what an optimizer may be given]."""
+    if not any(is_sharded(tensor) for tensor in _views(groups)):
+        return
+    from plait.optim.whole_params import rows_of
+
+    for group in groups:
+        if group.options.get("algorithm") == "adamw":
+            continue  # those of Muon that are updated element by element
+        for name, tensor in zip(group.names, group.tensors, strict=True):
+            try:
+                rows_of(tensor)
+            except ModelError as error:
+                message = (
+                    f"{config.type} works on whole parameters or rows of them, but the layout cuts {name} otherwise"
+                )
+                remedy = "Use AdamW, Adam, Lion, SGD or Adagrad, or leave out `strategy.layout.tp` (and `ep`)."
+                raise ConfigError(Problem("optim.type", message, remedy)) from error
+
+
+def is_one_pass(config: OptimConfig, tensors: Iterable[Tensor]) -> bool:
+    """Whether the update also rounds weights and reads gradients in any format; see `optim.one_pass`."""
+    if not isinstance(config, AdamWConfig | AdamConfig) or config.amsgrad:
+        return False
+    if config.implementation == "auto":
+        return all(takes_one_pass(tensor) and has_kernels(tensor) for tensor in tensors)
+    return config.implementation == "one-pass"
+
+
+def adam(given: ToUpdate, config: AdamWConfig | AdamConfig) -> Optimizer:
+    """Adam and AdamW: torch's, or in one pass."""
+    if given.in_place and is_one_pass(config, given.tensors):
+        return _in_one_pass(given, config)
+    chosen = _implementation(config, given)
+    kind = AdamW if isinstance(config, AdamWConfig) else Adam
+    return kind(
+        given.params,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        betas=config.betas,
+        eps=config.eps,
+        amsgrad=config.amsgrad,
+        **chosen,
+    )
+
+
+def _in_one_pass(given: ToUpdate, config: AdamWConfig | AdamConfig) -> Optimizer:
+    misfit = next((tensor for tensor in given.tensors if not takes_one_pass(tensor)), None)
+    if misfit is not None:
+        raise ConfigError(
+            Problem(
+                "optim.implementation",
+                f"'one-pass' is not made for {str(misfit.dtype).removeprefix('torch.')} parameters that lie like "
+                f"{misfit.stride()}",
+                "Use 'auto', which takes the fastest there is.",
+            )
+        )
+    decoupled = isinstance(config, AdamWConfig)
+    return OnePassAdam(given.params, config.lr, config.betas, config.eps, config.weight_decay, decoupled=decoupled)
+
+
+def sgd(given: ToUpdate, config: SGDConfig) -> Optimizer:
+    """torch's SGD."""
+    made = SGD(
+        given.params,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        **_implementation(config, given),
+    )
+    if config.momentum != 0:
+        prepare_momentum(made)
+    return made
+
+
+def adagrad(given: ToUpdate, config: AdagradConfig) -> Optimizer:
+    """torch's Adagrad."""
+    return Adagrad(
+        given.params,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        lr_decay=config.lr_decay,
+        eps=config.eps,
+        **_implementation(config, given),
+    )
+
+
+def _implementation(config: AdamWConfig | AdamConfig | SGDConfig | AdagradConfig, given: ToUpdate) -> dict[str, bool]:
+    misfit = next((t for t in given.tensors if not has_fused(config.type, t)), None)
+    if config.implementation == "fused" and misfit is not None:
+        raise ConfigError(
+            Problem(
+                "optim.implementation",
+                f"'fused' {config.type} is not offered for {str(misfit.dtype).removeprefix('torch.')} parameters on "
+                f"{misfit.device.type}",
+                "Use 'auto', which takes the fastest there is.",
+            )
+        )
+    wanted = config.implementation
+    if wanted == "one-pass":
+        raise ConfigError(
+            Problem(
+                "optim.implementation",
+                "'one-pass' has no amsgrad, and does not update what is offloaded",
+                "Use 'auto', which takes the fastest there is.",
+            )
+        )
+    if wanted == "auto":
+        wanted = "fused" if misfit is None else "foreach"
+    return {"fused": wanted == "fused", "foreach": wanted == "foreach"}
+
+
+def has_fused(kind: str, tensor: Tensor) -> bool:
+    """Whether torch has a fused step of this optimizer for such a tensor, and one that is right."""
+    if tensor.device.type not in _FUSED_DEVICES[kind] or not tensor.is_floating_point():
+        return False
+    # torch 2.13's fused SGD on CPU gives wrong updates for 16-bit tensors of 16 or more elements.
+    return not (kind == "SGD" and tensor.device.type == "cpu" and tensor.dtype.itemsize < 4)
+
+
+def prepare_momentum(optimizer: Optimizer) -> None:
+    """Give every parameter of an SGD its momentum, of zeros."""
+    # Fused SGD allocates its buffers, unfilled, in the first step, and leaves them so if that step is
+    # skipped for an overflow. Starting from zeros gives the same first step, and is safe.
+    for tensor in (t for group in optimizer.param_groups for t in group["params"]):
+        optimizer.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)
+
+
+def _views(groups: Sequence[OptimizerGroup]) -> Iterator[Tensor]:
+    return (tensor for group in groups for tensor in group.tensors)

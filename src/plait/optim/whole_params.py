@@ -1,0 +1,372 @@
+"""Whole parameters, each on one of the ranks that hold its parts, for optimizers that know nothing of ranks.
+
+[Note: one owner a parameter] An optimizer that treats parameters one by one does the same for each of them whatever
+others there are. So the parameters are shared out: the parts of one, and of its gradient, go to the rank that owns it,
+which updates it as one process would, and sends the parts back. What the optimizer keeps for it is on that rank alone,
+so a rank has its share of the states, as at ZeRO stage 1. Where a parameter is cut over several axes of the mesh, or
+unevenly, every rank that holds a part gathers all of it, and does the same.
+
+The whole tensors stay allocated between steps: what holds the optimizer may look at them. They have the weights of
+the last update; `in_place` brings those of now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from plait.distributed import local_part, same_kind
+from plait.errors import ModelError
+
+# How a parameter is spread over ranks, for the optimizers that must see more than one shard.
+#
+# [Note: what an optimizer may be given]
+# A parameter is a plain tensor, whole on every rank, or a DTensor cut into rows over one mesh axis, as
+# `fully_shard` does it: rank r has rows r·k to (r+1)·k with k = ⌈rows/ranks⌉, so the last ranks may have
+# fewer rows or none. Other mesh axes may only replicate. Maths happens on local tensors; only sums and
+# whole-matrix work travel, in one collective for all parameters of an axis.
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Whose rows are whose: a tensor of shape `whole`, cut along its first dim over one mesh axis."""
+
+    mesh: DeviceMesh
+    axis: int
+    whole: torch.Size
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for tensors that are spread over the same ranks."""
+        return (self.mesh, self.axis)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that hold the rows."""
+        return self.mesh.get_group(self.axis)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return self.mesh.get_local_rank(self.axis)
+
+    def counts(self) -> list[int]:
+        """How many rows each rank has."""
+        ranks, rows = self.mesh.size(self.axis), self.whole[0]
+        share = -(-rows // ranks)
+        return [max(0, min(share, rows - rank * share)) for rank in range(ranks)]
+
+    def numels(self) -> list[int]:
+        """How many elements each rank has."""
+        width = self.whole[1:].numel()
+        return [count * width for count in self.counts()]
+
+    def place(self, own: Tensor) -> Tensor:
+        """A whole tensor of zeros, but for this rank's rows: summed over ranks, it is complete."""
+        full = own.new_zeros((self.whole[0], *own.shape[1:]))
+        self.take(full).copy_(own)
+        return full
+
+    def take(self, full: Tensor) -> Tensor:
+        """The view of a whole tensor that holds this rank's rows."""
+        counts, rank = self.counts(), self.rank
+        return full.narrow(0, sum(counts[:rank]), counts[rank])
+
+
+def rows_of(tensor: Tensor) -> Rows | None:
+    """How a tensor is cut; None where this rank has it whole."""
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh = tensor.device_mesh
+    cut = [
+        axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate() and mesh.size(axis) > 1
+    ]
+    if not cut:
+        return None
+    if len(cut) > 1 or tensor.placements[cut[0]] != Shard(0):
+        raise ModelError(
+            f"a parameter of shape {tuple(tensor.shape)} is placed as {tensor.placements}; this optimizer "
+            "works on parameters cut along their first dim over one mesh axis. Use AdamW for this layout."
+        )
+    return Rows(mesh, cut[0], tensor.shape)
+
+
+def by_sharding(tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], Rows | None]]:
+    """The tensors in lists that are spread over the same ranks, each with the rows of its first tensor."""
+    buckets: dict[Hashable, tuple[list[Tensor], Rows | None]] = {}
+    for tensor in tensors:
+        rows = rows_of(tensor)
+        buckets.setdefault(rows and rows.key, ([], rows))[0].append(tensor)
+    return list(buckets.values())
+
+
+def sum_over_shards(tensors: Sequence[Tensor], rows: Sequence[Rows | None]) -> list[Tensor]:
+    """Each tensor summed over the ranks its `rows` name, with one all-reduce for each mesh axis."""
+    result = list(tensors)
+    buckets: dict[Hashable, list[int]] = {}
+    for index, where in enumerate(rows):
+        if where is not None:
+            buckets.setdefault(where.key, []).append(index)
+    for indices in buckets.values():
+        first = rows[indices[0]]
+        assert first is not None
+        flat = torch.cat([tensors[index].flatten() for index in indices])
+        dist.all_reduce(flat, group=first.group)
+        pieces = flat.split_with_sizes([tensors[index].numel() for index in indices])
+        for index, piece in zip(indices, pieces, strict=True):
+            result[index] = piece.view(tensors[index].shape)
+    return result
+
+
+# Work that needs whole matrices, shared out: each is brought together on one rank only.
+
+
+Work = Callable[[Tensor], Tensor]
+"""Takes a whole tensor and gives one of the same shape and dtype."""
+
+
+def map_whole(work: Work, tensors: Sequence[Tensor], rows: Sequence[Rows | None]) -> list[Tensor]:
+    """`work` on every tensor as a whole; each rank gets the rows of the results that are its own.
+
+    A tensor that is whole here is worked on here. The others of a mesh axis go, in one all-to-all, to the
+    ranks that work on them, and come back in a second one: every rank does a share of the work, and no
+    rank ever holds more than its share of the whole tensors.
+    """
+    results: dict[int, Tensor] = {}
+    buckets: dict[Hashable, list[tuple[int, Rows]]] = {}
+    for index, where in enumerate(rows):
+        if where is None:
+            results[index] = work(tensors[index])
+        else:
+            buckets.setdefault(where.key, []).append((index, where))
+    for bucket in buckets.values():
+        shards = [tensors[index] for index, _ in bucket]
+        for (index, _), result in zip(bucket, _exchange(work, shards, [r for _, r in bucket]), strict=True):
+            results[index] = result
+    return [results[index] for index in range(len(tensors))]
+
+
+def share_out(costs: Sequence[float], ranks: int) -> list[int]:
+    """A rank for each cost, so that the sums are close: the largest first, to the least loaded."""
+    loads = [0.0] * ranks
+    owners = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        owner = loads.index(min(loads))
+        owners[index] = owner
+        loads[owner] += costs[index]
+    return owners
+
+
+def _exchange(work: Work, shards: Sequence[Tensor], rows: Sequence[Rows]) -> list[Tensor]:
+    group, rank = rows[0].group, rows[0].rank
+    numels = [where.numels() for where in rows]
+    ranks = len(numels[0])
+    owners = share_out([_cost(where.whole) for where in rows], ranks)
+    order = sorted(range(len(shards)), key=lambda index: owners[index])
+    mine = [index for index in order if owners[index] == rank]
+
+    # Flattened row blocks in the order of ranks are the flattened whole, so nothing is padded or permuted.
+    send = torch.cat([shards[index].flatten() for index in order])
+    sent = [sum(numels[i][rank] for i in order if owners[i] == to) for to in range(ranks)]
+    received = [sum(numels[i][source] for i in mine) for source in range(ranks)]
+    arrived = send.new_empty(sum(received))
+    dist.all_to_all_single(arrived, send, received, sent, group=group)
+
+    blocks = list(arrived.split_with_sizes([numels[i][source] for source in range(ranks) for i in mine]))
+    for place, index in enumerate(mine):
+        own = slice(place, None, len(mine))
+        whole = torch.cat(blocks[own]).view(rows[index].whole)
+        blocks[own] = work(whole).flatten().split_with_sizes(numels[index])
+    back = torch.cat(blocks) if blocks else arrived
+    dist.all_to_all_single(send, back, sent, received, group=group)
+
+    pieces = send.split_with_sizes([shards[index].numel() for index in order])
+    results = {index: piece.view(shards[index].shape) for index, piece in zip(order, pieces, strict=True)}
+    return [results[index] for index in range(len(shards))]
+
+
+def _cost(shape: torch.Size) -> float:
+    # A product with the smaller Gram matrix: elements × the shorter side.
+    return float(shape.numel() * min(shape[0], shape[1:].numel()))
+
+
+@dataclass(slots=True)
+class _Cut:
+    """A parameter that is cut along one dimension over one axis of the mesh."""
+
+    index: int
+    dim: int
+    owner: int = 0
+    sizes: list[int] = field(default_factory=list)
+    """Of each rank's part along `dim`."""
+
+    def shape_on(self, rank: int, whole: torch.Size) -> torch.Size:
+        return torch.Size((*whole[: self.dim], self.sizes[rank], *whole[self.dim + 1 :]))
+
+
+@dataclass(slots=True)
+class _OwnerBucket:
+    """The parameters whose parts the same ranks hold, in the order of their owners."""
+
+    group: dist.ProcessGroup
+    rank: int
+    ranks: int
+    cuts: list[_Cut] = field(default_factory=list)
+
+
+class SharedOut:
+    """The parameters that an optimizer updates on this rank, as plain tensors; see [Note: one owner a parameter]."""
+
+    def __init__(self, tensors: Sequence[nn.Parameter]) -> None:
+        """`tensors` are those of all ranks, in the same order on each; some of them DTensors."""
+        self._tensors = list(tensors)
+        self.updated: list[nn.Parameter | None] = []
+        """For each of them what the optimizer gets; None where another rank updates it."""
+        self._everywhere: list[int] = []
+        buckets: dict[Hashable, _OwnerBucket] = {}
+        for index, tensor in enumerate(tensors):
+            self.updated.append(self._place(index, tensor, buckets))
+        self._buckets = list(buckets.values())
+        for bucket in self._buckets:
+            owners = share_out([tensors[cut.index].numel() for cut in bucket.cuts], bucket.ranks)
+            for cut, owner in zip(bucket.cuts, owners, strict=True):
+                cut.owner = owner
+                if owner == bucket.rank:
+                    self.updated[cut.index] = _whole_room(tensors[cut.index])
+            bucket.cuts.sort(key=lambda cut: cut.owner)
+
+    def _place(self, index: int, tensor: nn.Parameter, buckets: dict[Hashable, _OwnerBucket]) -> nn.Parameter | None:
+        """Say where a parameter is whole; None where that is yet to be shared out."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        mesh, placements = tensor.device_mesh, tensor.placements
+        axes = [axis for axis, each in enumerate(placements) if not each.is_replicate() and mesh.size(axis) > 1]
+        if not axes:
+            with torch.no_grad():
+                return nn.Parameter(tensor.to_local())
+        axis, placement = axes[0], placements[axes[0]]
+        if len(axes) == 1 and type(placement) is Shard:
+            ranks, rank = mesh.size(axis), mesh.get_local_rank(axis)
+            length = tensor.shape[placement.dim]
+            share = -(-length // ranks)
+            sizes = [max(0, min(share, length - each * share)) for each in range(ranks)]
+            bucket = buckets.setdefault((mesh, axis, tensor.dtype), _OwnerBucket(mesh.get_group(axis), rank, ranks))
+            bucket.cuts.append(_Cut(index, placement.dim, sizes=sizes))
+            return None
+        self._everywhere.append(index)
+        return _whole_room(tensor)
+
+    @contextmanager
+    def in_place(self, *, gradients: bool = False) -> Iterator[None]:
+        """Bring the weights, and the step's gradients, to where they are updated; the weights go back at the end.
+
+        Every rank must call it.
+        """
+        with torch.no_grad():
+            self._collect(gradients=gradients)
+        yield
+        with torch.no_grad():
+            self._give_back()
+        for tensor in self.updated:
+            if tensor is not None:
+                tensor.grad = None
+
+    def _collect(self, *, gradients: bool) -> None:
+        for bucket in self._buckets:
+            wholes = self._to_owners(bucket, [self._part(cut.index) for cut in bucket.cuts])
+            for index, whole in wholes.items():
+                self._updated(index).copy_(whole)
+            if gradients:
+                for index, whole in self._to_owners(bucket, [self._grad(cut.index) for cut in bucket.cuts]).items():
+                    self._updated(index).grad = whole
+        for index in self._everywhere:
+            self._updated(index).copy_(_gathered(self._tensors[index]))
+            if gradients:
+                whole = _gathered(same_kind(self._grad(index), self._tensors[index]))
+                self._updated(index).grad = whole
+        if gradients:
+            for tensor, updated in zip(self._tensors, self.updated, strict=True):
+                if updated is not None and updated.grad is None and tensor.grad is not None:
+                    updated.grad = local_part(tensor.grad)
+
+    def _give_back(self) -> None:
+        for bucket in self._buckets:
+            self._from_owners(bucket)
+        for index in self._everywhere:
+            tensor = self._tensors[index]
+            assert isinstance(tensor, DTensor)
+            mesh = tensor.device_mesh
+            whole = DTensor.from_local(self._updated(index).detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+            self._part(index).copy_(whole.redistribute(placements=tensor.placements).to_local())
+
+    def _updated(self, index: int) -> nn.Parameter:
+        found = self.updated[index]
+        assert found is not None
+        return found
+
+    def _part(self, index: int) -> Tensor:
+        return local_part(self._tensors[index])
+
+    def _grad(self, index: int) -> Tensor:
+        tensor = self._tensors[index]
+        assert tensor.grad is not None  # the views give each one
+        return local_part(tensor.grad)
+
+    def _to_owners(self, bucket: _OwnerBucket, parts: Sequence[Tensor]) -> dict[int, Tensor]:
+        """The whole tensors that this rank owns, of everybody's parts; by the index of the parameter."""
+        cuts, rank, ranks = bucket.cuts, bucket.rank, bucket.ranks
+        mine = [cut for cut in cuts if cut.owner == rank]
+        send = torch.cat([part.reshape(-1) for part in parts])
+        sent = self._numels(bucket)[rank]
+        received = [sum(self._numel(cut, source) for cut in mine) for source in range(ranks)]
+        arrived = send.new_empty(sum(received))
+        dist.all_to_all_single(arrived, send, received, sent, group=bucket.group)
+        blocks = iter(arrived.split_with_sizes([self._numel(cut, source) for source in range(ranks) for cut in mine]))
+        pieces: dict[int, list[Tensor]] = {cut.index: [] for cut in mine}
+        for source in range(ranks):
+            for cut in mine:
+                shape = cut.shape_on(source, self._tensors[cut.index].shape)
+                pieces[cut.index].append(next(blocks).view(shape))
+        return {cut.index: torch.cat(pieces[cut.index], dim=cut.dim) for cut in mine}
+
+    def _from_owners(self, bucket: _OwnerBucket) -> None:
+        cuts, rank, ranks = bucket.cuts, bucket.rank, bucket.ranks
+        mine = [cut for cut in cuts if cut.owner == rank]
+        split = {cut.index: self._updated(cut.index).detach().split_with_sizes(cut.sizes, dim=cut.dim) for cut in mine}
+        back = [split[cut.index][to].reshape(-1) for to in range(ranks) for cut in mine]
+        like = self._part(cuts[0].index)
+        send = torch.cat(back) if back else like.new_empty(0)
+        sent = [sum(self._numel(cut, to) for cut in mine) for to in range(ranks)]
+        received = self._numels(bucket)[rank]
+        arrived = send.new_empty(sum(received))
+        dist.all_to_all_single(arrived, send, received, sent, group=bucket.group)
+        for cut, block in zip(cuts, arrived.split_with_sizes([self._numel(cut, rank) for cut in cuts]), strict=True):
+            part = self._part(cut.index)
+            part.copy_(block.view(part.shape))
+
+    def _numel(self, cut: _Cut, rank: int) -> int:
+        return cut.shape_on(rank, self._tensors[cut.index].shape).numel()
+
+    def _numels(self, bucket: _OwnerBucket) -> list[list[int]]:
+        """What each rank has of the parameters of each owner."""
+        return [
+            [sum(self._numel(cut, rank) for cut in bucket.cuts if cut.owner == to) for to in range(bucket.ranks)]
+            for rank in range(bucket.ranks)
+        ]
+
+
+def _whole_room(tensor: nn.Parameter) -> nn.Parameter:
+    local = local_part(tensor.detach())
+    return nn.Parameter(torch.zeros(tensor.shape, dtype=local.dtype, device=local.device))
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()

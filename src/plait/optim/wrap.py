@@ -1,0 +1,121 @@
+"""A user's own optimizer, kept as the object that it is while its parameters are spread.
+
+[Note: why the object stays]
+People make an optimizer over their model's parameters, then a learning-rate scheduler over the optimizer, and
+only then spread the model. What the optimizer must update afterwards are other tensors: this rank's shards, or
+fp32 weights behind smaller ones. They take the places of the old ones in its groups, so that everything that
+holds the optimizer, and every setting of a group, goes on as it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from plait.errors import ModelError
+from plait.optim.base import Sees, declared, kind_of
+from plait.optim.groups import GroupSpec
+from plait.optim.optimizers import has_fused, prepare_momentum, unusable
+from plait.torch_internals import has_step_hooks
+
+_FUSED = (AdamW, Adam, SGD, Adagrad)
+
+OptimizerSource = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
+"""An optimizer, or what makes one from a model's parameters."""
+
+
+class WrappedOptimizer:
+    """Remembers, by name, what a user's optimizer has in its groups; made before the model is spread."""
+
+    def __init__(self, source: OptimizerSource, model: nn.Module) -> None:
+        trainable = [param for param in model.parameters() if param.requires_grad]
+        self.optimizer = source if isinstance(source, Optimizer) else source(trainable)
+        _refuse(self.optimizer)
+        name_of = {param: name for name, param in model.named_parameters()}
+        self.specs: list[GroupSpec] = []
+        """The groups by name, in the optimizer's order, without options: those stay where they are."""
+        for number, group in enumerate(self.optimizer.param_groups):
+            strangers = [param for param in group["params"] if param not in name_of]
+            if strangers:
+                raise ModelError(
+                    f"group {number} of the {type(self.optimizer).__name__} has {len(strangers)} parameters that the "
+                    f"model has not, the first of shape {tuple(strangers[0].shape)}: make the optimizer from the "
+                    "parameters of the model that is given"
+                )
+            names = tuple(name_of[param] for param in group["params"] if param.requires_grad)
+            self.specs.append(GroupSpec(names, {}))
+        self.names = frozenset(name for spec in self.specs for name in spec.names)
+
+    @property
+    def sees(self) -> Sees:
+        """What it is to be given of a parameter that is spread over ranks."""
+        return declared(self.optimizer)
+
+    def left_out(self, model: nn.Module) -> list[str]:
+        """The trainable parameters that the optimizer does not have."""
+        return [name for name, param in model.named_parameters() if param.requires_grad and name not in self.names]
+
+    def onto(self, tensors: Mapping[str, Tensor]) -> Optimizer:
+        """The optimizer, over these tensors in the places of the parameters with those names."""
+        for group, spec in zip(self.optimizer.param_groups, self.specs, strict=True):
+            names = [name for name in spec.names if name in tensors]
+            group["params"] = [tensors[name] for name in names]
+            if "param_names" in group:
+                group["param_names"] = names
+            group.setdefault("initial_lr", group["lr"])
+        if isinstance(self.optimizer, Adagrad):
+            _restart_adagrad(self.optimizer)
+        _use_fused(self.optimizer)
+        return self.optimizer
+
+
+def bare_step(optimizer: Optimizer) -> Callable[[], object]:
+    """The step of an optimizer, without torch's wrapper around it where that does nothing here.
+
+    The wrapper serves profilers and step hooks; for a small model it costs as much as the update.
+    """
+    step = inspect.unwrap(type(optimizer).step)
+    own = step.__module__.startswith(("torch.optim.", "plait.optim."))
+    return partial(step, optimizer) if own and not has_step_hooks(optimizer) else optimizer.step
+
+
+def _refuse(optimizer: Optimizer) -> None:
+    kind = type(optimizer).__name__
+    if reason := unusable(optimizer):
+        raise ModelError(f"{reason}. Use AdamW, or another that steps once for each gradient")
+    if isinstance(optimizer, Adagrad):  # it has sums from the start
+        used = any(float(state["step"]) > 0 for state in optimizer.state.values())
+    else:
+        used = bool(optimizer.state)
+    if used:
+        raise ModelError(
+            f"the {kind} has state already: spread the model first, and load the optimizer's state afterwards"
+        )
+
+
+def _restart_adagrad(optimizer: Adagrad) -> None:
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            total = torch.full_like(tensor, group["initial_accumulator_value"]).detach()
+            optimizer.state[tensor] = {"step": torch.zeros(()), "sum": total}
+
+
+def _use_fused(optimizer: Optimizer) -> None:
+    """Where the user left the choice to torch, take the fused kernel: the same maths in one pass."""
+    groups = optimizer.param_groups
+    left_open = all(group.get("fused") is None and group.get("foreach") is None for group in groups)
+    plain = not any(group.get("differentiable") or group.get("capturable") for group in groups)
+    tensors = [tensor for group in groups for tensor in group["params"]]
+    kind = kind_of(type(optimizer))
+    if kind not in _FUSED or not left_open or not plain or not all(has_fused(kind.__name__, t) for t in tensors):
+        return
+    for group in groups:
+        group["fused"] = True
+    if isinstance(optimizer, SGD) and any(group["momentum"] != 0 for group in groups):
+        prepare_momentum(optimizer)

@@ -1,0 +1,427 @@
+"""What `torch.compile` makes of a module, without compiling it.
+
+[Note: compiling in a fake world] Inductor needs a compiler, a GPU and half a minute. What matters here it decides
+earlier, and that part is run as it is: AOTAutograd traces forward and backward into one graph, and the min-cut
+partitioner chooses what is kept for the backward pass. After that, elementwise operations and reductions become one
+kernel with their neighbours, so what passes between them takes no memory and no time; a tensor exists only where a
+matrix product, attention or the outside wants it. That is what a `FusedGraph` counts when it is called.
+
+A module is traced once for every form of its inputs. Blocks that are alike in parameters and inputs share a trace.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+from plait.config import CompileConfig
+from plait.distributed import WrapUnit, compile, is_sharded, kept_operations, replaced
+from plait.plan.recorder import MemoryRecorder
+from plait.plan.timing import Timing, body_of, computes_in, flops_of, hidden_bytes
+from plait.torch_internals import (
+    OpOverload,
+    aten_unsafe_index_put,
+    aten_unsafe_view,
+    compiled_call_set,
+    packet_of,
+    set_compiled_call,
+    tree_map,
+)
+
+# Which operations of a graph become one kernel, and what memory and time the kernels take.
+
+
+aten = torch.ops.aten
+
+_ALONE = {
+    aten.embedding_dense_backward.default,
+    aten.index_put.default,
+    aten_unsafe_index_put.default,
+    aten.index_add.default,
+    aten.scatter_add.default,
+    aten.sort.default,
+    aten.topk.default,
+}
+"""Elementwise or not, these are kernels of their own."""
+
+
+_CHEAP_READS = 4
+"""A result that takes at most so many reads is computed wherever it is wanted; so does Inductor by default."""
+
+
+class FusedGraph:
+    """A traced graph that is not run: calling it counts what its kernels would take, and makes its outputs.
+
+    Takes its arguments as a list, and empties it, as compiled functions do: what nobody else holds is free once it is
+    used.
+    """
+
+    _boxed_call = True
+
+    def __init__(self, graph: fx.GraphModule, recorder: MemoryRecorder, timing: Timing) -> None:
+        self._recorder, self._timing = recorder, timing
+        self._nodes = list(graph.graph.nodes)
+        self._inputs = [node for node in self._nodes if node.op == "placeholder"]
+        self._outputs = list(self._nodes[-1].args[0])
+        self._levels = self._find_levels()
+        self._known_reads: dict[fx.Node, frozenset[fx.Node]] = {}
+        self._known_kernels: dict[fx.Node, bool] = {}
+        self._kernels = [node for node in self._nodes if self._is_kernel(node)]
+        self._rise = self._find_rise()
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        """Count one run, and give outputs of the right form."""
+        self._recorder.paused = False  # tracing is over
+        phase = self._recorder.current_phase()
+        for node in self._kernels:
+            if _is_extern(node):
+                self._count_extern(phase, node)
+        for reads, writes in self._traffic().values():
+            moved = sum(_bytes(node) for node in {*reads, *writes})
+            self._timing.add(phase, "memory", 0, moved, torch.float32, kernels=max(1, len(writes) // 2))
+        self._recorder.rise(self._rise)
+        given = dict(zip(self._inputs, args, strict=True))
+        kept = {node: given[node] for node in (self._base(out) for out in self._tensors_out()) if node in given}
+        del given
+        args.clear()
+        made: dict[fx.Node, Tensor] = {}
+        return [self._output(out, made, kept) for out in self._outputs]
+
+    def _tensors_out(self) -> list[fx.Node]:
+        return [out for out in self._outputs if isinstance(out, fx.Node)]
+
+    def _output(self, out: Any, made: dict[fx.Node, Tensor], kept: dict[fx.Node, Any]) -> Any:
+        if not isinstance(out, fx.Node):
+            return out
+        value = out.meta["val"]
+        if not isinstance(value, Tensor):
+            return value
+        base = self._base(out, whole=False)
+        if out in kept:
+            return kept[out]
+        if base not in made:
+            whole = base.meta["val"]
+            made[base] = (
+                kept[base]
+                if base in kept
+                else torch.empty_strided(whole.size(), whole.stride(), dtype=whole.dtype, device=whole.device)
+            )
+        if out is base:
+            return made[base]
+        return torch.as_strided(made[base], value.size(), value.stride(), value.storage_offset())
+
+    # ---- which nodes are kernels
+
+    def _find_levels(self) -> dict[fx.Node, int]:
+        """On which level a node is computed: what is on one level can be one kernel.
+
+        Kernels that stand alone divide the levels: a node comes after as many of them as lie on the longest way to
+        it. One that is fused waits until someone wants it.
+        """
+        levels: dict[fx.Node, int] = {}
+        for node in self._nodes:
+            above = (levels[each] + _is_extern(each) for each in node.all_input_nodes)
+            levels[node] = max(above, default=0)
+        for node in reversed(self._nodes):
+            if node.op == "call_function" and not _is_extern(node) and node.users:
+                wanted = min(levels[user] for user in node.users)
+                if all(user.op != "output" for user in node.users):
+                    levels[node] = max(levels[node], wanted)
+        return levels
+
+    def _is_kernel(self, node: fx.Node) -> bool:
+        """Whether a node's result exists in memory."""
+        if node not in self._known_kernels:
+            self._known_kernels[node] = self._find_kernel(node)
+        return self._known_kernels[node]
+
+    def _find_kernel(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or not _makes_tensor(node):
+            return False
+        if _is_extern(node):
+            return True
+        if _is_part(node):
+            return False
+        users = list(self._users(node))
+        if any(user.op == "output" or _is_extern(user) for user in users):
+            return True
+        later = any(self._levels[user] > self._levels[node] for user in users)
+        # What is cheap to compute is computed again rather than kept.
+        return later and (_is_reduction(node) or len(self._reads(node)) > _CHEAP_READS)
+
+    def _users(self, node: fx.Node) -> Iterable[fx.Node]:
+        """Who uses a node, looking through its views."""
+        for user in node.users:
+            if _is_part(user):
+                yield from self._users(user)
+            else:
+                yield user
+
+    def _base(self, node: fx.Node, *, whole: bool = True) -> fx.Node:
+        """Whose memory a node is in; with `whole`, all results of a kernel are one."""
+        while _is_part(node):
+            source = node.all_input_nodes[0]
+            if not whole and node.target is operator.getitem and not _is_part(source):
+                break
+            node = source
+        return node
+
+    # ---- what they take
+
+    def _reads(self, node: fx.Node) -> frozenset[fx.Node]:
+        """What lies in memory and is read to make a node."""
+        if node not in self._known_reads:
+            self._known_reads[node] = self._find_reads(node)
+        return self._known_reads[node]
+
+    def _find_reads(self, node: fx.Node) -> frozenset[fx.Node]:
+        found: set[fx.Node] = set()
+        for each in node.all_input_nodes:
+            base = self._base(each)
+            if base.op != "call_function" or self._is_kernel(base):
+                found.add(base)
+            else:
+                found |= self._reads(base)
+        return frozenset(found)
+
+    def _traffic(self) -> dict[int, tuple[set[fx.Node], set[fx.Node]]]:
+        """By level, what its fused kernels read and write."""
+        found: dict[int, tuple[set[fx.Node], set[fx.Node]]] = defaultdict(lambda: (set(), set()))
+        for node in self._kernels:
+            if not _is_extern(node):
+                reads, writes = found[self._levels[node]]
+                reads |= self._reads(node)
+                writes.add(node)
+        return found
+
+    def _find_rise(self) -> int:
+        """How far memory rises above where it was at the call, while kernels run in their order."""
+        last: dict[fx.Node, fx.Node] = {}
+        for node in self._kernels:
+            for each in self._reads(node):
+                last[each] = node
+        final = {self._base(out) for out in self._tensors_out()}
+        ends: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node, reader in last.items():
+            # What the caller holds on to is not free: weights, the batch, and incoming gradients.
+            owned = node.op == "placeholder" and node.name.startswith(("primals", "tangents"))
+            if node not in final and not owned:
+                ends[reader].append(node)
+        now = rise = 0
+        for node in self._kernels:
+            now += _bytes(node)
+            rise = max(rise, now + self._hidden(node))
+            now -= sum(_bytes(each) for each in ends[node])
+        return rise
+
+    def _hidden(self, node: fx.Node) -> int:
+        """What a kernel takes for itself."""
+        body = body_of(node.target)
+        args, kwargs = _values((node.args, node.kwargs))
+        if body is None:
+            return hidden_bytes(node.target, args) if _is_extern(node) else 0
+        with self._recorder.aside() as inside:
+            body(*args, **kwargs)
+        return max(0, max(peak.bytes for peak in inside.peaks.values()) - _bytes(node))
+
+    def _count_extern(self, phase: Any, node: fx.Node) -> None:
+        func: Any = node.target
+        args, kwargs = _values((node.args, node.kwargs))
+        body = body_of(func)
+        if body is not None:
+            with self._recorder.aside(self._timing, phase=phase):
+                body(*args, **kwargs)
+            return
+        out = node.meta["val"]
+        flops, kind = flops_of(func, args, kwargs, out)
+        moved = _bytes(node) + sum(_bytes(each) for each in node.all_input_nodes)
+        self._timing.add(phase, kind, flops, moved, computes_in(func, args, out))
+
+
+def _values(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf, tree)
+
+
+def _makes_tensor(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in value))
+
+
+def _is_extern(node: fx.Node) -> bool:
+    """Whether a node is a kernel of its own, which nothing is fused with."""
+    func = node.target
+    if node.op != "call_function" or not isinstance(func, OpOverload):
+        return False
+    if func.namespace not in ("aten", "prims"):
+        return True
+    from torch.utils.flop_counter import flop_registry
+
+    return func in _ALONE or packet_of(func) in flop_registry
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    """Whether a node makes less out of more."""
+    value = node.meta["val"]
+    sizes = [each.meta["val"].numel() for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor)]
+    return isinstance(value, Tensor) and value.numel() < max(sizes, default=0)
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether a node is another look at memory that exists: a view, or one of several results."""
+    if node.op != "call_function":
+        return False
+    func = node.target
+    if func is operator.getitem:
+        return True
+    return isinstance(func, OpOverload) and (func.is_view or func is aten_unsafe_view.default)
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    tensors = value if isinstance(value, (tuple, list)) else (value,)
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+
+
+@contextmanager
+def compiled_units(recorder: MemoryRecorder, timing: Timing, say: Callable[[str], None]) -> Iterator[None]:
+    """Compiling makes fused graphs that only count, until the block ends."""
+
+    def compile_units(
+        model: nn.Module, units: Sequence[WrapUnit], config: CompileConfig, *, sharded: bool
+    ) -> list[nn.Module]:
+        whole = config.scope == "model" or (config.scope == "auto" and (not sharded or not units))
+        blocks = [unit.module for unit in units]
+        if any(is_sharded(param) for param in model.parameters()):
+            say("compiled modules with tensor-parallel parameters are planned as if they were not compiled")
+            return []
+        traces: dict[Any, Any] = {}
+        fused = partial(_Fused, traces=traces, recorder=recorder, timing=timing)
+        again = {block: kept_operations(block) or frozenset() for block in blocks if "forward" in vars(block)}
+        for block, kept in again.items():
+            written = fused(block, forward=inspect.unwrap(block.forward), kept=kept)
+            # What is kept of a block that keeps something is up to the partitioner.
+            block.forward = written if kept else _Recomputed(written)
+        for module in [model] if whole and not again else [block for block in blocks if block not in again]:
+            set_compiled_call(module, fused(module))
+        return []
+
+    with replaced(compile, "compile_units", compile_units), replaced(compile, "why_not", lambda *_: None):
+        yield
+
+
+class _Recomputed:
+    """A compiled block that runs again in its backward pass."""
+
+    def __init__(self, fused: _Fused) -> None:
+        self._fused = fused
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._fused(*args, **kwargs)
+        return checkpoint(self._fused, *args, use_reentrant=False, **kwargs)
+
+
+class _Fused:
+    """What a compiled module does: it is traced the first time, and counted every time."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        traces: dict[Any, Any],
+        recorder: MemoryRecorder,
+        timing: Timing,
+        forward: Callable[..., Any] | None = None,
+        kept: frozenset[Any] = frozenset(),
+    ) -> None:
+        """`forward` is the module's own, where that was replaced; `kept` as in `recompute.kept_operations`."""
+        self._module, self._forward, self._kept = module, forward, kept
+        self._traces, self._recorder, self._timing = traces, recorder, timing
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = list(_tensors_in((args, kwargs)))
+        named = dict(self._module.named_parameters())
+
+        def function(params: list[Tensor], tensors: list[Tensor]) -> Any:
+            # A copy of the arguments, with the traced tensors in the places of the others.
+            traced = {id(old): new for old, new in zip(given, tensors, strict=True)}
+            inputs, options = copy.deepcopy((args, kwargs), traced)
+            with self._as_written():
+                return functional_call(self._module, dict(zip(named, params, strict=True)), inputs, options)
+
+        forms = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in (*named.values(), *given))
+        key = torch.is_grad_enabled(), tuple(named), forms, self._kept
+        if key not in self._traces:
+            self._traces[key] = self._trace(function)
+            self._recorder.paused = True  # while it traces, which the first call begins with
+        return self._traces[key](list(named.values()), given)
+
+    @contextmanager
+    def _as_written(self) -> Iterator[None]:
+        """The module as it is without this."""
+        with ExitStack() as stack:
+            if self._forward is None:
+                stack.enter_context(compiled_call_set(self._module, None))
+            else:
+                stack.enter_context(replaced(self._module, "forward", self._forward))
+            yield
+
+    def _trace(self, function: Callable[..., Any]) -> Any:
+        # Inductor's part of torch is loaded here, and takes a second or two.
+        from plait.torch_internals import aot_function, min_cut_rematerialization_partition, select_decomp_table
+
+        def count(gm: fx.GraphModule, example_inputs: Any) -> Any:
+            return FusedGraph(gm, self._recorder, self._timing)
+
+        def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+            if self._kept:
+                _mark(joint, self._kept)
+            return min_cut_rematerialization_partition(joint, inputs, **options)
+
+        return aot_function(
+            function,
+            fw_compiler=count,
+            bw_compiler=count,
+            partition_fn=partition,
+            decompositions=select_decomp_table(),
+        )
+
+
+def _mark(joint: fx.GraphModule, kept: frozenset[Any]) -> None:
+    """Say which results of the forward part are kept and which may be computed again, as a checkpoint's policy does."""
+    behind: set[fx.Node] = set()  # what the backward part computes
+    for node in joint.graph.nodes:
+        if node.op == "placeholder" and "tangent" in str(node.target):
+            behind.add(node)
+        if any(each in behind for each in node.all_input_nodes):
+            behind.add(node)
+        elif node.op == "call_function" and node not in behind:
+            whole = node.args[0] if node.target is operator.getitem else node
+            wanted = isinstance(whole, fx.Node) and whole.target in kept
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
+            node.meta["ac_graph_id"] = 0
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a call's arguments, those inside objects among them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors_in(each)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors_in(each)
+    elif hasattr(value, "__dict__") and not callable(value):
+        yield from _tensors_in(vars(value))

@@ -1,0 +1,82 @@
+"""From a run description to the model of its phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
+from plait.config import ONLINE, DpoConfig, LoraConfig, ModelConfig, PosttrainConfig, RewardConfig, RunConfig
+from plait.models import build_model
+from plait.posttrain.lora import Adapter, AdapterSpec, attach, freeze_others, quantize, read_adapter
+from plait.posttrain.losses import preferring, rewarding
+from plait.posttrain.rl.actor import acting
+from plait.posttrain.rl.settings import Online
+from plait.posttrain.start import extend, open_start, swap_head
+
+Answering = Callable[[nn.Module], type[nn.Module]]
+"""From a model to the class that it is to be extended by."""
+
+
+def make_model(config: RunConfig) -> nn.Module:
+    """The model as its phase needs it, on whatever device is current; on `meta` without values."""
+    assert config.model is not None
+    section, phase = config.posttrain or PosttrainConfig(), config.phase
+    answering: Answering | None = None
+    if phase == "reward":
+        return make_value_model(
+            config.model,
+            section.start,
+            lambda _: rewarding(config.reward or RewardConfig()),
+            config.lora,
+            trust_code=config.trust_code,
+        )
+    if phase == "dpo":
+        answering = partial(preferring, config=config.dpo or DpoConfig())
+    elif phase in ONLINE:
+        answering = partial(acting, online=Online.of(config))
+    model = build_model(config.model, trust_code=config.trust_code)
+    return _make(model, config.model, section.start, answering, config.lora)
+
+
+def make_writer(config: RunConfig) -> nn.Module:
+    """The policy as one that only writes, with the parameters of `make_model` under the same names.
+
+    What it answers to labels is of no use there, and kernels for single tokens know plain models only. Adapters stay
+    beside their matrices: added to them, their share would be rounded to the matrix's own steps, or away.
+    """
+    assert config.model is not None
+    return build_model(config.model, trust_code=config.trust_code) if config.lora is None else make_model(config)
+
+
+def make_value_model(
+    described: ModelConfig,
+    start: str | None,
+    answering: Answering,
+    lora: LoraConfig | None = None,
+    *,
+    trust_code: bool = False,
+) -> nn.Module:
+    """A model with a value head in the place of its logits, and weights to begin with."""
+    model = build_model(described, trust_code=trust_code)
+    swap_head(model)
+    return _make(model, described, start, answering, lora)
+
+
+def _make(
+    model: nn.Module, described: ModelConfig, start: str | None, answering: Answering | None, lora: LoraConfig | None
+) -> nn.Module:
+    mixins = () if answering is None else (answering(model),)
+    adapter = None if lora is None else _add_adapters(model, lora)
+    rates = {} if lora is None or lora.lr is None else {"*.lora_[AB].weight": lora.lr}
+    return extend(model, start=open_start(start, described, adapter, model), mixins=mixins, rates=rates)
+
+
+def _add_adapters(model: nn.Module, lora: LoraConfig) -> Adapter | None:
+    names = attach(model, AdapterSpec.of(lora), lora.targets)
+    if lora.only:
+        freeze_others(model, lora.also)
+    if lora.base != "full":
+        quantize(model, names, lora.base)
+    return None if lora.adapter is None else read_adapter(lora.adapter, model)

@@ -1,0 +1,731 @@
+"""What a step takes over from those before it: weights, adapter, tokenizer, and the judge."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, ValidationError
+
+from plait.checkpoint import CheckpointFolder, saved_at
+from plait.config import (
+    ONLINE,
+    PHASES,
+    ExampleData,
+    GptConfig,
+    HFConfig,
+    LlamaConfig,
+    Many,
+    MoeConfig,
+    Parsed,
+    PathText,
+    PosttrainConfig,
+    RunConfig,
+    Section,
+    TaskData,
+    check,
+    check_complete,
+    explain_section,
+    missing_paths,
+    missing_starts,
+    parse,
+    read,
+    read_json_object,
+    resolve_batch,
+    resolve_layout,
+    rows,
+    show,
+    starts_of,
+    texts,
+    to_yaml,
+)
+from plait.data import tokenizer_path
+from plait.errors import ConfigError, DataError, ModelError, PlaitError, Problem, in_one_line
+from plait.launch import STOPPED_CODES
+from plait.models import build_model
+from plait.monitor import History, clock, events_path, history, read_events, write_report
+from plait.posttrain.data.prepare import longest
+from plait.posttrain.data.records import EmptyError, IncompleteError, UnlearnedError, examples_in, read_rows
+from plait.posttrain.data.tasks import make_task
+from plait.posttrain.data.template import NAME, read_tokenizer
+from plait.posttrain.deepspeed_chat import PHASES as NUMBERED
+from plait.posttrain.deepspeed_chat import DeepSpeedChatSteps
+from plait.posttrain.models import make_model
+from plait.spec import EventKind
+from plait.trainer import STOPPED
+
+WRITES = ("train", "sft", "dpo", "ppo", "grpo")
+"""Phases whose result is a language model."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseStep:
+    """One step, described to the last setting."""
+
+    number: int
+    phase: str
+    parsed: Parsed
+    after: tuple[PhaseStep, ...]
+    """The steps whose results it reads."""
+    home: str
+    """The folder that its own description names, wherever the pipeline has put it."""
+    chosen: bool = True
+
+    @property
+    def config(self) -> RunConfig:
+        """Its run description."""
+        return self.parsed.config
+
+    @property
+    def folder(self) -> Path:
+        """Where its result lies."""
+        return Path(self.config.work_dir)
+
+
+def taken_over(phase: str, parsed: Parsed, earlier: Sequence[PhaseStep]) -> Iterator[str]:
+    """Settings that follow from earlier steps; what the description says itself stands."""
+    if phase == "train":
+        return
+    config, origins = parsed.config, parsed.origins
+    writer = next((step for step in reversed(earlier) if step.phase in WRITES), None)
+    judge = next((step for step in reversed(earlier) if step.phase == "reward"), None)
+    if writer is not None and not _said(origins, "posttrain.start") and not _own_judge(phase, config, writer):
+        yield from _begin_with(writer, config, origins)
+    if phase == "ppo" and judge is not None and not (config.ppo and (config.ppo.reward_model or config.ppo.reward)):
+        yield f"ppo.reward_model={judge.folder}"
+    yield from _moved(config, earlier)
+
+
+def _moved(config: RunConfig, earlier: Sequence[PhaseStep]) -> Iterator[str]:
+    """A description that names the folder of another one means that step, also where it lies elsewhere now."""
+    for key, path in starts_of(config).items():
+        for step in earlier:
+            if _inside(path, step.home) and Path(step.home).absolute() != step.folder.absolute():
+                yield f"{key}={step.folder / Path(path).absolute().relative_to(Path(step.home).absolute())}"
+
+
+def _inside(path: str | Path, folder: str | Path) -> bool:
+    return Path(path).absolute().is_relative_to(Path(folder).absolute())
+
+
+def _begin_with(writer: PhaseStep, config: RunConfig, origins: Mapping[str, str]) -> Iterator[str]:
+    made = writer.config
+    if _only_adapter(made) and config.lora is not None:
+        # Its checkpoint is no model. The next step begins where it began, with its adapter.
+        start = made.posttrain.start if made.posttrain else None
+        if start is not None:
+            yield f"posttrain.start={start}"
+        if not _said(origins, "lora.adapter"):
+            yield f"lora.adapter={writer.folder / 'adapter'}"
+    else:
+        yield f"posttrain.start={writer.folder}"
+    if texts("data", made.data) and not _said(origins, "posttrain.tokenizer"):
+        yield f"posttrain.tokenizer={tokenizer_path(made.data)}"
+
+
+def _only_adapter(config: RunConfig) -> bool:
+    """Whether a checkpoint is a part of its model. Where everything is trained, it is whole."""
+    return config.lora is not None and config.lora.only and config.checkpoint.trainable_only
+
+
+def unusable(step: PhaseStep, config: RunConfig) -> str | None:
+    """Why a later step cannot begin with what a step keeps; None where it can."""
+    if not step.config.checkpoint.last:
+        return f"{step.phase} writes no checkpoint at its end: leave out its `checkpoint.last: false`"
+    if _only_adapter(step.config) and (config.lora is None or step.phase == "reward"):
+        more = "" if step.phase == "reward" else ", or add `lora` here"
+        return f"{step.phase} keeps only its adapter: leave out its `checkpoint.trainable_only`{more}"
+    if _only_adapter(step.config) and step.config.lora is not None and step.config.lora.also:
+        return (
+            f"{step.phase} passes on only its adapter, without `lora.also`: leave out its `checkpoint.trainable_only`"
+        )
+    return None
+
+
+def _own_judge(phase: str, config: RunConfig, writer: PhaseStep) -> bool:
+    """A reward model of another kind has weights of its own."""
+    if phase != "reward" or not isinstance(config.model, HFConfig):
+        return False
+    theirs = writer.config.model
+    return not isinstance(theirs, HFConfig) or config.model.path != theirs.path
+
+
+def read_by(config: RunConfig, earlier: Sequence[PhaseStep]) -> tuple[PhaseStep, ...]:
+    """The earlier steps whose folders a description names."""
+    named = starts_of(config).values()
+    return tuple(step for step in earlier if any(_inside(path, step.folder) for path in named))
+
+
+def _said(origins: Mapping[str, str], path: str) -> bool:
+    return origins.get(path, "default") != "default"
+
+
+# What a pipeline is asked for: a file of its own, a run description for each step, or words of `train.py`.
+#
+# It is no section of a run description, for the reason in [Note: why a search is no section of a run],
+# `tune/config.py`.
+
+
+COMMANDS = ("train", *PHASES)
+"""What a step can be; each is a command of `plait`."""
+
+OUTPUT = "runs/pipeline"
+"""Folder above the steps' own, where nothing else is said."""
+
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "posttrain": {"max_len": 512, "data_split": "2,4,4"},
+        "batch": {"micro": 4},
+        "optim": {"lr": 1e-5},
+        "schedule": {"type": "CosineAnnealingLR"},
+        "train": {"max_epochs": 1},
+    }
+)
+"""A step that is asked for by number alone; the made-up task, where no data are named."""
+
+
+class StepConfig(Section):
+    """One step of a pipeline."""
+
+    phase: Literal["train", "sft", "reward", "dpo", "ppo", "grpo"]
+    """The command that runs it."""
+    config: PathText | None = None
+    """Its run description, seen from the folder of this file. Absent: `settings` say all."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """On top of the run description, with the same keys."""
+
+
+class PhasesConfig(Section):
+    """A file that describes a pipeline."""
+
+    output_dir: PathText = OUTPUT
+    """Folder above those of the steps, for steps whose description has no `work_dir`."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """What all steps have in common, below their own settings and above their files."""
+    steps: Many[StepConfig]
+    """In the order in which they run."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseDescription:
+    """A step as it was asked for."""
+
+    phase: str
+    source: str | Mapping[str, Any]
+    """A file, or what one would hold."""
+    settings: tuple[str, ...] = ()
+    """Overrides, in order."""
+    chosen: bool = True
+    """Whether it is to run; otherwise it only tells the others where its result is."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return Path(self.source).name if isinstance(self.source, str) else f"step {self.phase}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """All steps, and the folder above theirs."""
+
+    steps: tuple[PhaseDescription, ...]
+    output_dir: str = OUTPUT
+    moved: bool = False
+    """Whether `output_dir` is for all steps, and not only for those that name no folder."""
+
+
+def from_files(files: Sequence[str]) -> Wanted:
+    """A file with `steps`, or a run description for each step."""
+    if len(files) == 1 and "steps" in (content := read(files[0])):
+        return _of_config(make_pipeline_config(content, origin=Path(files[0]).name), Path(files[0]).parent)
+    return Wanted(tuple(PhaseDescription(phase_of(file), file) for file in files))
+
+
+def from_words(steps: DeepSpeedChatSteps) -> Wanted:
+    """The three steps that numbers stand for."""
+    if steps.actor_model is None:
+        message = "neither run descriptions nor a model are given"
+        raise ConfigError(Problem("--actor-model", message, "Give files, or the folder of a model."))
+    return Wanted(tuple(PhaseDescription(phase, DEFAULTS) for phase in NUMBERED.values()), steps.output_dir)
+
+
+def with_words(wanted: Wanted, steps: DeepSpeedChatSteps, given: Sequence[str]) -> Wanted:
+    """Put words of `train.py` over the steps; `given` are those that were said."""
+    numbers = {number for number, phase in NUMBERED.items() if phase in steps.phases}
+    found = []
+    for number, step in enumerate(wanted.steps, start=1):
+        # Where a step begins is decided once all are known.
+        settings = [each for each in steps.settings(step.phase) if not each.startswith(("work_dir=", "posttrain."))]
+        chosen = str(number) in numbers if "step" in given else True
+        found.append(replace(step, settings=(*step.settings, *settings), chosen=chosen))
+    moved = "output_dir" in given
+    return Wanted(tuple(found), steps.output_dir if moved else wanted.output_dir, moved)
+
+
+def phase_of(file: str) -> str:
+    """Which phase a run description is of: as it says, by its sections, or by its name."""
+    content = read(file)
+    if isinstance(said := content.get("phase"), str):
+        return said
+    sections = [phase for phase in PHASES if phase in content]
+    stem = Path(file).stem
+    named = [phase for phase in COMMANDS if phase in stem.replace("-", "_").split("_")]
+    found = named if len(named) == 1 else sections
+    if len(found) == 1:
+        return found[0]
+    if "data" in content and not sections:
+        return "train"
+    reason = f"it has the sections {', '.join(sections)}" if sections else "neither its keys nor its name say"
+    raise ConfigError(Problem(file, f"which phase is it? {reason}", f"Add `phase:`, one of {', '.join(PHASES)}."))
+
+
+def make_pipeline_config(content: Mapping[str, Any], *, origin: str = "") -> PhasesConfig:
+    """A `PipelineConfig`; what is wrong with it is a `ConfigError` with every problem."""
+    try:
+        found = PhasesConfig.model_validate(dict(content))
+    except ValidationError as error:
+        raise ConfigError(explain_section(error, PhasesConfig, "the pipeline", origin)) from None
+    if not found.steps:
+        raise ConfigError(Problem("steps", "there are none", "Write one, such as `{phase: sft}`.", origin))
+    return found
+
+
+def _of_config(config: PhasesConfig, folder: Path) -> Wanted:
+    steps = []
+    for step in config.steps:
+        source: str | Mapping[str, Any] = {} if step.config is None else str(folder / step.config)
+        settings = (*as_overrides(config.settings), *as_overrides(step.settings))
+        steps.append(PhaseDescription(step.phase, source, settings))
+    return Wanted(tuple(steps), config.output_dir)
+
+
+def as_overrides(settings: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """`{"optim": {"lr": 1}}` and `{"optim.lr": 1}` as `optim.lr=1`; a `type` first, since others depend on it."""
+    for key, value in sorted(settings.items(), key=lambda item: item[0] != "type"):
+        path = f"{above}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from as_overrides(value, f"{path}.")
+        else:
+            yield f"{path}={json.dumps(value)}"
+
+
+# What the folder of a step says about it: new, begun, complete, or of another run.
+
+
+DESCRIPTION = "step.yaml"
+"""In the folder of a step: all of its settings, as it was started with."""
+
+_FREE = frozenset({"strategy", "log", "plan", "device", "backend", "timeout_s", "checkpoint", "deterministic"})
+"""Sections that may change between two attempts: they say how, not what."""
+_FREE_KEYS = frozenset({"batch.micro", "batch.accumulation", "train.stop_after"})
+_CUT_SHORT = ("failed", "stopped at step", *STOPPED)
+"""How the reasons begin for which a run ends early and is to go on."""
+
+
+class PhaseState(StrEnum):
+    """How far a step is."""
+
+    NEW = "new"
+    BEGUN = "begun"
+    COMPLETE = "complete"
+
+
+def state_of(step: PhaseStep) -> PhaseState:
+    """How far a step is, by what lies in its folder."""
+    if not (step.folder / DESCRIPTION).is_file():
+        return PhaseState.NEW
+    if newest(step.folder) is None or ending(step.folder) is None:
+        return PhaseState.BEGUN
+    return PhaseState.BEGUN if str(ending(step.folder)).startswith(_CUT_SHORT) else PhaseState.COMPLETE
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest complete checkpoint of a step."""
+    return CheckpointFolder(folder / "checkpoints").newest()
+
+
+def ending(folder: Path) -> str | None:
+    """Why the last run in a folder ended; None where none came to an end."""
+    try:
+        return str(read_json_object(folder / "report.json", DataError)["reason"])
+    except (DataError, KeyError):
+        return None
+
+
+def problems_with(step: PhaseStep) -> Iterator[Problem]:
+    """Why a step cannot use its folder."""
+    where = f"step {step.number}, {step.phase}"
+    if step.folder.exists() and not step.folder.is_dir():
+        yield Problem("work_dir", f"{str(step.folder)!r} is no folder", "Choose another one.", where)
+        return
+    made, written = newest(step.folder), step.folder / DESCRIPTION
+    if made is None:  # nothing of value is there
+        return
+    remedy = "Choose another `--output-dir`, or move that folder away."
+    if not written.is_file():
+        yield Problem("work_dir", f"{str(step.folder)!r} holds a run that no pipeline started", remedy, where)
+    elif differing := differences(written, step.config):
+        message = f"{str(step.folder)!r} holds this step with other settings: {'; '.join(differing)}"
+        yield Problem("work_dir", message, remedy, where)
+    for before in step.after:
+        began_with = newest(before.folder)
+        if began_with is not None and saved_at(made) < saved_at(began_with):
+            message = f"{str(step.folder)!r} is older than {str(before.folder)!r}, which it begins with"
+            yield Problem("work_dir", message, "Move it away, and it is made anew.", where)
+
+
+def differences(written: Path, config: RunConfig, most: int = 3) -> list[str]:
+    """Settings that a step was started with and that are others now; the first few."""
+    try:
+        old = dict(rows(parse(written).config))
+    except ConfigError as error:
+        return [str(problem) for problem in error.problems]
+    new = dict(rows(config))
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and not _free(key)]
+    return [f"{key} was {show(old.get(key))} and is {show(new.get(key))}" for key in keys[:most]]
+
+
+def write_description(step: PhaseStep) -> Path:
+    """Write down what a step is started with, in its folder."""
+    path = step.folder / DESCRIPTION
+    try:
+        step.folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(to_yaml(step.config), encoding="utf-8")
+    except OSError as error:
+        message = f"{str(step.folder)!r} cannot be written to: {error.strerror}"
+        raise ConfigError(Problem("work_dir", message, "Choose another `--output-dir`.")) from error
+    return path
+
+
+def _free(key: str) -> bool:
+    return key.partition(".")[0] in _FREE or key in _FREE_KEYS
+
+
+# From what is asked for to steps that can run: everything is looked at before the first process starts.
+
+
+_SHOWN_DIFFERENCES = 3
+
+
+def make_steps(wanted: Wanted, *, ranks: int, local_ranks: int) -> list[PhaseStep]:
+    """Every step, complete and checked. Raises `ConfigError` with all problems of all steps."""
+    steps: list[PhaseStep] = []
+    problems: list[Problem] = []
+    for number, described in enumerate(wanted.steps, start=1):
+        where = f"step {number}, {described.name}"
+        with _Collecting(problems, where) as collecting:
+            steps.append(_described(number, described, wanted, steps))
+        if collecting.failed:
+            continue
+        step = steps[-1]
+        for look in (_complete, _spread(ranks, local_ranks)):
+            with _Collecting(problems, where):
+                look(step)
+        problems += [replace(each, origin=where) for each in (*_names(step), *_before(step))]
+    problems += _shared_folders(steps)
+    if len(steps) == len(wanted.steps) and not problems:
+        problems += _of_models(steps)
+        problems += [each for step in steps if step.chosen for each in problems_with(step)]
+    if problems:
+        raise ConfigError(problems)
+    return steps
+
+
+def _described(number: int, described: PhaseDescription, wanted: Wanted, earlier: Sequence[PhaseStep]) -> PhaseStep:
+    phase = [] if described.phase == "train" else [f"phase={described.phase}"]
+    settings = [*described.settings, *phase]
+    parsed = parse(described.source, settings)
+    if wanted.moved or parsed.origins.get("work_dir", "default") == "default":
+        settings.append(f"work_dir={wanted.output_dir}/{described.phase}")
+    settings += taken_over(described.phase, parsed, earlier)
+    final, home = parse(described.source, settings), parsed.config.work_dir
+    return PhaseStep(number, described.phase, final, read_by(final.config, earlier), home, described.chosen)
+
+
+def _complete(step: PhaseStep) -> None:
+    parsed = step.parsed
+    if step.phase == "train":
+        check_complete(parsed, require_length=True)
+        return
+    check(parsed.config, has_val=True, require_length=True, origins=parsed.origins)
+    if parsed.config.model is None:
+        raise ConfigError(Problem("model", "there is none", "Add a section `model` with a `type`."))
+
+
+def _spread(ranks: int, local_ranks: int) -> Callable[[PhaseStep], None]:
+    def look(step: PhaseStep) -> None:
+        strategy = step.config.strategy
+        layout = resolve_layout(strategy, size=ranks, local_size=local_ranks)
+        resolve_batch(step.config.batch, layout.data_parallel, micro_batches=strategy.pipeline.micro_batches)
+
+    return look
+
+
+def _names(step: PhaseStep) -> Iterator[Problem]:
+    """Files and folders that are named and not there; those that an earlier step will make do not count."""
+    if step.phase != "train":  # of which more is looked at already
+        yield from missing_paths(step.config)
+    section = step.config.posttrain
+    if section is None:
+        return
+    for role, sources in (("data", section.data), ("val_data", section.val_data)):
+        for source in sources:
+            problems: list[Problem] = []
+            with _Collecting(problems, "", f"posttrain.{role}"):
+                _look_into(source, section, step.phase)
+            yield from problems
+    made, named = [before.folder for before in step.after], starts_of(step.config)
+    for problem in missing_starts(step.config):
+        if not any(_is_inside(named[problem.path], folder) for folder in made):
+            yield problem
+
+
+def _look_into(source: ExampleData, section: PosttrainConfig, phase: str) -> None:
+    """Whether a source has what it promises, as far as its first row tells."""
+    if isinstance(source, TaskData):
+        make_task(source).examples(source.samples)
+        return
+    where, row = next(iter(read_rows(source.path)), (source.path, "no row at all"))
+    try:
+        if isinstance(row, str):
+            raise IncompleteError(row)
+        pairs, answered = phase in ("reward", "dpo"), phase not in ONLINE
+        next(iter(examples_in(row, source, where, pairs=pairs, answered=answered)), None)
+    except IncompleteError as error:
+        if section.incomplete == "error":
+            raise DataError(f"{where}: {error}") from error
+    except (EmptyError, UnlearnedError):  # counted when the step runs
+        pass
+
+
+def _before(step: PhaseStep) -> Iterator[Problem]:
+    """What the steps that it begins with leave behind must be enough, and be there where they do not run."""
+    for before in step.after:
+        if (reason := unusable(before, step.config)) is not None:
+            yield Problem("posttrain.start", reason)
+        if step.chosen and not before.chosen and newest(before.folder) is None:
+            message = f"it begins with step {before.number}, {before.phase}, which is not asked for"
+            remedy = f"There is no result of it in {str(before.folder)!r}; add {before.number} to `--step`."
+            yield Problem("posttrain.start", message, remedy)
+
+
+def _shared_folders(steps: Sequence[PhaseStep]) -> Iterator[Problem]:
+    seen: dict[Path, PhaseStep] = {}
+    for step in steps:
+        first = seen.setdefault(step.folder.absolute(), step)
+        if first is not step:
+            message = f"{str(step.folder)!r} is the folder of step {first.number}, {first.phase}, too"
+            yield Problem("work_dir", message, "Give each its own.", f"step {step.number}, {step.phase}")
+
+
+def _of_models(steps: Sequence[PhaseStep]) -> Iterator[Problem]:
+    """Weights that a step begins with must be of its model: those that are there, and those that will be."""
+    for step in steps:
+        if not step.chosen or state_of(step) is PhaseState.COMPLETE:
+            continue
+        where = f"step {step.number}, {step.phase}"
+        problems: list[Problem] = []
+        start = step.config.posttrain.start if step.config.posttrain else None
+        maker = next((each for each in step.after if start is not None and _is_inside(start, each.folder)), None)
+        with _Collecting(problems, where):
+            if maker is not None and newest(maker.folder) is None:
+                _same_shapes(step, maker)
+            elif step.phase != "train" and all(newest(each.folder) is not None for each in step.after):
+                with torch.device("meta"):
+                    make_model(step.config)
+            _judge_fits(step)
+        yield from problems
+
+
+def _judge_fits(step: PhaseStep) -> None:
+    """A reward model of an earlier step must read what the policy will write."""
+    judge = next((each for each in step.after if each.phase == "reward"), None)
+    if step.phase != "ppo" or judge is None:
+        return
+    known, wanted = getattr(judge.config.model, "seq_len", None), longest(step.config)
+    if isinstance(known, int) and known < wanted:
+        message = f"sees {known} tokens, and answers here come with up to {wanted}"
+        raise ConfigError(Problem("ppo.reward_model", message, f"Write `posttrain.max_len: {known}` here."))
+    words = [(each.config.posttrain or PosttrainConfig()).template for each in (step, judge)]
+    if words[0] != words[1] and not any(each.kind == "auto" for each in words):  # what that is shows when they run
+        message = f"is trained on conversations that step {judge.number}, reward, writes in another template"
+        raise ConfigError(Problem("posttrain.template", message, "Write the same one for both."))
+    models = [each.config.model for each in (step, judge)]
+    folders = [Path(model.path) for model in models if isinstance(model, HFConfig) and model.path is not None]
+    digests = {read_tokenizer(folder).digest for folder in folders if (folder / NAME).is_file()}
+    if len(digests) > 1:
+        message = f"reads other tokens than this model writes: the tokenizers in {folders[0]} and {folders[1]} differ"
+        raise ConfigError(Problem("ppo.reward_model", message, "Name one tokenizer in both, as posttrain.tokenizer."))
+
+
+def _same_shapes(step: PhaseStep, maker: PhaseStep) -> None:
+    mine, theirs = _shapes(step.config), _shapes(maker.config)
+    if mine is None or theirs is None:
+        return
+    differing = [
+        f"{name}: {theirs.get(name, 'absent')} there, {mine.get(name, 'absent')} here"
+        for name in {**theirs, **mine}
+        if theirs.get(name) != mine.get(name)
+    ]
+    if differing:
+        more = f"; and {len(differing) - _SHOWN_DIFFERENCES} more" if len(differing) > _SHOWN_DIFFERENCES else ""
+        shown = "; ".join(differing[:_SHOWN_DIFFERENCES])
+        message = f"is not that of step {maker.number}, {maker.phase}, which it begins with: {shown}{more}"
+        raise ConfigError(Problem("model", message, "Describe the same model in both."))
+
+
+def _shapes(config: RunConfig) -> dict[str, tuple[int, ...]] | None:
+    """Names and shapes of the parameters; None for models that cannot be built without values."""
+    model = config.model
+    if not isinstance(model, GptConfig | LlamaConfig | MoeConfig | HFConfig):
+        return None
+    with torch.device("meta"):
+        built = build_model(model, trust_code=config.trust_code)
+    return {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+
+
+def _is_inside(path: str, folder: Path) -> bool:
+    return Path(path).absolute().is_relative_to(folder.absolute())
+
+
+class _Collecting:
+    """Keeps the problems of a step, so that the next one is looked at too."""
+
+    def __init__(self, problems: list[Problem], where: str, key: str = "posttrain") -> None:
+        self._problems, self._where, self._key = problems, where, key
+        self.failed = False
+
+    def __enter__(self) -> _Collecting:
+        return self
+
+    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> bool:
+        if not isinstance(error, PlaitError):
+            return False
+        self.failed = True
+        if isinstance(error, ConfigError):
+            self._problems += [replace(each, origin=self._where) for each in error.problems]
+        else:
+            path = "model" if isinstance(error, ModelError) else self._key
+            self._problems.append(Problem(path, in_one_line(error), "", self._where))
+        return True
+
+
+# What came of each step, in a few figures.
+
+
+_SHOWN_METRICS = {
+    "reward": ("accuracy", "margin"),
+    "dpo": ("accuracy", "margin"),
+    "ppo": ("reward", "accuracy"),
+    "grpo": ("reward", "accuracy"),
+}
+"""Of held-out examples, in the order of the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseOutcome:
+    """A row of the table."""
+
+    step: PhaseStep
+    state: PhaseState
+    figures: str
+    seconds: float
+
+    @property
+    def time(self) -> str:
+        """How long it took, over all attempts."""
+        return clock(self.seconds)
+
+
+def outcome_of(step: PhaseStep) -> PhaseOutcome:
+    """What a step has come to so far."""
+    path = events_path(step.folder, 0)
+    story = history(read_events([path]) if path.is_file() else [])
+    seconds = sum(segment.seconds for segment in story.segments)
+    return PhaseOutcome(step, state_of(step), ", ".join(_figures(step.phase, story)), seconds)
+
+
+def draw_report(step: PhaseStep) -> Path | None:
+    """Draw what a step has come to as a page in its folder; None where nothing was recorded."""
+    records = sorted(step.folder.glob("events-rank*.jsonl"), key=lambda path: path != events_path(step.folder, 0))
+    if not records:
+        return None
+    page = step.folder / "report.html"
+    write_report(records, page, f"{step.number}. {step.phase}", folder=step.folder)
+    return page
+
+
+def _figures(phase: str, story: History) -> Iterator[str]:
+    for key in _SHOWN_METRICS.get(phase, ()):
+        if found := story.values(key, EventKind.VALIDATE) or story.values(key):
+            first, last = found[0][1], found[-1][1]
+            yield f"{key} {last:.3f}" if len(found) == 1 else f"{key} {first:.3f} → {last:.3f}"
+    if phase in ("ppo", "grpo") and (kl := story.values("kl")):
+        yield f"kl {kl[-1][1]:.3f}"
+    if phase not in _SHOWN_METRICS and (losses := story.values("loss", EventKind.VALIDATE) or story.values("loss")):
+        loss = losses[-1][1]
+        yield f"loss {loss:.3f}, perplexity {math.exp(min(loss, 700.0)):.4g}"
+
+
+def next_commands(steps: Sequence[PhaseStep]) -> list[str]:
+    """What to do with the result: talk to it, and look at it beside what it began as."""
+    written = [step for step in steps if step.phase in WRITES and state_of(step) is PhaseState.COMPLETE]
+    if not written:
+        return []
+    last = written[-1]
+    found = [f"plait chat --path {last.folder}"]
+    before = next((step for step in last.after if step.phase in WRITES), None)
+    if before is not None:
+        page = last.folder.parent / "side_by_side.html"
+        found.append(f"plait generate {last.folder} --against {before.folder} --held-out 20 --html {page}")
+    return found
+
+
+# Runs the steps that are not complete, one after another.
+
+
+Start = Callable[[list[str]], int]
+"""Runs a command of `plait`, given without its name, on every rank; returns its exit code."""
+
+
+def command_of(step: PhaseStep, description: Path) -> list[str]:
+    """The command that runs a step, or goes on with it."""
+    resume = [] if newest(step.folder) is None else ["checkpoint.resume=auto"]
+    return [step.phase, str(description), *resume]
+
+
+def run_steps(steps: Sequence[PhaseStep], start: Start, say: Callable[[str], None]) -> int:
+    """Run what is not complete. Ends at the first step that fails or is stopped, with its exit code; 0 at the end.
+
+    A step counts as complete by what its own run wrote when it ended, so a pipeline that was killed finds where it was.
+    """
+    for step in steps:
+        name = f"step {step.number} of {len(steps)}, {step.phase}"
+        state = state_of(step)
+        if not step.chosen:
+            continue
+        if state is PhaseState.COMPLETE:
+            say(f"{name}: complete, in {step.folder}")
+            continue
+        say(f"{name}: {'goes on' if newest(step.folder) is not None else 'begins'} in {step.folder}")
+        code = start(command_of(step, write_description(step)))
+        if (page := draw_report(step)) is not None:
+            say(f"{name}: {page}")
+        if code in STOPPED_CODES:
+            say(f"{name}: was stopped; what there is lies in {step.folder}")
+            return code
+        if code != 0:
+            say(f"{name}: failed with exit code {code}; what there is lies in {step.folder}")
+            return code
+        if state_of(step) is not PhaseState.COMPLETE:
+            reason = ending(step.folder) or "no reason is written down"
+            say(f"{name}: ended early ({reason})")
+            return 1
+    return 0

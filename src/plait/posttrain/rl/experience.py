@@ -1,0 +1,211 @@
+"""The answers of one rollout and all that is known of them: tensors of a fixed shape, whole on every rank.
+
+Their shapes follow from the run description alone, so a checkpoint may be written in the middle of a rollout's steps,
+and read under any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.config import ResolvedBatch
+from plait.data import RankLoader, SampleOrder
+from plait.distributed import World
+from plait.errors import ConfigError, Problem, TrainingError
+from plait.models import IGNORE_INDEX
+from plait.posttrain.data.datasets import STEP, ExampleRow, stack
+from plait.posttrain.losses import as_bits
+from plait.posttrain.rl.settings import Online
+from plait.spec import MicroBatch
+
+
+class Experience:
+    """Rows of (answers, tokens). A label is the token that follows; -100 where it is none of the answer's."""
+
+    def __init__(self, answers: int, width: int, pad: int) -> None:
+        self.width = -(-width // STEP) * STEP
+        self.ids = torch.full((answers, self.width), pad, dtype=torch.int64)
+        self.labels = torch.full((answers, self.width), IGNORE_INDEX, dtype=torch.int64)
+        self.lengths = torch.zeros(answers, dtype=torch.int64)
+        self.old, self.reference, self.advantages, self.values, self.returns = (
+            torch.zeros(answers, self.width) for _ in range(5)
+        )
+        self.number = -1
+        """Which rollout it is, counted from 0; -1 before the first."""
+        self._pad = pad
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def mask(self) -> Tensor:
+        """Where there is a token of an answer to learn from."""
+        return self.labels != IGNORE_INDEX
+
+    def put(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
+        """Take new answers; nothing else is known of them yet."""
+        self.ids.fill_(self._pad)
+        self.labels.fill_(IGNORE_INDEX)
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            tokens = torch.tensor([*prompt, *answer])
+            length = len(tokens) - 1
+            self.ids[row, :length] = tokens[:-1]
+            self.labels[row, len(prompt) - 1 : length] = tokens[len(prompt) :]
+            self.lengths[row] = length
+        for each in (self.old, self.reference, self.advantages, self.values, self.returns):
+            each.zero_()
+
+    def forget(self, rows: Tensor) -> None:
+        """Let nothing be learned from some answers."""
+        self.labels[rows] = IGNORE_INDEX
+
+    def inputs(self, rows: Sequence[int], *names: str) -> dict[str, Tensor]:
+        """Rows for a model, cut to the longest: ids and labels, and numbers under these names, as bits."""
+        chosen = torch.tensor(rows)
+        width = -(-int(self.lengths[chosen].max()) // STEP) * STEP
+        found = {"input_ids": self.ids[chosen, :width], "labels": self.labels[chosen, :width]}
+        numbers = {name: as_bits(getattr(self, name)[chosen, :width]) for name in names}
+        return {**found, **numbers}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps."""
+        names = ("ids", "labels", "lengths", "old", "reference", "advantages", "values", "returns")
+        return {name: getattr(self, name) for name in names}
+
+
+# The Runner's data in an online phase: step by step, and where the answers are used up, new ones are made.
+#
+# [Note: a rollout is some steps long]
+# A rollout has whole batches of answers and goes over them `epochs` times, so it is a fixed number of steps, and an
+# epoch, all prompts once, a fixed number of rollouts. Which answers a step has follows from its number; so a position
+# in steps says everything, as for any data.
+
+
+Roll = Callable[[int], None]
+"""Makes the experience of the rollout with this number."""
+
+
+class ExperienceLoader:
+    """Micro-batches of answers, step by step; see [Note: a rollout is some steps long]."""
+
+    def __init__(
+        self,
+        online: Online,
+        experience: Experience,
+        roll: Roll,
+        *,
+        prompts: int,
+        batch: ResolvedBatch,
+        world: World,
+        seed: int,
+        ptx: ExampleMixture | None = None,
+    ) -> None:
+        answers = online.answers
+        if answers % batch.total:
+            each = f" × {online.group} answers each" if online.group > 1 else ""
+            message = f"{online.rollout.prompts}{each} fill no whole number of batches of batch.total {batch.total}"
+            raise ConfigError(Problem("rollout.prompts", message, "Make one a multiple of the other."))
+        self.dataset = experience
+        self.current: list[Sequence[int]] = []
+        """The answers in each micro-batch of the step that was asked for last, on this rank."""
+        self._online, self._roll, self._ptx = online, roll, ptx
+        self._passes = online.method.epochs
+        self._per_pass = answers // batch.total
+        self._rollouts = -(-prompts // online.rollout.prompts)
+        self._order = RankLoader(
+            range(answers),
+            rank=world.data_rank,
+            ranks=world.layout.data_parallel,
+            batch=batch,
+            seed=seed,
+            shuffle=True,
+            collate=list,
+        )
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Steps that learn from the same answers."""
+        return self._passes * self._per_pass
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps until every prompt was asked once."""
+        return self._rollouts * self.steps_per_rollout
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Answers that an epoch's steps have seen, counted as often as they are seen."""
+        return self._rollouts * self._passes * len(self.dataset)
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[MicroBatch]]:
+        """This rank's micro-batches of each step, from `start_step` on."""
+        first, within = divmod(start_step, self.steps_per_rollout)
+        for rollout in range(first, self._rollouts):
+            number = epoch * self._rollouts + rollout
+            if within == 0:
+                self._roll(number)
+            elif self.dataset.number != number:
+                raise TrainingError(
+                    f"the run stopped within rollout {number}, and its checkpoint has the answers of rollout "
+                    f"{self.dataset.number}: resume from a checkpoint of this run, with the same rollout and method"
+                )
+            for turn in range(within // self._per_pass, self._passes):
+                yield from self._pass(number * self._passes + turn, within % self._per_pass)
+                within = 0
+
+    def _pass(self, turn: int, start: int) -> Iterator[list[MicroBatch]]:
+        names = ("old", "advantages", *(() if self._online.reference == "none" else ("reference",)))
+        for step, parts in enumerate(self._order.epoch(turn, start), start):
+            self.current = [part.inputs for part in parts]
+            scale = None
+            if self._ptx is not None:
+                everybody = self._order.sample_ids(turn, step).tolist()
+                scale = self._ptx.scale(turn, everybody, int(self.dataset.mask[everybody].sum()))
+            yield [MicroBatch(self._inputs(turn, part.inputs, names, scale), part.samples) for part in parts]
+
+    def _inputs(self, turn: int, rows: Sequence[int], names: Sequence[str], scale: float | None) -> dict[str, Any]:
+        inputs = self.dataset.inputs(rows, *names)
+        return inputs if self._ptx is None or scale is None else self._ptx.beside(inputs, turn, rows, scale)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class ExampleMixture:
+    """Examples that are to stay likely: one beside each answer, whichever rank has it."""
+
+    def __init__(self, rows: Sequence[ExampleRow], *, weight: float, seed: int, pad: int, answers: int) -> None:
+        self._rows, self._weight, self._pad, self._answers = rows, weight, pad, answers
+        self._order = SampleOrder(len(rows), seed)
+
+    def _beside(self, turn: int, answer: int) -> ExampleRow:
+        epoch, place = divmod(turn * self._answers + answer, len(self._rows))
+        return self._rows[self._order.index(epoch, place)]
+
+    def scale(self, turn: int, answers: Sequence[int], targets: int) -> float:
+        """What their summed loss is multiplied by, so that divided by the step's `targets` it is a weighted mean."""
+        learned = sum(int((self._beside(turn, answer).labels != IGNORE_INDEX).sum()) for answer in answers)
+        return self._weight * targets / max(learned, 1)
+
+    def beside(self, inputs: dict[str, Tensor], turn: int, answers: Sequence[int], scale: float) -> dict[str, Tensor]:
+        """A micro-batch with its examples behind the answers."""
+        rows = [self._beside(turn, answer) for answer in answers]
+        ids = stack([torch.from_numpy(row.ids).long() for row in rows], self._pad)
+        labels = stack([torch.from_numpy(row.labels).long() for row in rows], IGNORE_INDEX)
+        width = max(ids.shape[1], inputs["input_ids"].shape[1])
+        found = {name: _widened(tensor, width, 0) for name, tensor in inputs.items()}
+        found["input_ids"] = torch.cat(
+            [_widened(inputs["input_ids"], width, self._pad), _widened(ids, width, self._pad)]
+        )
+        found["labels"] = torch.cat(
+            [_widened(inputs["labels"], width, IGNORE_INDEX), _widened(labels, width, IGNORE_INDEX)]
+        )
+        return {**found, "ptx_scale": as_bits(torch.tensor([scale]))}
+
+
+def _widened(rows: Tensor, width: int, fill: int) -> Tensor:
+    return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=fill)

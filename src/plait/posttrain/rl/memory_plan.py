@@ -1,0 +1,158 @@
+"""The plan of an online run: the policy's training as of any run, and what the others take beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from plait.config import Layout, PpoConfig, RunConfig, resolve_layout
+from plait.distributed import Ranks
+from plait.engine import planned_as
+from plait.errors import ConfigError, PlaitError, Problem
+from plait.generate import cache_bytes
+from plait.monitor import size
+from plait.optim import state_bytes
+from plait.plan import RunForecast, forecast, shards_of
+from plait.posttrain.data.prepare import longest
+from plait.posttrain.losses import as_bits
+from plait.posttrain.models import make_model, make_value_model
+from plait.posttrain.rl.actor import Judging
+from plait.posttrain.rl.experience import Experience
+from plait.posttrain.rl.roles import critic_config, described_in, make_critic
+from plait.posttrain.rl.settings import Online
+from plait.precision import make_policy
+from plait.spec import EventKind
+from plait.trainer import MemoryPlan
+
+_GIB = 2**30
+
+
+class OtherModels(NamedTuple):
+    """Bytes that a rank needs besides training the policy. Each is at least so much."""
+
+    reference: float
+    judge: float
+    critic: float
+    """Weights and what their update keeps."""
+    writing: float
+    """Keys and values of the answers that are written at once; whole weights too, where they must be gathered."""
+    policy: float
+    """The policy itself, while it writes and learns nothing."""
+
+    @property
+    def models(self) -> float:
+        """What is held all the time."""
+        return self.reference + self.judge + self.critic
+
+    def __str__(self) -> str:
+        names = {"reference": self.reference, "reward model": self.judge, "critic": self.critic}
+        parts = [f"{name} {size(bytes_)}" for name, bytes_ in names.items() if bytes_]
+        return f"{', '.join(parts) or 'no other model'}; writing takes {size(self.writing)} for a while"
+
+
+class OnlineMemoryPlan(MemoryPlan):
+    """Several models are in memory at once, and one of them writes: all of them are counted before the start."""
+
+    _beside: OtherModels | None = None
+
+    def expect(self, ranks: Ranks) -> RunForecast | str | None:
+        """Plan the policy's training with answers as long as they may be, and add the others."""
+        config, given = self.runner.config, self.runner.given
+        micro = self.micro_batch(ranks)
+        if micro is None:
+            return None
+        try:
+            planned = planned_as(config)
+        except ConfigError:  # it is told where the run is built
+            return None
+        if isinstance(planned, str):
+            return planned
+        example = learned_from(config, micro)
+        sizes = {"ranks": ranks.size, "local_ranks": ranks.local_size}
+        found = forecast(planned, **sizes, model=given.model, loss_function=given.loss_fn, example=example)
+        if isinstance(found, RunForecast):
+            layout = resolve_layout(config.strategy, size=ranks.size, local_size=ranks.local_size)
+            try:
+                self._beside = count_other_models(config, layout)
+            except PlaitError:  # it is told where that model is built
+                return None
+            found = _together(found, self._beside)
+        return found
+
+    def tell(self) -> None:
+        """Say what is expected, and of whom."""
+        super().tell()
+        if self._beside is not None:
+            self.runner.emit(EventKind.MESSAGE, level="info", text=f"beside the policy: {self._beside}")
+
+
+def learned_from(config: RunConfig, rows: int) -> dict[str, Tensor]:
+    """A micro-batch of answers as the policy learns from them, as long as they may be."""
+    online = Online.of(config)
+    longest_ones = Experience(rows, longest(config), pad=0)
+    longest_ones.lengths.fill_(longest_ones.width)
+    names = ("old", "advantages", *(() if online.reference == "none" else ("reference",)))
+    found = longest_ones.inputs(range(rows), *names)
+    if isinstance(online.method, PpoConfig) and online.method.ptx_data:  # an example beside each answer
+        found |= {name: found[name].repeat(2, 1) for name in ("input_ids", "labels")}
+        found["ptx_scale"] = as_bits(torch.ones(1))
+    return found
+
+
+def count_other_models(config: RunConfig, layout: Layout) -> OtherModels:
+    """What the other models and the writing take, from their shapes alone."""
+    online, compute = Online.of(config), make_policy(config.precision).compute
+    method, rollout = online.method, online.rollout
+    judge = critic = 0.0
+    with torch.device("meta"):
+        policy = make_model(config)
+        if isinstance(method, PpoConfig):
+            critic = _at_rest(critic_config(config, method), layout, make_critic(config, method))
+            if (path := method.reward_model) is not None:
+                described = described_in(path, config)
+                model = make_value_model(described, path, lambda _: Judging, trust_code=config.trust_code)
+                judge = _weights(config, layout, model)
+    rows = min(rollout.max_rows, -(-online.answers // layout.size))
+    cache = 0 if rollout.mode == "trainer" else cache_bytes(policy, rows=rows, tokens=longest(config), dtype=compute)
+    whole = _numbers(policy) * compute.itemsize if rollout.mode in ("gathered", "vllm") else 0
+    reference = _weights(config, layout, policy) if online.reference == "start" else 0.0
+    return OtherModels(reference, judge, critic, float(cache + whole), _at_rest(config, layout, policy))
+
+
+def _numbers(model: nn.Module, *, trained: bool = False) -> int:
+    return sum(param.numel() for param in model.parameters() if param.requires_grad or not trained)
+
+
+def _weights(config: RunConfig, layout: Layout, model: nn.Module) -> float:
+    """Weights of one rank, in the format that computes."""
+    cut = layout.tp * (shards_of(config, layout) if config.strategy.stage == 3 else 1)
+    return _numbers(model) * make_policy(config.precision).compute.itemsize / cut
+
+
+def _at_rest(config: RunConfig, layout: Layout, model: nn.Module) -> float:
+    """With what an update keeps: the optimizer's numbers, and fp32 weights where others compute."""
+    weights = _weights(config, layout, model)
+    if config.strategy.offload.on:
+        return weights
+    masters = 4 if make_policy(config.precision).compute.itemsize < 4 and config.precision.master else 0
+    each = (state_bytes(config) + masters) / (layout.tp * shards_of(config, layout))
+    return weights + _numbers(model, trained=True) * each
+
+
+def _together(found: RunForecast, beside: OtherModels) -> RunForecast:
+    """The policy's plan with the others in it. How long a step takes is not known: answers end when they end."""
+    more = beside.models / _GIB
+    writing = (beside.policy + beside.writing) / _GIB
+    peak, needed = max(found.peak_gib, writing) + more, max(found.needed_gib, writing) + more
+    refusal = found.refusal
+    if refusal is None and needed > found.memory_gib:
+        message = f"each device would need {needed:.1f} GiB, and has {found.memory_gib:.1f}; of it {beside}"
+        remedy = (
+            "Shard the models (`strategy.zero=3`), use `lora` (then there is no reference), or write fewer or shorter "
+            "answers at once (`rollout.max_rows`, `posttrain.max_len`). `plan=warn` starts it all the same."
+        )
+        refusal = ConfigError(Problem("strategy", message, remedy))
+    return replace(found, peak_gib=peak, needed_gib=needed, seconds=None, refusal=refusal)

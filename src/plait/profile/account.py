@@ -1,0 +1,435 @@
+"""Where the time of a step goes: one kind at every moment, so that the kinds add up to the whole.
+
+[Note: one kind at every moment]
+Many things happen at once: kernels on several streams, messages under way, a host that is ahead or behind. A moment
+is given to arithmetic where any runs; else to messages, which then are waited for; else to copies between host and
+device; else to an update on threads of the host; else to data, where the run waits for them. A validation or a save
+between steps has all of its time. What is left is called by its name too: on a device it is idle, on a host Python and
+the framework are at work. So a message counts as waited for exactly where nothing was computed beside it, and the rest
+of its time was hidden.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from plait.errors import TrainingError
+from plait.profile.marks import (
+    ASIDE,
+    COMMUNICATION,
+    COMPILED,
+    COMPUTE,
+    IDLE,
+    KINDS,
+    MARKS,
+    MODULE,
+    PHASE,
+    is_between_two,
+    is_running_collective,
+    is_update,
+    kind_of_kernel,
+    kind_of_op,
+)
+
+# A Chrome trace of torch's profiler, read back: threads of the host, streams of the device, and recorded steps.
+
+
+_HOST = ("cpu_op", "user_annotation")
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_BACKWARD = "autograd::engine::evaluate_function"
+
+
+class TraceSpan(NamedTuple):
+    """Something that took time. Times are in microseconds, as in the file."""
+
+    start: float
+    end: float
+    name: str
+    category: str
+    args: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Trace:
+    """What a trace says. All spans of a lane are in the order in which they began."""
+
+    main: int
+    """The thread that trains."""
+    threads: dict[int, list[TraceSpan]]
+    """Operators and marks of the host, by thread."""
+    streams: dict[int, list[TraceSpan]]
+    """What ran on the device, by stream; empty where all is on the host."""
+    launches: dict[int, tuple[int, float]]
+    """By the number that a kernel carries: the thread that launched it, and when."""
+    steps: list[tuple[float, float]]
+    phases: TracePhases = field(default_factory=lambda: TracePhases([], []))
+
+    def asides(self) -> list[TraceSpan]:
+        """What happened between steps: validations and saves."""
+        return [span for span in self.threads[self.main] if MARKS.get(span.name) in ASIDE]
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """From the begin of the first recorded step to the end of the last."""
+        return self.steps[0][0], self.steps[-1][1]
+
+    @property
+    def on_device(self) -> bool:
+        """Whether a device beside the host did the arithmetic."""
+        return bool(self.streams)
+
+
+class TracePhases:
+    """Which phase a moment belongs to."""
+
+    def __init__(self, spans: Iterable[TraceSpan], backward: Iterable[TraceSpan]) -> None:
+        self.spans = [(span.start, span.end, span.name.removeprefix(PHASE)) for span in spans]
+        self._starts = [start for start, _, _ in self.spans]
+        self._backward = merged((span.start, span.end) for span in backward)
+        self._backward_starts = [start for start, _ in self._backward]
+
+    def at(self, moment: float) -> str:
+        """The phase; `idle` between steps. A pipeline goes forward and back in turns, which its operators tell."""
+        index = bisect_right(self._starts, moment) - 1
+        if index < 0 or moment >= self.spans[index][1]:
+            return "idle"
+        phase = self.spans[index][2]
+        return "backward" if phase == "forward" and self.goes_back(moment) else phase
+
+    def goes_back(self, moment: float) -> bool:
+        """Whether autograd is at work."""
+        index = bisect_right(self._backward_starts, moment) - 1
+        return index >= 0 and moment < self._backward[index][1]
+
+    def boundaries(self) -> list[float]:
+        """The moments at which the phase may change."""
+        told = [(start, end) for start, end, _ in self.spans]
+        return [edge for interval in [*told, *self._backward] for edge in interval]
+
+
+def merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same moments as intervals that neither touch nor overlap."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a file that `torch.profiler` wrote, with steps marked."""
+    threads: dict[int, list[TraceSpan]] = defaultdict(list)
+    streams: dict[int, list[TraceSpan]] = defaultdict(list)
+    launches: dict[int, tuple[int, float]] = {}
+    steps: list[tuple[float, float]] = []
+    main = None
+    for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]:
+        if event.get("ph") != "X":
+            continue
+        category, lane, args = event.get("cat", ""), event["tid"], event.get("args", {})
+        span = TraceSpan(event["ts"], event["ts"] + event["dur"], event["name"], category, args)
+        if category in _HOST:
+            threads[lane].append(span)
+            if span.name.startswith("ProfilerStep#"):
+                main = lane
+                steps.append((span.start, span.end))
+        elif category in _DEVICE:
+            streams[lane].append(span)
+        elif category in _LAUNCHES and "correlation" in args:
+            launches[args["correlation"]] = (lane, span.start)
+    if main is None:
+        raise TrainingError(f"{path} holds no recorded step: was the run ended while it was profiled?")
+    for spans in (*threads.values(), *streams.values()):
+        spans.sort(key=lambda span: (span.start, -span.end))
+    phases = TracePhases(
+        (span for span in threads[main] if span.name.startswith(PHASE)),
+        (span for spans in threads.values() for span in spans if span.name.startswith(_BACKWARD)),
+    )
+    return Trace(main, dict(threads), dict(streams), launches, sorted(steps), phases)
+
+
+# The innermost operator at every moment of a thread, with the module and the phase that it works for.
+
+
+_STICKY = ("matmul", "attention", "packing", COMMUNICATION, "data", "evaluate", "save")
+"""What is inside one of these, belongs to it."""
+_PHASES_OF_UPDATE = ("step",)
+
+
+class Slice(NamedTuple):
+    """A stretch of time with one owner."""
+
+    start: float
+    end: float
+    kind: str | None
+    """None: nothing is computed."""
+    name: str
+    module: str | None
+    phase: str
+    first: bool
+    """Whether it begins its operator; the others go on with it after a child."""
+
+    @property
+    def length(self) -> float:
+        """In microseconds."""
+        return self.end - self.start
+
+
+@dataclass(slots=True)
+class _Frame:
+    """An operator that has begun and not ended."""
+
+    end: float
+    cursor: float
+    name: str
+    kind: str | None
+    inside: str | None
+    """The kind of everything in it; None: each operator's own."""
+    module: str | None
+    back: bool
+    first: bool = True
+
+
+def host_slices(trace: Trace) -> dict[int, list[Slice]]:
+    """The slices of every thread. The thread that trains comes first: backward operators look up its modules."""
+    owners: dict[int, str | None] = {}
+    order = sorted(trace.threads, key=lambda thread: thread != trace.main)
+    return {thread: list(_flatten(trace.threads[thread], trace, owners)) for thread in order}
+
+
+def _flatten(spans: Sequence[TraceSpan], trace: Trace, owners: dict[int, str | None]) -> Iterator[Slice]:
+    stack: list[_Frame] = []
+    for span in spans:
+        if is_running_collective(span.name):
+            continue  # it is under way beside the thread, and outlasts what the thread does
+        while stack and stack[-1].end <= span.start:
+            yield from _rest(stack.pop(), trace)
+        parent = stack[-1] if stack else None
+        end = span.end if parent is None else min(span.end, parent.end)
+        if parent is not None:
+            yield from _rest(parent, trace, until=span.start)
+            parent.cursor = max(parent.cursor, end)
+        stack.append(_frame(span, end, parent, owners))
+    while stack:
+        yield from _rest(stack.pop(), trace)
+
+
+def _rest(frame: _Frame, trace: Trace, until: float | None = None) -> Iterator[Slice]:
+    """What of a frame has passed since its last child."""
+    end = frame.end if until is None else until
+    if end > frame.cursor or (until is None and frame.first):
+        phase = trace.phases.at(frame.cursor)
+        kind = frame.kind
+        if kind is not None and phase in _PHASES_OF_UPDATE and kind not in (COMMUNICATION, *MARKS.values()):
+            kind = "optimizer"
+        yield Slice(frame.cursor, max(end, frame.cursor), kind, frame.name, frame.module, phase, frame.first)
+        frame.first = False
+        frame.cursor = max(end, frame.cursor)
+
+
+def _frame(span: TraceSpan, end: float, parent: _Frame | None, owners: dict[int, str | None]) -> _Frame:
+    above, module, back = (None, None, False) if parent is None else (parent.inside, parent.module, parent.back)
+    name = span.name
+    if name.startswith("autograd::engine::evaluate_function"):
+        module, back = None, True
+    if name.startswith(MODULE):
+        module = name.removeprefix(MODULE)
+    number = span.args.get("Sequence number")
+    if number is not None:
+        # The number of the node in the graph: the last operator that saw it on the way forward made the node.
+        if not back:
+            owners[number] = module
+        elif module is None:
+            module = owners.get(number)
+    kind = MARKS.get(name) or kind_of_op(name)
+    if above is not None and (kind != COMMUNICATION or above in MARKS.values()):
+        kind = above
+    inside = kind if kind in _STICKY else None
+    if span.category == "user_annotation" and kind not in MARKS.values() and not name.startswith(COMPILED):
+        kind = None  # it computes nothing itself
+    return _Frame(end, span.start, name, kind, inside, module, back)
+
+
+def device_slices(trace: Trace, hosts: dict[int, list[Slice]]) -> dict[int, list[Slice]]:
+    """What ran on each stream of the device, for the module and the phase of the operator that launched it."""
+    starts = {thread: [each.start for each in slices] for thread, slices in hosts.items()}
+
+    def launched(span: TraceSpan) -> Slice | None:
+        thread, moment = trace.launches.get(span.args.get("correlation", -1), (-1, 0.0))
+        index = bisect_right(starts.get(thread, []), moment) - 1
+        found = hosts[thread][index] if index >= 0 else None
+        return found if found is not None and moment < found.end else None
+
+    return {stream: [_on_device(span, launched(span)) for span in spans] for stream, spans in trace.streams.items()}
+
+
+def _on_device(span: TraceSpan, source: Slice | None) -> Slice:
+    kind = kind_of_kernel(span.name, span.category)
+    phase, module = ("idle", None) if source is None else (source.phase, source.module)
+    if kind not in (COMMUNICATION, "copies") and source is not None:
+        if phase in _PHASES_OF_UPDATE:
+            kind = "optimizer"
+        elif source.kind in _STICKY and source.kind != COMMUNICATION:
+            kind = source.kind
+    return Slice(span.start, span.end, kind, span.name, module, phase, first=True)
+
+
+_EXPECTED = "expected"
+"""A message that another rank will send: communication where it is waited for, and never hidden."""
+_LAYERS = (ASIDE, COMPUTE, (COMMUNICATION, _EXPECTED), ("copies",), ("update",), ("data",))
+"""Who is given a moment, in this order."""
+_LAYER_OF = {kind: index for index, kinds in enumerate(_LAYERS) for kind in kinds}
+_OPERATORS = 40
+"""So many are kept, the longest."""
+Interval = tuple[float, float, str]
+
+
+@dataclass(slots=True)
+class TimeUse:
+    """How often something ran, and how long. Both are of one step, on average."""
+
+    calls: float = 0.0
+    ms: float = 0.0
+
+
+@dataclass(slots=True)
+class Operator(TimeUse):
+    """An operator of the host or a kernel of the device."""
+
+    name: str = ""
+    kind: str = ""
+
+
+@dataclass(slots=True)
+class TimeAccount:
+    """One rank's time in a step, on average over the recorded ones."""
+
+    steps: int
+    ms: float
+    """A step from end to end: from the end of the one before to its own."""
+    kinds: dict[str, TimeUse] = field(default_factory=dict)
+    """Each moment of the step under one kind; `ms` add up to that of the step."""
+    phases: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The same milliseconds, by phase and kind."""
+    hidden_ms: float = 0.0
+    """Messages were under way so long while something was computed."""
+    operators: list[Operator] = field(default_factory=list)
+    """The longest first."""
+    modules: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Milliseconds of arithmetic by module and direction (`forward`, `backward`), without those of its parts."""
+
+
+@dataclass(slots=True)
+class TraceLanes:
+    """A trace cut up: what ran where, and whose each moment is."""
+
+    trace: Trace
+    hosts: dict[int, list[Slice]]
+    streams: dict[int, list[Slice]]
+    moments: list[Interval]
+    """The recorded steps from end to end, each moment with its kind."""
+    hidden: float
+
+    @property
+    def work(self) -> Iterator[Slice]:
+        """What computed: on the device, where there is one."""
+        lanes = self.streams.values() if self.trace.on_device else [self.hosts[self.trace.main]]
+        return (each for lane in lanes for each in lane)
+
+
+def cut(trace: Trace) -> TraceLanes:
+    """Give each moment of the recorded steps its kind."""
+    hosts = host_slices(trace)
+    streams = device_slices(trace, hosts)
+    moments, hidden = _sweep(_busy(trace, hosts, streams), trace)
+    return TraceLanes(trace, hosts, streams, moments, hidden)
+
+
+def _busy(trace: Trace, hosts: dict[int, list[Slice]], streams: dict[int, list[Slice]]) -> Iterator[Interval]:
+    mine = [each for each in hosts[trace.main] if each.kind not in ASIDE]
+    yield from ((span.start, span.end, MARKS[span.name]) for span in trace.asides())
+    if trace.on_device:
+        yield from ((each.start, each.end, "update") for each in mine if is_update(each.name))
+        mine = [each for each in mine if each.kind == "data"]
+    else:
+        yield from _under_way(trace)
+    for thread, slices in hosts.items():
+        if thread != trace.main:
+            yield from ((each.start, each.end, "update") for each in slices if is_update(each.name))
+    for slices in (mine, *streams.values()):
+        yield from ((each.start, each.end, each.kind) for each in slices if each.kind is not None)
+
+
+def _under_way(trace: Trace) -> Iterator[Interval]:
+    """When messages were under way on threads of the host."""
+    spans = [span for spans in trace.threads.values() for span in spans if is_running_collective(span.name)]
+    for start, end in merged((span.start, span.end) for span in spans if not is_between_two(span.name)):
+        yield start, end, COMMUNICATION
+    # One that was asked for ahead of time is not under way all the while, but nothing else tells who waits for it.
+    for start, end in merged((span.start, span.end) for span in spans if span.name.endswith(":recv")):
+        yield start, end, _EXPECTED
+
+
+def _sweep(busy: Iterable[Interval], trace: Trace) -> tuple[list[Interval], float]:
+    """See [Note: one kind at every moment]; also how long messages were hidden."""
+    start, end = trace.window
+    edges: list[tuple[float, int, str]] = [(edge, 0, "") for edge in trace.phases.boundaries() if start < edge < end]
+    for begins, ends, kind in busy:
+        if begins < end and ends > start:
+            edges += [(max(begins, start), 1, kind), (min(ends, end), -1, kind)]
+    edges.append((end, 0, ""))
+    edges.sort(key=lambda edge: edge[0])
+    active: Counter[str] = Counter()
+    moments: list[Interval] = []
+    hidden, at = 0.0, start
+    for moment, change, kind in edges:
+        if moment > at:
+            chosen = min((each for each in active if active[each]), key=_rank, default=IDLE)
+            moments.append((at, moment, COMMUNICATION if chosen == _EXPECTED else chosen))
+            if active[COMMUNICATION] and chosen in COMPUTE:
+                hidden += moment - at
+            at = moment
+        if change:
+            active[kind] += change
+    return moments, hidden
+
+
+def _rank(kind: str) -> tuple[int, int]:
+    return _LAYER_OF[kind], KINDS.index(kind) if kind in KINDS else len(KINDS)
+
+
+def account_of(lanes: TraceLanes) -> TimeAccount:
+    """Add up the moments by kind, phase, operator and module."""
+    trace, steps = lanes.trace, len(lanes.trace.steps)
+    start, end = trace.window
+    scale = 1e-3 / steps
+    found = TimeAccount(steps, (end - start) * scale, hidden_ms=lanes.hidden * scale)
+    phases: dict[str, Counter[str]] = defaultdict(Counter)
+    for begins, ends, kind in lanes.moments:
+        found.kinds.setdefault(kind, TimeUse()).ms += (ends - begins) * scale
+        phases[trace.phases.at(begins)][kind] += (ends - begins) * scale  # type: ignore[assignment]
+    found.phases = {phase: dict(kinds) for phase, kinds in phases.items()}
+    operators: dict[tuple[str, str], Operator] = {}
+    for each in lanes.work:
+        if each.kind is None or each.kind in MARKS.values() or not start <= each.start < end:
+            continue
+        use = operators.setdefault((each.name, each.kind), Operator(name=each.name, kind=each.kind))
+        use.ms += each.length * scale
+        use.calls += each.first / steps
+        if each.kind in found.kinds:
+            found.kinds[each.kind].calls += each.first / steps
+        if each.module is not None and each.kind in COMPUTE and each.kind != "optimizer":
+            module = found.modules.setdefault(each.module, {"forward": 0.0, "backward": 0.0})
+            module["forward" if each.phase == "forward" else "backward"] += each.length * scale
+    found.kinds = {kind: found.kinds[kind] for kind in KINDS if kind in found.kinds}
+    found.operators = sorted(operators.values(), key=lambda use: -use.ms)[:_OPERATORS]
+    return found

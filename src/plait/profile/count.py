@@ -1,0 +1,196 @@
+"""One step under observation: arithmetic by module, every message, and whose the memory is at the peak.
+
+The step runs for real, but not fast: every operator passes through Python. So it is counted here, and timed elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.config import Layout
+from plait.distributed import local_part, replaced
+from plait.engine import Engine, NativeEngine
+from plait.models import attention
+from plait.plan import MemoryRecorder, classify, flops_of, known_tensors, message_of
+from plait.profile.marks import ModuleStack, module_marks, uncompiled
+from plait.spec import Phase
+from plait.torch_internals import (
+    HigherOrderOperator,
+    current_autograd_node,
+    next_sequence_number,
+    schema_of,
+    sequence_number,
+    tree_leaves,
+)
+
+OUTSIDE = "(outside of modules)"
+
+
+@dataclass(frozen=True, slots=True)
+class SentMessage:
+    """One message, as this rank sees it."""
+
+    op: str
+    """The operator, as a trace names it."""
+    kind: str
+    axis: str
+    ranks: int
+    bytes: int
+    """Of the whole that is gathered, scattered, reduced or exchanged; of what is sent."""
+    sent: float
+    """Of these, what leaves this rank, going around a ring."""
+    phase: str
+
+
+@dataclass(slots=True)
+class Flops:
+    """Arithmetic of one step."""
+
+    forward: int = 0
+    again: int = 0
+    """Of the forward pass, computed once more on the way back."""
+    backward: int = 0
+
+    @property
+    def total(self) -> int:
+        """All that was computed."""
+        return self.forward + self.again + self.backward
+
+
+@dataclass(slots=True)
+class Counted:
+    """What one step did on one rank."""
+
+    flops: dict[str, Flops] = field(default_factory=lambda: defaultdict(Flops))
+    """By module, without those of its parts."""
+    messages: list[SentMessage] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
+    """Bytes at the peak, by whose they are; empty where an engine does not show its tensors."""
+    peak: int = 0
+
+
+class _Watcher:
+    """Takes down the arithmetic and the messages of every operator."""
+
+    def __init__(self, found: Counted, stack: ModuleStack, layout: Layout) -> None:
+        self._found = found
+        self._stack = stack
+        self._layout = layout
+        self._attend = attention._compiled_flex_attention
+        self._makers: dict[int, str] = {}
+        """By the number of a node in the graph: the module that made it."""
+
+    def saw(self, phase: Phase, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """One operator has run."""
+        message = message_of(func, args, out, self._layout)
+        if message is not None:
+            entry = SentMessage(
+                schema_of(func).name,
+                message.kind,
+                message.axis,
+                message.ranks,
+                message.bytes,
+                message.sent,
+                str(phase),
+            )
+            self._found.messages.append(entry)
+            return
+        node = current_autograd_node()
+        module = self._stack.innermost
+        if node is None:
+            # An operator's node is made just before the operator runs, so it has the number before the next one.
+            self._makers[next_sequence_number() - 1] = module or OUTSIDE
+        flops, _ = flops_of(func, args, kwargs, out)
+        if not flops:
+            return
+        if node is None:
+            self._found.flops[module or OUTSIDE].forward += flops
+        elif module is not None:
+            self._found.flops[module].again += flops
+        else:
+            self._found.flops[self._makers.get(sequence_number(node), OUTSIDE)].backward += flops
+
+    def flex_attention(self, q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, enable_gqa: bool) -> Tensor:
+        """Attention with a mask of blocks, which skips some: one compiled kernel, of which no operator tells."""
+        done = 1.0 - block_mask.sparsity() / 100.0
+        product = round(2 * q.numel() * k.shape[-2] * done)
+        flops = self._found.flops[self._stack.innermost or OUTSIDE]
+        if current_autograd_node() is None:
+            flops.forward += 2 * product
+            flops.backward += 5 * product if torch.is_grad_enabled() and q.requires_grad else 0
+        else:
+            flops.again += 2 * product
+        return self._attend(q, k, v, block_mask=block_mask, enable_gqa=enable_gqa)
+
+
+class _RealRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
+    """The recorder of plans, on tensors that have values."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled inside of a model runs as ever; otherwise such a function would run uncompiled here."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return func(*args)
+        if not isinstance(func, HigherOrderOperator):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self.hold(tensor, self.current_phase(), sent=False)
+        return out
+
+    @contextmanager
+    def recording(self) -> Iterator[MemoryRecorder]:
+        """Record until the block ends."""
+        with self.seeing():
+            yield self
+
+    def know(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Count what is there already."""
+        for _, tensor in tensors:
+            self.hold(local_part(tensor.detach()), Phase.BUILD, sent=False)
+
+
+@contextmanager
+def counting(engine: Engine) -> Iterator[Counted]:
+    """What the engine does until the block ends, which is to be one step. Nothing is compiled meanwhile."""
+    found, stack = Counted(), ModuleStack()
+    watcher = _Watcher(found, stack, engine.world.layout)
+    recorder = _RealRecorder(engine.world.device.type, watchers=(watcher,))
+    tell = engine.on_phase
+
+    def on_phase(phase: Phase) -> None:
+        tell(phase)
+        recorder.enter(phase)
+
+    if isinstance(engine, NativeEngine):
+        recorder.know(known_tensors(engine))
+        native = engine
+
+        def look(height: int) -> None:
+            found.memory = classify(recorder, native)
+            found.peak = height
+            if height > recorder.in_use:  # a kernel's own
+                found.memory["kernel workspaces"] = found.memory.get("kernel workspaces", 0) + height - recorder.in_use
+
+        recorder.at_height = look
+    with (
+        uncompiled(engine.model),
+        module_marks(engine.model, stack),
+        replaced(engine, "on_phase", on_phase),
+        replaced(attention, "_compiled_flex_attention", watcher.flex_attention),
+        recorder.recording(),
+    ):
+        yield found

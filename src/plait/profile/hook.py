@@ -1,0 +1,296 @@
+"""The hook that profiles a few steps of a run; before its time and after it, nothing is slower.
+
+[Note: the steps of a profile]
+With `start: n`, steps are counted from where the run began or resumed. Until n - 3 they are as always, and the clock is
+read. Step n - 2 is counted: it runs for real under a recorder that sees every operator. Step n - 1 is for the profiler
+to get ready, as it is slow at first. Steps n, n + 1, … are recorded. So times come from steps that nobody looks into,
+and what has to be looked into is not timed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from plait.config import ProfileConfig
+from plait.distributed import replaced
+from plait.engine import StepResult
+from plait.errors import ConfigError, Problem
+from plait.profile.account import TimeAccount, TraceLanes, account_of, cut, read_trace
+from plait.profile.count import Counted, counting
+from plait.profile.marks import ModuleStack, PhaseMarks, marked_batches, module_marks, named_modules
+from plait.profile.page import write_page
+from plait.profile.report import Memory, RankTime, Report, message_log, module_rows
+from plait.spec import EventKind, Phase
+from plait.torch_internals import compiled_call, profile_every_thread
+from plait.trainer import Hook, count_tokens, peak_flops
+
+if TYPE_CHECKING:
+    from plait.trainer import Runner
+
+# From what was recorded, counted and read off the clock to a report.
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileMeasurements:
+    """What a profile took down beside its trace; see [Note: the steps of a profile]."""
+
+    config: ProfileConfig
+    before: int
+    """Steps that the run had made when it began or resumed."""
+    counted: Counted
+    tokens: int
+    """Of one step, on this rank."""
+    clock: Mapping[int, float]
+    """When steps ended, by their number."""
+
+    def recorded_ms(self) -> float:
+        """Milliseconds of a recorded step, by the clock."""
+        first, steps = self.config.start - 1, self.config.steps
+        return (self.clock[first + steps] - self.clock[first]) * 1e3 / steps
+
+    def plain_ms(self) -> float | None:
+        """Milliseconds of a step before the profile began, without the first two; None where there were none."""
+        last = self.config.start - 3
+        return (self.clock[last] - self.clock[2]) * 1e3 / (last - 2) if last > 2 else None
+
+
+def rank_time(rank: int, time: TimeAccount, counted: Counted) -> RankTime:
+    """What the other ranks are told of this one."""
+    return RankTime(
+        rank=rank,
+        ms=time.ms,
+        kinds={kind: use.ms for kind, use in time.kinds.items()},
+        hidden_ms=time.hidden_ms,
+        sent=sum(message.sent for message in counted.messages),
+        flops=float(sum(flops.total for flops in counted.flops.values())),
+    )
+
+
+def assemble(
+    runner: Runner, measured: ProfileMeasurements, lanes: TraceLanes, time: TimeAccount, ranks: list[RankTime]
+) -> Report:
+    """The report of this rank, with the time of all."""
+    world, counted = runner.world, measured.counted
+    root = next(name for name, _ in named_modules(runner.engine.model))
+    tokens = measured.tokens * world.layout.data_parallel
+    return Report(
+        title=root,
+        device=world.device.type,
+        device_name=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU",
+        layout={axis: size for axis, size in world.layout.sizes().items() if size > 1},
+        ranks=ranks,
+        first_step=measured.before + measured.config.start,
+        time=time,
+        clock_ms=measured.recorded_ms(),
+        plain_ms=measured.plain_ms(),
+        modules=module_rows(root, time.modules, counted.flops),
+        messages=message_log(lanes.trace, counted.messages),
+        memory=_memory(runner, counted),
+        tokens=tokens,
+        formula_flops=_formula_flops(runner, tokens),
+        peak_flops=peak_flops(world.device),
+        traces=[f"trace-rank{rank.rank}.json" for rank in ranks],
+    )
+
+
+def _formula_flops(runner: Runner, tokens: int) -> float | None:
+    """What the model itself says that so many tokens take."""
+    sequence = getattr(getattr(runner.loader, "dataset", None), "seq_len", None)
+    formula = getattr(runner.engine.model, "flops_per_token", None)
+    return float(formula(sequence)) * tokens if formula is not None and sequence is not None and tokens else None
+
+
+def _memory(runner: Runner, counted: Counted) -> Memory:
+    device = runner.world.device
+    compiled = any(compiled_call(module) is not None for _, module in named_modules(runner.engine.model))
+    held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+    return Memory(parts=counted.memory, counted=counted.peak, measured=held, uncompiled=compiled)
+
+
+class Profile(Hook):
+    """Records `steps` steps from `start` on and writes what they were spent on; see [Note: the steps of a profile]."""
+
+    name = "profile"
+    priority = 95  # closest around a step
+
+    def __init__(self, config: ProfileConfig, *, then_stop: bool = False) -> None:
+        self._config = config
+        self._then_stop = then_stop
+        self.report: Report | None = None
+        """What was found; on rank 0, once it is."""
+        self._before = 0
+        self._tokens = 0
+        self._clock: dict[int, float] = {}
+        self._counted = Counted()
+        self._profiler: Any = None
+        self._counting = ExitStack()
+        self._marks = ExitStack()
+        self._loader = ExitStack()
+        self._step: Any = None
+        self._aside: Any = None
+        self._phases = PhaseMarks()
+
+    # ---- points of the run
+
+    def before_run(self, runner: Runner) -> None:
+        """Make the folder, and be there when data are loaded."""
+        self._folder = Path(self._config.folder or Path(runner.config.work_dir) / "profile")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            message = f"{str(self._folder)!r} cannot be made: {error.strerror}"
+            raise ConfigError(Problem("profile.folder", message, "Choose another one.")) from error
+        self._before = runner.step
+        self._device = runner.world.device
+        if runner.loader is not None:
+            marked = marked_batches(runner.loader.epoch, self._saw)
+            self._loader.enter_context(replaced(runner.loader, "epoch", marked))
+
+    def before_step(self, runner: Runner) -> None:
+        """Count the step or begin to record, where it is time to."""
+        number, start = self._number(runner) + 1, self._config.start
+        if number == start - 2:
+            self._counted = self._counting.enter_context(counting(runner.engine))
+        elif number == start - 1:
+            self._open(runner)
+
+    def after_step(self, runner: Runner, result: StepResult) -> None:
+        """Close what `before_step` opened."""
+        number, start, last = self._number(runner), self._config.start, self._config.start + self._config.steps - 1
+        if number in (2, start - 3, start - 1, last):
+            self._synchronize()
+            self._clock[number] = perf_counter()
+        if number == start - 2:
+            self._counting.close()
+            if self._device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._device)  # that step was no measure
+        if self._profiler is not None:
+            self._next_step(runner, number, last)
+        if number == last:
+            self._close()
+            self._loader.close()
+            self._tell(runner)
+            if self._then_stop:
+                runner.stop("the profile is complete")
+
+    def before_validate(self, runner: Runner) -> None:
+        """A validation between recorded steps shows as one."""
+        self._mark("validation")
+
+    def after_validate(self, runner: Runner, metrics: Mapping[str, float]) -> None:
+        """It is over."""
+        self._unmark()
+
+    def before_save(self, runner: Runner) -> None:
+        """A save between recorded steps shows as one, too."""
+        self._mark("saving")
+
+    def after_save(self, runner: Runner) -> None:
+        """It is over."""
+        self._unmark()
+
+    def after_run(self, runner: Runner) -> None:
+        """Say so where the run ended too early."""
+        done = self._number(runner)
+        if done >= self._config.start + self._config.steps - 1:
+            return
+        self._counting.close()
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._profiler.stop_trace()
+        self._close()
+        self._loader.close()
+        runner.emit(EventKind.MESSAGE, level="warning", text=self.too_short(done))
+
+    def too_short(self, done: int) -> str:
+        """Why there is no profile."""
+        last = self._config.start + self._config.steps - 1
+        return (
+            f"no profile: the run ended after {done} steps, and steps {self._config.start} to {last} were to be "
+            "recorded (profile.start, profile.steps)"
+        )
+
+    # ---- recording
+
+    def _number(self, runner: Runner) -> int:
+        return runner.step - self._before
+
+    def _saw(self, micro_batches: Any) -> None:
+        self._tokens = sum(count_tokens(batch) for batch in micro_batches)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _open(self, runner: Runner) -> None:
+        engine, tell = runner.engine, runner.engine.on_phase
+
+        def on_phase(phase: Phase) -> None:
+            tell(phase)
+            self._phases.enter(phase)
+
+        self._marks.callback(self._phases.close)
+        self._marks.enter_context(replaced(engine, "on_phase", on_phase))
+        self._marks.enter_context(module_marks(engine.model, ModuleStack()))
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        # An offloaded update runs on threads of its own.
+        every_thread = profile_every_thread()
+        self._profiler = profile(activities=activities, experimental_config=every_thread)
+        self._profiler.prepare_trace()
+
+    def _next_step(self, runner: Runner, number: int, last: int) -> None:
+        """A step has ended while the profiler was there: the first begins the trace, the last ends it."""
+        if self._step is None:
+            self._profiler.start_trace()
+            self._clock[number] = perf_counter()  # that took a while
+        else:
+            self._step.__exit__(None, None, None)
+        if number < last:
+            # Under the name that other readers of such traces look for.
+            self._step = record_function(f"ProfilerStep#{runner.step + 1}")
+            self._step.__enter__()
+        else:
+            self._profiler.stop_trace()
+            self._profiler.export_chrome_trace(str(self._folder / f"trace-rank{runner.world.rank}.json"))
+
+    def _close(self) -> None:
+        self._unmark()
+        self._marks.close()
+        self._profiler = self._step = None
+
+    def _mark(self, name: str) -> None:
+        if self._profiler is not None:
+            self._aside = record_function(name)
+            self._aside.__enter__()
+
+    def _unmark(self) -> None:
+        if self._aside is not None:
+            self._aside.__exit__(None, None, None)
+            self._aside = None
+
+    # ---- telling
+
+    def _tell(self, runner: Runner) -> None:
+        world = runner.world
+        lanes = cut(read_trace(self._folder / f"trace-rank{world.rank}.json"))
+        measured = ProfileMeasurements(self._config, self._before, self._counted, self._tokens, self._clock)
+        time = account_of(lanes)
+        ranks = world.gather(rank_time(world.rank, time, self._counted))
+        if world.is_main:
+            self.report = report = assemble(runner, measured, lanes, time, ranks)
+            (self._folder / "profile.json").write_text(json.dumps(report.as_json(), indent=1), encoding="utf-8")
+            write_page(report, lanes, self._folder)
+            text = f"profile: {report.summary()}; {self._folder / 'profile.html'}"
+            runner.emit(EventKind.MESSAGE, level="info", text=text)

@@ -1,0 +1,419 @@
+"""The page of a profile: one HTML file with the tables and the picture, and nothing outside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from xml.sax.saxutils import escape
+
+from plait.monitor import compact, size, ticks
+from plait.monitor import report as page
+from plait.profile.account import Interval, Slice, TraceLanes
+from plait.profile.marks import COMMUNICATION, IDLE, KINDS, is_running_collective, label
+from plait.profile.report import Report, slowest
+
+# One recorded step as a picture: whose each moment is, the phases, and what ran on every lane.
+
+
+COLOURS = MappingProxyType(
+    {
+        "matmul": "#3f74c4",
+        "attention": "#7d55c7",
+        "elementwise": "#3aa17e",
+        "optimizer": "#c78f2a",
+        "packing": "#d9a5b3",
+        COMMUNICATION: "#d1495b",
+        "copies": "#e07b39",
+        "update": "#a8792b",
+        "data": "#8d99ae",
+        "evaluate": "#5c677d",
+        "save": "#33415c",
+        IDLE: "#c9c9c4",
+    }
+)
+_PHASE_COLOURS = MappingProxyType({"forward": "#9db8de", "backward": "#e2ba8f", "reduce": "#dd9aa4", "step": "#dcc58d"})
+_MODULES = ("#7fb3d5", "#a9cce3")
+_WIDTH, _LEFT, _RIGHT, _LANE, _GAP, _TOP = 1080, 118, 28, 26, 8, 26
+_NARROW = 0.4
+"""Boxes of fewer pixels are drawn together with those beside them."""
+Box = tuple[float, float, str, str]
+"""Start, end, colour, words."""
+
+
+def draw_step(lanes: TraceLanes) -> str:
+    """The recorded step of middle length as one SVG."""
+    steps = sorted(lanes.trace.steps, key=lambda step: step[1] - step[0])
+    start, end = steps[len(steps) // 2]
+    rows = [(name, list(_narrowed(boxes, start, end))) for name, boxes in _lanes(lanes)]
+    rows = [(name, boxes) for name, boxes in rows if boxes]
+    height = _TOP + len(rows) * (_LANE + _GAP) + 30
+    parts = [
+        f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
+        'aria-label="one step: its phases, and what ran when" font-family="sans-serif" font-size="12">'
+    ]
+    parts += _axis(start, end, height)
+    for index, (name, boxes) in enumerate(rows):
+        top = _TOP + index * (_LANE + _GAP)
+        parts.append(f'<text x="{_LEFT - 8}" y="{top + 17}" text-anchor="end" fill="#80838a">{escape(name)}</text>')
+        parts += [_box(each, start, end, top) for each in boxes]
+    return "\n".join([*parts, "</svg>"])
+
+
+def legend(lanes: TraceLanes) -> str:
+    """What the colours mean, as HTML."""
+    device = "cuda" if lanes.trace.on_device else "cpu"
+    found = {kind for _, _, kind in lanes.moments} | {each.kind for each in lanes.work if each.kind}
+    return "".join(
+        f'<li><svg viewBox="0 0 26 10"><rect width="26" height="10" rx="2" fill="{colour}"/></svg>'
+        f"{escape(label(kind, device))}</li>"
+        for kind, colour in COLOURS.items()
+        if kind in found
+    )
+
+
+def _lanes(lanes: TraceLanes) -> Iterator[tuple[str, Iterable[Box]]]:
+    trace = lanes.trace
+    yield "whose time", _kinds(lanes.moments)
+    yield "phase", _phase_boxes(lanes)
+    start, end = trace.window
+    yield (
+        "module",
+        _module_boxes(sorted(lanes.work, key=lambda each: each.start), (end - start) / len(trace.steps) / 300),
+    )
+    yield "host", (_slice_box(each) for each in lanes.hosts[trace.main] if each.kind is not None)
+    for stream, slices in sorted(lanes.streams.items()):
+        yield f"stream {stream}", (_slice_box(each) for each in slices)
+    for thread, spans in sorted(trace.threads.items()):
+        running = [span for span in spans if is_running_collective(span.name) and not span.name.endswith(":send")]
+        yield "messages", ((each.start, each.end, COLOURS[COMMUNICATION], each.name) for each in running)
+        if thread != trace.main:
+            yield "other thread", (_slice_box(each) for each in lanes.hosts[thread] if each.kind is not None)
+
+
+def _kinds(moments: Sequence[Interval]) -> Iterator[Box]:
+    return ((start, end, COLOURS[kind], kind) for start, end, kind in moments)
+
+
+def _slice_box(each: Slice) -> Box:
+    return each.start, each.end, COLOURS[each.kind or IDLE], each.name
+
+
+def _phase_boxes(lanes: TraceLanes) -> Iterator[Box]:
+    told = ((start, end, lanes.trace.phases.at(start)) for start, end, _ in lanes.moments)
+    return ((start, end, _PHASE_COLOURS[phase], phase) for start, end, phase in told if phase in _PHASE_COLOURS)
+
+
+def _module_boxes(slices: Sequence[Slice], patience: float) -> Iterator[Box]:
+    """The blocks that are worked on, one after another; one that rests longer than `patience` begins anew."""
+    open_at: Slice | None = None
+    name, end, turn = "", 0.0, 0
+    for each in slices:
+        if each.module is None:
+            continue
+        block = ".".join(each.module.split(".")[:2])
+        if open_at is not None and block == name and each.start - end < patience:
+            end = max(end, each.end)
+            continue
+        if open_at is not None:
+            yield open_at.start, end, _MODULES[turn % 2], name
+            turn += 1
+        open_at, name, end = each, block, each.end
+    if open_at is not None:
+        yield open_at.start, end, _MODULES[turn % 2], name
+
+
+def _narrowed(boxes: Iterable[Box], start: float, end: float) -> Iterator[Box]:
+    """The boxes within the step; what is too narrow to see grows into its neighbour of the same colour."""
+    pixel = (end - start) / (_WIDTH - _LEFT - _RIGHT)
+    held: Box | None = None
+    for begins, ends, colour, words in boxes:
+        begins, ends = max(begins, start), min(ends, end)
+        if ends <= begins:
+            continue
+        if held is not None and held[2] == colour and begins - held[1] < pixel * _NARROW:
+            words = held[3] if held[3] == words else f"{held[3].removesuffix(', …')}, …"
+            held = (held[0], max(held[1], ends), colour, words)
+            continue
+        if held is not None and held[1] - held[0] >= pixel * _NARROW:
+            yield held
+        held = (begins, ends, colour, words)
+    if held is not None and held[1] - held[0] >= pixel * _NARROW:
+        yield held
+
+
+def _box(box: Box, start: float, end: float, top: int) -> str:
+    begins, ends, colour, words = box
+    scale = (_WIDTH - _LEFT - _RIGHT) / (end - start)
+    x, width = _LEFT + (begins - start) * scale, max((ends - begins) * scale, 0.5)
+    title = f"{words}: {(ends - begins) * 1e-3:.3f} ms, from {(begins - start) * 1e-3:.3f} ms"
+    text = ""
+    if width > 7 * len(words):
+        ink = "#222" if colour in (*_PHASE_COLOURS.values(), *_MODULES, COLOURS[IDLE]) else "#fff"
+        place = f'x="{x + width / 2:.1f}" y="{top + 17}" text-anchor="middle"'
+        text = f'<text {place} style="fill: {ink}">{escape(words)}</text>'
+    return (
+        f'<g><title>{escape(title)}</title><rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{_LANE}" '
+        f'fill="{colour}"/>{text}</g>'
+    )
+
+
+def _axis(start: float, end: float, height: int) -> Iterator[str]:
+    length = (end - start) * 1e-3
+    for value in ticks(0.0, length, 10):
+        x = _LEFT + value / length * (_WIDTH - _LEFT - _RIGHT)
+        yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 6}" y2="{height - 24}" stroke="#8884"/>'
+        yield f'<text x="{x:.1f}" y="{height - 8}" text-anchor="middle" fill="#80838a">{value:g} ms</text>'
+
+
+# A report as tables of text: the same ones on a console and on a page.
+
+
+_PHASE_ORDER = ("forward", "backward", "reduce", "step")
+_OPERATORS, _MESSAGES, _DEPTH, _RANKS = 14, 12, 4, 16
+"""Rows that are shown; the figures in the file have all."""
+
+
+@dataclass(slots=True)
+class Grid:
+    """A titled table. The first column is text, the others are figures."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]] = ()
+    note: str = ""
+    last_is_sum: bool = False
+
+
+def headline(report: Report) -> list[tuple[str, str, str]]:
+    """The figures that are asked for first: what, how much, and a remark."""
+    plain = "" if report.plain_ms is None else f"{report.time.ms:.4g} ms with the profiler"
+    found = [("Step", f"{report.step_ms:.4g} ms", plain)]
+    if report.tokens:
+        found.append(("Throughput", compact(report.tokens / report.step_ms * 1e3), "tokens/s, all ranks"))
+    if report.counted_flops:
+        rate = report.counted_flops / report.step_ms * 1e3 / len(report.ranks)
+        found.append(("Arithmetic", compact(rate), "FLOP/s, one rank, with what is recomputed"))
+    if report.mfu is not None:
+        found.append(("MFU", f"{report.mfu:.1%}", f"of {compact(report.peak_flops or 0.0)} FLOP/s"))
+    elif report.hfu is not None:
+        found.append(("HFU", f"{report.hfu:.1%}", f"of {compact(report.peak_flops or 0.0)} FLOP/s"))
+    found.append(("Peak memory", size(report.memory.measured), "one rank"))
+    return found
+
+
+def grids(report: Report) -> Iterator[Grid]:
+    """Every table that has something to say."""
+    for grid in (_time(report), _phases(report), _ranks(report), _memory(report), _messages(report)):
+        if grid.rows:
+            yield grid
+    for grid in (_modules(report), _operators(report)):
+        if grid.rows:
+            yield grid
+
+
+def _time(report: Report) -> Grid:
+    time = report.time
+    rows = [
+        (label(kind, report.device), f"{use.ms:.3f}", f"{use.ms / time.ms:.1%}", _count(use.calls))
+        for kind, use in time.kinds.items()
+    ]
+    rows.append(("a step", f"{time.ms:.3f}", "100.0%", ""))
+    hidden = f"; messages beside arithmetic: {time.hidden_ms:.3f} ms more, hidden" if time.hidden_ms else ""
+    note = f"these add up to {report.covered:.1%} of the clock's {report.clock_ms:.3f} ms{hidden}"
+    return Grid("Where the time of a step goes", ("", "ms", "share", "calls"), rows, note, last_is_sum=True)
+
+
+def _phases(report: Report) -> Grid:
+    phases = report.time.phases
+    used = [kind for kind in KINDS if any(kinds.get(kind) for kinds in phases.values())]
+    order = sorted(phases, key=lambda phase: _PHASE_ORDER.index(phase) if phase in _PHASE_ORDER else len(_PHASE_ORDER))
+    rows = [
+        (
+            "between steps" if phase == "idle" else phase,
+            *(f"{phases[phase][kind]:.2f}" if phases[phase].get(kind) else "" for kind in used),
+            f"{sum(phases[phase].values()):.2f}",
+        )
+        for phase in order
+    ]
+    return Grid("By phase, in ms", ("", *used, "all"), rows)
+
+
+def _ranks(report: Report) -> Grid:
+    last = slowest(report.ranks)
+    if last is None:
+        return Grid("", ())
+    used = [kind for kind in KINDS if any(rank.kinds.get(kind) for rank in report.ranks)]
+    shown = report.ranks if len(report.ranks) <= _RANKS else sorted(report.ranks, key=lambda rank: -rank.ms)[:_RANKS]
+    rows = [
+        (
+            f"rank {rank.rank}",
+            *(f"{rank.kinds.get(kind, 0.0):.2f}" for kind in used),
+            f"{rank.hidden_ms:.2f}",
+            f"{rank.ms:.2f}",
+        )
+        for rank in shown
+    ]
+    waits = [rank.kinds.get(COMMUNICATION, 0.0) for rank in report.ranks]
+    note = f"rank {last.rank} waits least, the others up to {max(waits) - min(waits):.2f} ms more"
+    return Grid("Ranks, in ms", ("", *used, "hidden", "a step"), rows, note)
+
+
+def _memory(report: Report) -> Grid:
+    memory = report.memory
+    rows = [
+        (part, size(held), f"{held / max(memory.counted, 1):.1%}")
+        for part, held in sorted(memory.parts.items(), key=lambda entry: -entry[1])
+    ]
+    if not rows:
+        return Grid("", ())
+    rows.append(("tensors at the peak", size(memory.counted), "100.0%"))
+    if report.device == "cpu":
+        note = f"the process holds {size(memory.measured)}, with Python and libraries"
+    else:
+        rest = memory.measured - memory.counted
+        more = f"{size(abs(rest))} {'more' if rest >= 0 else 'less'}"
+        why = "compiled code, kernels' own" if memory.uncompiled else "kernels' own"
+        note = f"the allocator had given out {size(memory.measured)}, {more} ({why})"
+    return Grid("Memory of a rank at the peak", ("", "", "share"), rows, note, last_is_sum=True)
+
+
+def _messages(report: Report) -> Grid:
+    log = report.messages
+    rows = [
+        (
+            f"{row.kind} {row.axis}".strip(),
+            str(row.ranks),
+            size(row.bytes),
+            str(row.count),
+            size(row.sent),
+            "" if row.ms is None else f"{row.ms:.3f}",
+            f"{row.gbps:.2f}" if row.gbps and row.gbps >= 0.005 else "",
+        )
+        for row in log.rows[:_MESSAGES]
+    ]
+    left = len(log.rows) - len(rows)
+    notes = [log.note, f"and {left} more kinds of message" if left > 0 else ""]
+    if rows:
+        rows.append(
+            (
+                "all",
+                "",
+                "",
+                str(sum(row.count for row in log.rows)),
+                size(sum(row.sent for row in log.rows)),
+                f"{sum(row.ms or 0.0 for row in log.rows):.3f}" if any(row.ms for row in log.rows) else "",
+                "",
+            )
+        )
+    heads = ("", "ranks", "bytes of one", "a step", "sent a step", "ms", "GB/s")
+    note = "; ".join(filter(None, [*notes, "times include waiting for the slowest rank"]))
+    return Grid("Messages of a step", heads, rows, note if rows else "", last_is_sum=True)
+
+
+def _modules(report: Report) -> Grid:
+    least = max((row.ms for row in report.modules), default=0.0) * 0.004
+    floor = max((row.flops.total for row in report.modules), default=0) * 0.004
+    rows: list[tuple[str, ...]] = []
+    above: list[str] = []
+    for row in report.modules:
+        if row.depth > _DEPTH or (row.ms < least and row.flops.total < floor):
+            continue
+        times = f" ×{len(row.names)}" if len(row.names) > 1 else ""
+        above = above[: row.depth]
+        name = row.name.removeprefix(f"{above[-1]}.") if above else row.name
+        above.append(row.name)
+        rows.append(
+            (
+                f"{'  ' * row.depth}{name}{times}",
+                f"{row.forward_ms:.3f}" if row.ms else "",
+                f"{row.backward_ms:.3f}" if row.ms else "",
+                f"{row.ms / report.time.ms:.1%}" if row.ms else "",
+                compact(row.flops.total) if row.flops.total else "",
+                compact(row.flops.again) if row.flops.again else "",
+                "" if row.flops_per_s is None else compact(row.flops_per_s),
+            )
+        )
+    heads = ("", "forward ms", "backward ms", "share", "FLOPs", "of these again", "FLOP/s")
+    notes = [f"all ranks: {compact(report.counted_flops)} FLOPs counted"] if report.counted_flops else []
+    if report.formula_flops and notes:
+        share = report.counted_flops / report.formula_flops
+        notes.append(f"{compact(report.formula_flops)} by the model's own formula ({share:.1%})")
+    return Grid("Modules, with what is inside of them", heads, rows, ", ".join(notes))
+
+
+def _operators(report: Report) -> Grid:
+    rows = [
+        (_short(use.name), use.kind, f"{use.ms:.3f}", f"{use.ms / report.time.ms:.1%}", _count(use.calls))
+        for use in report.time.operators[:_OPERATORS]
+    ]
+    what = "Operators" if report.device == "cpu" else "Kernels"
+    return Grid(f"{what} that take longest", ("", "kind", "ms", "share", "calls"), rows)
+
+
+def _short(name: str, width: int = 68) -> str:
+    return name if len(name) <= width else f"{name[: width - 1]}…"
+
+
+def _count(calls: float) -> str:
+    return f"{calls:,.0f}" if calls else ""
+
+
+def write_page(report: Report, lanes: TraceLanes, folder: Path) -> None:
+    """Write `profile.html`, and the picture by itself as `step.svg`."""
+    picture = draw_step(lanes)
+    (folder / "step.svg").write_text(f"{picture}\n", encoding="utf-8")
+    body = [
+        _header(report),
+        _facts(report),
+        page.card(
+            "One step",
+            f'<div class="wide">{picture}</div><ul class="legend">{legend(lanes)}</ul>',
+            "the recorded one of middle length, rank 0",
+        ),
+        *(page.card(grid.title, _table(grid), grid.note) for grid in grids(report)),
+        page.card("Traces", _traces(report), "for chrome://tracing or ui.perfetto.dev"),
+        page.footer(time.time()),
+    ]
+    (folder / "profile.html").write_text(page.document(f"Profile of {report.title}", body), encoding="utf-8")
+
+
+def _header(report: Report) -> str:
+    axes = ", ".join(f"{axis} {size}" for axis, size in report.layout.items())
+    where = f"{len(report.ranks)} × {report.device_name}{f' ({axes})' if axes else ''}"
+    last = report.first_step + report.time.steps - 1
+    facts = "".join(f"<span>{page.text(fact)}</span>" for fact in (where, f"steps {report.first_step} to {last}"))
+    return (
+        f'<header><p class="eyebrow">Profile</p><h1>{page.text(report.title)}</h1><p class="sub">{facts}</p></header>'
+    )
+
+
+def _facts(report: Report) -> str:
+    shown = "".join(
+        f'<div><dt>{page.text(what)}</dt><dd>{page.text(value)}</dd><dd class="note">{page.text(note)}</dd></div>'
+        for what, value, note in headline(report)
+    )
+    return f'<dl class="facts">{shown}</dl>'
+
+
+def _table(grid: Grid) -> str:
+    head = "".join(f"<th{_side(index)}>{page.text(word)}</th>" for index, word in enumerate(grid.heads))
+    rows = []
+    for number, row in enumerate(grid.rows):
+        mark = ' class="differs"' if grid.last_is_sum and number == len(grid.rows) - 1 else ""
+        inset = (len(row[0]) - len(row[0].lstrip())) * 0.6
+        first = f'<td style="padding-left: {inset:g}em">{page.text(row[0].strip())}</td>'
+        cells = "".join(f'<td class="n">{page.text(cell)}</td>' for cell in row[1:])
+        rows.append(f"<tr{mark}>{first}{cells}</tr>")
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _side(index: int) -> str:
+    return ' class="n"' if index else ""
+
+
+def _traces(report: Report) -> str:
+    links = ", ".join(f'<a href="{page.text(name)}"><code>{page.text(name)}</code></a>' for name in report.traces)
+    return f"<p>{links}</p>" if links else ""

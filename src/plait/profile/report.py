@@ -1,0 +1,324 @@
+"""All that a profile found, ready to be shown or written."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from plait.profile.account import TimeAccount, Trace, TraceSpan
+from plait.profile.count import OUTSIDE, Flops, SentMessage
+from plait.profile.marks import is_between_two, is_collective, is_running_collective
+
+# The log of messages: those of one counted step, with the times that a trace has for them.
+
+
+_BETWEEN_TWO = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
+
+
+@dataclass(slots=True)
+class MessageRow:
+    """All messages of a step that are alike."""
+
+    kind: str
+    axis: str
+    """The axes of the layout that they go along."""
+    ranks: int
+    """So many take part in one."""
+    bytes: int
+    """Of one."""
+    count: int
+    sent: float
+    """Bytes that leave this rank in a step."""
+    ms: float | None = None
+    """In a step, until the slowest rank was through; None where the trace does not tell one message from others."""
+
+    @property
+    def gbps(self) -> float | None:
+        """What leaves this rank in a second, in GB: the bus bandwidth."""
+        return self.sent / self.ms / 1e6 if self.ms else None
+
+
+@dataclass(slots=True)
+class Log:
+    """The messages of one rank."""
+
+    rows: list[MessageRow]
+    note: str = ""
+
+
+def message_log(trace: Trace, messages: Sequence[SentMessage]) -> Log:
+    """Bring the counted messages and the timed ones together; they come in the same order in every step."""
+    times: list[float | None] | None = None
+    steps = [_step_times(trace, window, {message.op for message in messages}) for window in trace.steps]
+    names = [message.op for message in messages]
+    fitting = [found for found in steps if [name for name, _ in found] == names]
+    if fitting:
+        columns = zip(*([ms for _, ms in found] for found in fitting), strict=True)
+        times = [None if None in column else sum(ms or 0.0 for ms in column) / len(column) for column in columns]
+    rows: dict[tuple[str, str, int, int], MessageRow] = {}
+    for index, message in enumerate(messages):
+        key = (message.kind, message.axis, message.ranks, message.bytes)
+        row = rows.setdefault(key, MessageRow(message.kind, message.axis, message.ranks, message.bytes, 0, 0.0))
+        row.count += 1
+        row.sent += message.sent
+        ms = None if times is None else times[index]
+        if ms is not None:
+            row.ms = (row.ms or 0.0) + ms
+    note = ""
+    if messages and times is None:
+        found = sum(len(each) for each in steps) / max(len(steps), 1)
+        note = f"times are missing: the counted step sent {len(messages)} messages, the recorded ones {found:g}"
+    return Log(sorted(rows.values(), key=lambda row: (-(row.ms or 0.0), -row.sent)), note)
+
+
+def _step_times(trace: Trace, window: tuple[float, float], wanted: set[str]) -> list[tuple[str, float | None]]:
+    """The messages that a step began, in order, and how many milliseconds each was under way, where that is known."""
+    found = [(thread, span) for thread, spans in trace.threads.items() for span in _outermost(spans)]
+    asides = trace.asides()
+    issued = [
+        (thread, span)
+        for thread, span in sorted(found, key=lambda each: each[1].start)
+        if window[0] <= span.start < window[1] and not any(aside.start <= span.start < aside.end for aside in asides)
+    ]
+    run = _on_device(trace, issued) if trace.on_device else _on_host(trace, issued)
+    return [(span.name, ms) for (_, span), ms in zip(issued, run, strict=True) if span.name in wanted]
+
+
+def _outermost(spans: Sequence[TraceSpan]) -> Iterator[TraceSpan]:
+    """The operators that send something and are not part of one that does."""
+    until = float("-inf")
+    for span in spans:
+        if is_collective(span.name) and span.start >= until:
+            until = span.end
+            yield span
+
+
+def _on_device(trace: Trace, issued: Sequence[tuple[int, TraceSpan]]) -> Sequence[float | None]:
+    """By the operator during which a kernel was launched."""
+    times = [0.0] * len(issued)
+    by_thread: dict[int, list[int]] = {}
+    for index, (thread, _) in enumerate(issued):
+        by_thread.setdefault(thread, []).append(index)
+    starts = {thread: [issued[index][1].start for index in found] for thread, found in by_thread.items()}
+    for spans in trace.streams.values():
+        for span in spans:
+            if not span.name.startswith("nccl"):
+                continue
+            thread, moment = trace.launches.get(span.args.get("correlation", -1), (-1, 0.0))
+            place = bisect_right(starts.get(thread, []), moment) - 1
+            if place >= 0 and moment < issued[by_thread[thread][place]][1].end:
+                times[by_thread[thread][place]] += (span.end - span.start) * 1e-3
+    return times
+
+
+def _on_host(trace: Trace, issued: Sequence[tuple[int, TraceSpan]]) -> Sequence[float | None]:
+    """A backend's threads begin messages in the order in which they were handed over.
+
+    One between two ranks shows as long as nobody has waited for it, which says nothing.
+    """
+    spans = (span for spans in trace.threads.values() for span in spans if is_running_collective(span.name))
+    waiting = sorted((span for span in spans if not is_between_two(span.name)), key=lambda span: span.start)
+    times: list[float | None] = []
+    at = 0
+    for _, span in issued:
+        if span.name in _BETWEEN_TWO:
+            times.append(None)
+            continue
+        while at < len(waiting) and waiting[at].start < span.start:
+            at += 1
+        times.append((waiting[at].end - waiting[at].start) * 1e-3 if at < len(waiting) else 0.0)
+        at += 1
+    return times
+
+
+# Modules as a tree: time and arithmetic of each with its parts, repeated blocks folded into one row.
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@dataclass(slots=True)
+class ModuleRow:
+    """One module, or all that differ in a number only, with everything inside of them. Of one step, on one rank."""
+
+    name: str
+    depth: int = 0
+    """So many rows stand above it."""
+    names: set[str] = field(default_factory=set)
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    flops: Flops = field(default_factory=Flops)
+
+    @property
+    def ms(self) -> float:
+        """Both directions."""
+        return self.forward_ms + self.backward_ms
+
+    @property
+    def flops_per_s(self) -> float | None:
+        """Where something was computed and timed."""
+        return self.flops.total / self.ms * 1e3 if self.ms and self.flops.total else None
+
+
+def folded(name: str) -> str:
+    """`blocks.3.ffn` as `blocks.*.ffn`."""
+    return _NUMBER.sub("*", name)
+
+
+def module_rows(root: str, times: Mapping[str, Mapping[str, float]], flops: Mapping[str, Flops]) -> list[ModuleRow]:
+    """The tree from its root, the longest first among those that share a parent."""
+    rows: dict[str, ModuleRow] = {}
+    for name in dict.fromkeys([*times, *flops]):
+        spent, done = times.get(name, {}), flops.get(name, Flops())
+        for each in _with_parents(name, root):
+            row = rows.setdefault(folded(each), ModuleRow(folded(each)))
+            row.names.add(each)
+            row.forward_ms += spent.get("forward", 0.0)
+            row.backward_ms += spent.get("backward", 0.0)
+            row.flops.forward += done.forward
+            row.flops.again += done.again
+            row.flops.backward += done.backward
+    for parent in [each for each in rows if f"{each}.*" in rows]:
+        del rows[parent]  # a list of blocks is not called, and would say the same as the blocks
+    for name, row in rows.items():
+        row.depth = len(_parents(name, rows, root))
+    return sorted(rows.values(), key=lambda row: _place(row, rows, root))
+
+
+def _parents(name: str, rows: Mapping[str, ModuleRow], root: str) -> list[str]:
+    """The rows above a row, from the root."""
+    if name in (root, OUTSIDE):
+        return []
+    words = name.split(".")
+    above = (".".join(words[:end]) for end in range(1, len(words)))
+    return [*([root] if root in rows else []), *(each for each in above if each in rows)]
+
+
+def _with_parents(name: str, root: str) -> list[str]:
+    if name == OUTSIDE:
+        return [OUTSIDE]
+    if name == root:
+        return [root]
+    words = name.split(".")
+    return [root, *(".".join(words[: end + 1]) for end in range(len(words)))]
+
+
+def _place(row: ModuleRow, rows: Mapping[str, ModuleRow], root: str) -> tuple[tuple[float, float, str], ...]:
+    """Where a row stands: below its parents, and behind longer ones."""
+    found = [(float(row.name == OUTSIDE), 0.0, "")]
+    for name in [*_parents(row.name, rows, root), row.name]:
+        if name != root:
+            found.append((-rows[name].ms, -float(rows[name].flops.total), name))
+    return tuple(found)
+
+
+@dataclass(slots=True)
+class Memory:
+    """Bytes of one rank at the highest moment of a step."""
+
+    parts: dict[str, int]
+    """By whose they are, in the step that was counted."""
+    counted: int
+    """Their sum."""
+    measured: int
+    """What the allocator of the device had given out at most; on a host, what the process holds."""
+    uncompiled: bool
+    """Whether the counted step ran without compilation, and the run with it."""
+
+
+@dataclass(slots=True)
+class RankTime:
+    """One rank beside the others."""
+
+    rank: int
+    ms: float
+    kinds: dict[str, float]
+    hidden_ms: float
+    sent: float
+    flops: float
+
+
+@dataclass(slots=True)
+class Report:
+    """A profile, as rank 0 tells it: its own step in detail, and the time of every rank."""
+
+    title: str
+    device: str
+    """The type of the device."""
+    device_name: str
+    layout: dict[str, int]
+    """Sizes of the axes with more than one rank."""
+    ranks: list[RankTime]
+    first_step: int
+    time: TimeAccount
+    clock_ms: float
+    """A recorded step by the clock of the host."""
+    plain_ms: float | None
+    """A step before the profiler was on; None where too few came before."""
+    modules: list[ModuleRow]
+    messages: Log
+    memory: Memory
+    tokens: int = 0
+    """Of one step, over all ranks."""
+    formula_flops: float | None = None
+    """Of one step, over all ranks, as the model says; None where it does not."""
+    peak_flops: float | None = None
+    """Of one device, in a second, where it is known."""
+    traces: list[str] = field(default_factory=list)
+
+    @property
+    def step_ms(self) -> float:
+        """A step as it is without a profiler, where that was measured."""
+        return self.plain_ms or self.time.ms
+
+    @property
+    def counted_flops(self) -> float:
+        """Of one step, over all ranks: all that was computed, what was recomputed too."""
+        return sum(rank.flops for rank in self.ranks)
+
+    @property
+    def covered(self) -> float:
+        """How much of the clock's time the kinds account for; 1.0 where they agree."""
+        return sum(use.ms for use in self.time.kinds.values()) / self.clock_ms
+
+    @property
+    def mfu(self) -> float | None:
+        """The model's arithmetic as a part of what the devices could do in a step."""
+        return self._utilization(self.formula_flops)
+
+    @property
+    def hfu(self) -> float | None:
+        """The same for all that was computed."""
+        return self._utilization(self.counted_flops)
+
+    def _utilization(self, flops: float | None) -> float | None:
+        if not flops or self.peak_flops is None:
+            return None
+        return flops / (self.step_ms * 1e-3 * self.peak_flops * len(self.ranks))
+
+    def summary(self) -> str:
+        """One line."""
+        longest = sorted(self.time.kinds.items(), key=lambda entry: -entry[1].ms)[:3]
+        shares = ", ".join(f"{kind} {use.ms / self.time.ms:.0%}" for kind, use in longest)
+        return f"{self.time.ms:.4g} ms a step ({self.step_ms:.4g} without the profiler): {shares}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as plain values, with what follows from it."""
+        found = asdict(self)
+        for row, told in zip(self.modules, found["modules"], strict=True):
+            told["count"] = len(told.pop("names"))
+            told["flops_per_s"] = row.flops_per_s
+        for log, told in zip(self.messages.rows, found["messages"]["rows"], strict=True):
+            told["gbps"] = log.gbps
+        found |= {"mfu": self.mfu, "hfu": self.hfu, "counted_flops": self.counted_flops, "covered": self.covered}
+        return found
+
+
+def slowest(ranks: Sequence[RankTime]) -> RankTime | None:
+    """The rank that the others wait for: it waits least itself. None where there is only one."""
+    if len(ranks) < 2:
+        return None
+    return min(ranks, key=lambda rank: rank.kinds.get("communication", 0.0))

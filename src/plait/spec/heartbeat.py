@@ -1,0 +1,149 @@
+"""A rank's heartbeat: what it does right now, in a small file that outlives it.
+
+The rank writes with plain stores into mapped memory, so a change of phase costs no system call; the launcher maps
+nothing and only reads, whether the rank still runs, hangs or is gone. Each part below is written by one thread in
+one store of a few bytes, and a reader that comes in between sees at worst an old part beside a new one.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from struct import Struct
+from typing import Any
+
+from plait.spec.event import Phase
+
+FOLDER_VARIABLE = "PLAIT_FAILURES"
+"""The environment variable in which the launcher names the folder for heartbeats, stacks and last messages."""
+SIZE = 4096
+_MAGIC = b"PLAIT\x01"
+_PHASES = tuple(Phase)
+_ABOUT = Struct("<6sxxqd")
+_NOW = Struct("<dqB")
+_COLLECTIVE = Struct("<dqq?63s")
+_MEMORY = Struct("<qq")
+_TEXT = Struct("<H1000s")
+_ABOUT_AT, _NOW_AT, _COLLECTIVE_AT, _MEMORY_AT, _FOLDER_AT, _SIZES_AT = 0, 64, 128, 256, 512, 2048
+_MOST_SIZES = (SIZE - _SIZES_AT) * 8
+
+put_now = _NOW.pack_into
+"""`put_now(buffer, NOW_AT, time, step, NUMBER[phase])`, for the writer that must lose no time."""
+NOW_AT = _NOW_AT
+NUMBER = {phase: number for number, phase in enumerate(_PHASES)}
+
+
+STACK_SIGNAL = signal.SIGURG
+"""On this signal a rank writes down its stacks. One that does nothing to a rank that is not prepared for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a rank last said of itself. Times are seconds since the epoch, by its own clock."""
+
+    pid: int
+    timeout_s: float
+    """How long its collectives may wait."""
+    phase: Phase
+    step: int
+    """Optimizer steps that are done."""
+    since: float
+    """When the phase began."""
+    collective: str = ""
+    """The last one that it began; empty where none is known."""
+    called: float = 0.0
+    pending: bool = False
+    """Whether that one is not over yet."""
+    count: int = 0
+    """How many collectives it has begun."""
+    tick: int = 0
+    """Which look at the collectives this was; looks of all ranks with one number are of the same moment."""
+    gpu: int = 0
+    """Bytes in use on its GPU."""
+    gpu_peak: int = 0
+    folder: str = ""
+    """Where a report on this run belongs."""
+    sizes: tuple[int, ...] = ()
+    """Numbers of ranks with which this run can go on, its batch kept; none: nothing is known."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Beat:
+        """What `to_json` wrote."""
+        return cls(**{**found, "phase": Phase(found["phase"]), "sizes": tuple(found["sizes"])})
+
+
+def put_about(buffer: Any, pid: int, timeout_s: float) -> None:
+    """Written last of what a new heartbeat has, as this makes it readable."""
+    _ABOUT.pack_into(buffer, _ABOUT_AT, _MAGIC, pid, timeout_s)
+
+
+def put_collective(buffer: Any, name: str, *, called: float, count: int, tick: int, pending: bool) -> None:
+    """The last collective that was begun."""
+    _COLLECTIVE.pack_into(buffer, _COLLECTIVE_AT, called, count, tick, pending, name.encode()[:63])
+
+
+def put_memory(buffer: Any, gpu: int, peak: int) -> None:
+    """The memory of the GPU that is in use."""
+    _MEMORY.pack_into(buffer, _MEMORY_AT, gpu, peak)
+
+
+def put_folder(buffer: Any, folder: str) -> None:
+    """Where a report on this run belongs. A path that is too long is as good as none."""
+    text = folder.encode()
+    if len(text) <= 1000:
+        _TEXT.pack_into(buffer, _FOLDER_AT, len(text), text)
+
+
+def put_sizes(buffer: Any, sizes: Iterable[int]) -> None:
+    """With how many ranks the run can go on: a bit for each."""
+    bits = bytearray(_MOST_SIZES // 8)
+    for size in sizes:
+        if size < _MOST_SIZES:
+            bits[size // 8] |= 1 << size % 8
+    buffer[_SIZES_AT : _SIZES_AT + len(bits)] = bytes(bits)
+
+
+def phase_in(buffer: Any) -> Phase:
+    """The phase that was put last."""
+    number: int = _NOW.unpack_from(buffer, _NOW_AT)[-1]
+    return _PHASES[number]
+
+
+def read_beat(path: Path) -> Beat | None:
+    """The heartbeat in a file; None where there is none yet."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    if len(data) < SIZE or not data.startswith(_MAGIC):
+        return None
+    _, pid, timeout_s = _ABOUT.unpack_from(data, _ABOUT_AT)
+    since, step, number = _NOW.unpack_from(data, _NOW_AT)
+    if number >= len(_PHASES):
+        return None  # another version's, or torn
+    called, count, tick, pending, name = _COLLECTIVE.unpack_from(data, _COLLECTIVE_AT)
+    gpu, peak = _MEMORY.unpack_from(data, _MEMORY_AT)
+    length, text = _TEXT.unpack_from(data, _FOLDER_AT)
+    bits = data[_SIZES_AT:].rstrip(b"\0")
+    return Beat(
+        pid,
+        timeout_s,
+        _PHASES[number],
+        step,
+        since,
+        collective=name.rstrip(b"\0").decode(errors="replace"),
+        called=called,
+        pending=pending,
+        count=count,
+        tick=tick,
+        gpu=gpu,
+        gpu_peak=peak,
+        folder=text[:length].decode(errors="replace"),
+        sizes=tuple(8 * at + bit for at, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1),
+    )

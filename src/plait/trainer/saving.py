@@ -1,0 +1,533 @@
+"""What a checkpoint of a run holds, and when one is written."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from torch import Tensor
+
+from plait.atomic_write import write_atomically
+from plait.checkpoint import (
+    Checkpoint,
+    CheckpointFolder,
+    CheckpointWriter,
+    Saved,
+    attempt,
+    build_storage,
+    entries,
+    find_scattered,
+    nothing_to_fetch,
+    open_checkpoint,
+    together,
+)
+from plait.config import RunConfig, listed, show, to_dict, to_yaml
+from plait.distributed import on_main
+from plait.engine import FrozenPart, resume_engine, stored_value, taken_from, tensors_of
+from plait.errors import CheckpointError, ConfigError, Problem
+from plait.spec import Entry, EventKind, Phase
+from plait.trainer.hooks import Best, Hook
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from plait.checkpoint import Fetch
+    from plait.trainer.runner import Runner
+
+# How a run goes on from a checkpoint.
+
+
+_NOT_ORDER = frozenset({"workers", "pin_memory", "drop_last", "cache", "tokenizer", "document_mask", "augment"})
+"""Keys of `data` that decide neither which samples there are nor in which order they come."""
+
+
+def resume(runner: Runner, saver: RunSaver) -> Path | None:
+    """Continue from the checkpoint that `checkpoint.resume` names; returns it, or None if there is none."""
+    found = _find(runner, saver)
+    return None if found is None else _take_up(runner, saver, *found)
+
+
+def go_back(runner: Runner, saver: RunSaver, path: Path) -> None:
+    """Take up a checkpoint of this very run, in the middle of it."""
+    found = _find_one(runner, saver, str(path))
+    assert found is not None  # a path that is named is there, or an error says that it is not
+    _take_up(runner, saver, *found)
+
+
+def _take_up(runner: Runner, saver: RunSaver, checkpoint: Checkpoint, fetch: Fetch) -> Path:
+    state = checkpoint.manifest.state
+    hooks, saved_hooks = runner.hooks.named(), state.get("hooks") or {}
+    more: dict[str, Tensor] = {}
+    for name in hooks.keys() & saved_hooks.keys():
+        hooks[name].make_room(runner, entries(checkpoint.index, f"hook.{name}."))
+        more.update(saver.hook_tensors(name, hooks[name]))
+        with taken_from(checkpoint, f"hooks.{name}"):
+            hooks[name].restore(saved_hooks[name])
+    left = sorted(saved_hooks.keys() - hooks.keys())
+    patterns = runner.config.checkpoint.partial
+    resume_engine(
+        runner.engine,
+        checkpoint,
+        more=more,
+        ignore=tuple(f"hook.{name}." for name in left),
+        partial=patterns,
+        fetch=fetch,
+        channel=saver.writer.channel if "frozen" in state else None,
+        warn=runner.warn,
+    )
+    _report_hooks_left_out(runner, checkpoint, left)
+    _refuse_another_tokenizer(runner, checkpoint, patterns)
+    with taken_from(checkpoint, "step_in_epoch and batch_total"):
+        _set_position(runner, state)
+    _tell_another_order(runner, checkpoint)
+    if saver.best is not None:
+        saver.best.value = state.get("best")
+    return checkpoint.folder
+
+
+def _find(runner: Runner, saver: RunSaver) -> tuple[Checkpoint, Fetch] | None:
+    found = (_find_one(runner, saver, wanted) for wanted in saver.wanted)
+    return next((each for each in found if each is not None), None)
+
+
+def _find_one(runner: Runner, saver: RunSaver, wanted: str) -> tuple[Checkpoint, Fetch] | None:
+    if not runner.config.checkpoint.node_local:
+
+        def find() -> Path | None:
+            saver.folder.sweep()
+            return saver.folder.find(wanted if saver.storage is None else saver.storage.fetch(wanted))
+
+        path = on_main(runner.world, find)
+        if path is None:
+            return None
+        on_main(runner.world, lambda: open_checkpoint(path))  # what is wrong with it is said once
+        return open_checkpoint(path), nothing_to_fetch
+    channel, disks = saver.writer.channel, saver.writer.disks
+    together(channel, attempt(saver.folder.sweep) if disks.is_lead else None, "the checkpoint folder cannot be used")
+    if (storage := saver.storage) is not None:
+        name = [wanted]
+
+        def fetch() -> None:
+            name.append(storage.fetch(wanted))
+
+        together(channel, attempt(fetch) if disks.is_lead else None, "the checkpoint storage cannot be used")
+        wanted = name[-1]
+    scattered = find_scattered(saver.folder, wanted, channel, disks)
+    return None if scattered is None else (scattered.checkpoint, scattered.fetch)
+
+
+def _report_hooks_left_out(runner: Runner, checkpoint: Checkpoint, hooks: list[str]) -> None:
+    for hook in hooks:
+        has_tensors = any(key.startswith(f"hook.{hook}.") for key in checkpoint.index.tensors)
+        if checkpoint.manifest.state["hooks"][hook] or has_tensors:
+            name = checkpoint.folder.name
+            runner.warn(f"{name} holds the state of the hook {hook!r}, which this run does not have: it is left out")
+
+
+def _set_position(runner: Runner, state: Mapping[str, Any]) -> None:
+    if "epoch" in state:
+        runner.set_position(state["epoch"], state["step_in_epoch"], samples=state["batch_total"])
+    elif "engine" in state:
+        # Written by a loop of the user's own or another framework, which does not say where in the data it was.
+        whole = runner.steps_per_epoch
+        epoch, step = divmod(runner.step, whole) if whole else (0, runner.step)
+        runner.set_position(epoch, step, samples=runner.batch.total)
+        text = (
+            f"the checkpoint does not say where in the data it was: going on as after {runner.step} steps of this run"
+        )
+        runner.emit(EventKind.MESSAGE, level="warning", text=text)
+
+
+def _tell_another_order(runner: Runner, checkpoint: Checkpoint) -> None:
+    """Within an epoch a place in the data means something only where the samples and their order are the same."""
+    if "epoch" not in checkpoint.manifest.state or runner.step_in_epoch in (0, runner.steps_per_epoch):
+        return  # without a place of its own, the checkpoint is warned of already
+    before, now = checkpoint.manifest.state.get("config") or {}, to_dict(runner.config)
+    sections: list[Mapping[str, Any]] = [each.get("data") or {} for each in (before, now)]
+    keys = ["seed", *(f"data.{key}" for key in dict.fromkeys((*sections[0], *sections[1])) if key not in _NOT_ORDER)]
+    values = {key: (stored_value(before, key), stored_value(now, key)) for key in keys}
+    changed = [f"{key}: {show(was)}" for key, (was, is_now) in values.items() if was != is_now]
+    samples = stored_value(checkpoint.manifest.state, "data.samples")
+    if samples is not None and samples != data_facts(runner)["samples"]:
+        changed.append(f"{samples} samples, and not {data_facts(runner)['samples']}")
+    if changed:
+        runner.warn(
+            f"{checkpoint.folder.name} stands within an epoch of a run with {listed(changed)}, which may mean "
+            "another order of samples: in the rest of this epoch some may come a second time, and others not at all"
+        )
+
+
+def data_facts(runner: Runner) -> dict[str, Any]:
+    """What a checkpoint knows of the training data beside their description: the files themselves may change."""
+    dataset = getattr(runner.loader, "dataset", None)
+    known = runner.steps_per_epoch is not None and hasattr(dataset, "__len__")
+    return {
+        "samples": len(dataset) if known and dataset is not None else None,
+        "tokenizer": getattr(dataset, "tokenizer_digest", "") or None,
+    }
+
+
+def _refuse_another_tokenizer(runner: Runner, checkpoint: Checkpoint, patterns: tuple[str, ...]) -> None:
+    """A tokenizer that is trained on the text is another one where the text has changed: every token means another."""
+    before, now = stored_value(checkpoint.manifest.state, "data.tokenizer"), data_facts(runner)["tokenizer"]
+    if before is None or now is None or before == now:
+        return
+    message = (
+        f"{checkpoint.folder} was trained on tokens of another tokenizer ({before[:12]}) than the one of `data` "
+        f"({now[:12]}), so its embeddings mean other words"
+    )
+    if not patterns:
+        raise CheckpointError(
+            f"{message}. The text or data.vocab_size has changed: write `data.tokenizer` with the tokenizer.json of "
+            "that run; to go on all the same, name what is new in `checkpoint.partial`"
+        )
+    runner.warn(message)
+
+
+# The folder of a run, which one run at a time writes into.
+
+
+_MARK = ".running"
+"""Who writes here now: host and process. Gone when the run has ended; without a lock, a kill has left it."""
+_PATIENCE_S = 5.0
+"""How long to wait for the lock: a process that was killed a moment ago has not let go of everything yet."""
+
+
+class WorkDir:
+    """`work_dir`, as rank 0 makes and holds it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self._mark: TextIO | None = None
+
+    def make(self) -> None:
+        """Have it there, and be able to write to it. Raises `ConfigError` where that cannot be."""
+        with self._writing():
+            try_to_write(self.path)
+
+    def take(self, config: RunConfig) -> None:
+        """Hold it until `let_go`, and write `config.yaml`. Another run that writes here is a `ConfigError`.
+
+        A lock belongs to the process and not to those that it forks, so it ends with rank 0, however that ends. Where
+        the lock is another host's, it may be what a lost host has left, and is not waited for.
+        """
+        self.make()
+        with self._writing():
+            mark = (self.path / _MARK).open("a+", encoding="utf-8")
+            try:
+                _lock(mark)
+            except (BlockingIOError, PermissionError):
+                self._refuse(mark)
+            except OSError:
+                mark.close()  # a file system without locks
+            else:
+                mark.truncate(0)
+                mark.write(f"{socket.gethostname()} {os.getpid()}")
+                mark.flush()
+                self._mark = mark
+            write_atomically(self.path / "config.yaml", to_yaml(config))
+
+    def let_go(self) -> None:
+        """Let others write here."""
+        if self._mark is not None:
+            (self.path / _MARK).unlink(missing_ok=True)
+            self._mark.close()
+            self._mark = None
+
+    def _refuse(self, mark: TextIO) -> None:
+        with mark:
+            mark.seek(0)
+            host, _, process = mark.read().partition(" ")
+        if host == socket.gethostname():
+            message = f"another run writes to {str(self.path)!r} now, process {process} of this machine"
+            raise ConfigError(Problem("work_dir", message, "Wait for its end, stop it, or choose another `work_dir`."))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            message = f"{str(self.path)!r} cannot be written to: {error.strerror}"
+            raise ConfigError(Problem("work_dir", message, "Choose another one.")) from error
+
+
+def try_to_write(folder: Path) -> None:
+    """Make a folder, and find out by writing whether files can be written there. Raises `OSError` where not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"x")
+        file.flush()
+
+
+def _lock(mark: TextIO) -> None:
+    """Take the lock of a file, within `_PATIENCE_S`."""
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.lockf(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+        else:
+            return
+
+
+class RunSaver:
+    """Writes and reads the checkpoints of one run."""
+
+    def __init__(self, runner: Runner) -> None:
+        config = runner.config.checkpoint
+        self._runner = runner
+        self._config = config
+        self.folder = CheckpointFolder(Path(runner.config.work_dir) / "checkpoints")
+        self.storage = build_storage(config.storage, self.folder)
+        self.best = None
+        if config.best is not None:
+            self.best = Best(config.best.metric, config.best.mode, path="checkpoint.best.metric")
+        self._writer: CheckpointWriter | None = None
+        self._frozen: FrozenPart | None = None
+        self._saved_step: int | None = None
+        self._failures = 0
+        """How many saves in a row have failed."""
+
+    @property
+    def writer(self) -> CheckpointWriter:
+        """Made when first needed; every rank must ask for it first at the same moment."""
+        if self._writer is None:
+            self._writer = CheckpointWriter(
+                self.folder.root,
+                self._runner.world,
+                background=self._config.async_save,
+                node_local=self._config.node_local,
+                reopen=self._config.trainable_only,
+                storage=self.storage,
+            )
+        return self._writer
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """What to go on from, the first that is there. Ranks that the launcher starts anew go on where they were."""
+        again = ["auto"] if self._runner.world.ranks.attempt else []
+        return (*again, *([self._config.resume] if self._config.resume is not None else []))
+
+    def refuse_to_overwrite(self) -> None:
+        """A run that starts over must not mix its checkpoints with those of an earlier one."""
+        if not self._config.node_local:
+            held = on_main(self._runner.world, self._newest_of_earlier_run)
+            where = ""
+        else:
+            held, where = self._newest_of_any_node()
+        if held is not None and not self.wanted:
+            raise CheckpointError(
+                f"work_dir {self._runner.config.work_dir!r} already holds a run, saved at {held}{where}; "
+                "set checkpoint.resume=auto to go on with it, or choose another work_dir"
+            )
+
+    def _newest_of_earlier_run(self) -> str | None:
+        self.folder.sweep()
+        newest = self.folder.newest()
+        if newest is None and self.storage is not None:
+            return self.storage.newest()
+        return None if newest is None else newest.name
+
+    def _newest_of_any_node(self) -> tuple[str | None, str]:
+        """What the folders hold that are not shared, and where; every rank must ask."""
+        channel, found = self.writer.channel, [""]
+
+        def look() -> None:
+            found.append(self._newest_of_earlier_run() or "")
+
+        failure = attempt(look) if self.writer.disks.is_lead else None
+        together(channel, failure, "the folder of checkpoints cannot be looked into")
+        held = [(name, rank) for rank, name in enumerate(channel.all_gather(found[-1])) if name]
+        return (held[0][0], f" on the node of rank {held[0][1]}") if held else (None, "")
+
+    def check_folder(self) -> None:
+        """Find out before the first step whether this run's checkpoints can be written; every rank must ask.
+
+        A run that goes to its end without one has been in vain.
+        """
+        config = self._config
+        if config.every is None and config.best is None and not config.last:
+            return
+        root = self.folder.root
+        failure = attempt(lambda: try_to_write(root)) if self.writer.disks.is_lead else None
+        remedy = "make it writable, move what is in the way, or choose another work_dir"
+        together(self.writer.channel, failure, f"checkpoints cannot be written to {root}: {remedy}")
+
+    # ---- writing
+
+    def save(self, *, best: bool = False, last: bool = False) -> None:
+        """Write a checkpoint of this moment, unless there is one; every rank must call it.
+
+        With `checkpoint.async_save` it is only begun. One that fails is told, and training goes on, until
+        `checkpoint.max_failures` in a row have; the `last` one is waited for, and its failure is an error.
+        """
+        runner, step = self._runner, self._runner.step
+        target = self.folder.path_of(step)
+        if last or self._saved_step != step or best:
+            self.wait()
+        if self._saved_step == step:
+            if best:
+                link = partial(self.folder.link, "best", target)
+                failure = attempt(link) if self.writer.disks.is_lead else None
+                together(self.writer.channel, failure, f"{target} cannot be linked as the best one")
+            return
+        runner.engine.settle()  # a run that is to end because of the step under way ends here
+        for hook in runner.hooks.before_save:
+            hook(runner)
+        runner.engine.agree_on_buffers()
+        tidy = partial(self._tidy, target, best=best)
+        self._saved_step = step
+        runner.enter(Phase.SAVE)
+        with runner.engine.weights_to_use():
+            self._take(
+                lambda: self.writer.save(target, self._tensors(), self._state(), step=step, tidy=tidy), must=last
+            )
+        if last:
+            self.wait(must=True)
+        runner.enter(Phase.IDLE)
+        if self._saved_step == step:
+            for hook in runner.hooks.after_save:
+                hook(runner)
+
+    def poll(self) -> None:
+        """Take note of a checkpoint in the background that is complete by now; costs nothing while there is none."""
+        if self._writer is not None and self._writer.busy:
+            self._take(self._writer.poll)
+
+    def wait(self, *, must: bool = False) -> None:
+        """Wait for a checkpoint in the background, if there is one; `must`: a failure is an error."""
+        if self._writer is not None and self._writer.busy:
+            self._take(self._writer.wait, must=must)
+
+    def _take(self, outcome: Callable[[], Saved | None], *, must: bool = False, over: bool = False) -> None:
+        """What became of a save; `must`: a failure is an error; `over`: the run is over, so it can only be told."""
+        runner = self._runner
+        try:
+            saved = outcome()
+        except CheckpointError as error:
+            self._saved_step = None
+            self._failures += 1
+            if must and not over:
+                raise
+            if self._failures > self._config.max_failures and not over:
+                raise CheckpointError(
+                    f"{error}\nThis is failure {self._failures} in a row, and checkpoint.max_failures is "
+                    f"{self._config.max_failures}: the run ends here, before more work is lost. Remove the cause and "
+                    "continue with checkpoint.resume=auto, or raise checkpoint.max_failures."
+                ) from error
+            left = self._config.max_failures - self._failures
+            after = "training goes on" + (", and ends if the next save fails too" if left == 0 else "")
+            runner.emit(EventKind.MESSAGE, level="error", text=f"{error}\n{'the run is over' if over else after}")
+            return
+        if saved is not None:
+            self._failures = 0
+            sizes = {"seconds": saved.seconds, "blocked": saved.blocked, "bytes": saved.bytes}
+            runner.emit(EventKind.SAVE, path=str(saved.path), **sizes)
+
+    def _tidy(self, target: Path, *, best: bool) -> None:
+        self.folder.link("latest", target)
+        if best:
+            self.folder.link("best", target)
+        self.folder.prune(self._config.keep, self._config.keep_every)
+        if self.storage is not None and self._runner.world.rank == 0:
+            link = self.folder.root / "best"
+            self.storage.prune(
+                self._config.keep, self._config.keep_every, link.resolve().name if link.exists() else None
+            )
+
+    def validated(self, metrics: Mapping[str, float]) -> None:
+        """After a validation: save it if it is the best one so far."""
+        if self.best is not None and self.best.improved(metrics):
+            self.save(best=True)
+
+    def close(self) -> None:
+        """See through what is being written, and tell what became of it."""
+        if self._writer is None:
+            return
+        try:
+            self._take(self._writer.wait, over=True)
+        except Exception as error:  # others may be gone already, and what ended the run is more worth telling
+            text = f"the checkpoint that was being written is lost: {type(error).__name__}: {error}"
+            self._runner.emit(EventKind.MESSAGE, level="error", text=text)
+        self._writer.close()
+        self._writer = None
+
+    # ---- what is written
+
+    def _tensors(self) -> dict[str, Entry]:
+        runner = self._runner
+        tensors = tensors_of(runner.engine)
+        if self._config.trainable_only:
+            frozen = self.frozen.names
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in frozen}
+        for name, hook in runner.hooks.named().items():
+            tensors.update(self.hook_tensors(name, hook))
+        return tensors
+
+    @property
+    def frozen(self) -> FrozenPart:
+        """What is not trained, by name and by value; every rank must ask for it first at the same moment."""
+        if self._frozen is None:
+            names = [f"model.{name}" for name in self._runner.engine.frozen()]
+            self._frozen = FrozenPart.of(self._runner.engine, names, self.writer.channel)
+        return self._frozen
+
+    def hook_tensors(self, name: str, hook: Hook) -> dict[str, Tensor]:
+        """The tensors of a hook, under their names in a checkpoint."""
+        return {f"hook.{name}.{key}": tensor for key, tensor in hook.tensors(self._runner).items()}
+
+    def _state(self) -> dict[str, Any]:
+        runner = self._runner
+        state = {
+            "engine": runner.engine.state(),
+            "epoch": runner.epoch,
+            "step_in_epoch": runner.step_in_epoch,
+            "batch_total": runner.batch.total,
+            "best": None if self.best is None else self.best.value,
+            "hooks": {name: hook.state() for name, hook in runner.hooks.named().items()},
+            "config": to_dict(runner.config),
+            "data": data_facts(runner),
+        }
+        if self._config.trainable_only:
+            state["frozen"] = self.frozen.state()
+        return state
+
+    # ---- going on
+
+    def resume(self) -> Path | None:
+        """Continue from the checkpoint that `checkpoint.resume` names; returns it, or None if there is none."""
+        path = resume(self._runner, self)
+        if path is not None and path.parent.resolve() == self.folder.root.resolve():
+            self._saved_step = self._runner.step
+        return path
+
+    def go_back(self, before: int) -> Path | None:
+        """Take up the checkpoint that was saved last at step `before` or earlier; None if there is none.
+
+        The place in the data stays. That is saved at once, so that a run which ends now does not meet the same data
+        again. Every rank must call it.
+        """
+        runner = self._runner
+        runner.engine.settle()
+        self.wait()
+        path = on_main(runner.world, lambda: self.folder.newest(before))
+        if path is None:
+            return None
+        place = runner.epoch, runner.step_in_epoch
+        runner.enter(Phase.LOAD)
+        go_back(runner, self, path)
+        runner.set_position(*place, samples=runner.batch.total)
+        self._saved_step = None
+        self.save()
+        return path

@@ -1,0 +1,123 @@
+"""How fast it goes: averages over an interval, tokens a second, and the share of the hardware's peak."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from plait.engine import StepResult
+from plait.spec import MicroBatch
+
+# Dense bf16 peak in TFLOP/s by a part of the device's name, most specific first.
+_PEAKS = (
+    ("B200", 2250.0),
+    ("H200", 989.0),
+    ("H100 PCIe", 756.0),
+    ("H100", 989.0),
+    ("A100", 312.0),
+    ("L40S", 362.0),
+    ("4090", 165.0),
+    ("V100", 125.0),
+)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense 16-bit peak of a device in FLOP/s; None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((tflops * 1e12 for part, tflops in _PEAKS if part in name), None)
+
+
+def memory_mib(device: torch.device) -> float:
+    """Peak memory of the device so far, or, on CPU, what this process holds now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return float(psutil.Process().memory_info().rss) / 2**20
+
+
+def count_tokens(batch: MicroBatch) -> int:
+    """Tokens of a micro-batch; 0 where the data are not tokens."""
+    if not batch.samples or not isinstance(batch.inputs, Mapping):
+        return 0
+    ids = batch.inputs.get("input_ids")
+    return ids.numel() if isinstance(ids, Tensor) else 0
+
+
+class Meter:
+    """Averages over the steps since the last `read`. Adding a step costs a few float operations, and waits for none.
+
+    A step's numbers are looked at when the next one is added, or by `read`: they may still be on their way.
+    """
+
+    def __init__(self) -> None:
+        self._latest: StepResult | None = None
+        self._skipped = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._steps = 0
+        self._finite = 0
+        self._loss = self._norm = self._data = self._busy = 0.0
+        self._tokens = self._samples = 0
+
+    def add(self, result: StepResult, micro_batches: Sequence[MicroBatch], data_time: float, step_time: float) -> None:
+        """Take note of one step, and of the seconds that its data and it itself took."""
+        self._look()
+        self._latest = result
+        self._steps += 1
+        self._data += data_time
+        self._busy += step_time
+        for batch in micro_batches:
+            self._samples += batch.samples
+            self._tokens += count_tokens(batch)
+
+    def _look(self) -> None:
+        result, self._latest = self._latest, None
+        if result is None:
+            return
+        if result.skipped:
+            self._skipped += 1
+        else:
+            self._finite += 1
+            self._loss += result.loss
+            self._norm += result.grad_norm
+
+    def read(self, *, ranks: int, flops_per_token: float | None, peak: float | None) -> dict[str, Any]:
+        """The averages since the last call, which begin anew."""
+        self._look()
+        steps, seconds = max(self._steps, 1), self._data + self._busy
+        finite = self._finite
+        data: dict[str, Any] = {
+            "loss": self._loss / finite if finite else float("nan"),
+            "grad_norm": self._norm / finite if finite else float("nan"),
+            "time": seconds / steps,
+            "data_time": self._data / steps,
+            "samples_per_s": self._samples * ranks / seconds if seconds else 0.0,
+            "skipped": self._skipped,
+        }
+        if self._tokens and seconds:
+            data["tokens_per_s"] = self._tokens * ranks / seconds
+            if flops_per_token and peak:
+                data["mfu"] = self._tokens * flops_per_token / seconds / peak
+        self._reset()
+        return data
+
+
+class RemainingTime:
+    """Estimates when the run will end, from its speed so far."""
+
+    def __init__(self, done: int) -> None:
+        self._start = time.perf_counter()
+        self._from = done
+
+    def eta(self, done: int, total: int | None) -> float | None:
+        """Seconds to go."""
+        if total is None or done <= self._from:
+            return None
+        return (time.perf_counter() - self._start) / (done - self._from) * (total - done)

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.refusals import missing, refused
+from torch import nn
+
+from plait.config.model import GptConfig, HFConfig, LlamaConfig
+from plait.distributed.tensor import WORDS, read_plan, words_of
+from plait.errors import ConfigError, ModelError
+from plait.models import build_model
+from plait.models.common.protocol import TensorPlanned
+
+SIZES = {
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def on_meta(config: object) -> nn.Module:
+    with torch.device("meta"):
+        return build_model(config)  # type: ignore[arg-type]
+
+
+def hf(model_type: str, **settings: object) -> nn.Module:
+    return on_meta(HFConfig(config={"model_type": model_type, **SIZES, **settings}))
+
+
+def test_a_wildcard_stands_for_one_part_of_a_name() -> None:
+    model = on_meta(LlamaConfig(vocab_size=31, dim=16, layers=2, heads=4, seq_len=8))
+    assert read_plan(model, {"blocks.*.ffn": "region"}) == {"blocks.0.ffn": "region", "blocks.1.ffn": "region"}
+    assert read_plan(model, {"blocks.1.ffn.[gu]*": "colwise"}) == {
+        "blocks.1.ffn.gate": "colwise",
+        "blocks.1.ffn.up": "colwise",
+    }
+
+
+def test_every_mistake_in_a_plan_is_told_at_once() -> None:
+    model = on_meta(GptConfig(vocab_size=31, dim=16, layers=1, heads=4, seq_len=8))
+    plan = {"blocks.*.fnn": "region", "blocks.*.ffn.up": "columnwise", "head": "colwise", "h*d": "vocab_head"}
+    with pytest.raises(ConfigError) as caught:
+        read_plan(model, plan)
+    first, second, third = map(str, caught.value.problems)
+    assert not missing(first, "'blocks.*.fnn'", "blocks.*.ffn.down")
+    assert not missing(second, "blocks.*.ffn.up", "'columnwise'", "`colwise`")
+    assert not missing(third, "'head'", "colwise", "'h*d'", "vocab_head")
+
+
+def test_a_stage_of_a_pipeline_need_not_have_everything_a_plan_names() -> None:
+    model = on_meta(GptConfig(vocab_size=31, dim=16, layers=1, heads=4, seq_len=8))
+    del model.embedding
+    assert "embedding" not in words_of(model)
+    assert words_of(model, {"embedding": "vocab_embedding", "head": "vocab_head"}, stage=True) == {"head": "vocab_head"}
+
+
+@pytest.mark.parametrize("config", [GptConfig(dim=16, heads=2), LlamaConfig(dim=16, heads=2)])
+def test_the_plan_of_a_model_names_every_layer_of_its_blocks(config: object) -> None:
+    model = on_meta(config)
+    assert isinstance(model, TensorPlanned)
+    assert set(model.tensor_plan().values()) <= WORDS.keys()
+    words = words_of(model)
+    layers = {name for name, module in model.named_modules() if module._parameters and name.startswith("blocks.")}
+    assert layers <= words.keys()
+
+
+def test_the_plan_of_transformers_is_completed_by_what_follows_from_the_model() -> None:
+    layer = {
+        name.removeprefix("model.layers.1."): word
+        for name, word in words_of(hf("llama")).items()
+        if name.startswith("model.layers.1.")
+    }
+    assert layer == {
+        "self_attn": "region",
+        "self_attn.q_proj": "heads",
+        "self_attn.k_proj": "kv_heads",
+        "self_attn.v_proj": "kv_heads",
+        "self_attn.o_proj": "rowwise",
+        "mlp": "region",
+        "mlp.gate_proj": "colwise",
+        "mlp.up_proj": "colwise",
+        "mlp.down_proj": "rowwise",
+        "input_layernorm": "sequence",
+        "post_attention_layernorm": "sequence",
+    }
+    words = words_of(hf("llama"))
+    assert words["model.embed_tokens"] == "vocab_embedding"
+    assert words["lm_head"] == "vocab_head"
+    assert words["model.layers.0"] == "block"
+    assert "model.norm" not in words
+
+
+def test_norms_of_heads_lie_inside_a_region_and_experts_stay_whole() -> None:
+    qwen = words_of(hf("qwen3", head_dim=4))
+    assert qwen["model.layers.0.self_attn.k_norm"] == "inner"
+    assert qwen["model.layers.0.self_attn"] == "region"
+    mixtral = words_of(hf("mixtral", num_local_experts=2))
+    assert mixtral["model.layers.0.mlp"] == "whole_sequence"
+    assert not any("experts" in name for name in mixtral)
+
+
+def test_gpt2_has_a_plan_though_transformers_has_none() -> None:
+    model = on_meta(HFConfig(config={"model_type": "gpt2", "vocab_size": 31, "n_embd": 16, "n_layer": 1, "n_head": 4}))
+    words = words_of(model)
+    assert words["transformer.h.0.attn.c_attn"] == "qkv_heads"
+    assert words["transformer.h.0.attn"] == "region"
+    assert words["transformer.wte"] == "vocab_embedding"
+    assert words["lm_head"] == "vocab_head"
+
+
+def test_a_fused_projection_that_transformers_gathers_is_gathered_here_too() -> None:
+    words = words_of(hf("phi3", pad_token_id=0))
+    assert words["model.layers.0.self_attn.qkv_proj"] == "colwise_gather"
+    assert words["model.layers.0.self_attn.o_proj"] == "rowwise_split"
+
+
+def test_a_model_that_nobody_has_a_plan_for_is_refused_with_the_remedy() -> None:
+    sizes = {"hidden_size": 16, "ffn_dim": 16, "word_embed_proj_dim": 16, "num_attention_heads": 2}
+    with refused(ModelError, "'opt'", "strategy.tensor.plan"):
+        words_of(on_meta(HFConfig(config={"model_type": "opt", "vocab_size": 31, "num_hidden_layers": 1, **sizes})))
+    with refused(ModelError, "Sequential", "tensor_plan"):
+        words_of(nn.Sequential(nn.Linear(2, 2)))
