@@ -57,7 +57,7 @@ MODULES = {
 
 
 def is_constant(node: ast.expr) -> bool:
-    """A literal, or a name inside this package: `f"{__name__}.trainer"`, `f"plait.models.{family}.presets"`."""
+    """A literal, or a name inside this package: `f"{__name__}.trainer"`, `f"plait.models.{family}"`."""
     if isinstance(node, ast.JoinedStr):
         first = node.values[0]
         if isinstance(first, ast.FormattedValue):

@@ -36,7 +36,7 @@ def preset(family: str, name: str, **changes: Any) -> ModelConfig:
     }
     if family not in families:
         raise ModelError(f"no model family {family!r}; there are {', '.join(families)}")
-    presets = import_module(f"plait.models.{family}.presets").PRESETS
+    presets = import_module(f"plait.models.{family}").PRESETS
     if name not in presets:
         raise ModelError(f"no preset {name!r} in {family!r}; there are {', '.join(presets)}")
     return families[family](**{**presets[name], **changes})
