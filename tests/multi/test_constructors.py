@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, weight_norm
 from torch.nn.utils.parametrizations import spectral_norm
@@ -304,6 +305,8 @@ def test_a_model_that_must_be_built_for_real_is_said_to_be(build: type[Net], rea
 def test_attributes_are_there_whatever_is_offloaded(strategy: dict[str, Any]) -> None:
     before, trace, _ = train(0, 1, Attributes, strategy)
     check(before, trace, Attributes)
+    if dist.is_initialized():  # one process shards, too
+        dist.destroy_process_group()
 
 
 def test_an_initializer_sees_the_marks_on_parameters() -> None:

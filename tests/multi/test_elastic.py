@@ -93,7 +93,7 @@ def test_micro_batches_that_do_not_fit_are_split_and_the_batch_is_kept(tmp_path:
 KNOWS = """
 import sys
 from plait.errors import DataError
-from plait.launch import tell
+from plait.launch import report_failure as tell
 tell(DataError("no text"))
 sys.exit(2)
 """

@@ -291,7 +291,7 @@ def test_hosts_without_a_shared_folder_are_refused_before_the_first_step(tmp_pat
         words = ["-H", two.hostfile(1, 1), *two.ssh(), "--no_python", "plait", "train", "run.yaml", "work_dir=run"]
         done = run(work, *words)
         assert done.returncode != 0
-        assert not missing(done.stderr, work / "run", "checkpoint.node_local: true")
+        assert not missing(done.stderr, "checkpoint.node_local: true")
         assert "Iter(train)" not in done.stdout
         done = run(work, *words, "work_dir=local", "checkpoint.node_local=true", "log.every=1")
         assert done.returncode == 0, done.stderr

@@ -179,7 +179,7 @@ def test_a_rank_that_sleeps_while_the_others_wait_is_named_with_all_stacks(hangs
     assert not missing(page.partition("The others:")[2], "rank 0", "all_reduce")
     asleep, awake = (page.partition(f"Stack of rank {rank}, ")[2].partition("\n\n")[0] for rank in (1, 0))
     assert "in harm" in asleep
-    assert "replicate.py" in awake  # in the exchange of gradients
+    assert "ddp.py" in awake  # in the exchange of gradients
 
 
 def test_a_rank_that_waits_for_messages_of_another_is_seen_to_wait(hangs: dict[str, tuple[int, str]]) -> None:
@@ -189,7 +189,7 @@ def test_a_rank_that_waits_for_messages_of_another_is_seen_to_wait(hangs: dict[s
     assert blamed(page).startswith("rank 1 "), page
     assert "all_gather" in blamed(page)
     assert not missing(page.partition("The others:")[2], "rank 0", "all_gather")
-    assert "exchange.py" in page.partition("Stack of rank 0, ")[2]
+    assert "fsdp.py" in page.partition("Stack of rank 0, ")[2]
 
 
 def test_a_rank_that_leaves_a_collective_out_is_the_odd_one(hangs: dict[str, tuple[int, str]]) -> None:

@@ -265,7 +265,7 @@ OWN = """
 import torch
 import torch.distributed as dist
 from torch import nn
-from plait.distributed import replicate
+from plait.distributed import ddp
 
 class Net(nn.Module):
     def __init__(self, bug):
@@ -282,7 +282,7 @@ class Net(nn.Module):
 
 def make(bug=False):
     if bug:
-        replicate.dist = type("Silent", (), {**vars(dist), "all_reduce": lambda *a, **k: Done()})
+        ddp.dist = type("Silent", (), {**vars(dist), "all_reduce": lambda *a, **k: Done()})
     return Net(bug)
 
 class Done:

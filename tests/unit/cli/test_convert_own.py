@@ -17,7 +17,7 @@ from plait.config.trust import entry_points_of
 CODE = '''
 import json
 import torch
-from plait.checkpoint.convert import Entry, Source
+from plait.checkpoint.convert import Source, TensorEntry
 
 
 class Lines(Source):
@@ -29,7 +29,7 @@ class Lines(Source):
         self.path, self.state, self.facts = path, {}, {"holds": "lines"}
         self._lines = dict(line.split(" ", 1) for line in (path / "lines").read_text().splitlines())
         shapes = json.loads((path / "shapes").read_text())
-        self.entries = {name: Entry(torch.Size(shapes[name]), torch.float32) for name in self._lines}
+        self.entries = {name: TensorEntry(torch.Size(shapes[name]), torch.float32) for name in self._lines}
 
     def read(self, name):
         return torch.tensor(json.loads(self._lines[name])).reshape(self.entries[name].shape)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.refusals import missing, refused
-from tests.unit.strategy.tape import Net, Tape
+from tests.unit.engine.tape import Net, Tape
 from torch import Tensor, nn
 
 from plait.config import parse_sections

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.strategy.tape import Net, Tape
+from tests.unit.engine.tape import Net, Tape
 
 from plait.config import parse_sections
 from plait.config.rules.strategy import may_record, with_graphs_decided

@@ -160,7 +160,7 @@ def test_what_a_killed_launcher_leaves_is_removed_by_a_later_one(
 
 FAILS = """
 from plait.errors import DataError
-from plait.launch import tell
+from plait.launch import report_failure as tell
 if rank != silent:
     tell(DataError(message.format(rank=rank)))
 sys.exit(2)

@@ -35,7 +35,7 @@ def python(text: str, *nodes: Node, arguments: tuple[str, ...] = (), **more: Any
 
 def agent(job: Job, *, silence: float = 60.0) -> subprocess.Popen[str]:
     code = f"""
-from plait.launch import node
+from plait.launch import agent as node
 node.SILENCE_S, node.ORPHANED_S, node._BLOCKED_S = {silence}, 1.0, 1.0
 raise SystemExit(node.serve(0))
 """
