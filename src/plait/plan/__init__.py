@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from plait.plan.recorder import MemoryRecorder as MemoryRecorder
     from plait.plan.remedies import RemedySearch as RemedySearch
     from plait.plan.remedies import Rung as Rung
-    from plait.plan.search import Candidate as Candidate
     from plait.plan.search import Search as Search
-    from plait.plan.search import Space as Space
-    from plait.plan.search import candidates as candidates
     from plait.plan.search import in_expected_order as in_expected_order
     from plait.plan.search import search as search
-    from plait.plan.search import that_can_pay as that_can_pay
+    from plait.plan.space import Candidate as Candidate
+    from plait.plan.space import Space as Space
+    from plait.plan.space import candidates as candidates
+    from plait.plan.space import that_can_pay as that_can_pay
     from plait.plan.states import account_of as account_of
     from plait.plan.states import count_params as count_params
     from plait.plan.states import estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs
@@ -70,7 +70,8 @@ else:
             "rankplan": ["Known"],
             "recorder": ["MemoryRecorder"],
             "remedies": ["RemedySearch", "Rung"],
-            "search": ["Candidate", "Search", "Space", "candidates", "in_expected_order", "search", "that_can_pay"],
+            "search": ["Search", "in_expected_order", "search"],
+            "space": ["Candidate", "Space", "candidates", "that_can_pay"],
             "states": [
                 "account_of",
                 "count_params",

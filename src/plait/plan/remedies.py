@@ -29,9 +29,9 @@ from plait.plan.hardware import Hardware
 from plait.plan.plan import Plan, make_plan
 from plait.plan.quick import Quick, Seen, quick_of
 from plait.plan.rankplan import Known
-from plait.plan.search import Candidate
 from plait.plan.shares import HOST_SHARE, SHARE, lowered_shares
 from plait.plan.simulate import TimeBudget, TimeUpError
+from plait.plan.space import Candidate
 from plait.plan.states import count_params, least_gib
 
 _TENSOR = "strategy.layout.tp"

@@ -19,8 +19,9 @@ from plait.plan.hardware import find_hardware
 from plait.plan.plan import make_plan
 from plait.plan.quick import Quick, quick_look
 from plait.plan.rankplan import plan_rank
-from plait.plan.search import Candidate, Found, Space, candidates, in_expected_order, search
+from plait.plan.search import Found, in_expected_order, search
 from plait.plan.simulate import TimeBudget, example_of
+from plait.plan.space import Candidate, Space, candidates
 from plait.spec import LossTerm
 
 H100 = find_hardware("h100")

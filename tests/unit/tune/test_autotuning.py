@@ -14,7 +14,7 @@ from tests.refusals import refused
 
 from plait.config import parse
 from plait.errors import ConfigError
-from plait.plan.search import that_can_pay
+from plait.plan.space import that_can_pay
 from plait.tune import translate_autotuning
 from plait.tune.autotuning import KEYS
 from plait.tune.config import space_of

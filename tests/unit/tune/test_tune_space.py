@@ -13,7 +13,7 @@ from tests.refusals import refused
 
 from plait.config import parse, resolve_batch, resolve_layout
 from plait.errors import ConfigError
-from plait.plan.search import Candidate, candidates
+from plait.plan.space import Candidate, candidates
 from plait.tune import TuneConfig, make_tune_config, rank_by_rule
 from plait.tune.config import in_order, space_of
 from plait.tune.search import effective

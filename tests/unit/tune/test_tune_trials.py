@@ -18,7 +18,7 @@ from tests.refusals import missing, refused
 
 from plait.config import parse
 from plait.errors import ConfigError, TrainingError
-from plait.plan.search import Candidate
+from plait.plan.space import Candidate
 from plait.tune import TrialOutcome, TuneConfig, Tuned, tune
 from plait.tune.search import TrialRecord, TrialRecords
 

@@ -1,0 +1,227 @@
+"""What a search tries: candidates (settings put over the run description), and the space that they are drawn from.
+
+Loads no torch, so that `plait tune` can answer a wrong option at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from pydantic import BaseModel
+
+from plait.config import GptConfig, LlamaConfig, RunConfig, check, dialect, parse, resolve_batch, resolve_layout
+
+# One set of settings to try: dotted keys and values, put over the run description.
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Settings over the user's own; with none, the run as it is written."""
+
+    settings: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        """A short name that the settings alone decide, so that a later search knows what was tried."""
+        text = json.dumps(dict(self.settings), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def overrides(self) -> list[str]:
+        """As they would be typed after `plait train run.yaml`."""
+        return [f"{key}={written(value)}" for key, value in self.settings.items()]
+
+    def changes(self, run: RunConfig) -> list[str]:
+        """The overrides without those that the run says already: what a person has to write."""
+        return [f"{key}={written(value)}" for key, value in self.settings.items() if not _says(run, key, value)]
+
+    def applied_to(self, run: RunConfig) -> RunConfig:
+        """The run with these settings; a `ConfigError` where that is none.
+
+        Only what was written is written again: a default that another setting leaves without effect is no error.
+        """
+        changed = parse(run.model_dump(mode="json", exclude_unset=True), self.overrides).config
+        check(changed, has_val=changed.val_data is not None, require_length=False)
+        return changed
+
+
+def _says(run: RunConfig, key: str, value: Any) -> bool:
+    """Whether a run has this value there; what lies inside lists and free sections is not looked at."""
+    found: Any = run
+    for part in key.split("."):
+        if not isinstance(found, BaseModel) or part not in type(found).model_fields:
+            return False
+        found = getattr(found, part)
+    return bool(found == value)
+
+
+def written(value: Any) -> str:
+    """A value as an override holds it, so that it is read back as it was."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        plain = value and value == value.strip() and value[0] not in "[{\"'" and dialect.scalar(value) == value
+        return value if plain else json.dumps(value)
+    return repr(value) if isinstance(value, int | float) else json.dumps(value)
+
+
+# What a search tries: the product of its dimensions, at the run's own global batch.
+
+
+Settings = dict[str, Any]
+
+DIMENSIONS = ("zero", "layout", "recompute", "micro", "compile", "offload")
+"""What can be varied without the user's naming keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What is varied."""
+
+    ranks: int
+    dimensions: tuple[str, ...] = DIMENSIONS
+    values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """The user's own keys, and what to try for each; a dimension that would set one of them stands back."""
+    micro_min: int = 1
+    micro_max: int = 1024
+    micro_count: int = 5
+    """At most so many micro-batch sizes."""
+
+
+def that_can_pay(kind: str, dimensions: tuple[str, ...] = DIMENSIONS) -> tuple[str, ...]:
+    """Dimensions without those that can win nothing: where the device is the host, nothing is kept off it."""
+    return tuple(each for each in dimensions if each != "offload" or kind == "cuda")
+
+
+def candidates(run: RunConfig, space: Space) -> list[Candidate]:
+    """The run as it is written, then every combination of the values to try. Some may turn out to make no run."""
+    dims: list[list[Settings]] = [
+        _zero(run, space),
+        _layouts(run, space),
+        _choices("recompute", "strategy.recompute.mode", ("none", "selective", "full"), space),
+        _choices("compile", "strategy.compile.enabled", (False, True), space),
+        _offload(run, space),
+        *([{key: value} for value in values] for key, values in space.values.items()),
+    ]
+    combined = [{key: value for part in parts for key, value in part.items()} for parts in product(*dims)]
+    found = [Candidate(settings | batch) for settings in combined for batch in _batches(run, settings, space)]
+    return list({each.key: each for each in [Candidate({}), *found]}.values())
+
+
+def _wanted(dimension: str, space: Space, *keys: str) -> bool:
+    """Whether a dimension is varied: asked for, and none of its keys is the user's own."""
+    return dimension in space.dimensions and not any(
+        own == key or own.startswith(f"{key}.") or key.startswith(f"{own}.") for own in space.values for key in keys
+    )
+
+
+def _choices(dimension: str, key: str, values: tuple[Any, ...], space: Space) -> list[Settings]:
+    return [{key: value} for value in values] if _wanted(dimension, space, key) else [{}]
+
+
+def _zero(run: RunConfig, space: Space) -> list[Settings]:
+    if space.ranks == 1 or not _wanted("zero", space, "strategy.zero", "strategy.sharding"):
+        return [{}]
+    clear: Settings = {} if run.strategy.sharding is None else {"strategy.sharding": None}
+    return [{**clear, "strategy.zero": stage} for stage in range(4)]
+
+
+def _offload(run: RunConfig, space: Space) -> list[Settings]:
+    """Nothing away from the device; the optimizer in host memory or in files; the weights too.
+
+    Where the run says more of it than where things live, it stays as it is written.
+    """
+    offload = run.strategy.offload
+    said = offload.model_fields_set - {"optimizer", "params", "activations", "path"}
+    if said or not _wanted("offload", space, "strategy.offload"):
+        return [{}]
+    if not run.optim.elementwise:  # it looks at whole parameters, or says nothing
+        return [{}]
+    home, weights, share, folder = (f"strategy.offload.{key}" for key in ("optimizer", "params", "ratio", "path"))
+    stays: Settings = {weights: "none"} if offload.params != "none" else {}
+    no_files: Settings = {folder: None} if offload.path is not None else {}
+    nothing: Settings = {home: "none", **stays, **no_files} if offload.on else {}
+    clear: Settings = {} if run.strategy.sharding is None else {"strategy.sharding": None}
+    return [
+        nothing,
+        {home: "cpu", share: "auto", **stays, **no_files},
+        {home: "nvme", share: "auto", **stays},
+        {home: "cpu", **clear, "strategy.zero": 3, weights: "cpu", **no_files},
+    ]
+
+
+def _layouts(run: RunConfig, space: Space) -> list[Settings]:
+    """Tensor and pipeline parallelism, for models that are known to be able to; data parallelism takes the rest."""
+    model, layout = run.model, run.strategy.layout
+    if (
+        space.ranks == 1
+        or not isinstance(model, GptConfig | LlamaConfig)
+        or not _wanted("layout", space, "strategy.layout")
+    ):
+        return [{}]
+    heads = (getattr(model, "kv_heads", None) or model.heads, model.heads)
+    sizes = range(1, space.ranks + 1)
+    pairs = [
+        (tp, pp)
+        for tp, pp in product(sizes, sizes)
+        if space.ranks % (tp * pp * layout.cp * layout.ep) == 0
+        and all(n % tp == 0 for n in heads)
+        and pp <= model.layers
+    ]
+    # What was fixed for the layout as it is written would contradict another one.
+    free = {
+        f"strategy.layout.{axis}": None for axis in ("dp_replicate", "dp_shard") if getattr(layout, axis) is not None
+    }
+    ordered = sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair))
+    return [{**free, "strategy.layout.tp": tp, "strategy.layout.pp": pp} for tp, pp in ordered]
+
+
+def _batches(run: RunConfig, settings: Settings, space: Space) -> Iterator[Settings]:
+    """Ways to cut the global batch, which stays the same in every layout."""
+    if any(key == "batch" for key in space.values):
+        yield {}
+        return
+    fixed = _fixed_batch(run, settings, space)
+    if not _wanted("micro", space, "batch.micro", "batch.accumulation", "batch.total"):
+        keep = run.batch.micro if "batch.accumulation" not in settings else None
+        yield {"batch.micro": keep, **fixed, **{key: settings[key] for key in settings if key.startswith("batch.")}}
+        return
+    share, left = divmod(fixed["batch.total"], _data_parallel(settings, run, space))
+    for micro in [None] if left else _sizes(share, space):  # what cannot be cut evenly is refused, with its reason
+        yield {**fixed, "batch.micro": micro}
+
+
+def _fixed_batch(run: RunConfig, settings: Settings, space: Space) -> Settings:
+    layout = resolve_layout(run.strategy, size=space.ranks, local_size=space.ranks)
+    micro_batches = run.strategy.pipeline.micro_batches
+    total = resolve_batch(run.batch, layout.data_parallel, micro_batches=micro_batches).total
+    fixed: Settings = {"batch.total": total, "batch.accumulation": None}
+    if micro_batches is not None and "strategy.pipeline.micro_batches" not in settings:
+        fixed["strategy.pipeline.micro_batches"] = None
+    return fixed
+
+
+def _data_parallel(settings: Settings, run: RunConfig, space: Space) -> int:
+    """Ranks that see different samples, as far as the settings say; the check of the whole run comes later."""
+    sizes = {
+        axis: settings.get(f"strategy.layout.{axis}", getattr(run.strategy.layout, axis)) for axis in ("tp", "pp", "cp")
+    }
+    others = [size for size in sizes.values() if isinstance(size, int) and size > 0]
+    ranks = space.ranks
+    for size in others:
+        ranks //= size
+    return max(ranks, 1)
+
+
+def _sizes(share: int, space: Space) -> list[int]:
+    """Divisors of a rank's share, largest first, spread evenly where there are too many."""
+    divisors = [n for n in range(min(share, space.micro_max), space.micro_min - 1, -1) if share % n == 0]
+    count = min(space.micro_count, len(divisors))
+    if count < 2:
+        return divisors[:count]
+    return [divisors[round(i * (len(divisors) - 1) / (count - 1))] for i in range(count)]
