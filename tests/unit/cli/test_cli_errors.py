@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -119,7 +120,9 @@ def answers(where: Any) -> dict[str, Any]:
         file = place.describe(f"{re.sub(r'[^a-z]', '_', name)}.yaml", **changes)
         commands[name] = [file if word == "FILE" else word for word in argv]
     command = [sys.executable, "-c", SCRIPT, json.dumps(commands)]
-    ended = subprocess.run(command, cwd=place.folder, capture_output=True, text=True, timeout=120)
+    # Completion asks which shell this was started from; the answer would depend on how the tests were started.
+    environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    ended = subprocess.run(command, cwd=place.folder, env=environment, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     return {name: (*answer, commands[name]) for name, answer in json.loads(ended.stdout).items()}
 
